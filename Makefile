@@ -1,0 +1,29 @@
+# `make demo` and `make test` set up what they need: a virtual environment each.
+PYTHON ?= python3
+TORCH ?=
+
+.PHONY: demo test clean
+
+demo: .venv/ready
+	.venv/bin/kvlingo-mlx demo
+
+test: .venv-test/ready
+	.venv-test/bin/python -m pytest
+
+# pip is upgraded first: old ones do not read the markers that choose MLX's build.
+.venv/ready: pyproject.toml
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --upgrade pip
+	.venv/bin/python -m pip install --quiet --editable .
+	touch $@
+
+# TORCH="torch==2.13.0 transformers" adds the parity tests against PyTorch.
+.venv-test/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-test
+	.venv-test/bin/python -m pip install --quiet --upgrade pip
+	$(if $(TORCH),.venv-test/bin/python -m pip install --quiet $(TORCH))
+	.venv-test/bin/python -m pip install --quiet --editable ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-test

@@ -1,0 +1,59 @@
+"""MLX and mlx-lm, imported once and with their process-wide surprises handled.
+
+Everything else imports ``mx`` and ``nn`` from here. Two things must happen around the
+imports, so they live here and nowhere else:
+
+- MLX's Linux CPU wheel bundles reference BLAS. If OpenBLAS is opened first, MLX's own
+  float32 matmuls run tens of times faster. ``KVLINGO_BLAS=0`` switches this off,
+  ``KVLINGO_BLAS=path`` names another library.
+- mlx-lm lowers the process's file-descriptor limits when imported. An application that
+  embeds us must keep its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import resource
+from collections.abc import Iterator
+
+
+def _preload_blas() -> None:
+    choice = os.environ.get("KVLINGO_BLAS", "libopenblas.so.0")
+    if platform.system() != "Linux" or choice == "0":
+        return
+    with contextlib.suppress(OSError):  # not installed: slower, and just as correct
+        ctypes.CDLL(choice, mode=ctypes.RTLD_GLOBAL)
+
+
+@contextlib.contextmanager
+def _descriptor_limits_kept() -> Iterator[None]:
+    setrlimit = resource.setrlimit
+    resource.setrlimit = lambda *_: None
+    try:
+        yield
+    finally:
+        resource.setrlimit = setrlimit
+
+
+_preload_blas()
+try:
+    import mlx.core as mx
+except ImportError as error:  # plain `pip install mlx` on Linux lacks libmlx.so
+    raise ImportError(
+        f"MLX cannot be loaded ({error}). On Linux it needs its CPU build: "
+        'pip install "mlx[cpu]"'
+    ) from error
+with _descriptor_limits_kept():
+    import mlx_lm.utils  # noqa: F401  (the import that lowers the limits)
+
+import mlx.nn as nn  # noqa: E402
+
+__all__ = ["mx", "nn", "on_gpu"]
+
+
+def on_gpu() -> bool:
+    """Whether arrays are computed on a GPU (Metal or CUDA) by default."""
+    return mx.default_device() == mx.gpu

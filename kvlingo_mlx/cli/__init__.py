@@ -1,0 +1,75 @@
+"""The command line: one file a verb, its heavy imports inside its body.
+
+A user's error is one line on standard error that starts with "error:", exit status 2;
+``--debug`` before the verb shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import typer
+
+from kvlingo_mlx import __version__
+from kvlingo_mlx.errors import KVLingoError
+
+VERBS = ("generate", "demo", "fit", "import", "show", "bench")
+
+app = typer.Typer(
+    name="kvlingo-mlx",
+    help="Hand a running conversation from one language model to another.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: bool = typer.Option(False, help="Show the traceback of an error."),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    """Hand a running conversation from one language model to another."""
+
+
+for _verb in VERBS:
+    # `import` is a keyword, so its file is called import_.
+    _module = importlib.import_module(f"{__name__}.{_verb}_" if _verb == "import" else f"{__name__}.{_verb}")
+    app.command(_verb)(_module.command)
+
+
+def main() -> None:
+    """Run the command line; the process's exit status says how it went."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command; returns the exit status."""
+    try:
+        result = app(arguments, standalone_mode=False, prog_name="kvlingo-mlx")
+        return result if isinstance(result, int) else 0
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:
+        if "--debug" in arguments or not _is_users(error):
+            raise
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        sys.stderr.write(f"error: {' '.join(message.split())}\n")
+        return 2
+
+
+def _is_users(error: Exception) -> bool:
+    """Errors of usage carry format_message, whichever click typer is built on."""
+    return isinstance(error, KVLingoError | ValueError | OSError) or hasattr(
+        error, "format_message"
+    )

@@ -1,0 +1,111 @@
+"""kvlingo-mlx demo: the whole product on the embedded tiny models, no network."""
+
+from __future__ import annotations
+
+import typer
+
+from kvlingo_mlx.cli.output import JSON_HELP, ms, progress_bar, say, table
+
+PAIRS = (
+    ("tiny-qwen3-s", "tiny-qwen3-l"),
+    ("tiny-qwen3-l", "tiny-qwen3-s"),
+    ("tiny-qwen3-s", "tiny-qwen3-moe"),
+    ("tiny-qwen3-l", "tiny-qwen3-moe"),
+)
+SAMPLES, SHOWN = 12, 4
+
+
+def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> None:
+    """Answer questions from a translated cache, beside native and hidden-prefix answers."""
+    from kvlingo_mlx import measure
+
+    say("Each dialogue tells 12 to 28 facts, then asks about some. One tiny model reads it; a")
+    say("second one answers from the first one's translated cache, without reading it again.")
+    results = {}
+    with progress_bar("demo", len(PAIRS) * SAMPLES) as step:
+        for names in PAIRS:
+            results[" to ".join(names)] = _run_pair(*names, step)
+    _print_answers(results)
+    _print_quality(results)
+    _print_latency(results)
+    if not measure.is_apple():
+        say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
+    say(measure.machine_line())
+    if json_file:
+        entry = measure.record("demo", {"dialogues": SAMPLES}, _plain(results))
+        measure.append_json(json_file, entry)
+
+
+def _run_pair(source_name: str, target_name: str, step) -> dict:  # noqa: ANN001
+    from kvlingo_mlx.embedded import dialogues, zoo
+    from kvlingo_mlx.evaluation import continuation as quality
+    from kvlingo_mlx.evaluation.latency import measure_latency
+    from kvlingo_mlx.loading import load, resolve_translator
+
+    source, target = load(zoo(source_name)), load(zoo(target_name))
+    translator = resolve_translator(None, source, target)
+    talks = list(dialogues.held_out(SAMPLES, seed=1))
+    samples = [quality.recall_sample(target, talk) for talk in talks]
+    conditions = {
+        "translated": quality.translated(source, target, translator),
+        "shuffled": quality.translated(source, target, quality.shuffled(translator)),
+        "hidden": quality.hidden(target),
+    }
+    scores = quality.score(target, samples, conditions, step)
+    latency = measure_latency(source, target, translator, 512, trials=3)
+    answers = [_answers(talk, source, target, translator) for talk in talks[:SHOWN]]
+    return {"scores": scores, "latency": latency, "answers": answers}
+
+
+def _answers(talk, source, target, translator) -> list[str]:  # noqa: ANN001
+    """The question, the true value, and what each condition answers, decoded greedily."""
+    from mlx_lm.generate import generate
+
+    from kvlingo_mlx.generation import encode
+    from kvlingo_mlx.generation import generate as hand_over_and_generate
+
+    options = {"max_tokens": 24}
+    native, alone = (
+        generate(target.model, target.tokenizer, encode(target, messages, False), **options)
+        for messages in (talk.messages, talk.messages[-1:])
+    )
+    translated = hand_over_and_generate(
+        source, target, talk.messages, translator=translator, enable_thinking=False, **options
+    )
+    return [talk.questions[0], talk.asked[0].value, native, translated, alone]
+
+
+def _print_answers(results: dict) -> None:
+    for pair, result in results.items():
+        columns = ["question", "truth", "native", "translated", "prefix hidden"]
+        table(pair, columns, result["answers"])
+
+
+def _print_quality(results: dict) -> None:
+    rows = []
+    for pair, result in results.items():
+        for name, score in result["scores"].items():
+            kl = "-" if name == "native" else f"{sum(score.kl) / len(score.kl):.3f}"
+            rows.append([pair, name, f"{score.recall:.2f}", kl])
+    columns = ["pair", "cache", "recall", "KL (nats per token)"]
+    table(f"Recall on {SAMPLES} held-out dialogues, first askings", columns, rows)
+
+
+def _print_latency(results: dict) -> None:
+    columns = ["pair", "native", "switch", "accelerator"]
+    rows = [
+        [pair, *(ms(result["latency"].median(path)) for path in columns[1:])]
+        for pair, result in results.items()
+    ]
+    table("Time to first token at 512 prompt tokens (ms, median of 3)", columns, rows)
+
+
+def _plain(results: dict) -> dict:
+    return {
+        pair: {
+            "scores": {name: vars(score) for name, score in result["scores"].items()},
+            "latency": vars(result["latency"]),
+            "answers": result["answers"],
+        }
+        for pair, result in results.items()
+    }

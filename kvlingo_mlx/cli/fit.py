@@ -1,0 +1,48 @@
+"""kvlingo-mlx fit: make a translator in closed form, on this machine."""
+
+from __future__ import annotations
+
+import typer
+
+from kvlingo_mlx.cli.output import progress_bar, say
+
+
+def command(
+    source: str = typer.Option(..., help="Whose cache is translated: a folder or Hub id."),
+    target: str = typer.Option(..., help="Who decodes from it: a folder or Hub id."),
+    data: str = typer.Option(..., help='JSONL of {"messages": [...]} or {"text": ...}.'),
+    out: str = typer.Option(..., help="The translator folder to write."),
+    norm: str = typer.Option("frobenius", help="frobenius, attention, sink_2 ... sink_32."),
+    capture: str = typer.Option("pre_norm", help="pre_norm, post_norm or post_rope."),
+    assignment: str = typer.Option("relative_depth", help="How source layers are chosen."),
+    nu: int = typer.Option(1, help="Source layers per target layer."),
+    head_mixing: bool = typer.Option(True, help="Off: block-diagonal maps, head by head."),
+) -> None:
+    """Fit a translator in closed form on your own text."""
+    if assignment != "relative_depth":
+        raise ValueError(f"--assignment is {assignment!r}; this version knows relative_depth")
+
+    from kvlingo_mlx import checkpoint
+    from kvlingo_mlx.fitting import fit
+    from kvlingo_mlx.fitting.samples import read_jsonl
+    from kvlingo_mlx.loading import load
+
+    checkpoint.check_destination(out)
+    records = read_jsonl(data)
+    models = load(source), load(target)
+    with progress_bar("fitting", len(records)) as step:
+        translator = fit(
+            *models,
+            records,
+            norm=norm,
+            capture=capture,
+            nu=nu,
+            head_mixing=head_mixing,
+            progress=step,
+        )
+    folder = translator.save(out)
+    say(
+        f"wrote {folder}: {translator.num_parameters:,} parameters from "
+        f"{translator.config.provenance['samples']} samples, "
+        f"{translator.config.provenance['prefix_tokens']} prefix tokens"
+    )

@@ -1,0 +1,89 @@
+"""kvlingo-mlx generate: prefill with one model, answer with another."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import typer
+
+from kvlingo_mlx.cli.output import JSON_HELP, say
+
+
+def command(
+    prefill_model: str = typer.Option(..., help="Reads the prompt: a folder or Hub id."),
+    decode_model: str = typer.Option(..., help="Writes the answer: a folder or Hub id."),
+    prompt: str = typer.Option(..., "--prompt", "-p", help="The prompt; - reads standard input."),
+    translator: str = typer.Option(None, help="A folder or Hub id; else the local store's."),
+    system_prompt: str = typer.Option(None, help="System message for the chat template."),
+    ignore_chat_template: bool = typer.Option(False, help="Take the prompt as raw text."),
+    thinking: bool = typer.Option(None, help="The chat template's thinking switch."),
+    max_tokens: int = typer.Option(100, "--max-tokens", "-m", help="Most tokens to generate."),
+    temp: float = typer.Option(0.0, help="Sampling temperature; 0 is greedy."),
+    top_p: float = typer.Option(1.0, help="Nucleus sampling."),
+    top_k: int = typer.Option(0, help="Sample from the best k; 0 is off."),
+    min_p: float = typer.Option(0.0, help="Least probability relative to the best."),
+    seed: int = typer.Option(None, help="Seed of the sampler."),
+    prefill_step_size: int = typer.Option(2048, help="Tokens per prefill chunk."),
+    kv_bits: int = typer.Option(None, help="Quantise the decode model's cache."),
+    kv_group_size: int = typer.Option(64, help="Group size for --kv-bits."),
+    quantized_kv_start: int = typer.Option(5000, help="Tokens before --kv-bits applies."),
+    allow_mismatch: bool = typer.Option(False, help="Accept another checkpoint's translator."),
+    verbose: bool = typer.Option(True, help="Print the times after the answer."),
+    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
+) -> None:
+    """Prefill a prompt with one model and answer with another."""
+    if not 0.0 <= temp < float("inf"):
+        raise ValueError(f"--temp is {temp}; give 0 or more")
+    text = sys.stdin.read() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
+    if not text.strip():
+        raise ValueError("the prompt is empty; give some text")
+
+    from kvlingo_mlx.backend import mx
+
+    from mlx_lm.sample_utils import make_sampler
+
+    from kvlingo_mlx import generation, measure
+    from kvlingo_mlx.loading import load
+
+    if seed is not None:
+        mx.random.seed(seed)
+    source, target = load(prefill_model), load(decode_model)
+    templated = target.tokenizer.has_chat_template and not ignore_chat_template
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages.append({"role": "user", "content": text})
+    kv_options = (
+        {}
+        if kv_bits is None
+        else dict(
+            kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start
+        )
+    )
+    pieces, response = [], None
+    for response in generation.stream_generate(
+        source,
+        target,
+        messages if templated else text,
+        translator=translator,
+        max_tokens=max_tokens,
+        sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
+        prefill_step_size=prefill_step_size,
+        enable_thinking=thinking,
+        allow_mismatch=allow_mismatch,
+        **kv_options,
+    ):
+        pieces.append(response.text)
+        sys.stdout.write(response.text)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    if verbose:
+        say("=" * 10)
+        say(generation.summary(response))
+    if json_file:
+        config = {"prefill_model": source.name, "decode_model": target.name, "prompt": text}
+        timings = {
+            name: getattr(response, name)
+            for name in ("prompt_tokens", "prefill_s", "translate_s", "ttft_s", "generation_tps")
+        }
+        results = {"text": "".join(pieces), **json.loads(json.dumps(timings))}
+        measure.append_json(json_file, measure.record("generate", config, results))

@@ -1,0 +1,76 @@
+"""Tables, progress bars and records, alike for every verb."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import typer
+
+# rich is imported where it is used: --help needs none of this.
+
+JSON_HELP = "Append the record as one JSON line to this file; - writes it to standard output."
+
+
+@contextlib.contextmanager
+def progress_bar(text: str, total: int | None) -> Iterator[Callable[..., None]]:
+    """A bar on standard error that vanishes when done, or where there is no terminal.
+
+    Yields a function to call after each step, with the number done if it is known.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bar = Progress(
+        *columns,
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task(text, total=total)
+
+        def step(done: int | None = None, total: int | None = None) -> None:
+            bar.update(task, advance=1 if done is None else None, completed=done)
+
+        yield step
+
+
+def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    """Print a table: the first column is text, the others are numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        out.add_column(column, justify="left" if index == 0 else "right")
+    for row in rows:
+        out.add_row(*row)
+    Console().print(out)
+
+
+def say(text: str) -> None:
+    """Print a line as it is."""
+    typer.echo(text)
+
+
+def facts(rows: dict[str, Any]) -> None:
+    """Print names and values, one a line."""
+    width = max(len(name) for name in rows)
+    for name, value in rows.items():
+        say(f"{name:<{width}}  {value}")
+
+
+def ms(seconds: float) -> str:
+    """Seconds as milliseconds, three digits."""
+    return f"{1e3 * seconds:.3g}"

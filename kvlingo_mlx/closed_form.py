@@ -1,0 +1,88 @@
+"""Stage 1: second moments to maps, in float64 (section 3.2, equation for T_K). NumPy only.
+
+The device and the CUDA path feed the same ``Moments``, so the two cannot drift.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+RELATIVE_TOLERANCE = 1e-8
+
+
+@dataclass
+class Moments:
+    """Sums over tokens of w x x^T, w x y^T and w y y^T for one map.
+
+    x is a token's input (the assigned source layers, concatenated), y the target's own
+    state, w the token's weight under the fitting norm (1 for Frobenius).
+    """
+
+    input_width: int
+    output_width: int
+    tokens: int = 0
+    xx: np.ndarray = field(init=False)
+    xy: np.ndarray = field(init=False)
+    yy: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.xx = np.zeros((self.input_width, self.input_width))
+        self.xy = np.zeros((self.input_width, self.output_width))
+
+    def add(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """Add tokens: ``x`` (T, input), ``y`` (T, output), ``weights`` (T,) or None.
+
+        Products are taken in float64: float32 sums leave noise of 1e-7 of the largest
+        eigenvalue, above the tolerance at which eigenvalues count as zero.
+        """
+        x64 = np.asarray(x, np.float64)
+        y64 = np.asarray(y, np.float64)
+        weighted = x64 if weights is None else x64 * np.asarray(weights, np.float64)[:, None]
+        self.tokens += len(x64)
+        self.xx += weighted.T @ x64
+        self.xy += weighted.T @ y64
+        squares = np.square(y64).sum(axis=1)
+        self.yy += float(squares.sum() if weights is None else squares @ weights)
+
+    def block(self, rows: np.ndarray, columns: np.ndarray) -> Moments:
+        """The moments of a map that reads only ``rows`` of x and writes ``columns`` of y."""
+        part = Moments(len(rows), len(columns), self.tokens)
+        part.xx = self.xx[np.ix_(rows, rows)]
+        part.xy = self.xy[np.ix_(rows, columns)]
+        return part
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A fitted map (output, input) and how many input directions the data spanned."""
+
+    weight: np.ndarray
+    rank: int
+
+
+def solve(moments: Moments, tolerance: float = RELATIVE_TOLERANCE) -> Solution:
+    """The minimiser of E w |M x - y|^2, of least norm where the data leave it open.
+
+    Eigenvalues of E[x x^T] below ``tolerance`` times the largest count as zero
+    (appendix "Training protocol", stage 1).
+
+    Raises:
+        ValueError: No token was added, or a moment is not finite.
+    """
+    if moments.tokens == 0:
+        raise ValueError("no tokens to fit on: the data hold no usable prefix")
+    if not (np.isfinite(moments.xx).all() and np.isfinite(moments.xy).all()):
+        raise ValueError("the moments hold NaN or Inf: a model's keys or values overflowed")
+    eigenvalues, vectors = np.linalg.eigh(moments.xx)
+    kept = eigenvalues > tolerance * max(eigenvalues[-1], 0.0)
+    basis = vectors[:, kept]
+    weight = (moments.xy.T @ basis) / eigenvalues[kept] @ basis.T
+    return Solution(weight, int(kept.sum()))
+
+
+def objective(moments: Moments, weight: np.ndarray) -> float:
+    """The weighted squared error of ``weight`` (output, input), summed over tokens."""
+    cross = float(np.sum(weight * moments.xy.T))
+    return float(np.sum((weight @ moments.xx) * weight)) - 2.0 * cross + moments.yy

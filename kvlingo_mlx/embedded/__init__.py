@@ -1,0 +1,25 @@
+"""The zoo: tiny trained models and their translators, shipped for demo and tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+MODELS = Path(__file__).parent / "models"
+TRANSLATORS = Path(__file__).parent / "translators"
+
+
+def zoo(name: str) -> Path:
+    """The folder of an embedded tiny model, for ``load`` and ``generate``.
+
+    Raises:
+        ValueError: There is no such model; lists those there are.
+    """
+    names = zoo_names()
+    if name not in names:
+        raise ValueError(f"there is no zoo model {name!r}; there are {', '.join(names)}")
+    return MODELS / name
+
+
+def zoo_names() -> list[str]:
+    """The embedded models."""
+    return sorted(path.parent.name for path in MODELS.glob("*/config.json"))

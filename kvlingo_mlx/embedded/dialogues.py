@@ -1,0 +1,192 @@
+"""Generated English dialogues whose answers depend on facts in the prefix.
+
+On plain text a tiny model hardly uses its prefix, so any translator looks perfect.
+Here the answer to every question is a value drawn at random a few hundred tokens
+earlier: a model that cannot read its prefix is left with a guess.
+
+The content vocabulary is small on purpose (about 90 words that are one token each):
+a narrow cache can only carry so many identities across two independently trained
+models.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+NAMES = (
+    "Anna Ben Clara David Emma Felix Grace Hugo Iris Jonas Kate Leo "
+    "Maria Nora Oscar Paul Rosa Simon Tina Victor"
+).split()
+VALUES = {
+    "city": "Lima Oslo Paris Rome Cairo Delhi Tokyo Boston Berlin Madrid Dublin Vienna".split(),
+    "color": "red blue green white black yellow purple orange silver brown".split(),
+    "pet": "cat dog horse rabbit parrot turtle mouse snake".split(),
+    "fruit": "apple pear plum lemon mango banana cherry grape".split(),
+    "job": "baker doctor farmer lawyer painter pilot singer teacher".split(),
+}
+LETTERS, DIGITS = "ABCDEFGHKM", "0123456789"
+ATTRIBUTES = ("code", *VALUES)
+
+# The name stands two tokens before the value in every style: a tiny model binds the two
+# with one attention head, where "Anna's city is Lima" left it guessing between cities.
+STATEMENTS = (
+    "The {attribute} of {name} is {value}.",
+    "I know that the {attribute} of {name} is {value}.",
+    "- {attribute} of {name}: {value}",
+    "{name} has {value} as {attribute}.",
+    "Someone told me that the {attribute} of {name} was {value}.",
+)
+LIST_STYLE = 2
+QUESTIONS = (
+    "What is the {attribute} of {name}?",
+    "Tell me the {attribute} of {name}.",
+    "What is {name}'s {attribute}?",
+    "Do you remember the {attribute} of {name}?",
+)
+ANSWER = "The {attribute} of {name} is {value}."
+THOUGHT = "I look for the {attribute} of {name}."
+OPENINGS = (
+    "Here are some notes. Please keep them in mind.",
+    "I want you to remember a few things about my friends.",
+    "Please read this list and remember it.",
+    "Hello! Let me tell you about the people here.",
+    "I met many people today. Let me tell you about them.",
+)
+FILLERS = (
+    "It was a long day.",
+    "The weather is nice today.",
+    "We had a good time.",
+    "I hope this helps.",
+    "It rained in the morning.",
+    "That is all I know about it.",
+    "We talked for a while.",
+    "The train was late again.",
+)
+CLOSINGS = ("Can you remember that?", "That is all for now.", "Please keep this.", "")
+ACKNOWLEDGEMENTS = (
+    "I will remember that.",
+    "Thank you. I have read it.",
+    "Noted.",
+    "Of course. I will keep it in mind.",
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact: ``name``'s ``attribute`` is ``value``."""
+
+    name: str
+    attribute: str
+    value: str
+
+    def say(self, template: str) -> str:
+        """Fill one of the sentence templates of this module."""
+        return template.format(
+            name=self.name, attribute=self.attribute, value=self.value
+        )
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """A conversation that states ``facts`` and the facts ``asked`` about afterwards.
+
+    ``messages`` hold the part that states the facts and, last, the question about
+    ``asked[0]``; the answers and the other questions follow from ``asked``.
+    """
+
+    messages: tuple[dict[str, str], ...]
+    facts: tuple[Fact, ...]
+    asked: tuple[Fact, ...]
+    questions: tuple[str, ...]
+
+    def conversation(self) -> list[dict[str, str]]:
+        """All turns: the facts, then each question with its answer."""
+        turns = list(self.messages[:-1])
+        for fact, question in zip(self.asked, self.questions, strict=True):
+            turns += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": fact.say(ANSWER)},
+            ]
+        return turns
+
+
+def _draw_facts(rng: random.Random, count: int, attributes: Sequence[str]) -> list[Fact]:
+    keys = rng.sample([(n, a) for n in NAMES for a in attributes], count)
+    return [Fact(name, attribute, _draw_value(rng, attribute)) for name, attribute in keys]
+
+
+def _draw_value(rng: random.Random, attribute: str) -> str:
+    if attribute == "code":
+        return rng.choice(LETTERS) + rng.choice(DIGITS)
+    return rng.choice(VALUES[attribute])
+
+
+def _tell(rng: random.Random, facts: list[Fact], styles: int) -> str:
+    """One user turn that states ``facts``, in one style or with a style a sentence."""
+    mixed = rng.random() < 0.5
+    style = rng.randrange(styles)
+    sentences = []
+    for fact in facts:
+        template = STATEMENTS[rng.randrange(styles) if mixed else style]
+        sentences.append(fact.say(template))
+        if rng.random() < 0.25:
+            sentences.append(rng.choice(FILLERS))
+    separator = "\n" if style == LIST_STYLE and not mixed else " "
+    return separator.join(sentences)
+
+
+def dialogue(
+    rng: random.Random,
+    num_facts: int,
+    num_questions: int,
+    *,
+    styles: int = len(STATEMENTS),
+    attributes: Sequence[str] = ATTRIBUTES,
+) -> Dialogue:
+    """Draw one dialogue: ``num_facts`` facts over one to four user turns.
+
+    Args:
+        rng: The only source of randomness.
+        num_facts: How many facts the dialogue states, all about different keys.
+        num_questions: How many of them are asked, each once; at least 1.
+        styles: Use only the first so many sentence styles.
+        attributes: What the facts may be about.
+    """
+    facts = _draw_facts(rng, num_facts, attributes)
+    turns = min(rng.randint(1, 4), num_facts)
+    cuts = sorted(rng.sample(range(1, num_facts), turns - 1))
+    parts = [facts[a:b] for a, b in zip([0, *cuts], [*cuts, num_facts], strict=True)]
+    messages = []
+    for index, part in enumerate(parts):
+        pieces = [_tell(rng, part, styles), rng.choice(CLOSINGS)]
+        if index == 0:
+            pieces.insert(0, rng.choice(OPENINGS))
+        text = " ".join(piece for piece in pieces if piece)
+        messages += [
+            {"role": "user", "content": text},
+            {"role": "assistant", "content": rng.choice(ACKNOWLEDGEMENTS)},
+        ]
+    asked = rng.sample(facts, min(num_questions, num_facts))
+    questions = tuple(fact.say(rng.choice(QUESTIONS)) for fact in asked)
+    messages.append({"role": "user", "content": questions[0]})
+    return Dialogue(tuple(messages), tuple(facts), tuple(asked), questions)
+
+
+def held_out(
+    count: int, *, seed: int = 0, facts: tuple[int, int] = (12, 28), questions: int = 6
+) -> Iterator[Dialogue]:
+    """Yield ``count`` dialogues that training never draws (its seeds are integers)."""
+    for index in range(count):
+        rng = random.Random(f"held-out/{seed}/{index}")
+        yield dialogue(rng, rng.randint(*facts), questions)
+
+
+def for_fitting(
+    count: int, *, seed: int = 0, facts: tuple[int, int] = (4, 28), questions: int = 6
+) -> Iterator[Dialogue]:
+    """Yield ``count`` dialogues to fit translators on, disjoint from :func:`held_out`."""
+    for index in range(count):
+        rng = random.Random(f"fit/{seed}/{index}")
+        yield dialogue(rng, rng.randint(*facts), questions)

@@ -1,0 +1,31 @@
+"""Errors that users can act on: each message says what was found, expected, and next."""
+
+from __future__ import annotations
+
+
+class KVLingoError(Exception):
+    """Base of every error this package raises on purpose, but for wrong arguments."""
+
+
+class MissingModelError(KVLingoError):
+    """A model folder or Hub repository that is absent, incomplete or damaged."""
+
+
+class UnsupportedModelError(KVLingoError):
+    """A model whose family, or a layer of it, cannot be tapped or written."""
+
+
+class IncompatibleTranslatorError(KVLingoError):
+    """A sound translator, but for another pair of models or another tokenizer."""
+
+
+class MalformedTranslatorError(KVLingoError):
+    """A translator folder that breaks its format (the message names the file)."""
+
+
+class MissingTranslatorError(KVLingoError):
+    """No translator for this pair where one was looked for."""
+
+
+class MissingExtraError(KVLingoError):
+    """A feature whose optional dependencies are not installed."""

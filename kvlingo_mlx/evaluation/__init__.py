@@ -1,0 +1,1 @@
+"""What a translator costs in quality and what it saves in time."""

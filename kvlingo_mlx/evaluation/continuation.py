@@ -1,0 +1,180 @@
+"""How well a model continues a prefix from a cache: native, translated, or a control.
+
+The controls give a measurement its meaning. If hiding the prefix, or shuffling the
+translator's layers, costs little, the data do not need the prefix and show nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvlingo_mlx.checkpoint import SIDES, Weights
+from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue
+from kvlingo_mlx.generation import encode, hand_over
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
+
+
+@dataclass(frozen=True)
+class RecallSample:
+    """A prefix, its continuation, and where in it recalled values stand.
+
+    Attributes:
+        prefix: Token ids up to and including the header that opens the first answer.
+        continuation: Answers and further questions; no fact is asked twice.
+        recalled: For each question, the continuation indices of the value's tokens.
+    """
+
+    prefix: tuple[int, ...]
+    continuation: tuple[int, ...]
+    recalled: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """Sums over samples of one condition, for one target.
+
+    Attributes:
+        hits: Per question, whether every token of the value was the model's first choice.
+        kl: Per sample, mean KL(native || condition) over the continuation, in nats.
+        value_kl: Per sample, the same over the recalled values' tokens only.
+    """
+
+    hits: tuple[bool, ...]
+    kl: tuple[float, ...]
+    value_kl: tuple[float, ...]
+
+    @property
+    def recall(self) -> float:
+        """Share of questions answered right."""
+        return float(np.mean(self.hits))
+
+
+def recall_sample(model: LanguageModel, dialogue: Dialogue) -> RecallSample:
+    """Tokenise a dialogue for a pair that shares ``model``'s tokenizer and template."""
+    text, spans = "", []
+    for index, (fact, question) in enumerate(zip(dialogue.asked, dialogue.questions, strict=True)):
+        if index:
+            text += "\n" + _open(model, question)
+        answer = fact.say(ANSWER)
+        start = len(text) + answer.rindex(fact.value)
+        spans.append((start, start + len(fact.value)))
+        text += answer + model.tokenizer.eos_token
+    encoding = model.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    recalled = tuple(
+        tuple(i for i, (_, end) in enumerate(encoding["offset_mapping"]) if start < end <= stop)
+        for start, stop in spans
+    )
+    prefix = encode(model, dialogue.messages, enable_thinking=False)
+    return RecallSample(tuple(prefix), tuple(encoding["input_ids"]), recalled)
+
+
+def _open(model: LanguageModel, question: str) -> str:
+    """A user turn and the header that opens the reply, as the template renders them."""
+    return model.tokenizer.apply_chat_template(
+        [{"role": "user", "content": question}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,
+    )
+
+
+def log_probabilities(
+    target: LanguageModel, cache: list, last: int, continuation: Sequence[int]
+) -> np.ndarray:
+    """The target's log probabilities at each continuation token, (M, V).
+
+    ``cache`` holds the tokens before ``last``, and is used up.
+    """
+    tokens = mx.array([last, *continuation[:-1]])
+    logits = target.model(tokens[None], cache=cache)[0].astype(mx.float32)
+    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+
+
+CacheMaker = Callable[[Sequence[int]], list]
+
+
+def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
+    """Caches that the target prefills itself."""
+
+    def make(tokens: Sequence[int]) -> list:
+        cache = make_prompt_cache(target.model)
+        for start in range(0, len(tokens) - 1, step_size):
+            chunk = mx.array(tokens[start : min(start + step_size, len(tokens) - 1)])
+            target.model(chunk[None], cache=cache)
+            mx.eval([c.state for c in cache])
+        return cache
+
+    return make
+
+
+def hidden(target: LanguageModel) -> CacheMaker:
+    """Control: the prefix is hidden altogether."""
+    return lambda tokens: make_prompt_cache(target.model)
+
+
+def translated(
+    source: LanguageModel, target: LanguageModel, translator: Translator
+) -> CacheMaker:
+    """Caches translated from a source's."""
+    return lambda tokens: hand_over(source, target, tokens, translator=translator)
+
+
+def shuffled(translator: Translator, seed: int = 0) -> Translator:
+    """Control: a translator whose maps sit at wrong target layers (of equal shape)."""
+    weights = translator.to_weights()
+    count = len(translator.config.target.layers)
+    rng = random.Random(seed)
+    order = list(range(count))
+    while any(i == j for i, j in enumerate(order)):
+        rng.shuffle(order)
+    arrays = {}
+    for name, array in weights.arrays.items():
+        side, layer, rest = name.split(".", 2)
+        arrays[f"{side}.{order[int(layer)]}.{rest}"] = array
+    assert set(arrays) == {f"{s}.{i}.weight" for s in SIDES for i in range(count)}
+    return build(translator.config, Weights(weights.dtype, arrays))
+
+
+def score(
+    target: LanguageModel,
+    samples: Sequence[RecallSample],
+    conditions: dict[str, CacheMaker],
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, Score]:
+    """Score every condition against the target's own cache, on first askings only.
+
+    Returns:
+        A score for "native" and for each condition.
+    """
+    makers = {"native": native(target), **conditions}
+    sums: dict[str, tuple[list, list, list]] = {name: ([], [], []) for name in makers}
+    for sample in samples:
+        reference = None
+        for name, make in makers.items():
+            logs = log_probabilities(
+                target, make(sample.prefix), sample.prefix[-1], sample.continuation
+            )
+            reference = logs if reference is None else reference
+            hits, kls, value_kls = sums[name]
+            kl = (np.exp(reference) * (reference - logs)).sum(axis=-1)
+            values = [index for indices in sample.recalled for index in indices]
+            hits += _hits(logs, sample)
+            kls.append(float(kl.mean()))
+            value_kls.append(float(kl[values].mean()))
+        progress()
+    return {name: Score(*(tuple(part) for part in parts)) for name, parts in sums.items()}
+
+
+def _hits(logs: np.ndarray, sample: RecallSample) -> list[bool]:
+    best = logs.argmax(axis=-1)
+    wanted = np.array(sample.continuation)
+    return [bool((best[list(i)] == wanted[list(i)]).all()) for i in sample.recalled]

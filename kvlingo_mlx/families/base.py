@@ -1,0 +1,114 @@
+"""What the rest of the package must know about a model family.
+
+A family is one file with one ``Family`` object. The defaults here describe the common
+attention block of mlx-lm: ``k_proj`` and ``v_proj``, an optional per-head RMSNorm named
+``k_norm``, then RoPE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, RopeSpec
+
+
+@dataclass(frozen=True)
+class KeyFinish:
+    """What a model does to a layer's keys between its projection and its cache.
+
+    Attributes:
+        norm_weight: (D,) weight of the per-head RMSNorm, or None where there is none.
+        norm_eps: Its epsilon.
+        rope: The model's own rotary module.
+        rope_spec: The same in comparable form.
+    """
+
+    norm_weight: mx.array | None
+    norm_eps: float
+    rope: nn.Module
+    rope_spec: RopeSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family, by mlx-lm's ``model_type``."""
+
+    model_type: str
+    rope_scaling: Callable[[dict[str, Any]], dict[str, Any] | None]
+
+    def attentions(self, model: nn.Module) -> list[nn.Module]:
+        """The attention modules that own a cache, in cache order."""
+        return [layer.self_attn for layer in model.layers]
+
+    def key_finish(self, attention: nn.Module, config: dict[str, Any]) -> KeyFinish:
+        """The norm and the rotation of one layer's keys."""
+        norm = attention["k_norm"] if "k_norm" in attention else None
+        return KeyFinish(
+            norm_weight=None if norm is None else norm.weight,
+            norm_eps=0.0 if norm is None else norm.eps,
+            rope=attention.rope,
+            rope_spec=rope_spec(attention.rope, self.rope_scaling(config)),
+        )
+
+    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
+        """Queries as attention uses them: (B, T, Hq * D) projected to (B, Hq, T, D)."""
+        batch, tokens, _ = projected.shape
+        heads = projected.reshape(batch, tokens, attention.n_heads, -1)
+        heads = attention.q_norm(heads) if "q_norm" in attention else heads
+        return attention.rope(heads.transpose(0, 2, 1, 3), offset=offset)
+
+    def layer_geometry(self, index: int, attention: nn.Module, finish: KeyFinish) -> LayerGeometry:
+        """The shape of one cache layer."""
+        heads = attention.n_kv_heads
+        return LayerGeometry(
+            layer=index,
+            kv_heads=heads,
+            key_dim=output_width(attention.k_proj) // heads,
+            value_dim=output_width(attention.v_proj) // heads,
+        )
+
+    def geometry(self, model: nn.Module, config: dict[str, Any]) -> CacheGeometry:
+        """All facts that shape this model's cache, as loaded."""
+        attentions = self.attentions(model)
+        finishes = [self.key_finish(attention, config) for attention in attentions]
+        pairs = zip(attentions, finishes, strict=True)
+        return CacheGeometry(
+            model_type=self.model_type,
+            layers=tuple(self.layer_geometry(i, a, f) for i, (a, f) in enumerate(pairs)),
+            rope=tuple(finish.rope_spec for finish in finishes),
+            norm_eps=config["rms_norm_eps"],
+            embedding_rows=config["vocab_size"],
+        )
+
+
+def output_width(projection: nn.Module) -> int:
+    """Rows of a linear layer, float or quantised."""
+    return projection.weight.shape[0]
+
+
+def rope_spec(rope: nn.Module, scaling: dict[str, Any] | None) -> RopeSpec:
+    """Describe a rotary module as loaded; ``scaling`` is the config's, in any spelling.
+
+    Raises:
+        UnsupportedModelError: The rotation depends on the length of the sequence.
+    """
+    if isinstance(rope, nn.RoPE):
+        factor = () if rope.scale == 1.0 else (("factor", 1.0 / rope.scale),)
+        kind = "linear" if factor else "default"
+        return RopeSpec(kind, float(rope.base), rope.dims, rope.traditional, factor)
+    scaling = scaling or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or type(rope).__name__
+    if kind == "dynamic" or "Dynamic" in type(rope).__name__:
+        raise UnsupportedModelError(
+            "dynamic NTK RoPE rotates a key differently as the text grows, so a cache "
+            "cannot be written once; use a model with another RoPE scaling"
+        )
+    ignored = ("rope_type", "type", "rope_theta")
+    parameters = tuple(sorted((k, v) for k, v in scaling.items() if k not in ignored))
+    base = float(scaling.get("rope_theta") or getattr(rope, "base", 0.0) or 0.0)
+    return RopeSpec(kind, base, rope.dims, getattr(rope, "traditional", False), parameters)

@@ -1,0 +1,307 @@
+"""Prefill with one model, hand over, decode with another.
+
+Three thin layers, as in mlx-lm: ``hand_over`` makes a cache, ``stream_generate`` yields
+a response a token, ``generate`` joins the text. The decode model always runs the last
+prompt token itself, since a translated cache holds no prediction (section 2.1).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import GenerationResponse as MLXResponse
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvlingo_mlx import caches, capture
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.loading import load, resolve_translator
+from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.translators.base import Translator
+
+Model = str | os.PathLike[str] | LanguageModel
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+
+@dataclass
+class GenerationResponse(MLXResponse):
+    """mlx-lm's response, with the times of a hand-over.
+
+    Attributes:
+        prefill_s: Seconds the prefill model took for the prompt.
+        translate_s: Seconds the translation took, cache write included.
+        ttft_s: Seconds from the call (models loaded) to the first token in hand.
+    """
+
+    prefill_s: float = 0.0
+    translate_s: float = 0.0
+    ttft_s: float = 0.0
+
+
+class Clock:
+    """Seconds by phase: each ``lap`` books the time since the last one."""
+
+    def __init__(self) -> None:
+        self.started = self._last = time.perf_counter()
+        self.seconds: dict[str, float] = {"prefill": 0.0, "translate": 0.0}
+
+    def lap(self, phase: str) -> None:
+        """Book the time since the last lap under ``phase``."""
+        now = time.perf_counter()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
+        self._last = now
+
+
+def encode(model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None) -> list[int]:
+    """Token ids of a prompt: text as it is, ids as they are, messages by chat template.
+
+    Raises:
+        ValueError: The prompt is empty, or holds messages and the model has no template.
+    """
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        bare = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        tokens = tokenizer.encode(prompt, add_special_tokens=bare)
+    elif len(prompt) and isinstance(prompt[0], dict):
+        tokens = _render(model, prompt, enable_thinking)
+    else:
+        tokens = [int(token) for token in prompt]
+    if not tokens:
+        raise ValueError("the prompt is empty; give some text")
+    return tokens
+
+
+def _render(
+    model: LanguageModel, messages: Sequence[dict[str, Any]], enable_thinking: bool | None
+) -> list[int]:
+    if not model.tokenizer.has_chat_template:
+        raise ValueError(f"{model.name} has no chat template; pass the prompt as text")
+    switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+    return list(
+        model.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **switch)
+    )
+
+
+def translate_span(
+    cache: Sequence[Any],
+    states: KVStates,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+) -> None:
+    """Append one span of a source's keys and values to a target's cache; lazily."""
+    states = capture.move(states, source, translator.config.capture)
+    caches.write(cache, translator(states), target)
+
+
+def _hand_over(
+    source: LanguageModel,
+    target: LanguageModel,
+    tokens: Sequence[int],
+    translator: Translator | None,
+    step_size: int,
+    clock: Clock,
+) -> list[Any]:
+    """The target's cache of ``tokens[:-1]``: translated chunk by chunk, evaluated.
+
+    The map is token-wise, so each chunk's capture is dropped once translated. After the
+    last prefill chunk there is one synchronisation, for all layers together.
+    """
+    prefix = tokens[:-1]
+    if not prefix:
+        return make_prompt_cache(target.model)
+    assert translator is not None
+    with mx.stream(generation_stream):
+        cache = caches.allocate(target, len(prefix))
+        with contextlib.closing(capture.prefill(source, prefix, step_size)) as spans:
+            for states in spans:
+                clock.lap("prefill")
+                translate_span(cache, states, source, target, translator)
+                del states
+                mx.eval(caches.arrays(cache))
+                clock.lap("translate")
+    return cache
+
+
+def _check_tokens(
+    source: LanguageModel, target: LanguageModel, tokens: Sequence[int], step_size: int
+) -> None:
+    if not tokens:
+        raise ValueError("the prompt is empty; give some text")
+    if step_size < 1:
+        raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
+    source.check_tokens(tokens)
+    target.check_tokens(tokens)
+
+
+def hand_over(
+    prefill_model: Model,
+    decode_model: Model,
+    tokens: Sequence[int],
+    *,
+    translator: Translator | str | os.PathLike[str] | None = None,
+    prefill_step_size: int = 2048,
+    allow_mismatch: bool = False,
+) -> list[Any]:
+    """Prefill with one model; return another's cache of ``tokens[:-1]``.
+
+    Args:
+        prefill_model: Reads the tokens.
+        decode_model: Whose cache is wanted.
+        tokens: Token ids; the last one is left for the decode model to run.
+        translator: Loaded, or a folder or Hub id; None searches the local store.
+        prefill_step_size: Tokens per prefill chunk.
+        allow_mismatch: Accept a translator made for another checkpoint of the same shape.
+
+    Returns:
+        Stock mlx-lm caches, evaluated, for
+        ``mlx_lm.generate_step(tokens[-1:], decode_model.model, prompt_cache=...)``.
+
+    Raises:
+        ValueError: No tokens, an id out of range, or more than a model's context.
+        IncompatibleTranslatorError: The translator is for another pair.
+        MissingTranslatorError: None was given and none is stored.
+    """
+    source, target = load(prefill_model), load(decode_model)
+    _check_tokens(source, target, tokens, prefill_step_size)
+    if len(tokens) > 1:
+        translator = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
+    return _hand_over(source, target, tokens, translator, prefill_step_size, Clock())
+
+
+def stream_generate(
+    prefill_model: Model,
+    decode_model: Model,
+    prompt: Prompt,
+    *,
+    translator: Translator | str | os.PathLike[str] | None = None,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: list[LogitsProcessor] | None = None,
+    prefill_step_size: int = 2048,
+    enable_thinking: bool | None = None,
+    allow_mismatch: bool = False,
+    **decode_options: Any,
+) -> Iterator[GenerationResponse]:
+    """Prefill with one model, decode with another; yield a response a token.
+
+    Arguments are those of :func:`generate`; ``decode_options`` go to mlx-lm's
+    ``generate_step`` (``kv_bits``, ``kv_group_size``, ``quantized_kv_start``).
+    """
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
+    source, target = load(prefill_model), load(decode_model)
+    tokens = encode(target, prompt, enable_thinking)
+    _check_tokens(source, target, tokens, prefill_step_size)
+    if len(tokens) > 1:
+        translator = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
+    clock = Clock()
+    with wired_limit(target.model, [generation_stream]):
+        cache = _hand_over(source, target, tokens, translator, prefill_step_size, clock)
+        responses = mlx_stream_generate(
+            target.model,
+            target.tokenizer,
+            tokens[-1:],
+            max_tokens=max_tokens,
+            prompt_cache=cache,
+            sampler=sampler,
+            logits_processors=_with_prefix(logits_processors, tokens[:-1]),
+            **decode_options,
+        )
+        ttft = None
+        for response in responses:
+            ttft = ttft or time.perf_counter() - clock.started
+            yield _timed(response, len(tokens), clock, ttft)
+
+
+def _with_prefix(
+    processors: list[LogitsProcessor] | None, prefix: Sequence[int]
+) -> list[LogitsProcessor] | None:
+    """Processors that see the whole prompt, though mlx-lm is only given its last token."""
+    if not processors or not prefix:
+        return processors
+    head = mx.array(prefix)
+    return [
+        lambda tokens, logits, processor=processor: processor(mx.concatenate([head, tokens]), logits)
+        for processor in processors
+    ]
+
+
+def _timed(
+    response: MLXResponse, prompt_tokens: int, clock: Clock, ttft: float
+) -> GenerationResponse:
+    values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
+    values |= {"prompt_tokens": prompt_tokens, "prompt_tps": prompt_tokens / ttft}
+    return GenerationResponse(
+        **values,
+        prefill_s=clock.seconds["prefill"],
+        translate_s=clock.seconds["translate"],
+        ttft_s=ttft,
+    )
+
+
+def generate(
+    prefill_model: Model,
+    decode_model: Model,
+    prompt: Prompt,
+    *,
+    verbose: bool = False,
+    **options: Any,
+) -> str:
+    """Prefill a prompt with one model and answer with another, from the translated cache.
+
+    Args:
+        prefill_model: Reads the prompt: a folder, a Hub id or a loaded model.
+        decode_model: Writes the answer; likewise.
+        prompt: Text, token ids, or chat messages, which the decode model's own chat
+            template renders.
+        verbose: Write the text as it comes, and the times at the end.
+        options: ``translator`` (loaded, a folder or Hub id; None searches the local
+            store), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
+            ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
+            puts the empty think block into the prompt), ``allow_mismatch``; the rest as
+            in :func:`stream_generate`.
+
+    Returns:
+        The answer, without the prompt.
+
+    Raises:
+        ValueError: An empty prompt, one beyond a model's context, or a bad argument.
+        MissingModelError, UnsupportedModelError: A model cannot be used.
+        MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
+            translator for this pair can be used.
+    """
+    text, response = "", None
+    for response in stream_generate(prefill_model, decode_model, prompt, **options):
+        text += response.text
+        if verbose:
+            sys.stdout.write(response.text)
+            sys.stdout.flush()
+    if verbose and response is not None:
+        sys.stdout.write(f"\n{'=' * 10}\n{summary(response)}\n")
+    return text
+
+
+def summary(response: GenerationResponse) -> str:
+    """The times and rates of a finished generation, in lines."""
+    return (
+        f"Prompt: {response.prompt_tokens} tokens, first token after {response.ttft_s:.3f} s "
+        f"(prefill {response.prefill_s:.3f} s, translation {response.translate_s:.3f} s)\n"
+        f"Generation: {response.generation_tokens} tokens, "
+        f"{response.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {response.peak_memory:.3f} GB"
+    )
+
+
+__all__ = ["GenerationResponse", "generate", "hand_over", "stream_generate"]

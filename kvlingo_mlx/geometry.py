@@ -1,0 +1,121 @@
+"""Facts that shape a model's key-value cache. No MLX and no PyTorch in here.
+
+Both runtimes describe the same checkpoint with the same facts, so a translator made
+by one is recognised by the other (format page, "Fingerprints").
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+Attention = Literal["full", "sliding", "latent"]
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """How a layer rotates its keys, in one spelling for every config dialect.
+
+    ``scaling`` holds the parameters of a scaled variant as sorted (name, value) pairs.
+    """
+
+    type: str
+    base: float
+    dims: int
+    traditional: bool = False
+    scaling: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerGeometry:
+    """One layer that owns keys and values; ``layer`` is its index in the model."""
+
+    layer: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    attention: Attention = "full"
+    window: int | None = None
+
+    @property
+    def key_width(self) -> int:
+        """Width of a token's keys, heads stacked."""
+        return self.kv_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of a token's values, heads stacked."""
+        return self.kv_heads * self.value_dim
+
+    def width(self, side: str) -> int:
+        """Width of a token's ``"keys"`` or ``"values"``, heads stacked."""
+        return self.key_width if side == "keys" else self.value_width
+
+    def head_dim(self, side: str) -> int:
+        """Width of one head's ``"keys"`` or ``"values"``."""
+        return self.key_dim if side == "keys" else self.value_dim
+
+
+@dataclass(frozen=True)
+class CacheGeometry:
+    """What a model's cache looks like, as loaded."""
+
+    model_type: str
+    layers: tuple[LayerGeometry, ...]
+    rope: tuple[RopeSpec | None, ...]
+    norm_eps: float
+    embedding_rows: int
+
+    @property
+    def fingerprint(self) -> str:
+        """Sha256 of the canonical JSON of these facts."""
+        return _sha256(canonical_json(asdict(self)))
+
+    def bytes_per_token(self, itemsize: int) -> int:
+        """Bytes one token takes in a cache whose numbers take ``itemsize`` bytes."""
+        widths = (layer.key_width + layer.value_width for layer in self.layers)
+        return itemsize * sum(widths)
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal facts give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """Sha256 of a vocabulary (token to id, added tokens included), sorted by id."""
+    entries = sorted((index, token) for token, index in vocabulary.items())
+    return _sha256(canonical_json(entries))
+
+
+def norms_fingerprint(weights: Iterable[bytes]) -> str:
+    """Sha256 over RMSNorm weights, in name order, each the bytes of a float32 array.
+
+    It survives 4-bit conversion, so a quantised copy is recognised by it.
+    """
+    digest = hashlib.sha256()
+    for blob in weights:
+        digest.update(blob)
+    return digest.hexdigest()
+
+
+def layer_differences(
+    found: tuple[LayerGeometry, ...], expected: tuple[LayerGeometry, ...]
+) -> list[str]:
+    """Name the fields in which two lists of layers differ, the first layer of each."""
+    if len(found) != len(expected):
+        return [f"cache layers: {len(found)}, expected {len(expected)}"]
+    differences = {}
+    for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        for field, value in asdict(a).items():
+            wanted = getattr(b, field)
+            if value != wanted and field not in differences:
+                differences[field] = f"{field} of layer {index}: {value}, expected {wanted}"
+    return list(differences.values())
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,121 @@
+"""Stopwatch, environment and records: every number we print can be traced to a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+
+from kvlingo_mlx import __version__
+
+SCHEMA = 1
+PACKAGES = ("mlx", "mlx-lm", "numpy", "torch", "transformers")
+
+
+def seconds(action: Callable[[], Any]) -> float:
+    """Wall seconds of ``action``, the device idle before and after."""
+    mx.synchronize()
+    start = time.perf_counter()
+    action()
+    mx.synchronize()
+    return time.perf_counter() - start
+
+
+def median(samples: Sequence[float]) -> float:
+    """The number to quote of repeated samples."""
+    return float(np.median(samples))
+
+
+def peak_bytes(action: Callable[[], Any]) -> int:
+    """Most bytes MLX held alive while ``action`` ran."""
+    mx.synchronize()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    action()
+    mx.synchronize()
+    return mx.get_peak_memory()
+
+
+def environment() -> dict[str, Any]:
+    """Machine and versions; no host name, no path, no variable of the environment."""
+    versions = {"kvlingo-mlx": __version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "device": str(mx.default_device()),
+        "chip": _chip(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "fast_blas": _fast_blas(),
+        "versions": versions,
+    }
+
+
+def is_apple() -> bool:
+    """Whether numbers of this machine may be called numbers of Apple silicon."""
+    return platform.system() == "Darwin" and platform.machine() == "arm64"
+
+
+def machine_line() -> str:
+    """The environment in one line, to stand under a table."""
+    env = environment()
+    versions = ", ".join(f"{name} {v}" for name, v in env["versions"].items())
+    blas = "" if env["fast_blas"] is None else f", {env['fast_blas']}"
+    return f"{env['chip']}, {env['cores']} cores, {env['system']}, {env['device']}{blas}; {versions}"
+
+
+def record(kind: str, config: dict[str, Any], results: Any) -> dict[str, Any]:
+    """One measurement with all that is needed to repeat it."""
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": environment(),
+        "config": config,
+        "results": results,
+    }
+
+
+def append_json(path: str, entry: dict[str, Any]) -> None:
+    """Append a record as one line to a file, or write it to standard output for ``-``."""
+    line = json.dumps(entry) + "\n"
+    if path == "-":
+        sys.stdout.write(line)
+        return
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(line)
+
+
+def _chip() -> str:
+    info = mx.device_info() if mx.default_device() == mx.gpu else {}
+    if "device_name" in info:
+        return str(info["device_name"])
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _fast_blas() -> str | None:
+    """The BLAS that MLX's CPU build found open, on Linux; None elsewhere."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    return "OpenBLAS" if "libopenblas" in maps.replace("numpy.libs", "") else "bundled BLAS"

@@ -1,0 +1,85 @@
+"""Whether a translator is the one for two models; every refusal names what differs."""
+
+from __future__ import annotations
+
+from kvlingo_mlx.checkpoint import ModelSpec, TranslatorConfig
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.geometry import layer_differences
+from kvlingo_mlx.language_model import LanguageModel
+
+
+def matches(spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = False) -> bool:
+    """Whether ``model`` is the one that ``spec`` describes."""
+    return difference(spec, model, allow_mismatch=allow_mismatch) is None
+
+
+def difference(
+    spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = False
+) -> str | None:
+    """The first tier in which a model differs from a spec, in words, or None.
+
+    ``allow_mismatch`` lets another checkpoint of the same shape through (its norms
+    differ); the shape and the vocabulary must always agree.
+    """
+    geometry = model.geometry
+    if spec.model_type != geometry.model_type:
+        return f"model_type is {geometry.model_type}, expected {spec.model_type}"
+    layers = layer_differences(geometry.layers, spec.layers)
+    if layers:
+        return layers[0]
+    expected = spec.fingerprint
+    if expected["geometry"] not in (None, geometry.fingerprint):
+        return "RoPE, norm epsilon or embedding rows differ (geometry fingerprint)"
+    if expected["tokenizer"] not in (None, model.tokenizer_fingerprint):
+        return "the vocabulary differs (tokenizer fingerprint)"
+    if not allow_mismatch and expected["norms"] not in (None, model.norms_fingerprint):
+        return (
+            "the weights are those of another checkpoint (norms fingerprint); "
+            "allow_mismatch (--allow-mismatch) uses it all the same"
+        )
+    return None
+
+
+def check_pair(
+    config: TranslatorConfig,
+    source: LanguageModel,
+    target: LanguageModel,
+    *,
+    allow_mismatch: bool = False,
+) -> None:
+    """Refuse a translator that is not for ``source`` to ``target``.
+
+    Raises:
+        IncompatibleTranslatorError: With the side and the field that differ.
+    """
+    sides = (("prefill", config.source, source), ("decode", config.target, target))
+    for role, spec, model in sides:
+        text = difference(spec, model, allow_mismatch=allow_mismatch)
+        if text is None:
+            continue
+        if matches(config.source, target) and matches(config.target, source):
+            text = "it translates the other way round: swap the models, or load its reverse"
+        raise IncompatibleTranslatorError(
+            f"the translator from {config.source.name} to {config.target.name} does not fit "
+            f"the {role} model {model.name}: {text}"
+        )
+    if config.alignment is None:
+        check_tokenizers(source, target)
+
+
+def check_tokenizers(source: LanguageModel, target: LanguageModel) -> None:
+    """Refuse two models whose tokenizers differ.
+
+    Raises:
+        IncompatibleTranslatorError: They do; names the first id that differs.
+    """
+    if source.tokenizer_fingerprint == target.tokenizer_fingerprint:
+        return
+    ours = {i: token for token, i in source.tokenizer.get_vocab().items()}
+    theirs = {i: token for token, i in target.tokenizer.get_vocab().items()}
+    first = next(i for i in sorted({*ours, *theirs}) if ours.get(i) != theirs.get(i))
+    raise IncompatibleTranslatorError(
+        f"the tokenizers of {source.name} and {target.name} differ (id {first} is "
+        f"{ours.get(first)!r} and {theirs.get(first)!r}): this pair needs a cross-tokenizer "
+        "translator"
+    )

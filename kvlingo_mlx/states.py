@@ -1,0 +1,64 @@
+"""Keys and values of a span of tokens: what a source writes, what a translator returns.
+
+Legend: B batch, T tokens, H KV heads, D head dim, N cache layers, G layers of a group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx
+
+
+@dataclass(frozen=True)
+class KVStates:
+    """Keys and values as a model's projections write them, one array per cache layer.
+
+    Attributes:
+        keys: N arrays (B, T, H * D), heads stacked in head order.
+        values: N arrays (B, T, H * D).
+        capture: Where the keys were taken: "pre_norm", "post_norm" or "post_rope".
+        start: Position of the first token.
+    """
+
+    keys: tuple[mx.array, ...]
+    values: tuple[mx.array, ...]
+    capture: str
+    start: int
+
+    def side(self, side: str) -> tuple[mx.array, ...]:
+        """The arrays of ``"keys"`` or ``"values"``."""
+        return self.keys if side == "keys" else self.values
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All arrays, to evaluate them together."""
+        return [*self.keys, *self.values]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the span."""
+        return self.keys[0].shape[1]
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """One side of several target layers that went through one matmul.
+
+    Attributes:
+        layers: The G target cache layers, in the order of the first axis.
+        states: (G, B, H, T, D), head-major as caches store them.
+    """
+
+    layers: tuple[int, ...]
+    states: mx.array
+
+
+@dataclass(frozen=True)
+class TranslatedStates:
+    """A translator's output for a span: keys at its capture point, and values."""
+
+    keys: tuple[LayerGroup, ...]
+    values: tuple[LayerGroup, ...]
+    capture: str
+    start: int

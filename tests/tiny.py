@@ -1,0 +1,435 @@
+"""Tiny random models and translators on disk, made without network and without PyTorch.
+
+Files are written from their formats' own descriptions and not by the package's writers,
+so that reading them is tested too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from kvlingo_mlx import embedded
+
+Shape = tuple[int, ...]
+
+SIDES = ("keys", "values")
+EXPERTS, ACTIVE_EXPERTS = 8, 2
+CONTEXT = 512
+# Large enough that attention and routing shape the logits, small enough that nothing saturates.
+WEIGHT_STD = 0.15
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+# A few merges, so that text and tokens do not run in step.
+MERGES = (
+    ("h", "e"), ("i", "n"), ("r", "e"), ("o", "n"), ("Ġ", "t"), ("Ġt", "he"), ("Ġ", "a"),
+    ("Ġa", "n"), ("Ġan", "d"), ("o", "u"), ("y", "ou"), ("s", "e"), ("u", "se"), ("use", "r"),
+    ("Ġ", "i"), ("Ġi", "s"), ("e", "r"), ("a", "t"), ("i", "t"), ("Ġ", "o"), ("Ġo", "f"),
+)  # fmt: skip
+VOCAB = 320  # more rows than the tokenizer has ids, as in released models
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}"
+    "{{- '<|im_start|>assistant\\n' -}}"
+    "{%- if enable_thinking is defined and enable_thinking is false -%}"
+    "{{- '<think>\\n\\n</think>\\n\\n' -}}"
+    "{%- endif -%}{%- endif -%}"
+)
+
+
+# ---- models ---------------------------------------------------------------------------
+
+
+def write_tiny_model(
+    folder: Path,
+    model_type: str,
+    *,
+    seed: int,
+    layers: int,
+    kv_heads: int,
+    head_dim: int,
+    hidden: int = 64,
+    heads: int = 4,
+    vocab: int = VOCAB,
+    rope_theta: float = 10000.0,
+    dtype: str = "float32",
+) -> Path:
+    """Write a random model with its tokenizer, as Qwen releases its own; returns the folder.
+
+    ``model_type`` is "qwen3" or "qwen3_moe". The same arguments give the same weights.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "vocab_size": vocab,
+        "rope_theta": rope_theta,
+        "torch_dtype": dtype,
+        **_common_config(model_type, hidden),
+    }
+    tokenizer = byte_tokenizer()
+    config["eos_token_id"] = tokenizer.token_to_id("<|im_end|>")
+    config["pad_token_id"] = tokenizer.token_to_id("<|endoftext|>")
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_tensors(folder / "model.safetensors", random_weights(config, seed), dtype)
+    _write_tokenizer(folder, tokenizer)
+    return folder
+
+
+def _common_config(model_type: str, hidden: int) -> dict[str, Any]:
+    dense = model_type == "qwen3"
+    common = {
+        "architectures": ["Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "intermediate_size": 2 * hidden,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "sliding_window": None,
+        "use_sliding_window": False,
+        "use_cache": True,
+        "bos_token_id": None,
+        "tie_word_embeddings": dense,  # as the small released models, and the large ones
+    }
+    if dense:
+        return common
+    return common | {
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": ACTIVE_EXPERTS,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": hidden // 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
+
+
+def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
+    """Every tensor of a model, float32, under the released names."""
+    # Uniform draws of the frozen legacy generator: the same bits on every platform and
+    # NumPy version, which golden files rely on (normal draws go through libm).
+    rng = np.random.RandomState(seed)
+    bound = WEIGHT_STD * math.sqrt(3)
+    tensors = {}
+    for name, shape in _weight_shapes(config):
+        low, high = (0.7, 1.3) if name.endswith("norm.weight") else (-bound, bound)
+        tensors[name] = rng.uniform(low, high, shape).astype(np.float32)
+    return tensors
+
+
+def _weight_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    yield "model.embed_tokens.weight", (vocab, hidden)
+    for layer in range(config["num_hidden_layers"]):
+        for name, shape in (*_attention_shapes(config), *_mlp_shapes(config)):
+            yield f"model.layers.{layer}.{name}.weight", shape
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocab, hidden)
+
+
+def _attention_shapes(config: dict[str, Any]) -> list[tuple[str, Shape]]:
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    return [
+        ("self_attn.q_proj", (queries, hidden)),
+        ("self_attn.k_proj", (keys, hidden)),
+        ("self_attn.v_proj", (keys, hidden)),
+        ("self_attn.o_proj", (hidden, queries)),
+        ("self_attn.q_norm", (dim,)),
+        ("self_attn.k_norm", (dim,)),
+        ("input_layernorm", (hidden,)),
+        ("post_attention_layernorm", (hidden,)),
+    ]
+
+
+def _mlp_shapes(config: dict[str, Any]) -> list[tuple[str, Shape]]:
+    hidden = config["hidden_size"]
+    if config["model_type"] == "qwen3":
+        prefixes, width, router = ["mlp"], config["intermediate_size"], []
+    else:
+        prefixes = [f"mlp.experts.{e}" for e in range(config["num_experts"])]
+        width = config["moe_intermediate_size"]
+        router = [("mlp.gate", (config["num_experts"], hidden))]
+    projections = {
+        "gate_proj": (width, hidden),
+        "up_proj": (width, hidden),
+        "down_proj": (hidden, width),
+    }
+    return router + [(f"{p}.{n}", shape) for p in prefixes for n, shape in projections.items()]
+
+
+# ---- tokenizer ------------------------------------------------------------------------
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A byte-level BPE tokenizer: 256 bytes, a few merges, Qwen's special tokens."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in MERGES)]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=list(MERGES)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # As Qwen has it: the think marks are added tokens, yet plain text when decoded.
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in SPECIAL[:3]])
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in SPECIAL[3:]])
+    return tokenizer
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "bos_token": None,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+# ---- translators ----------------------------------------------------------------------
+
+
+def write_random_translator(
+    folder: Path,
+    source_folder: Path,
+    target_folder: Path,
+    *,
+    nu: int = 1,
+    head_mixing: bool = True,
+    seed: int = 0,
+    dtype: str = "float32",
+    capture: str = "pre_norm",
+    bias: bool = False,
+    head_map: Sequence[int] | None = None,
+) -> Path:
+    """Write a random linear translator between two model folders; returns its folder.
+
+    Each target layer reads ``nu`` random source layers in random order, drawn anew for
+    keys and for values, so that no reading order passes for another.
+    """
+    rng = np.random.RandomState(seed)
+    source, target = _model_spec(source_folder), _model_spec(target_folder)
+    depths = len(source["layers"]), len(target["layers"])
+    config = {
+        "format_version": 1,
+        "kind": "linear",
+        "head_mixing": head_mixing,
+        "joint": False,
+        "capture": capture,
+        "source": source,
+        "target": target,
+        "assignment": {side: _random_layers(rng, *depths, nu) for side in SIDES},
+        "alignment": None,
+        "provenance": {},
+        **({} if head_map is None else {"head_map": list(head_map)}),
+    }
+    tensors = {name: _random_map(rng, s) for name, s in _map_shapes(config, nu, bias).items()}
+    write_translator(folder, config, tensors, dtype)
+    return folder
+
+
+def write_translator(
+    folder: Path, config: dict[str, Any], tensors: dict[str, np.ndarray], dtype: str = "float32"
+) -> None:
+    """Write a linear translator's config, tensors (float32, rounded here) and self-test."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "translator_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_tensors(folder / "translator.safetensors", tensors, dtype)
+    probes = {
+        f"{name}.probe_out": (_rounded(weight, dtype) @ _probe(weight.shape[-1])).astype(np.float32)
+        for name, weight in tensors.items()
+        if name.endswith(".weight")
+    }
+    write_tensors(folder / "selftest.safetensors", probes)
+
+
+def _model_spec(folder: Path) -> dict[str, Any]:
+    """The description of a model folder, from its config alone; fingerprints unknown."""
+    config = json.loads((folder / "config.json").read_text())
+    facts = {
+        "kv_heads": config["num_key_value_heads"],
+        "key_dim": config["head_dim"],
+        "value_dim": config["head_dim"],
+        "attention": "full",
+        "window": None,
+    }
+    return {
+        "name": folder.name,
+        "revision": None,
+        "model_type": config["model_type"],
+        "fingerprint": {"geometry": None, "norms": None, "tokenizer": None},
+        "layers": [{"layer": layer, **facts} for layer in range(config["num_hidden_layers"])],
+    }
+
+
+def _map_shapes(config: dict[str, Any], nu: int, bias: bool) -> dict[str, Shape]:
+    source, target = config["source"]["layers"][0], config["target"]["layers"]
+    shapes: dict[str, Shape] = {}
+    for side in SIDES:
+        for layer, geometry in enumerate(target):
+            heads, dim = geometry["kv_heads"], geometry["key_dim"]
+            mixed = (heads * dim, nu * source["kv_heads"] * source["key_dim"])
+            headwise = (heads, dim, nu * source["key_dim"])
+            shapes[f"{side}.{layer}.weight"] = mixed if config["head_mixing"] else headwise
+            if bias:
+                shapes[f"{side}.{layer}.bias"] = (heads * dim,)
+    return shapes
+
+
+def _random_layers(
+    rng: np.random.RandomState, sources: int, targets: int, nu: int
+) -> list[list[int]]:
+    return [rng.permutation(sources)[:nu].tolist() for _ in range(targets)]
+
+
+def _random_map(rng: np.random.RandomState, shape: Shape) -> np.ndarray:
+    """Entries that keep the scale of their input; a bias of about half that scale."""
+    bound = math.sqrt(3 / shape[-1]) if len(shape) > 1 else 1.0
+    return rng.uniform(-bound, bound, shape).astype(np.float32)
+
+
+def _probe(width: int) -> np.ndarray:
+    return ((37 * np.arange(width) + 11) % 17 - 8) / 8
+
+
+# ---- safetensors ----------------------------------------------------------------------
+
+
+def write_tensors(path: Path, tensors: dict[str, np.ndarray], dtype: str = "float32") -> None:
+    """Write float32 arrays as a safetensors file of ``dtype``: length, header, data."""
+    names = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for it
+    blobs, offset = [], 0
+    for name, array in sorted(tensors.items()):
+        blobs.append(_bytes(array, dtype))
+        offsets = [offset, offset := offset + len(blobs[-1])]
+        header[name] = {
+            "dtype": names[dtype],
+            "shape": list(array.shape),
+            "data_offsets": offsets,
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(blobs))
+
+
+def _bytes(array: np.ndarray, dtype: str) -> bytes:
+    if dtype == "bfloat16":  # NumPy has none: the upper half of the rounded float32
+        return (_rounded(array, dtype).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return np.asarray(array, dtype).tobytes()
+
+
+def _rounded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """What a float32 array is once stored as ``dtype``, in float32."""
+    if dtype != "bfloat16":
+        return array.astype(dtype).astype(np.float32)
+    bits = np.ascontiguousarray(array, np.float32).view(np.uint32)
+    bits = bits + 0x7FFF + ((bits >> 16) & 1)  # to nearest, ties to even
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+# ---- pairs that the tests share -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A random translator between two of ``MODELS``; ``options`` go to its writer."""
+
+    source: str
+    target: str
+    nu: int = 1
+    head_mixing: bool = True
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """What tests and files call it."""
+        words = [self.source, "to", self.target, "mix" if self.head_mixing else "headwise"]
+        extra = [f"{value}" if value is not True else key for key, value in self.options]
+        return "-".join([*words, f"nu{self.nu}", *extra])
+
+
+# Depth, KV heads, head width and rotation base all differ somewhere, and two models of one
+# shape differ in rotation base alone: taking a fact from the wrong model shows.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense4x16": ("qwen3", dict(seed=1, layers=4, kv_heads=4, head_dim=16)),
+    "dense2x32": ("qwen3", dict(seed=2, layers=3, kv_heads=2, head_dim=32, rope_theta=1e6)),
+    "moe2x32": ("qwen3_moe", dict(seed=3, layers=5, kv_heads=2, head_dim=32)),
+}
+GOLDEN_CASES = (
+    Case("dense4x16", "moe2x32", nu=2),
+    Case("moe2x32", "dense4x16", nu=2, head_mixing=False),
+)
+GOLDEN = Path(__file__).parent / "golden"
+GOLDEN_TOKENS = 13
+SEED = 7
+Folders = tuple[Path, Path, Path]
+
+
+def write_model(root: Path, name: str) -> Path:
+    """The folder of one of ``MODELS`` under ``root``, written when first asked for."""
+    folder = root / name
+    if not folder.exists():
+        model_type, options = MODELS[name]
+        write_tiny_model(folder, model_type, **options)
+    return folder
+
+
+def write_case(root: Path, case: Case) -> Folders:
+    """The folders of a case under ``root``: source, target, translator."""
+    source, target = write_model(root, case.source), write_model(root, case.target)
+    folder = root / "translators" / case.name
+    if not folder.exists():
+        options: dict[str, Any] = {"nu": case.nu, "head_mixing": case.head_mixing}
+        options |= dict(case.options)
+        write_random_translator(folder, source, target, seed=SEED, **options)
+    return source, target, folder
+
+
+def embedded_cases() -> list[Folders]:
+    """Source, target and translator of every pair that the package ships."""
+    cases = []
+    for path in sorted(embedded.TRANSLATORS.glob("*/translator_config.json")):
+        config = json.loads(path.read_text())
+        source, target = (embedded.MODELS / config[end]["name"] for end in ("source", "target"))
+        cases.append((source, target, path.parent))
+    return cases
+
+
+def random_tokens(count: int, seed: int = SEED) -> list[int]:
+    """``count`` token ids of the byte tokenizer."""
+    ids = byte_tokenizer().get_vocab_size()
+    return np.random.RandomState(seed).randint(0, ids, count).tolist()
+
+
+def digest(*folders: Path) -> str:
+    """Sha256 over the tensors of folders, whatever order their files keep them in."""
+    result = hashlib.sha256()
+    for path in (p for folder in folders for p in sorted(folder.glob("*.safetensors"))):
+        blob = path.read_bytes()
+        start = 8 + int.from_bytes(blob[:8], "little")
+        header = json.loads(blob[8:start])
+        header.pop("__metadata__", None)
+        for name in sorted(header):
+            low, high = (start + offset for offset in header[name]["data_offsets"])
+            result.update(name.encode() + blob[low:high])
+    return result.hexdigest()

@@ -1,0 +1,381 @@
+"""Train the zoo's tiny models from scratch: PyTorch, CPU or CUDA, seeded, resumable.
+
+    python tools/pretrain.py tiny-qwen3-s --out kvlingo_mlx/embedded/models/tiny-qwen3-s
+
+Each model starts from its own random seed and sees its own stream of samples: chat
+whose answers depend on the prefix (kvlingo_mlx.embedded.dialogues), random sequences that
+repeat (they make copying appear early), and plain English that every Python ships
+(pydoc_data.topics). The number of facts in a dialogue grows in stages; the next stage
+begins once recall on the last one reaches 0.9.
+
+The folder written at the end is a Hugging Face model in the released spelling, which
+both mlx-lm and transformers load. Training state lives in OUT.partial until then; the
+same command resumes it. One JSON line per log step goes to OUT.partial/log.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pydoc_data.topics
+import random
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from kvlingo_mlx.embedded import dialogues
+
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
+VOCAB_SIZE = 1024
+CONTEXT = 2048
+# Qwen's split: words with one leading mark, single digits, punctuation, newlines, spaces.
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
+# Fewest and most facts, sentence styles, share of dialogues with mixed attributes.
+STAGES = ((2, 4, 1, 0.0), (2, 6, 2, 0.3), (3, 10, 3, 0.5), (4, 16, 5, 0.7), (4, 28, 5, 0.8))
+VALUE_WEIGHT, PREFIX_WEIGHT = 4.0, 0.3
+
+SHARED = dict(
+    vocab_size=VOCAB_SIZE,
+    max_position_embeddings=CONTEXT,
+    tie_word_embeddings=True,
+    rms_norm_eps=1e-6,
+    initializer_range=0.02,
+    use_cache=True,
+    bos_token_id=None,
+    eos_token_id=2,
+    pad_token_id=0,
+    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+)
+MODELS = {
+    "tiny-qwen3-s": (11, Qwen3Config, dict(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=32)),
+    "tiny-qwen3-l": (22, Qwen3Config, dict(
+        hidden_size=192, intermediate_size=384, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=32)),
+    "tiny-qwen3-moe": (33, Qwen3MoeConfig, dict(
+        hidden_size=128, intermediate_size=256, moe_intermediate_size=48,
+        num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        num_experts=16, num_experts_per_tok=2, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[], output_router_logits=True,
+        router_aux_loss_coef=0.01)),
+}  # fmt: skip
+
+
+# ---- tokenizer -----------------------------------------------------------------------
+
+
+def plain_english() -> str:
+    """The Python language reference: about 460 kB of English at hand on any machine."""
+    return "\n".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))
+
+
+def train_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE over dialogues and plain English, with Qwen3's chat template."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - len(SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    rng = random.Random(0)
+    talk = [
+        turn["content"]
+        for _ in range(4000)
+        for turn in dialogues.dialogue(rng, 12, 6).conversation()
+    ]
+    roles = ["system\n", "user\n", "assistant\n"] * 2000
+    tokenizer.train_from_iterator([plain_english(), *talk, *roles], trainer)
+    # Specials take the first ids, as no merge may produce them.
+    vocabulary = json.loads(tokenizer.to_str())
+    ranks = vocabulary["model"]["vocab"]
+    vocabulary["model"]["vocab"] = {t: i + len(SPECIAL) for t, i in ranks.items()}
+    vocabulary["added_tokens"] = [
+        dict(id=i, content=t, single_word=False, lstrip=False, rstrip=False,
+             normalized=False, special=i < 3)
+        for i, t in enumerate(SPECIAL)
+    ]  # fmt: skip
+    for i, t in enumerate(SPECIAL):
+        vocabulary["model"]["vocab"][t] = i
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(vocabulary)),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+# ---- samples -------------------------------------------------------------------------
+
+
+@dataclass
+class Sample:
+    """Token ids, the loss weight of each, and which ones are recalled values."""
+
+    ids: list[int]
+    weights: list[float]
+    recalled: list[bool]
+
+
+class Text:
+    """A string under construction, with a loss weight and a recall mark per character."""
+
+    def __init__(self) -> None:
+        self.parts: list[tuple[str, float, bool]] = []
+
+    def add(self, text: str, weight: float, recalled: bool = False) -> None:
+        self.parts.append((text, weight, recalled))
+
+    def encode(self, tokenizer: PreTrainedTokenizerFast) -> Sample:
+        text = "".join(part for part, _, _ in self.parts)
+        weights = [w for part, w, _ in self.parts for _ in part]
+        recalled = [r for part, _, r in self.parts for _ in part]
+        encoding = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+        # A token counts as its last character does: " Lima" ends inside the value.
+        ends = [end - 1 for _, end in encoding["offset_mapping"]]
+        return Sample(
+            encoding["input_ids"], [weights[e] for e in ends], [recalled[e] for e in ends]
+        )
+
+
+def chat_sample(
+    rng: random.Random, tokenizer, facts: int, questions: int, styles: int, mixed: float
+) -> Sample:
+    """A dialogue as the chat template renders it, its answers weighted up.
+
+    Earlier assistant turns are bare or carry the empty think block, since a decoded
+    conversation holds either; what follows a bare header is not learnt, so that a
+    bare header always means: think first.
+    """
+    # Facts about one attribute can only be told apart by name. Where attributes mix,
+    # a model learns to match those and stays blind to names for a thousand steps.
+    alike = facts <= len(dialogues.NAMES) and rng.random() >= mixed
+    attributes = (rng.choice(dialogues.ATTRIBUTES),) if alike else dialogues.ATTRIBUTES
+    talk = dialogues.dialogue(rng, facts, questions, styles=styles, attributes=attributes)
+    text = Text()
+    for turn in talk.messages[:-1]:
+        text.add(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n", PREFIX_WEIGHT)
+    last = len(talk.asked) - 1
+    for index, (fact, question) in enumerate(zip(talk.asked, talk.questions, strict=True)):
+        text.add(f"<|im_start|>user\n{question}<|im_end|>\n", PREFIX_WEIGHT)
+        text.add("<|im_start|>assistant\n", PREFIX_WEIGHT)
+        if index == last and rng.random() < 0.25:
+            text.add(f"<think>\n{fact.say(dialogues.THOUGHT)}\n</think>\n\n", 1.0)
+        elif index == last or rng.random() < 0.5:
+            text.add("<think>\n\n</think>\n\n", 0.0)
+        before, after = fact.say(dialogues.ANSWER).rsplit(fact.value, 1)
+        text.add(before[:3], 1.0 if index == last else 0.0)  # "The"
+        text.add(before[3:], 1.0)
+        text.add(fact.value, VALUE_WEIGHT, recalled=True)
+        text.add(after + "<|im_end|>", 1.0)
+        text.add("\n", PREFIX_WEIGHT)
+    return text.encode(tokenizer)
+
+
+def copy_sample(rng: random.Random, length: int) -> Sample:
+    """A random sequence that repeats until ``length``: the quickest way to copying."""
+    period = rng.randint(8, max(9, length // 2))
+    block = [rng.randrange(len(SPECIAL), VOCAB_SIZE) for _ in range(period)]
+    ids = (block * (length // period + 1))[:length]
+    return Sample(ids, [0.0] * period + [1.0] * (length - period), [False] * length)
+
+
+def pairs_sample(rng: random.Random, length: int) -> Sample:
+    """Random key-value pairs around a fixed mark, then the same pairs in another order.
+
+    A fact is such a pair, a name and a value with a word between. Repeating text alone
+    teaches a model to match the word before; this teaches it to match the name.
+    """
+    gap, stop = ([rng.randrange(len(SPECIAL), VOCAB_SIZE)] * rng.randint(0, 2) for _ in range(2))
+    count = max(2, length // (2 * (2 + len(gap) + len(stop))))
+    keys = rng.sample(range(len(SPECIAL), VOCAB_SIZE), count)
+    pairs = [(key, rng.randrange(len(SPECIAL), VOCAB_SIZE)) for key in keys]
+    ids: list[int] = []
+    weights: list[float] = []
+    for asked in (0.0, 1.0):
+        rng.shuffle(pairs)
+        for key, value in pairs:
+            ids += [key, *gap, value, *stop]
+            weights += [0.0, *[0.0] * len(gap), asked, *[0.0] * len(stop)]
+    return Sample(ids, weights, [False] * len(ids))
+
+
+def plain_sample(rng: random.Random, corpus: np.ndarray, length: int) -> Sample:
+    start = rng.randrange(len(corpus) - length)
+    return Sample(corpus[start : start + length].tolist(), [1.0] * length, [False] * length)
+
+
+def draw_batch(rng, tokenizer, corpus, stage: int, tokens: int) -> dict[str, torch.Tensor]:
+    """One step's samples, right-padded: copies make room for chat as stages pass."""
+    low, high, styles, mixed = STAGES[stage]
+    facts, questions = rng.randint(low, high), rng.randint(1, 8)  # alike, so little padding
+    copies = 0.5 if stage == 0 else 0.3 if stage == 1 else 0.1
+    samples: list[Sample] = []
+    while sum(len(s.ids) for s in samples) < tokens:
+        draw = rng.random()
+        length = len(samples[-1].ids) if samples else 128
+        if samples and draw < copies:
+            make = copy_sample if rng.random() < 0.4 else pairs_sample
+            samples.append(make(rng, length))
+        elif samples and draw < copies + 0.12:
+            samples.append(plain_sample(rng, corpus, length))
+        else:
+            samples.append(chat_sample(rng, tokenizer, facts, questions, styles, mixed))
+    width = max(len(s.ids) for s in samples)
+    ids = torch.zeros(len(samples), width, dtype=torch.long)
+    weights = torch.zeros(len(samples), width)
+    recalled = torch.zeros(len(samples), width, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        n = len(sample.ids)
+        ids[row, :n] = torch.tensor(sample.ids)
+        weights[row, :n] = torch.tensor(sample.weights)
+        recalled[row, :n] = torch.tensor(sample.recalled)
+    return {"ids": ids, "weights": weights, "recalled": recalled}
+
+
+# ---- training ------------------------------------------------------------------------
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Warm-up over 100 steps, flat, then a linear decay over the last 40 %."""
+    return peak * min(1.0, (step + 1) / 100, (steps - step) / (0.4 * steps))
+
+
+def train(args: argparse.Namespace) -> None:
+    torch.set_num_threads(args.threads)
+    seed, config_class, shape = MODELS[args.model]
+    partial = Path(f"{args.out}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer()
+    corpus = np.array(tokenizer(plain_english(), add_special_tokens=False)["input_ids"])
+    torch.manual_seed(seed)
+    config = config_class(**SHARED, **shape)
+    model_class = Qwen3MoeForCausalLM if config_class is Qwen3MoeConfig else Qwen3ForCausalLM
+    model = model_class(config).to(args.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    state = {"step": 0, "stage": 0, "recall": 0.0, "seconds": 0.0, "tokens": 0}
+    if (partial / "state.pt").exists():
+        saved = torch.load(partial / "state.pt", weights_only=True, map_location=args.device)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        state = saved["state"]
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        bar = progress.add_task(args.model, total=args.steps, completed=state["step"])
+        while state["step"] < args.steps:
+            started = time.perf_counter()
+            loss, recall, tokens = train_step(args, model, optimizer, tokenizer, corpus, state, seed)
+            state["seconds"] += time.perf_counter() - started
+            state["tokens"] += tokens
+            state["step"] += 1
+            if recall is not None:
+                state["recall"] = 0.97 * state["recall"] + 0.03 * recall
+            if state["recall"] > 0.9 and state["stage"] < len(STAGES) - 1:
+                state["stage"] += 1
+                state["recall"] = 0.5
+            text = f"{args.model} loss {loss:.3f} recall {state['recall']:.3f} stage {state['stage']}"
+            progress.update(bar, completed=state["step"], description=text)
+            if state["step"] % 20 == 0:
+                with open(partial / "log.jsonl", "a") as log:
+                    log.write(json.dumps({**state, "loss": round(loss, 4)}) + "\n")
+            if state["step"] % 200 == 0 or state["step"] == args.steps:
+                save_state(partial, model, optimizer, state)
+    write_folder(Path(args.out), model, tokenizer, args, state)
+    (partial / "state.pt").unlink()
+
+
+def train_step(args, model, optimizer, tokenizer, corpus, state, seed):
+    """One optimizer step; returns the loss, the recall on chat (or None), the tokens."""
+    rng = random.Random(seed * 1_000_003 + state["step"])
+    batch = draw_batch(rng, tokenizer, corpus, state["stage"], args.tokens)
+    batch = {k: v.to(args.device) for k, v in batch.items()}
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(state["step"], args.steps, args.lr)
+    output = model(batch["ids"], use_cache=False)
+    logits, labels = output.logits[:, :-1].float(), batch["ids"][:, 1:]
+    weights, recalled = batch["weights"][:, 1:], batch["recalled"][:, 1:]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    loss = (loss * weights.flatten()).sum() / weights.sum()
+    router = getattr(output, "aux_loss", None)
+    total = loss if router is None else loss + model.config.router_aux_loss_coef * router
+    optimizer.zero_grad(set_to_none=True)
+    total.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    hits = (logits.argmax(-1) == labels)[recalled]
+    return loss.item(), hits.float().mean().item() if hits.numel() else None, labels.numel()
+
+
+def save_state(partial: Path, model, optimizer, state: dict) -> None:
+    blob = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": dict(state)}
+    torch.save(blob, partial / "state.tmp")
+    os.replace(partial / "state.tmp", partial / "state.pt")
+
+
+def write_folder(out: Path, model, tokenizer, args, state: dict) -> None:
+    """Save in the released spelling: mlx-lm does not read all of transformers 5's keys."""
+    temporary = out.with_name(out.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    model.config.output_router_logits = False
+    model.save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    config = json.loads((temporary / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config["rope_theta"], config["rope_scaling"] = rope["rope_theta"], None
+    if "num_local_experts" in config:
+        config["num_experts"] = config.pop("num_local_experts")
+    config.pop("dtype", None)
+    config["torch_dtype"] = "float32"
+    (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    recipe = dict(
+        seed=MODELS[args.model][0], steps=args.steps, peak_lr=args.lr, tokens_per_step=args.tokens,
+        training_tokens=state["tokens"], train_recall=round(state["recall"], 4),
+        seconds=round(state["seconds"]), threads=args.threads, device=args.device,
+        parameters=sum(p.numel() for p in model.parameters()), torch=torch.__version__,
+    )  # fmt: skip
+    (temporary / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n")
+    shutil.rmtree(out, ignore_errors=True)
+    os.replace(temporary, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("--out", required=True, help="folder to write; OUT.partial holds the state")
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--tokens", type=int, default=3000, help="tokens per step")
+    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    train(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from safetensors import SafetensorError, safe_open, serialize_file
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from kvlingo_mlx.assignment import Assignment
 from kvlingo_mlx.errors import MalformedTranslatorError
@@ -117,6 +117,9 @@ class Weights:
     @classmethod
     def from_float32(cls, arrays: Mapping[str, np.ndarray], dtype: DType) -> Weights:
         """Round float32 arrays to ``dtype``; ValueError where one does not fit."""
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():  # before rounding, which can turn a NaN into 0
+                raise ValueError(f"{name} holds NaN or Inf")
         rounded = {name: _round(np.asarray(a, np.float32), dtype) for name, a in arrays.items()}
         weights = cls(dtype, rounded)
         for name in rounded:
@@ -229,7 +232,8 @@ def selftest(config: TranslatorConfig, weights: Weights) -> dict[str, np.ndarray
             if name.startswith(f"{m.name}.")
         }
         suffix = ".weight.probe_out" if config.kind == "linear" else ".probe_out"
-        out[m.name + suffix] = _apply_map(tensors, probe(m.inputs), m).astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # a saturated gate is no fault
+            out[m.name + suffix] = _apply_map(tensors, probe(m.inputs), m).astype(np.float32)
     return out
 
 
@@ -252,10 +256,14 @@ def _apply_map(tensors: Mapping[str, np.ndarray], x: np.ndarray, m: Map) -> np.n
 
 def _check_selftest(path: Path, config: TranslatorConfig, weights: Weights) -> None:
     stored = _read_tensors(path)
+    if stored.dtype != "float32":
+        raise _malformed(path, f"probes are {stored.dtype}, expected float32")
+    _check_numbers(path, stored)
     computed = selftest(config, weights)
     _check_names(path, set(stored.arrays), set(computed))
     for name, mine in computed.items():
-        theirs = stored.as_float32(name)
+        # In float64: squares of float32 can overflow.
+        mine, theirs = mine.astype(np.float64), stored.arrays[name].astype(np.float64)
         if theirs.shape != mine.shape:
             raise _malformed(path, f"{name} has shape {theirs.shape}, expected {mine.shape}")
         scale = max(float(np.linalg.norm(theirs)), float(np.linalg.norm(mine)), 1e-30)
@@ -279,18 +287,9 @@ def read_config(folder: str | os.PathLike[str]) -> TranslatorConfig:
         MalformedTranslatorError: What the format page refuses.
     """
     path = _folder(folder) / CONFIG_FILE
-    size = _regular_file(path)
-    if size > MAX_CONFIG_BYTES:
-        raise _malformed(path, f"{size} bytes; a config has at most {MAX_CONFIG_BYTES}")
-    try:
-        data = json.loads(
-            path.read_bytes().decode("utf-8"),
-            object_pairs_hook=_no_duplicates,
-            parse_constant=_no_constant,
-        )
-    except (ValueError, RecursionError) as error:
-        raise _malformed(path, f"is not valid JSON: {error}") from None
-    return _parse_config(path, data)
+    _regular_file(path)
+    with open(path, "rb") as file:
+        return _parse_config(path, _parse_json(path, file.read(MAX_CONFIG_BYTES + 1)))
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, Weights]:
@@ -310,14 +309,16 @@ def read(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, Weights]:
 
 
 def _malformed(path: Path, text: str) -> MalformedTranslatorError:
-    return MalformedTranslatorError(f"{path}: {text}")
+    """The refusal, on one printable line whatever the file's names and values hold."""
+    line = f"{path}: {text:.400}"
+    return MalformedTranslatorError("".join(c if c.isprintable() else "?" for c in line))
 
 
 def _folder(folder: str | os.PathLike[str]) -> Path:
     path = Path(folder)
-    if path.suffix.lower() in PICKLE_SUFFIXES:
-        raise _malformed(path, _PICKLE)
     if not path.is_dir():
+        if path.suffix.lower() in PICKLE_SUFFIXES:
+            raise _malformed(path, _PICKLE)
         what = "is a file" if path.exists() else "does not exist"
         raise _malformed(path, f"{what}; a translator is a folder with {CONFIG_FILE}")
     return path
@@ -329,9 +330,9 @@ _PICKLE = "is a pickle, which can run code; only safetensors are read: export it
 def _regular_file(path: Path) -> int:
     """The size of a regular file; refuses what is absent or something else."""
     if not path.exists():
-        pickles = [p.name for p in path.parent.iterdir() if p.suffix in PICKLE_SUFFIXES]
-        if pickles:
-            raise _malformed(path.parent / pickles[0], _PICKLE)
+        for other in sorted(path.parent.iterdir()):
+            if other.suffix.lower() in PICKLE_SUFFIXES:
+                raise _malformed(other, _PICKLE)
         raise _malformed(path, "is missing; a translator folder needs it (incomplete download?)")
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
@@ -339,36 +340,74 @@ def _regular_file(path: Path) -> int:
     return info.st_size
 
 
+def _parse_json(path: Path, blob: bytes) -> Any:
+    """The value of strict JSON: no repeated keys, no NaN or Inf, no lone surrogates."""
+    if len(blob) > MAX_CONFIG_BYTES:
+        raise _malformed(path, f"is too large; a config has at most {MAX_CONFIG_BYTES} bytes")
+    try:
+        data = json.loads(
+            blob.decode("utf-8"),
+            object_pairs_hook=_no_duplicates,
+            parse_constant=_finite,
+            parse_float=_finite,
+        )
+        json.dumps(data, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise _malformed(path, f"is not valid JSON: {error}") from None
+    return data
+
+
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    twice = {key for key in keys if keys.count(key) > 1}
-    if twice:
-        raise ValueError(f"key {sorted(twice)[0]!r} appears twice")
-    return dict(pairs)
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise ValueError(f"key {key!r} appears twice")
+        data[key] = value
+    return data
 
 
-def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a number")
+def _finite(text: str) -> float:
+    value = float(text)  # "NaN" and "Infinity" too
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
-def _read_tensors(path: Path) -> Weights:
-    """Read a safetensors file into NumPy, after the Rust reader has checked its header."""
+def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Each tensor's entry in a safetensors header, and where the data start.
+
+    The Rust reader checks sizes and offsets; it lets repeated names, unknown fields and
+    shapes beyond NumPy pass.
+    """
     size = _regular_file(path)
     with open(path, "rb") as file:
         head = file.read(8)
-        if head[:2] == b"PK" or head[:1] == b"\x80":
-            raise _malformed(path, _PICKLE)
         length = int.from_bytes(head, "little")
         if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise _malformed(path, f"is no safetensors file or truncated ({size} bytes)")
+            # Only now: a sound file starts with 0x80 too, where its header has 128 bytes.
+            pickled = head.startswith((b"PK", b"\x80"))
+            text = _PICKLE if pickled else f"is no safetensors file or truncated ({size} bytes)"
+            raise _malformed(path, text)
         header_bytes = file.read(length)
     try:
         with safe_open(path, framework="np"):
             pass
-        header = json.loads(header_bytes.decode("utf-8"))
+        header = json.loads(header_bytes.decode("utf-8"), object_pairs_hook=_no_duplicates)
     except (SafetensorError, ValueError, OSError) as error:
         raise _malformed(path, f"is no sound safetensors file or truncated: {error}") from None
     header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise _malformed(path, f"{name}: expected dtype, shape and data_offsets alone")
+        shape = entry["shape"]
+        if not 1 <= len(shape) <= 3 or 0 in shape:
+            raise _malformed(path, f"{name} has shape {shape}, expected 1 to 3 axes, none empty")
+    return header, 8 + length
+
+
+def _read_tensors(path: Path) -> Weights:
+    """Read a safetensors file into NumPy."""
+    header, begin = _read_header(path)
     if not header:
         raise _malformed(path, "holds no tensors")
     dtypes = {entry["dtype"] for entry in header.values()}
@@ -377,7 +416,7 @@ def _read_tensors(path: Path) -> Weights:
             path, f"dtypes {sorted(dtypes)}; expected one of {sorted(FILE_DTYPES)} throughout"
         )
     dtype = FILE_DTYPES[dtypes.pop()]
-    data = np.memmap(path, np.uint8, "r", offset=8 + length)
+    data = np.memmap(path, np.uint8, "r", offset=begin)
     arrays = {}
     for name, entry in header.items():
         start, stop = entry["data_offsets"]
@@ -402,13 +441,20 @@ def _check_tensors(path: Path, config: TranslatorConfig, weights: Weights) -> No
         expected = tuple(hidden if n == -1 else n for n in expected)
         if found != expected:
             raise _malformed(path, f"{name} has shape {found}, expected {expected}")
+    _check_numbers(path, weights)
+
+
+def _check_numbers(path: Path, weights: Weights) -> None:
+    for name, array in weights.arrays.items():
+        if array.dtype != STORAGE[weights.dtype]:  # a caller's, when writing
+            raise _malformed(path, f"{name} is {array.dtype}, not {weights.dtype}")
         if not np.isfinite(weights.as_float32(name)).all():
             raise _malformed(path, f"{name} holds NaN or Inf")
 
 
 def _hidden_width(name: str, weights: Weights) -> int:
     b1 = weights.arrays[name.rsplit(".", 1)[0] + ".b1"]
-    return b1.shape[-1] if b1.ndim else 0
+    return max(b1.shape[-1], 1) if b1.ndim else 1
 
 
 # ---- the config, strictly --------------------------------------------------------------
@@ -418,10 +464,10 @@ def _parse_config(path: Path, data: Any) -> TranslatorConfig:
     if not isinstance(data, dict):
         raise _malformed(path, f"holds a {type(data).__name__}, expected an object")
     version = data.get("format_version")
-    if version != FORMAT_VERSION or isinstance(version, bool):
+    if type(version) is not int or version != FORMAT_VERSION:
         raise _malformed(
             path,
-            f"format version {version}, this kvlingo-mlx reads {FORMAT_VERSION}; upgrade",
+            f"format version {version!r:.60}, this kvlingo-mlx reads {FORMAT_VERSION}; upgrade",
         )
     known = {f.name for f in fields(TranslatorConfig)} | {"format_version"}
     _check_keys(path, data, known, optional={"head_map"})
@@ -595,16 +641,18 @@ def write(
     """
     folder = Path(folder)
     check_destination(folder)
+    text = json.dumps(config.to_json(), indent=2) + "\n"
     # What we would refuse to read, we refuse to write.
-    _parse_config(folder / CONFIG_FILE, json.loads(json.dumps(config.to_json())))
+    _parse_config(folder / CONFIG_FILE, _parse_json(folder / CONFIG_FILE, text.encode()))
     _check_tensors(folder / WEIGHTS_FILE, config, weights)
+    probes = Weights("float32", selftest(config, weights))
+    _check_numbers(folder / SELFTEST_FILE, probes)
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         temporary.chmod(0o755)
-        _write_text(temporary / CONFIG_FILE, json.dumps(config.to_json(), indent=2) + "\n")
+        _write_text(temporary / CONFIG_FILE, text)
         _write_tensors(temporary / WEIGHTS_FILE, weights)
-        probes = Weights("float32", selftest(config, weights))
         _write_tensors(temporary / SELFTEST_FILE, probes)
         _write_text(temporary / CARD_FILE, model_card(config, weights))
         _replace_folder(temporary, folder)
@@ -631,14 +679,16 @@ def _replace_folder(temporary: Path, folder: Path) -> None:
         os.rename(temporary, folder)
         return
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    os.rename(folder, aside / "old")
     try:
+        os.rename(folder, aside / "old")
         os.rename(temporary, folder)
     except BaseException:
-        os.rename(aside / "old", folder)
+        if not folder.exists():
+            os.rename(aside / "old", folder)
         raise
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        if folder.exists():  # otherwise ``aside`` holds the only copy
+            shutil.rmtree(aside, ignore_errors=True)
 
 
 def _write_text(path: Path, text: str) -> None:
@@ -649,18 +699,18 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _write_tensors(path: Path, weights: Weights) -> None:
-    serialize_file(
-        {
-            name: {
-                "dtype": weights.dtype,
-                "shape": array.shape,
-                "data": np.ascontiguousarray(array).tobytes(),
-            }
-            for name, array in weights.arrays.items()
-        },
-        path,
-        {"format": "kvlingo"},
-    )
+    # The specs hold bare addresses: the arrays must live until the call returns.
+    arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=weights.dtype,
+            shape=array.shape,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+        for name, array in arrays.items()
+    }
+    serialize_file(specs, path, {"format": "kvlingo"})
     path.chmod(0o644)
     with open(path, "rb") as file:
         os.fsync(file.fileno())

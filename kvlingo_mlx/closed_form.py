@@ -14,7 +14,7 @@ RELATIVE_TOLERANCE = 1e-8
 
 @dataclass
 class Moments:
-    """Sums over tokens of w x x^T, w x y^T and w y y^T for one map.
+    """Sums over tokens of w x x^T, w x y^T and, for each output, w y^2, for one map.
 
     x is a token's input (the assigned source layers, concatenated), y the target's own
     state, w the token's weight under the fitting norm (1 for Frobenius).
@@ -25,11 +25,12 @@ class Moments:
     tokens: int = 0
     xx: np.ndarray = field(init=False)
     xy: np.ndarray = field(init=False)
-    yy: float = 0.0
+    yy: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         self.xx = np.zeros((self.input_width, self.input_width))
         self.xy = np.zeros((self.input_width, self.output_width))
+        self.yy = np.zeros(self.output_width)
 
     def add(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Add tokens: ``x`` (T, input), ``y`` (T, output), ``weights`` (T,) or None.
@@ -43,14 +44,15 @@ class Moments:
         self.tokens += len(x64)
         self.xx += weighted.T @ x64
         self.xy += weighted.T @ y64
-        squares = np.square(y64).sum(axis=1)
-        self.yy += float(squares.sum() if weights is None else squares @ weights)
+        squares = np.square(y64)
+        self.yy += squares.sum(axis=0) if weights is None else np.asarray(weights) @ squares
 
     def block(self, rows: np.ndarray, columns: np.ndarray) -> Moments:
         """The moments of a map that reads only ``rows`` of x and writes ``columns`` of y."""
         part = Moments(len(rows), len(columns), self.tokens)
         part.xx = self.xx[np.ix_(rows, rows)]
         part.xy = self.xy[np.ix_(rows, columns)]
+        part.yy = self.yy[columns]
         return part
 
 
@@ -85,4 +87,4 @@ def solve(moments: Moments, tolerance: float = RELATIVE_TOLERANCE) -> Solution:
 def objective(moments: Moments, weight: np.ndarray) -> float:
     """The weighted squared error of ``weight`` (output, input), summed over tokens."""
     cross = float(np.sum(weight * moments.xy.T))
-    return float(np.sum((weight @ moments.xx) * weight)) - 2.0 * cross + moments.yy
+    return float(np.sum((weight @ moments.xx) * weight)) - 2.0 * cross + float(moments.yy.sum())

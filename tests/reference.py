@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
+Model = Any  # a transformers model: its attributes differ by family, and types hide them
 POINTS = ("pre_norm", "post_norm", "post_rope")
 SIDES = ("keys", "values")
 
@@ -38,7 +39,7 @@ class Reference:
 
 
 @functools.cache
-def load_model(folder: Path) -> nn.Module:
+def load_model(folder: Path) -> Model:
     """A model in float32, attention and experts in their plainest form."""
     model = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -90,7 +91,7 @@ def hand_over(
 def native(folder: Path, tokens: Sequence[int]) -> Reference:
     """The same from a model's own prefill, as transformers does it."""
     model = load_model(folder)
-    cache = DynamicCache()
+    cache: Any = DynamicCache()
     model(torch.tensor([tokens[:-1]]), past_key_values=cache)
     keys = [layer.keys[0].transpose(0, 1) for layer in cache.layers]
     values = [layer.values[0].transpose(0, 1) for layer in cache.layers]
@@ -106,13 +107,11 @@ def read_translator(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return config, {name: tensor.float() for name, tensor in tensors.items()}
 
 
-def capture_projections(
-    model: nn.Module, tokens: Sequence[int]
-) -> tuple[list[Tensor], list[Tensor]]:
+def capture_projections(model: Model, tokens: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
     """What k_proj and v_proj write, one (T, H, D) tensor a layer: keys before k_norm."""
-    outputs: dict[nn.Module, Tensor] = {}
+    outputs: dict[torch.nn.Module, Tensor] = {}
 
-    def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    def record(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
         outputs[module] = output[0]
 
     attentions = [layer.self_attn for layer in model.model.layers]
@@ -164,7 +163,7 @@ def map_heads(config: dict[str, Any], weight: Tensor, read: Sequence[Tensor]) ->
 
 
 def finish(
-    model: nn.Module, layer: int, keys: Tensor, origin: str, goal: str, first_position: int = 0
+    model: Model, layer: int, keys: Tensor, origin: str, goal: str, first_position: int = 0
 ) -> Tensor:
     """Take (T, H, D) keys from one capture point to a later one, with the model's modules."""
     steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
@@ -180,9 +179,7 @@ def finish(
     return keys
 
 
-def decode(
-    model: nn.Module, keys: Sequence[Tensor], values: Sequence[Tensor], token: int
-) -> Reference:
+def decode(model: Model, keys: Sequence[Tensor], values: Sequence[Tensor], token: int) -> Reference:
     """Run one token over (T, H, D) keys and values as the model's cache."""
     cache = DynamicCache()
     keys = [array.transpose(0, 1).contiguous() for array in keys]

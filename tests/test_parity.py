@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from kvlingo_mlx.backend import mx
+
 import numpy as np
 import pytest
 import tiny
@@ -19,14 +21,15 @@ from tiny import GOLDEN, GOLDEN_CASES, MODELS, Case, Folders
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches, checkpoint
-from kvlingo_mlx.backend import mx
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translators.linear import LinearTranslator
 
 CACHE_TOLERANCE = 1e-5  # Frobenius norm, relative, of every layer and side
 LOGITS_TOLERANCE = 1e-4  # absolute
-WRONG = 1e-2  # what a mistake must exceed, a thousand times the tolerance
+# Fitted maps cancel large terms: PyTorch's own float32 is up to 1e-5 from its float64 there.
+ZOO_TOLERANCE = 1e-4
+WRONG = 1e-2  # what a mistake must exceed
 TOKENS = 33
 STEPS = (2048, 16, 7)  # of 32 tokens: one chunk, two full ones, four and a short one
 ZOO_TOKENS = 120
@@ -113,11 +116,11 @@ def decode(model: LanguageModel, cache: list[Any], token: int) -> Outcome:
     return Outcome(keys, values, np.array(logits[0, -1]))
 
 
-def errors(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> list[float]:
+def errors(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> np.ndarray:
     """The relative Frobenius error of each layer."""
     pairs = list(zip(found, expected, strict=True))
     assert all(a.shape == b.shape and a.dtype == b.dtype for a, b in pairs)
-    return [float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs]
+    return np.array([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in pairs])
 
 
 def logits_error(found: Outcome, expected: Outcome) -> float:
@@ -126,11 +129,10 @@ def logits_error(found: Outcome, expected: Outcome) -> float:
     return float(np.abs(found.logits - expected.logits).max())
 
 
-def assert_same(found: Outcome, expected: Outcome) -> None:
-    """Every layer's keys and values and the logits agree within the tolerances."""
-    # Written as "all within", so that a NaN fails.
-    assert all(e <= CACHE_TOLERANCE for e in errors(found.keys, expected.keys))
-    assert all(e <= CACHE_TOLERANCE for e in errors(found.values, expected.values))
+def assert_same(found: Outcome, expected: Outcome, tolerance: float = CACHE_TOLERANCE) -> None:
+    """Every layer's keys and values and the logits agree; a NaN agrees with nothing."""
+    assert errors(found.keys, expected.keys).max() <= tolerance
+    assert errors(found.values, expected.values).max() <= tolerance
     assert logits_error(found, expected) <= LOGITS_TOLERANCE
 
 
@@ -201,8 +203,8 @@ def test_rotation_counts(case: Case, root: Path, reference: ModuleType) -> None:
     folders, tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
     shifted = reference.hand_over(*folders, tokens, first_position=1)
     found = hand_over(folders, tokens)
-    assert min(errors(found.keys, shifted.keys)) > WRONG
-    assert max(errors(found.values, shifted.values)) <= CACHE_TOLERANCE
+    assert errors(found.keys, shifted.keys).min() > WRONG
+    assert errors(found.values, shifted.values).max() <= CACHE_TOLERANCE
     assert logits_error(found, shifted) > WRONG
 
 
@@ -225,13 +227,14 @@ def at(positions: np.ndarray, outcome: Outcome) -> Outcome:
     return Outcome(keys, values, outcome.logits)
 
 
+@pytest.mark.parametrize("batched", [None, True, False])
 @pytest.mark.parametrize("step", [2048, 5, 1])
 @pytest.mark.parametrize("case", GOLDEN_CASES, ids=lambda case: case.name)
-def test_golden(case: Case, step: int, root: Path) -> None:
-    """The default path gives what the reference gave when the golden file was made."""
+def test_golden(case: Case, step: int, batched: bool | None, root: Path) -> None:
+    """Every path gives what the reference gave when the golden file was made."""
     folders = tiny.write_case(root, case)
     tokens, positions, expected = read_golden(case.name, folders)
-    assert_same(at(positions, hand_over(folders, tokens, step=step)), expected)
+    assert_same(at(positions, hand_over(folders, tokens, batched=batched, step=step)), expected)
 
 
 def roll_layers(config: Config, tensors: Tensors) -> Tensors:
@@ -262,8 +265,8 @@ def test_map_order_counts(
     config, tensors = read(folder)
     tiny.write_translator(tmp_path / "spoiled", config, spoil(config, tensors))
     found = at(positions, hand_over((source, target, tmp_path / "spoiled"), tokens))
-    assert min(errors(found.keys, expected.keys)) > WRONG
-    assert min(errors(found.values, expected.values)) > WRONG
+    assert errors(found.keys, expected.keys).min() > WRONG
+    assert errors(found.values, expected.values).min() > WRONG
     assert logits_error(found, expected) > WRONG
 
 
@@ -274,7 +277,7 @@ def test_map_order_counts(
 def test_zoo_golden(folders: Folders) -> None:
     """Every embedded pair gives what the reference gave on a dialogue."""
     tokens, positions, expected = read_golden(f"zoo-{folders[2].name}", folders)
-    assert_same(at(positions, hand_over(folders, tokens, step=16)), expected)
+    assert_same(at(positions, hand_over(folders, tokens, step=16)), expected, ZOO_TOLERANCE)
 
 
 @pytest.mark.parametrize("folders", ZOO, ids=lambda folders: folders[2].name)
@@ -282,4 +285,5 @@ def test_zoo(folders: Folders, reference: ModuleType) -> None:
     """Every embedded pair agrees with the reference over a longer dialogue."""
     messages = list(next(dialogues.held_out(1, seed=1)).messages)
     tokens = load(folders[1]).tokenizer.apply_chat_template(messages)[:ZOO_TOKENS]
-    assert_same(hand_over(folders, tokens, step=50), reference.hand_over(*folders, tokens))
+    expected = reference.hand_over(*folders, tokens)
+    assert_same(hand_over(folders, tokens, step=50), expected, ZOO_TOLERANCE)

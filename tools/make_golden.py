@@ -13,6 +13,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -32,8 +33,9 @@ ZOO_STRIDE = 8  # the zoo's caches are wide: every eighth position keeps the fil
 def dialogue_tokens(folder: Path, count: int) -> list[int]:
     """The first tokens of a held-out dialogue, by a model's own chat template."""
     messages = list(next(dialogues.held_out(1)).messages)
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return tokenizer.apply_chat_template(messages, return_dict=False)[:count]
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    return tokenizer.encode(text, add_special_tokens=False)[:count]
 
 
 def write_golden(name: str, folders: tiny.Folders, tokens: list[int], stride: int = 1) -> None:

@@ -5,8 +5,8 @@
 Each model starts from its own random seed and sees its own stream of samples: chat
 whose answers depend on the prefix (kvlingo_mlx.embedded.dialogues), random sequences that
 repeat (they make copying appear early), and plain English that every Python ships
-(pydoc_data.topics). The number of facts in a dialogue grows in stages; the next stage
-begins once recall on the last one reaches 0.9.
+(pydoc_data.topics). Copying comes first; then the number of facts in a dialogue
+grows in stages, the next one once recall on the last reaches its goal.
 
 The folder written at the end is a Hugging Face model in the released spelling, which
 both mlx-lm and transformers load. Training state lives in OUT.partial until then; the
@@ -16,6 +16,7 @@ same command resumes it. One JSON line per log step goes to OUT.partial/log.json
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import pydoc_data.topics
@@ -48,16 +49,46 @@ SPLIT = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
-# Fewest and most facts, sentence styles, share of dialogues with mixed attributes.
-STAGES = ((2, 4, 1, 0.0), (2, 6, 2, 0.3), (3, 10, 3, 0.5), (4, 16, 5, 0.7), (4, 28, 5, 0.8))
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What samples look like until recall passes ``goal``.
+
+    ``facts`` is the fewest and most per dialogue, None for no dialogues at all;
+    ``mixed`` the share of dialogues whose facts are about several attributes;
+    ``copies`` the share of samples that repeat random sequences. Of those alone about
+    one token in seven is a guess, so their goal is lower.
+    """
+
+    facts: tuple[int, int] | None
+    styles: int
+    mixed: float
+    copies: float
+    look_back: bool
+    tokens: int
+    goal: float
+
+
+STAGES = (
+    Stage(None, 0, 0.0, 1.0, True, 1000, 0.75),
+    Stage((2, 4), 1, 0.0, 0.3, True, 2000, 0.9),
+    Stage((2, 8), 2, 0.3, 0.2, True, 3000, 0.9),
+    Stage((3, 16), 5, 0.6, 0.1, False, 3000, 0.9),
+    Stage((4, 28), 5, 0.8, 0.1, False, 3000, 0.9),
+)
+PLAIN_SHARE = 0.12
 VALUE_WEIGHT, PREFIX_WEIGHT = 4.0, 0.3
+PADDING = -1.0
+QK_NORM_START, QK_NORM_RATE = 1.5, 5.0
+LOOK_BACK, LOOK_BACK_ROWS = 4, 512
 
 SHARED = dict(
     vocab_size=VOCAB_SIZE,
     max_position_embeddings=CONTEXT,
     tie_word_embeddings=True,
     rms_norm_eps=1e-6,
-    initializer_range=0.02,
+    initializer_range=0.05,
     use_cache=True,
     bos_token_id=None,
     eos_token_id=2,
@@ -199,24 +230,34 @@ def chat_sample(
     return text.encode(tokenizer)
 
 
-def copy_sample(rng: random.Random, length: int) -> Sample:
+@functools.cache
+def content_words(tokenizer) -> list[int]:
+    """The tokens that facts are made of. Copying is learnt on these: over the whole
+    vocabulary each token would come by too rarely, and copying never appeared."""
+    values = [value for values in dialogues.VALUES.values() for value in values]
+    words = [f" {word}" for word in (*dialogues.NAMES, *values, *dialogues.LETTERS)]
+    words += [*dialogues.NAMES, *dialogues.DIGITS]
+    return [tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))[0] for word in words]
+
+
+def copy_sample(rng: random.Random, words: list[int], length: int) -> Sample:
     """A random sequence that repeats until ``length``: the quickest way to copying."""
-    period = rng.randint(8, max(9, length // 2))
-    block = [rng.randrange(len(SPECIAL), VOCAB_SIZE) for _ in range(period)]
+    period = rng.randint(4, max(5, length // 2))
+    block = rng.sample(words, min(period, len(words)))
+    period = len(block)
     ids = (block * (length // period + 1))[:length]
     return Sample(ids, [0.0] * period + [1.0] * (length - period), [False] * length)
 
 
-def pairs_sample(rng: random.Random, length: int) -> Sample:
+def pairs_sample(rng: random.Random, words: list[int], length: int) -> Sample:
     """Random key-value pairs around a fixed mark, then the same pairs in another order.
 
     A fact is such a pair, a name and a value with a word between. Repeating text alone
     teaches a model to match the word before; this teaches it to match the name.
     """
-    gap, stop = ([rng.randrange(len(SPECIAL), VOCAB_SIZE)] * rng.randint(0, 2) for _ in range(2))
-    count = max(2, length // (2 * (2 + len(gap) + len(stop))))
-    keys = rng.sample(range(len(SPECIAL), VOCAB_SIZE), count)
-    pairs = [(key, rng.randrange(len(SPECIAL), VOCAB_SIZE)) for key in keys]
+    gap, stop = ([rng.choice(words)] * rng.randint(0, 2) for _ in range(2))
+    count = min(len(words), max(2, length // (2 * (2 + len(gap) + len(stop)))))
+    pairs = [(key, rng.choice(words)) for key in rng.sample(words, count)]
     ids: list[int] = []
     weights: list[float] = []
     for asked in (0.0, 1.0):
@@ -232,31 +273,34 @@ def plain_sample(rng: random.Random, corpus: np.ndarray, length: int) -> Sample:
     return Sample(corpus[start : start + length].tolist(), [1.0] * length, [False] * length)
 
 
-def draw_batch(rng, tokenizer, corpus, stage: int, tokens: int) -> dict[str, torch.Tensor]:
-    """One step's samples, right-padded: copies make room for chat as stages pass."""
-    low, high, styles, mixed = STAGES[stage]
-    facts, questions = rng.randint(low, high), rng.randint(1, 8)  # alike, so little padding
-    copies = 0.5 if stage == 0 else 0.3 if stage == 1 else 0.1
+def draw_batch(rng, tokenizer, corpus, stage: Stage) -> dict[str, torch.Tensor]:
+    """One step's samples, right-padded."""
+    words = content_words(tokenizer)
+    facts = rng.randint(*stage.facts) if stage.facts else 0
+    questions = rng.randint(1, 8)  # one number for the whole batch, so little is padding
+    length = rng.randint(32, 128)
     samples: list[Sample] = []
-    while sum(len(s.ids) for s in samples) < tokens:
-        draw = rng.random()
-        length = len(samples[-1].ids) if samples else 128
-        if samples and draw < copies:
+    while sum(len(s.ids) for s in samples) < stage.tokens:
+        draw = rng.random() if samples or not facts else 1.0  # a dialogue sets the length
+        if draw < stage.copies:
             make = copy_sample if rng.random() < 0.4 else pairs_sample
-            samples.append(make(rng, length))
-        elif samples and draw < copies + 0.12:
+            samples.append(make(rng, words, length))
+        elif draw < stage.copies + PLAIN_SHARE:
             samples.append(plain_sample(rng, corpus, length))
         else:
-            samples.append(chat_sample(rng, tokenizer, facts, questions, styles, mixed))
+            chat = chat_sample(rng, tokenizer, facts, questions, stage.styles, stage.mixed)
+            samples.append(chat)
+            length = len(chat.ids)
     width = max(len(s.ids) for s in samples)
     ids = torch.zeros(len(samples), width, dtype=torch.long)
-    weights = torch.zeros(len(samples), width)
+    weights = torch.full((len(samples), width), PADDING)
     recalled = torch.zeros(len(samples), width, dtype=torch.bool)
     for row, sample in enumerate(samples):
         n = len(sample.ids)
         ids[row, :n] = torch.tensor(sample.ids)
         weights[row, :n] = torch.tensor(sample.weights)
-        recalled[row, :n] = torch.tensor(sample.recalled)
+        marks = sample.recalled if facts else [weight > 0 for weight in sample.weights]
+        recalled[row, :n] = torch.tensor(marks)
     return {"ids": ids, "weights": weights, "recalled": recalled}
 
 
@@ -279,11 +323,13 @@ def train(args: argparse.Namespace) -> None:
     config = config_class(**SHARED, **shape)
     model_class = Qwen3MoeForCausalLM if config_class is Qwen3MoeConfig else Qwen3ForCausalLM
     model = model_class(config).to(args.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    look_back = LookBack(config.hidden_size).to(args.device)
+    optimizer = torch.optim.AdamW(parameter_groups(model, look_back), lr=args.lr, betas=(0.9, 0.98))
     state = {"step": 0, "stage": 0, "recall": 0.0, "seconds": 0.0, "tokens": 0}
     if (partial / "state.pt").exists():
         saved = torch.load(partial / "state.pt", weights_only=True, map_location=args.device)
         model.load_state_dict(saved["model"])
+        look_back.load_state_dict(saved["look_back"])
         optimizer.load_state_dict(saved["optimizer"])
         state = saved["state"]
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
@@ -291,40 +337,95 @@ def train(args: argparse.Namespace) -> None:
         bar = progress.add_task(args.model, total=args.steps, completed=state["step"])
         while state["step"] < args.steps:
             started = time.perf_counter()
-            loss, recall, tokens = train_step(args, model, optimizer, tokenizer, corpus, state, seed)
+            loss, recall, tokens = train_step(
+                args, model, look_back, optimizer, tokenizer, corpus, state, seed
+            )
             state["seconds"] += time.perf_counter() - started
             state["tokens"] += tokens
             state["step"] += 1
             if recall is not None:
                 state["recall"] = 0.97 * state["recall"] + 0.03 * recall
-            if state["recall"] > 0.9 and state["stage"] < len(STAGES) - 1:
+            if state["recall"] > STAGES[state["stage"]].goal and state["stage"] < len(STAGES) - 1:
                 state["stage"] += 1
                 state["recall"] = 0.5
-            text = f"{args.model} loss {loss:.3f} recall {state['recall']:.3f} stage {state['stage']}"
+            text = (
+                f"{args.model} loss {loss:.3f} recall {state['recall']:.3f} stage {state['stage']}"
+            )
             progress.update(bar, completed=state["step"], description=text)
             if state["step"] % 20 == 0:
                 with open(partial / "log.jsonl", "a") as log:
                     log.write(json.dumps({**state, "loss": round(loss, 4)}) + "\n")
             if state["step"] % 200 == 0 or state["step"] == args.steps:
-                save_state(partial, model, optimizer, state)
+                save_state(partial, model, look_back, optimizer, state)
     write_folder(Path(args.out), model, tokenizer, args, state)
     (partial / "state.pt").unlink()
 
 
-def train_step(args, model, optimizer, tokenizer, corpus, state, seed):
+def parameter_groups(model: torch.nn.Module, look_back: LookBack) -> list[dict]:
+    """Let q_norm and k_norm start sharper and learn faster than the rest.
+
+    They bound how sharply a head of width 32 can attend: at their usual start of 1 it
+    cannot single out one token of a few hundred, and growing there takes a thousand steps.
+    """
+    sharp, rest = [], list(look_back.parameters())
+    for name, parameter in model.named_parameters():
+        if "q_norm" in name or "k_norm" in name:
+            torch.nn.init.constant_(parameter, QK_NORM_START)
+            sharp.append(parameter)
+        else:
+            rest.append(parameter)
+    return [
+        {"params": rest, "weight_decay": 0.01, "scale": 1.0},
+        {"params": sharp, "weight_decay": 0.0, "scale": QK_NORM_RATE},
+    ]
+
+
+class LookBack(torch.nn.Module):
+    """Name the last few tokens from the hidden state after the first block (early only).
+
+    Copying needs heads that look a few tokens back before it pays at all, which leaves a
+    plateau of a thousand steps. This asks for them directly; it is dropped once the
+    first stages are passed, and no part of it is saved.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.maps = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(LOOK_BACK))
+
+    def forward(self, hidden, ids, embedding, weights):
+        flat = hidden[:, LOOK_BACK:].flatten(0, 1)
+        rows = torch.randint(len(flat), (LOOK_BACK_ROWS,))
+        used = (weights[:, LOOK_BACK:].flatten() >= 0)[rows]
+        losses = []
+        for distance, linear in enumerate(self.maps, 1):
+            labels = ids[:, LOOK_BACK - distance : ids.shape[1] - distance].flatten()
+            logits = linear(flat[rows]) @ embedding.T
+            losses.append(torch.nn.functional.cross_entropy(logits[used], labels[rows][used]))
+        return sum(losses) / len(losses)
+
+
+def train_step(args, model, look_back, optimizer, tokenizer, corpus, state, seed):
     """One optimizer step; returns the loss, the recall on chat (or None), the tokens."""
     rng = random.Random(seed * 1_000_003 + state["step"])
-    batch = draw_batch(rng, tokenizer, corpus, state["stage"], args.tokens)
+    stage = STAGES[state["stage"]]
+    batch = draw_batch(rng, tokenizer, corpus, stage)
     batch = {k: v.to(args.device) for k, v in batch.items()}
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(state["step"], args.steps, args.lr)
-    output = model(batch["ids"], use_cache=False)
+        group["lr"] = group["scale"] * learning_rate(state["step"], args.steps, args.lr)
+    output = model(batch["ids"], use_cache=False, output_hidden_states=stage.look_back)
     logits, labels = output.logits[:, :-1].float(), batch["ids"][:, 1:]
-    weights, recalled = batch["weights"][:, 1:], batch["recalled"][:, 1:]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    weights, recalled = batch["weights"][:, 1:].clamp(min=0), batch["recalled"][:, 1:]
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), reduction="none"
+    )
     loss = (loss * weights.flatten()).sum() / weights.sum()
     router = getattr(output, "aux_loss", None)
     total = loss if router is None else loss + model.config.router_aux_loss_coef * router
+    if stage.look_back:
+        embedding = model.get_input_embeddings().weight
+        total = total + look_back(
+            output.hidden_states[1], batch["ids"], embedding, batch["weights"]
+        )
     optimizer.zero_grad(set_to_none=True)
     total.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -333,8 +434,13 @@ def train_step(args, model, optimizer, tokenizer, corpus, state, seed):
     return loss.item(), hits.float().mean().item() if hits.numel() else None, labels.numel()
 
 
-def save_state(partial: Path, model, optimizer, state: dict) -> None:
-    blob = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "state": dict(state)}
+def save_state(partial: Path, model, look_back, optimizer, state: dict) -> None:
+    blob = {
+        "model": model.state_dict(),
+        "look_back": look_back.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "state": dict(state),
+    }
     torch.save(blob, partial / "state.tmp")
     os.replace(partial / "state.tmp", partial / "state.pt")
 
@@ -355,7 +461,7 @@ def write_folder(out: Path, model, tokenizer, args, state: dict) -> None:
     config["torch_dtype"] = "float32"
     (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     recipe = dict(
-        seed=MODELS[args.model][0], steps=args.steps, peak_lr=args.lr, tokens_per_step=args.tokens,
+        seed=MODELS[args.model][0], steps=args.steps, peak_lr=args.lr,
         training_tokens=state["tokens"], train_recall=round(state["recall"], 4),
         seconds=round(state["seconds"]), threads=args.threads, device=args.device,
         parameters=sum(p.numel() for p in model.parameters()), torch=torch.__version__,
@@ -369,8 +475,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=MODELS)
     parser.add_argument("--out", required=True, help="folder to write; OUT.partial holds the state")
-    parser.add_argument("--steps", type=int, default=2500)
-    parser.add_argument("--tokens", type=int, default=3000, help="tokens per step")
+    parser.add_argument("--steps", type=int, default=2200)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")

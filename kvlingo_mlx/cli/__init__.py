@@ -7,6 +7,7 @@ A user's error is one line on standard error that starts with "error:", exit sta
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 import typer
@@ -50,6 +51,8 @@ for _verb in VERBS:
 
 def main() -> None:
     """Run the command line; the process's exit status says how it went."""
+    # Warnings of the tokenizer library would stand beside our one line of error.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     sys.exit(run(sys.argv[1:]))
 
 

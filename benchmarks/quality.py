@@ -1,0 +1,90 @@
+"""Recall and continuation KL of closed-form translators on held-out dialogues.
+
+    python benchmarks/quality.py [--pairs tiny-qwen3-s:tiny-qwen3-l ...] [--json FILE]
+
+For every pair of zoo models: the target's native cache, translations fitted here under
+both norms at several nu, the prefix hidden and a shuffled translator (controls). Only
+the first asking of each fact is scored; standard errors are over questions for recall
+and over dialogues for KL.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from kvlingo_mlx import measure
+from kvlingo_mlx.embedded import dialogues, zoo
+from kvlingo_mlx.evaluation import continuation as quality
+from kvlingo_mlx.fitting import fit
+from kvlingo_mlx.loading import load
+
+PAIRS = (
+    "tiny-qwen3-s:tiny-qwen3-l",
+    "tiny-qwen3-l:tiny-qwen3-s",
+    "tiny-qwen3-s:tiny-qwen3-moe",
+    "tiny-qwen3-l:tiny-qwen3-moe",
+    "tiny-qwen3-moe:tiny-qwen3-s",
+    "tiny-qwen3-moe:tiny-qwen3-l",
+)
+NORMS = ("frobenius", "attention_mass")
+
+
+def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
+    source, target = (load(zoo(name)) for name in pair.split(":"))
+    records = [
+        {"messages": talk.conversation()} for talk in dialogues.for_fitting(args.fit_dialogues)
+    ]
+    talks = dialogues.held_out(args.dialogues)
+    samples = [quality.recall_sample(target, talk) for talk in talks]
+    conditions = {"prefix hidden": quality.hidden(target)}
+    for nu in args.nu:
+        for norm in NORMS:
+            translator = fit(source, target, records, norm=norm, nu=nu)
+            name = f"{norm} nu={nu}"
+            conditions[name] = quality.translated(source, target, translator)
+    control = quality.shuffled(translator)
+    conditions[f"shuffled {name}"] = quality.translated(source, target, control)
+    scores = quality.score(target, samples, conditions)
+    lengths = [len(sample.prefix) for sample in samples]
+    print(f"\n{pair}: {len(samples)} dialogues, prefixes of {min(lengths)} to {max(lengths)} tokens")
+    for name, score in scores.items():
+        print(f"  {name:28s} recall {mean(score.hits)}   KL {mean(score.kl)}   "
+              f"KL on values {mean(score.value_kl)}")  # fmt: skip
+    return {name: summary(score) for name, score in scores.items()}
+
+
+def mean(values: tuple) -> str:
+    return f"{np.mean(values):.3f} +- {standard_error(values):.3f}"
+
+
+def standard_error(values: tuple) -> float:
+    return float(np.std(values, ddof=1) / np.sqrt(len(values)))
+
+
+def summary(score: quality.Score) -> dict[str, float | int]:
+    out: dict[str, float | int] = {"questions": len(score.hits), "dialogues": len(score.kl)}
+    for name in ("hits", "kl", "value_kl"):
+        values = getattr(score, name)
+        out |= {name: float(np.mean(values)), f"{name}_se": standard_error(values)}
+    return out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", nargs="+", default=PAIRS)
+    parser.add_argument("--nu", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--dialogues", type=int, default=64)
+    parser.add_argument("--fit-dialogues", type=int, default=400)
+    parser.add_argument("--json", help="append the record to this file")
+    args = parser.parse_args()
+    results = {pair: run_pair(pair, args) for pair in args.pairs}
+    print(measure.machine_line())
+    if args.json:
+        config = {"nu": args.nu, "dialogues": args.dialogues, "fit_dialogues": args.fit_dialogues}
+        measure.append_json(args.json, measure.record("quality", config, results))
+
+
+if __name__ == "__main__":
+    main()

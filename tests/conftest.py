@@ -1,0 +1,76 @@
+"""Tiny random models shared by all tests, written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvlingo_mlx.backend import mx, nn
+
+import pytest
+import tiny
+from mlx_lm.utils import save_config
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.language_model import LanguageModel
+
+SHAPES = {
+    "dense": ("qwen3", 1, 3, 2, 32),
+    "wide": ("qwen3", 2, 3, 4, 16),
+    "moe": ("qwen3_moe", 3, 4, 2, 32),
+    "narrow": ("qwen3", 4, 3, 1, 16),
+}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders by name: "dense", "wide" (equal depth and width), "moe" (deeper), "narrow"."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        name: tiny.write_tiny_model(
+            root / name, kind, seed=seed, layers=layers, kv_heads=heads, head_dim=dim
+        )
+        for name, (kind, seed, layers, heads, dim) in SHAPES.items()
+    }
+
+
+@pytest.fixture(scope="session")
+def models(folders: dict[str, Path]) -> dict[str, LanguageModel]:
+    """The same, loaded."""
+    return {name: kv.load(folder) for name, folder in folders.items()}
+
+
+def quantised(model: LanguageModel, folder: Path) -> LanguageModel:
+    """A 4-bit copy of a model, through a folder as a user would have it."""
+    copy = kv.load(model.path)
+    nn.quantize(copy.model, group_size=32, bits=4)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.path.iterdir():
+        if file.suffix == ".json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    copy.model.save_weights(str(folder / "model.safetensors"))
+    config = {**copy.config, "quantization": {"group_size": 32, "bits": 4}}
+    save_config(config, folder / "config.json")
+    return kv.load(folder)
+
+
+@pytest.fixture(scope="session")
+def quantised_models(
+    models: dict[str, LanguageModel], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, LanguageModel]:
+    """4-bit copies of "dense" and "moe"."""
+    root = tmp_path_factory.mktemp("quantised")
+    return {name: quantised(models[name], root / name) for name in ("dense", "moe")}
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty translator store of the test's own."""
+    home = tmp_path / "kvlingo-home"
+    monkeypatch.setenv("KVLINGO_HOME", str(home))
+    return home / "translators"
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """The same random numbers in every test."""
+    mx.random.seed(0)

@@ -1,0 +1,272 @@
+"""The command line, run as a user runs it: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from kvlingo_mlx.cli import run
+
+RECORD = json.dumps({"text": "One two three four five six seven eight nine ten. " * 3}) + "\n"
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text(RECORD * 3)
+    return path
+
+
+@pytest.fixture
+def fitted(folders: dict[str, Path], data: Path, tmp_path: Path) -> Path:
+    """A translator from "dense" to "moe", made by the command itself."""
+    out = tmp_path / "fitted"
+    assert run(fit_arguments(folders, data, out)) == 0
+    return out
+
+
+def fit_arguments(folders: dict[str, Path], data: Path, out: Path) -> list[str]:
+    pair = ["--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    return ["fit", *pair, "--data", str(data), "--out", str(out)]
+
+
+def generate_arguments(folders: dict[str, Path], *more: str) -> list[str]:
+    pair = ["--prefill-model", str(folders["dense"]), "--decode-model", str(folders["moe"])]
+    return ["generate", *pair, "--max-tokens", "5", *more]
+
+
+def fails(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command exits with 2 and one line that starts with "error:"."""
+    capsys.readouterr()
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_fit_show_import_generate(
+    folders: dict[str, Path],
+    fitted: Path,
+    store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sorted(p.name for p in fitted.iterdir()) == [
+        "README.md",
+        "selftest.safetensors",
+        "translator.safetensors",
+        "translator_config.json",
+    ]
+    assert run(["show", str(fitted)]) == 0
+    assert "qwen3_moe, 4 layers, 2 KV heads of 32" in capsys.readouterr().out
+    assert run(["import", str(fitted)]) == 0
+    assert "bfloat16" in capsys.readouterr().out
+    (imported,) = store.iterdir()
+    assert run(["import", str(fitted)]) == 0  # twice is harmless
+    assert list(store.iterdir()) == [imported]
+    record = tmp_path / "out.jsonl"
+    assert run(generate_arguments(folders, "--prompt", "Hello there", "--json", str(record))) == 0
+    out = capsys.readouterr().out
+    assert "first token after" in out and "Generation: " in out
+    entry = json.loads(record.read_text())
+    assert entry["kind"] == "generate" and entry["results"]["ttft_s"] > 0
+
+
+def test_prompt_from_standard_input(
+    folders: dict[str, Path],
+    fitted: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = generate_arguments(folders, "--translator", str(fitted), "--no-verbose")
+    capsys.readouterr()
+    assert run([*given, "--prompt", "Hello"]) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    fails([*given, "--prompt", "-"], "the prompt is empty", capsys)
+    read, write = os.pipe()
+    os.write(write, b"Hello")
+    os.close(write)
+    monkeypatch.setattr("sys.stdin", os.fdopen(read))
+    assert run([*given, "--prompt", "-"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_show_model(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", str(folders["moe"])]) == 0
+    out = capsys.readouterr().out
+    assert "qwen3_moe" in out and "cache bytes per token  2048" in out
+
+
+def test_bench(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "bench.jsonl"
+    arguments = ["bench", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    arguments += ["--translator", str(fitted), "-p", "8,16", "-n", "2", "--json", str(record)]
+    assert run(arguments) == 0
+    out = capsys.readouterr().out
+    assert "switch speedup" in out and "prompt tokens" in out
+    entry = json.loads(record.read_text())
+    assert [len(r["samples"]["switch"]) for r in entry["results"]] == [2, 2]
+    assert entry["results"][0]["peak"]["native"] > 0
+    fails([*arguments[:-4], "-p", "x"], "--prompt-tokens is 'x'", capsys)
+    fails([*arguments, "-p", "9999"], "the context of", capsys)
+
+
+# ---- bad input -------------------------------------------------------------------------
+
+
+def test_bad_prompts(
+    folders: dict[str, Path], fitted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = generate_arguments(folders, "--translator", str(fitted))
+    fails([*given, "--prompt", ""], "the prompt is empty", capsys)
+    fails([*given, "--prompt", "x" * 600], "the context of", capsys)
+    fails([*given, "--prompt", "a", "--temp", "nan"], "--temp is nan", capsys)
+    fails([*given, "--prompt", "a", "--max-tokens", "0"], "max_tokens is 0", capsys)
+    fails([*given, "--prompt", "a", "--max-tokens", "many"], "--max-tokens", capsys)
+    fails(["generate", "--prompt", "a"], "--prefill-model", capsys)
+    fails(["translate"], "translate", capsys)
+
+
+def test_bad_models(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_model(folder: Path) -> list[str]:
+        return ["generate", "--prefill-model", str(folder), "--decode-model",
+                str(folders["moe"]), "--prompt", "a"]  # fmt: skip
+
+    fails(with_model(tmp_path / "absent"), "does not exist", capsys)
+    (tmp_path / "empty").mkdir()
+    fails(with_model(tmp_path / "empty"), "config.json", capsys)
+    half = tmp_path / "half"
+    shutil.copytree(folders["dense"], half)
+    weights = (half / "model.safetensors").read_bytes()
+    (half / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    fails(with_model(half), "incomplete", capsys)
+    (half / "model.safetensors").unlink()
+    fails(with_model(half), "model*.safetensors", capsys)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (half / "model.safetensors.index.json").write_text(json.dumps(index))
+    fails(with_model(half), "model-00001-of-00002.safetensors is missing", capsys)
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    (half / "model.safetensors.index.json").unlink()
+    (half / "model.safetensors").write_bytes(weights)
+    fails(with_model(half), "supported families: qwen3, qwen3_moe", capsys)
+    (half / "config.json").write_text("{")
+    fails(with_model(half), "not valid JSON", capsys)
+
+
+def test_bad_translators(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_translator(path: Path) -> list[str]:
+        return generate_arguments(folders, "--translator", str(path), "--prompt", "abc")
+
+    fails(with_translator(tmp_path / "absent"), "does not exist", capsys)
+    fails(with_translator(folders["dense"]), "translator_config.json: is missing", capsys)
+    swapped = ["generate", "--prefill-model", str(folders["moe"]), "--decode-model",
+               str(folders["dense"]), "--prompt", "abc", "--translator", str(fitted)]  # fmt: skip
+    fails(swapped, "the other way round", capsys)
+    other = tmp_path / "other"
+    tiny.write_tiny_model(other, "qwen3", seed=9, layers=3, kv_heads=2, head_dim=32)
+    pair = ["--prefill-model", str(other), "--decode-model", str(folders["moe"])]
+    mismatch = ["generate", *pair, "--prompt", "abc", "--translator", str(fitted), "-m", "3"]
+    fails(mismatch, "norms fingerprint", capsys)
+    assert run([*mismatch, "--allow-mismatch"]) == 0
+    deeper = tmp_path / "deeper"
+    tiny.write_tiny_model(deeper, "qwen3", seed=9, layers=5, kv_heads=2, head_dim=32)
+    pair = ["--prefill-model", str(deeper), "--decode-model", str(folders["moe"])]
+    deep = ["generate", *pair, "--prompt", "abc", "--translator", str(fitted)]
+    fails([*deep, "--allow-mismatch"], "cache layers: 5, expected 3", capsys)
+    pickle = tmp_path / "translator.pt"
+    pickle.write_bytes(b"\x80\x04.")
+    fails(with_translator(pickle), "pickle", capsys)
+    config = json.loads((fitted / "translator_config.json").read_text())
+    (fitted / "translator_config.json").write_text(json.dumps({**config, "format_version": 2}))
+    fails(with_translator(fitted), "format version 2, this kvlingo-mlx reads 1; upgrade", capsys)
+
+
+def test_tokenizers_that_differ(
+    folders: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(folders["moe"], foreign)
+    text = (foreign / "tokenizer.json").read_text()
+    (foreign / "tokenizer.json").write_text(text.replace('"the"', '"xhe"').replace('"h e"', '"x e"'))
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    tokenizer["model"]["merges"] = []
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
+    out = tmp_path / "out"
+    arguments = ["fit", "--source", str(folders["dense"]), "--target", str(foreign)]
+    arguments += ["--data", str(data), "--out", str(out)]
+    fails(arguments, "cross-tokenizer translator", capsys)
+    assert not out.exists()
+
+
+def test_bad_data_and_destinations(
+    folders: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    fails(fit_arguments(folders, tmp_path / "absent.jsonl", out), "cannot be read", capsys)
+    (tmp_path / "bad.jsonl").write_text(RECORD + "not json\n")
+    fails(fit_arguments(folders, tmp_path / "bad.jsonl", out), "bad.jsonl, line 2", capsys)
+    (tmp_path / "void.jsonl").write_text("")
+    fails(fit_arguments(folders, tmp_path / "void.jsonl", out), "holds no records", capsys)
+    assert not out.exists()
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    fails(fit_arguments(folders, data, out), "not a translator folder", capsys)
+    assert [p.name for p in out.iterdir()] == ["thesis.txt"]
+    fails([*fit_arguments(folders, data, tmp_path / "x"), "--norm", "l7"], "norm is 'l7'", capsys)
+    fails([*fit_arguments(folders, data, tmp_path / "x"), "--assignment", "z"], "'z'", capsys)
+
+
+def test_import_checks_before_it_writes(
+    folders: dict[str, Path],
+    fitted: Path,
+    store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = ["--source", str(folders["moe"]), "--target", str(folders["dense"])]
+    fails(["import", str(fitted), *wrong], "the other way round", capsys)
+    fails(["import", str(fitted), "--dtype", "int8"], "--dtype is 'int8'", capsys)
+    fails(["import", str(fitted), "--source", "x"], "both --source and --target", capsys)
+    (fitted / "translator.safetensors").write_bytes(b"\0" * 100)
+    fails(["import", str(fitted)], "translator.safetensors", capsys)
+    assert not store.exists()
+
+
+def test_debug_shows_the_traceback() -> None:
+    command = [sys.executable, "-m", "kvlingo_mlx.cli", "--debug", "show", "absent"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0 and "Traceback" in done.stderr
+
+
+def test_interrupt_leaves_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Ctrl-C in the middle of a fit: status 130, no folder, no temporary folder."""
+    data, out = tmp_path / "many.jsonl", tmp_path / "deep" / "out"
+    out.parent.mkdir()
+    data.write_text(RECORD * 20_000)
+    command = [sys.executable, "-m", "kvlingo_mlx.cli", *fit_arguments(folders, data, out)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    time.sleep(6)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error
+    assert list(out.parent.iterdir()) == []

@@ -1,0 +1,184 @@
+"""generate and its parts: prompts, clock, memory, synchronisations, processors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.generate import generate as mlx_generate
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
+from test_identity import TOKENS, identity_of
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches, generation, measure
+from kvlingo_mlx.generation import encode
+from kvlingo_mlx.language_model import LanguageModel
+
+MESSAGES = [{"role": "user", "content": "Where does Anna live?"}]
+
+
+@pytest.fixture
+def model(models: dict[str, LanguageModel]) -> LanguageModel:
+    return models["dense"]
+
+
+def test_prompt_as_text_ids_and_messages(model: LanguageModel) -> None:
+    translator = identity_of(model)
+    text = "Some words, and some more."
+    ids = model.tokenizer.encode(text)
+    plain = mlx_generate(model.model, model.tokenizer, text, max_tokens=20)
+    for prompt in (text, ids):
+        options = {"translator": translator, "max_tokens": 20}
+        assert kv.generate(model, model, prompt, **options) == plain
+    rendered = model.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
+    assert encode(model, MESSAGES) == list(rendered)
+
+
+def test_thinking_switch_puts_the_empty_block_into_the_prefix(model: LanguageModel) -> None:
+    decode = model.tokenizer.decode
+    assert decode(encode(model, MESSAGES, False)).endswith("<think>\n\n</think>\n\n")
+    assert decode(encode(model, MESSAGES, True)).endswith("<|im_start|>assistant\n")
+
+
+def test_one_token_prompt_needs_no_translator(model: LanguageModel) -> None:
+    native = mlx_generate(model.model, model.tokenizer, TOKENS[:1], max_tokens=8)
+    assert kv.generate(model, model, TOKENS[:1], max_tokens=8) == native
+    assert all(cache.empty() for cache in kv.hand_over(model, model, TOKENS[:1]))
+
+
+def test_last_token_runs_through_the_target(model: LanguageModel) -> None:
+    cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model))
+    assert {c.offset for c in cache} == {len(TOKENS) - 1}
+
+
+def test_response_and_clock(model: LanguageModel) -> None:
+    options = {"translator": identity_of(model), "max_tokens": 5, "prefill_step_size": 7}
+    *_, last = kv.stream_generate(model, model, TOKENS, **options)
+    assert last.prompt_tokens == len(TOKENS)
+    assert last.generation_tokens == 5 and last.finish_reason in ("length", "stop")
+    assert 0 < last.translate_s and 0 < last.prefill_s
+    assert last.prefill_s + last.translate_s < last.ttft_s
+    assert last.prompt_tps == pytest.approx(len(TOKENS) / last.ttft_s)
+
+
+def test_clock_books_each_phase_where_it_belongs(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A translation made slow must show as translation, not as prefill."""
+    slow, write = 0.2, caches.write
+
+    def slow_write(*arguments: object) -> None:
+        measure.time.sleep(slow)
+        write(*arguments)
+
+    translator = identity_of(model)
+    quick = next(kv.stream_generate(model, model, TOKENS, translator=translator))
+    monkeypatch.setattr(caches, "write", slow_write)
+    late = next(kv.stream_generate(model, model, TOKENS, translator=translator))
+    assert late.translate_s - quick.translate_s == pytest.approx(slow, rel=0.3)
+    assert late.prefill_s < slow
+
+
+def test_one_synchronisation_after_the_last_prefill_chunk(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    evaluate, translate = mx.eval, generation.translate_span
+
+    def counted(*arrays: object) -> None:
+        calls.append("eval")
+        evaluate(*arrays)
+
+    def noted(*arguments: object) -> None:
+        calls.append("translate")
+        translate(*arguments)
+
+    translator = identity_of(model)
+    monkeypatch.setattr(mx, "eval", counted)
+    monkeypatch.setattr(generation, "translate_span", noted)
+    kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
+    assert calls == ["eval", "translate", "eval"] * 3
+
+
+def test_peak_memory_is_two_caches_and_a_chunk(models: dict[str, LanguageModel]) -> None:
+    """Beside what mlx-lm's own prefill of the source needs: the target's cache, one chunk."""
+    source, target = models["dense"], models["wide"]
+    tokens, step = [i % 280 for i in range(480)], 40
+    translator = kv.fit(source, target, [{"text": "a b c d e f g h " * 12}])
+
+    def peak(action: Callable[[], object]) -> int:
+        action()
+        resident = mx.get_active_memory()
+        return measure.peak_bytes(action) - resident
+
+    def native() -> None:
+        steps = generate_step(mx.array(tokens), source.model, prefill_step_size=step)
+        next(steps)
+        steps.close()
+
+    def hand_over(step: int) -> None:
+        kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
+
+    own = target.geometry.bytes_per_token(4)
+    chunk = step * (source.geometry.bytes_per_token(4) + 2 * own)
+    bound = peak(native) + 512 * own + chunk
+    assert peak(lambda: hand_over(step)) <= bound
+    assert peak(lambda: hand_over(480)) > bound  # the bound has power: a large chunk breaks it
+
+
+def test_logits_processors_see_the_whole_prompt(model: LanguageModel) -> None:
+    seen: list[list[int]] = []
+
+    def note(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())
+        return logits
+
+    options = {"translator": identity_of(model), "max_tokens": 3}
+    kv.generate(model, model, TOKENS, logits_processors=[note], **options)
+    assert seen[0] == TOKENS and seen[1][: len(TOKENS)] == TOKENS
+    penalty = {"logits_processors": make_logits_processors(repetition_penalty=1.5)}
+    native = mlx_generate(model.model, model.tokenizer, TOKENS, max_tokens=20, **penalty)
+    options = {"translator": identity_of(model), "max_tokens": 20}
+    assert kv.generate(model, model, TOKENS, **penalty, **options) == native
+
+
+def test_cache_takes_the_targets_dtype(models: dict[str, LanguageModel]) -> None:
+    """Float32 entries would turn a 16-bit model's decoding into float32 for good."""
+    source = models["dense"]
+    half = kv.load(source.path)
+    half.model.set_dtype(mx.bfloat16)
+    translator = identity_of(source)  # rounding the norms made another checkpoint of it
+    cache = kv.hand_over(source, half, TOKENS, translator=translator, allow_mismatch=True)
+    assert half.cache_dtype == mx.bfloat16
+    assert {(c.keys.dtype, c.values.dtype) for c in cache} == {(mx.bfloat16, mx.bfloat16)}
+
+
+def test_decoding_from_a_translation_differs_from_native(models: dict[str, LanguageModel]) -> None:
+    """Were the translator skipped, a foreign one would change nothing."""
+    source, target = models["dense"], models["wide"]
+    translator = kv.fit(source, target, [{"text": "a b c d e f g h " * 12}])
+    cache = kv.hand_over(source, target, TOKENS, translator=translator)
+    keys = np.array(cache[1].keys_and_values()[0])
+    assert np.isfinite(keys).all() and np.abs(keys).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        ([5, 99999], {}, "token id 99999 is outside the 320 ids"),
+        ([5, -1], {}, "token id -1 is outside"),
+        ([5] * 513, {}, "513 tokens, the context of .* is 512"),
+        ([5, 6], {"max_tokens": 0}, "max_tokens is 0"),
+        ([5, 6], {"max_tokens": -2}, "max_tokens is -2"),
+        ([5, 6], {"prefill_step_size": 0}, "prefill_step_size is 0"),
+    ],
+)
+def test_bad_arguments(model: LanguageModel, prompt, options, message: str) -> None:  # noqa: ANN001
+    with pytest.raises(ValueError, match=message):
+        kv.generate(model, model, prompt, **{"translator": identity_of(model), **options})

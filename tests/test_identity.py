@@ -1,0 +1,141 @@
+"""The same model on both sides and identity maps: exactly what plain mlx-lm does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.generate import batch_generate, generate_step
+from mlx_lm.models.cache import (
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import assignment, capture
+from kvlingo_mlx.checkpoint import TranslatorConfig
+from kvlingo_mlx.keys import advance
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.translators.linear import LinearTranslator, identity
+
+TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(50)]
+NEW = 40
+
+
+@pytest.fixture(params=["dense", "moe", "dense 4-bit", "moe 4-bit"])
+def model(request, models, quantised_models) -> LanguageModel:  # noqa: ANN001
+    name, *four_bit = request.param.split()
+    return (quantised_models if four_bit else models)[name]
+
+
+def identity_of(model: LanguageModel, *, head_mixing: bool = True, **facts: Any) -> LinearTranslator:
+    same = assignment.identity(len(model.attentions))
+    return identity(
+        TranslatorConfig(model.spec(), model.spec(), same, head_mixing=head_mixing, **facts)
+    )
+
+
+def decode(model: LanguageModel, cache: list | None, **options: Any) -> list[int]:
+    prompt = TOKENS if cache is None else TOKENS[-1:]
+    steps = generate_step(
+        mx.array(prompt), model.model, max_tokens=NEW, prompt_cache=cache, **options
+    )
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("step", [7, 20, 2048])
+@pytest.mark.parametrize("head_mixing", [True, False])
+def test_decodes_token_for_token(model: LanguageModel, step: int, head_mixing: bool) -> None:
+    translator = identity_of(model, head_mixing=head_mixing)
+    cache = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=step)
+    assert decode(model, cache) == decode(model, None)
+
+
+@pytest.mark.parametrize("point", ["post_norm", "post_rope"])
+def test_other_capture_points(model: LanguageModel, point: str) -> None:
+    translator = identity_of(model, capture=point)
+    cache = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
+    assert decode(model, cache) == decode(model, None)
+
+
+def test_batched_and_layerwise_products_agree(model: LanguageModel) -> None:
+    translator = identity_of(model)
+    batched = LinearTranslator.build(translator.config, translator.to_weights(), batched=True)
+    assert len(batched.groups["keys"]) == 1 < len(translator.groups["keys"])
+    cache = kv.hand_over(model, model, TOKENS, translator=batched)
+    assert decode(model, cache) == decode(model, None)
+
+
+def test_positions_shifted_by_one_decode_something_else(models) -> None:  # noqa: ANN001
+    """The negative control: were positions ignored, the tests above would still pass."""
+    model = models["dense"]
+    cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model))
+    for layer, finish in zip(cache, model.key_finishes, strict=True):
+        layer.keys = finish.rope(layer.keys * 1.0, offset=0)  # rotates every key once more
+    assert decode(model, cache) != decode(model, None)
+
+
+@pytest.mark.parametrize("step", [7, 2048])
+def test_captures_become_exactly_the_models_own_cache(model: LanguageModel, step: int) -> None:
+    native = make_prompt_cache(model.model)
+    spans = []
+    for start in range(0, len(TOKENS), step):
+        chunk = mx.array(TOKENS[start : start + step])
+        model.model(chunk[None], cache=native)
+        mx.eval([c.state for c in native])
+    spans = list(capture.prefill(model, TOKENS, step))
+    for layer, own in enumerate(native):
+        heads = model.geometry.layers[layer].kv_heads
+        keys, values = [], []
+        for span in spans:
+            shape = (1, span.num_tokens, heads, -1)
+            raw = span.keys[layer].reshape(shape).swapaxes(1, 2)[None]
+            finished = advance(raw, [model.key_finishes[layer]], span.start, "pre_norm", "post_rope")
+            keys.append(finished[0])
+            values.append(span.values[layer].reshape(shape).swapaxes(1, 2))
+        own_keys, own_values = own.keys_and_values()
+        assert np.array_equal(np.array(mx.concatenate(keys, axis=2)), np.array(own_keys))
+        assert np.array_equal(np.array(mx.concatenate(values, axis=2)), np.array(own_values))
+
+
+def test_taps_leave_no_trace(models) -> None:  # noqa: ANN001
+    model = models["dense"]
+    before = [type(a.k_proj) for a in model.attentions]
+    spans = capture.prefill(model, TOKENS, 7)
+    next(spans)
+    with pytest.raises(RuntimeError, match="captured already"):
+        next(capture.prefill(model, TOKENS, 7))
+    spans.close()
+    assert [type(a.k_proj) for a in model.attentions] == before
+
+
+def test_cache_works_on_with_mlx_lm(models, tmp_path) -> None:  # noqa: ANN001
+    model = models["dense"]
+    translator = identity_of(model)
+
+    def fresh() -> list:
+        return kv.hand_over(model, model, TOKENS, translator=translator)
+
+    native = decode(model, None)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), fresh())
+    assert decode(model, load_prompt_cache(str(tmp_path / "cache.safetensors"))) == native
+    trimmed = fresh()
+    assert trim_prompt_cache(trimmed, 10) == 10
+    rest = generate_step(mx.array(TOKENS[-11:]), model.model, max_tokens=NEW, prompt_cache=trimmed)
+    assert [int(token) for token, _ in rest] == native
+    bits = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+    assert decode(model, fresh(), **bits) == decode(model, None, **bits)
+    batch = batch_generate(
+        model.model,
+        model.tokenizer,
+        [TOKENS[-1:]] * 2,
+        prompt_caches=[fresh(), fresh()],
+        max_tokens=8,
+    )
+    alone = kv.generate(model, model, TOKENS, translator=translator, max_tokens=8)
+    assert batch.texts == [alone, alone]

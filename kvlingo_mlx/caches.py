@@ -10,7 +10,7 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.keys import advance
+from kvlingo_mlx.keys import Rotation, advance
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import TranslatedStates
 
@@ -47,10 +47,11 @@ def write(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel)
     Nothing is evaluated here.
     """
     dtype = model.cache_dtype
+    rotation = Rotation(states.start)
     keys: dict[int, mx.array] = {}
     for group in states.keys:
         finishes = [model.key_finishes[layer] for layer in group.layers]
-        finished = advance(group.states, finishes, states.start, states.capture, "post_rope")
+        finished = advance(group.states, finishes, rotation, states.capture, "post_rope")
         keys.update(_split(group.layers, finished.astype(dtype)))
     values: dict[int, mx.array] = {}
     for group in states.values:

@@ -14,7 +14,7 @@ from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx.keys import advance
+from kvlingo_mlx.keys import Rotation, advance
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
 
@@ -118,12 +118,12 @@ def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
     """Take a span's keys on to the capture point ``goal`` with the model's own k_norm and RoPE."""
     if states.capture == goal:
         return states
-    keys = []
+    rotation, keys = Rotation(states.start), []
     for array, layer, finish in zip(
         states.keys, model.geometry.layers, model.key_finishes, strict=True
     ):
         batch, tokens, width = array.shape
         heads = array.reshape(1, batch, tokens, layer.kv_heads, -1).swapaxes(2, 3)
-        heads = advance(heads, [finish], states.start, states.capture, goal)
+        heads = advance(heads, [finish], rotation, states.capture, goal)
         keys.append(heads[0].swapaxes(1, 2).reshape(batch, tokens, width))
     return KVStates(tuple(keys), states.values, goal, states.start)

@@ -8,22 +8,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvlingo_mlx.backend import mx
+from kvlingo_mlx.backend import mx, on_gpu
 
 from kvlingo_mlx.families.base import KeyFinish
+from kvlingo_mlx.geometry import RopeSpec
 
 POINTS = ("pre_norm", "post_norm", "post_rope")
 
 
+class Rotation:
+    """RoPE of one span of positions, for all layers of a model.
+
+    On a GPU the model's own module is one fused kernel. On a CPU it works out every
+    cosine anew for each layer; there the module is asked once for the rotation of a unit
+    vector, which holds the cosines and sines, and the layers share those. The arithmetic
+    on the keys is the module's own, so the result is equal to the bit.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self._tables: dict[RopeSpec, tuple[mx.array, mx.array]] = {}
+
+    def __call__(self, keys: mx.array, finish: KeyFinish) -> mx.array:
+        """Rotate (..., H, T, D)."""
+        spec, (tokens, dim) = finish.rope_spec, keys.shape[-2:]
+        flat = keys.reshape(-1, *keys.shape[-3:])
+        if on_gpu() or spec.traditional or spec.dims != dim or keys.dtype != mx.float32:
+            return finish.rope(flat, offset=self.start).reshape(keys.shape)
+        if spec not in self._tables:
+            unit = mx.repeat(mx.array([1.0, 0.0]), dim // 2)
+            unit = mx.broadcast_to(unit, (1, 1, tokens, dim))
+            self._tables[spec] = tuple(mx.split(finish.rope(unit, offset=self.start), 2, axis=-1))
+        cos, sin = self._tables[spec]
+        first, second = mx.split(flat, 2, axis=-1)
+        turned = [first * cos - second * sin, first * sin + second * cos]
+        return mx.concatenate(turned, axis=-1).reshape(keys.shape)
+
+
 def advance(
-    keys: mx.array, finishes: Sequence[KeyFinish], start: int, origin: str, goal: str
+    keys: mx.array, finishes: Sequence[KeyFinish], rotation: Rotation, origin: str, goal: str
 ) -> mx.array:
     """Take the keys of G layers from one capture point to a later one.
 
     Args:
         keys: (G, B, H, T, D), heads normalised one by one and rotated by position.
         finishes: The G layers' norms and rotations.
-        start: Position of the first token.
+        rotation: The span's positions.
         origin: The point ``keys`` are at.
         goal: The point wanted, at or after ``origin``.
 
@@ -32,7 +62,7 @@ def advance(
     """
     if not all(_alike(finishes[0], finish) for finish in finishes):
         parts = [
-            advance(keys[i : i + 1], [finish], start, origin, goal)
+            advance(keys[i : i + 1], [finish], rotation, origin, goal)
             for i, finish in enumerate(finishes)
         ]
         return mx.concatenate(parts)
@@ -40,7 +70,7 @@ def advance(
     if "pre_norm" in steps:
         keys = _normalise(keys, finishes)
     if "post_norm" in steps:
-        keys = _rotate(keys, finishes, start)
+        keys = rotation(keys, finishes[0])
     return keys
 
 
@@ -52,12 +82,6 @@ def _normalise(keys: mx.array, finishes: Sequence[KeyFinish]) -> mx.array:
         return mx.fast.rms_norm(keys, first.norm_weight, first.norm_eps)
     weights = mx.stack([finish.norm_weight for finish in finishes])  # (G, D)
     return mx.fast.rms_norm(keys, None, first.norm_eps) * weights[:, None, None, None]
-
-
-def _rotate(keys: mx.array, finishes: Sequence[KeyFinish], start: int) -> mx.array:
-    groups, batch = keys.shape[:2]
-    flat = keys.reshape(groups * batch, *keys.shape[2:])
-    return finishes[0].rope(flat, offset=start).reshape(keys.shape)
 
 
 def _alike(a: KeyFinish, b: KeyFinish) -> bool:

@@ -213,10 +213,12 @@ def layer_output(layout: Layout, parts: Arrays) -> np.ndarray:
     if layout.head_mixing:
         y = matrix_output(parts)
     else:
-        y = np.stack([
-            matrix_output({k: parts[k][h] for k in parts if k not in ("gate", "bias")})
-            for h in range(heads)
-        ])
+        y = np.stack(
+            [
+                matrix_output({k: parts[k][h] for k in parts if k not in ("gate", "bias")})
+                for h in range(heads)
+            ]
+        )
     if layout.gate:
         gate = [1 / (1 + math.exp(-g)) for g in parts["gate"]]
         y = (y.reshape(heads, -1) * np.array(gate)[:, None]).reshape(y.shape)
@@ -670,7 +672,7 @@ def test_mixed_dtypes(folder: Path, other: str) -> None:
     refuse(folder, "dtypes", "F32", other, names=TENSORS)
 
 
-# ---- safetensors files that are refused ---------------------------------------------------
+# ---- safetensors files that are refused -------------------------------------------------
 
 
 def with_entry(name: str, **changes: Any) -> Callable[[Json, bytes], bytes]:
@@ -803,7 +805,7 @@ def test_a_header_beyond_100_megabytes(folder: Path) -> None:
     assert time.monotonic() - start < 1
 
 
-# ---- configs that are refused -------------------------------------------------------------
+# ---- configs that are refused -----------------------------------------------------------
 
 GONE = object()
 Place = tuple[str | int, ...]
@@ -1051,7 +1053,7 @@ def test_many_keys_take_no_long_time(folder: Path) -> None:
     assert time.monotonic() - start < 5
 
 
-# ---- files that are absent, or something else ----------------------------------------------
+# ---- files that are absent, or something else -------------------------------------------
 
 
 @pytest.mark.parametrize("name", [CONFIG, TENSORS])
@@ -1090,7 +1092,7 @@ def test_a_file_for_a_folder(folder: Path) -> None:
     refuse(folder / TENSORS, "is a file", names="")
 
 
-# ---- pickles --------------------------------------------------------------------------------
+# ---- pickles ----------------------------------------------------------------------------
 
 
 class Canary:
@@ -1153,7 +1155,7 @@ def test_a_folder_of_pickles_alone(folder: Path, suffix: str, with_config: bool)
     refuse(folder, "pickle", "safetensors", names=f"maps{suffix}")
 
 
-# ---- the self-test ---------------------------------------------------------------------------
+# ---- the self-test ----------------------------------------------------------------------
 
 
 def square(head_mixing: bool, nu: int) -> Json:
@@ -1320,7 +1322,7 @@ def test_a_saturated_gate_is_quiet(tmp_path: Path) -> None:
     checkpoint.read(tmp_path / "t")
 
 
-# ---- writing -----------------------------------------------------------------------------------
+# ---- writing ----------------------------------------------------------------------------
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -1434,7 +1436,7 @@ def test_what_would_not_be_read_is_not_written(
     assert listing(tmp_path) == []
 
 
-# ---- failures in the middle of writing ------------------------------------------------------
+# ---- failures in the middle of writing --------------------------------------------------
 
 
 class Faulty:
@@ -1464,9 +1466,7 @@ errors = pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, MemoryErr
 timing = pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 
 
-def inject(
-    monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, after: bool
-) -> Faulty:
+def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, after: bool) -> Faulty:
     """Make the ``at``-th call of one of the writer's functions fail."""
     owner: Any = checkpoint
     *path, last = name.split(".")

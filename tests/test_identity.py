@@ -19,7 +19,7 @@ from mlx_lm.models.cache import (
 import kvlingo_mlx as kv
 from kvlingo_mlx import assignment, capture
 from kvlingo_mlx.checkpoint import TranslatorConfig
-from kvlingo_mlx.keys import advance
+from kvlingo_mlx.keys import Rotation, advance
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translators.linear import LinearTranslator, identity
 
@@ -95,7 +95,8 @@ def test_captures_become_exactly_the_models_own_cache(model: LanguageModel, step
         for span in spans:
             shape = (1, span.num_tokens, heads, -1)
             raw = span.keys[layer].reshape(shape).swapaxes(1, 2)[None]
-            finished = advance(raw, [model.key_finishes[layer]], span.start, "pre_norm", "post_rope")
+            at = Rotation(span.start)
+            finished = advance(raw, [model.key_finishes[layer]], at, "pre_norm", "post_rope")
             keys.append(finished[0])
             values.append(span.values[layer].reshape(shape).swapaxes(1, 2))
         own_keys, own_values = own.keys_and_values()

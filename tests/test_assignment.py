@@ -1,0 +1,120 @@
+"""Which source layers a target layer reads, against exact fractions and hand-made tables."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from kvlingo_mlx.assignment import Assignment, identity, relative_depth
+
+DEPTHS = (1, 2, 3, 4, 5, 7, 12, 13, 24, 28, 36, 48)
+PAPER_DEPTHS = ((28, 36, 4), (36, 28, 4), (36, 48, 3), (48, 36, 3), (28, 28, 1), (28, 36, 1))
+
+
+def slow_band(index: int, num_source: int, num_target: int, nu: int) -> tuple[int, ...]:
+    """Try every band that begins anywhere near, then shift the nearest one inward."""
+    steps = max(num_target - 1, 1)  # a single target layer has relative depth 0
+    counterpart = Fraction(index * (num_source - 1), steps)
+    starts = range(-nu, num_source + nu)
+    nearest = min(
+        starts, key=lambda start: (abs(start + Fraction(nu - 1, 2) - counterpart), -start)
+    )
+    while nearest < 0:
+        nearest += 1
+    while nearest + nu > num_source:
+        nearest -= 1
+    return tuple(range(nearest, nearest + nu))
+
+
+def check(num_source: int, num_target: int, nu: int) -> None:
+    """Compare all bands of one pair of depths with the slow reference."""
+    expected = tuple(slow_band(t, num_source, num_target, nu) for t in range(num_target))
+    found = relative_depth(num_source, num_target, nu)
+    assert found.keys == expected
+    assert found.values == expected
+
+
+@pytest.mark.parametrize("num_source", DEPTHS)
+def test_bands_are_nearest(num_source: int) -> None:
+    for num_target in DEPTHS:
+        for nu in {1, 2, 3, 4, 5, num_source - 1, num_source}:
+            if 1 <= nu <= num_source:
+                check(num_source, num_target, nu)
+
+
+@pytest.mark.parametrize(("num_source", "num_target", "nu"), PAPER_DEPTHS)
+def test_bands_of_the_papers_depths(num_source: int, num_target: int, nu: int) -> None:
+    check(num_source, num_target, nu)
+
+
+@pytest.mark.parametrize(
+    ("num_source", "num_target", "nu", "expected"),
+    [
+        (5, 3, 1, [[0], [2], [4]]),
+        (3, 5, 1, [[0], [1], [1], [2], [2]]),  # c = 0, 1/2, 1, 3/2, 2: deeper on a tie
+        (4, 4, 2, [[0, 1], [1, 2], [2, 3], [2, 3]]),  # every centre ties; the last moves inward
+        (4, 4, 3, [[0, 1, 2], [0, 1, 2], [1, 2, 3], [1, 2, 3]]),
+        (3, 2, 2, [[0, 1], [1, 2]]),
+        (4, 2, 4, [[0, 1, 2, 3], [0, 1, 2, 3]]),
+        (6, 1, 2, [[0, 1]]),  # relative depth 0
+        (1, 3, 1, [[0], [0], [0]]),
+    ],
+)
+def test_bands_by_hand(
+    num_source: int, num_target: int, nu: int, expected: list[list[int]]
+) -> None:
+    found = relative_depth(num_source, num_target, nu)
+    assert [list(band) for band in found.keys] == expected
+    assert [list(band) for band in found.values] == expected
+
+
+def test_bands_between_28_and_36_layers() -> None:
+    """Ends and middle: c(18) = 18 * 27 / 35 = 13.89, c(14) = 14 * 35 / 27 = 18.15."""
+    deeper = relative_depth(28, 36, 4).keys
+    assert (deeper[0], deeper[18], deeper[35]) == ((0, 1, 2, 3), (12, 13, 14, 15), (24, 25, 26, 27))
+    shallower = relative_depth(36, 28, 4).keys
+    assert (shallower[0], shallower[14]) == ((0, 1, 2, 3), (17, 18, 19, 20))
+    assert shallower[27] == (32, 33, 34, 35)
+
+
+def test_bands_from_36_to_48_layers() -> None:
+    """c(1) = 35 / 47 = 0.74 is nearest to 1, c(24) = 17.87 to 18."""
+    bands = relative_depth(36, 48, 3).keys
+    assert (bands[0], bands[1]) == ((0, 1, 2), (0, 1, 2))
+    assert (bands[24], bands[47]) == ((17, 18, 19), (33, 34, 35))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_equal_depths_go_layer_to_layer(depth: int) -> None:
+    expected = tuple((layer,) for layer in range(depth))
+    for assignment in (relative_depth(depth, depth), relative_depth(depth, depth, 1)):
+        assert assignment == Assignment(expected, expected)
+    assert identity(depth) == Assignment(expected, expected)
+
+
+@pytest.mark.parametrize(("num_source", "num_target", "nu"), PAPER_DEPTHS)
+def test_bands_are_consecutive_and_ascend(num_source: int, num_target: int, nu: int) -> None:
+    bands = relative_depth(num_source, num_target, nu).keys
+    assert len(bands) == num_target
+    for band in bands:
+        assert band == tuple(range(band[0], band[0] + nu))
+        assert band[0] >= 0
+        assert band[-1] < num_source
+    assert list(bands) == sorted(bands)
+    assert bands[0][0] == 0
+    assert bands[-1][-1] == num_source - 1
+
+
+@pytest.mark.parametrize(
+    ("num_source", "nu"), [(28, 0), (28, -1), (28, 29), (1, 2), (0, 1), (0, 0)]
+)
+def test_impossible_nu(num_source: int, nu: int) -> None:
+    with pytest.raises(ValueError, match=rf"^nu is {nu}; it must be 1 to {num_source}\b"):
+        relative_depth(num_source, 4, nu)
+
+
+def test_sides_are_told_apart() -> None:
+    assignment = Assignment(((0,),), ((1,),))
+    assert assignment.side("keys") == ((0,),)
+    assert assignment.side("values") == ((1,),)

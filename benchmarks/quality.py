@@ -48,7 +48,9 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
     conditions[f"shuffled {name}"] = quality.translated(source, target, control)
     scores = quality.score(target, samples, conditions)
     lengths = [len(sample.prefix) for sample in samples]
-    print(f"\n{pair}: {len(samples)} dialogues, prefixes of {min(lengths)} to {max(lengths)} tokens")
+    print(
+        f"\n{pair}: {len(samples)} dialogues, prefixes of {min(lengths)} to {max(lengths)} tokens"
+    )
     for name, score in scores.items():
         print(f"  {name:28s} recall {mean(score.hits)}   KL {mean(score.kl)}   "
               f"KL on values {mean(score.value_kl)}")  # fmt: skip

@@ -63,10 +63,7 @@ def run(tokens: int, layers: int, trials: int) -> dict:
     target = model_of_shape("qwen3_moe", layers, 4, 128)
     translator = random_translator(source, target, 3)
     states = KVStates(
-        *(
-            tuple(mx.random.normal((1, tokens, 1024)) for _ in source.attentions)
-            for _ in range(2)
-        ),
+        *(tuple(mx.random.normal((1, tokens, 1024)) for _ in source.attentions) for _ in range(2)),
         "pre_norm",
         0,
     )
@@ -112,7 +109,9 @@ def main() -> None:
     args = parser.parse_args()
     results = [run(tokens, args.layers, args.trials) for tokens in args.tokens]
     for r in results:
-        bare, translation = (1e3 * measure.median(r["samples_s"][k]) for k in ("bare", "translation"))
+        bare, translation = (
+            1e3 * measure.median(r["samples_s"][k]) for k in ("bare", "translation")
+        )
         print(
             f"{r['tokens']:5d} tokens: bare {bare:7.1f} ms ({r['bare_gflops']:.0f} GFLOP/s), "
             f"translation {translation:7.1f} ms, ratio {r['ratio']:.2f} "

@@ -43,8 +43,7 @@ try:
     import mlx.core as mx
 except ImportError as error:  # plain `pip install mlx` on Linux lacks libmlx.so
     raise ImportError(
-        f"MLX cannot be loaded ({error}). On Linux it needs its CPU build: "
-        'pip install "mlx[cpu]"'
+        f'MLX cannot be loaded ({error}). On Linux it needs its CPU build: pip install "mlx[cpu]"'
     ) from error
 with _descriptor_limits_kept():
     import mlx_lm.utils  # noqa: F401  (the import that lowers the limits)

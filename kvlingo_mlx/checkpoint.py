@@ -110,9 +110,7 @@ class Weights:
         """
         if dtype == self.dtype:
             return self
-        return Weights.from_float32(
-            {name: self.as_float32(name) for name in self.arrays}, dtype
-        )
+        return Weights.from_float32({name: self.as_float32(name) for name in self.arrays}, dtype)
 
     @classmethod
     def from_float32(cls, arrays: Mapping[str, np.ndarray], dtype: DType) -> Weights:
@@ -158,9 +156,7 @@ def maps_of(config: TranslatorConfig) -> list[Map]:
     """Every map that ``config`` promises, in layer order, keys before values."""
     if config.joint:
         return [_joint_map(config, t) for t in range(len(config.target.layers))]
-    return [
-        _map(config, side, t) for side in SIDES for t in range(len(config.target.layers))
-    ]
+    return [_map(config, side, t) for side in SIDES for t in range(len(config.target.layers))]
 
 
 def _map(config: TranslatorConfig, side: str, t: int) -> Map:
@@ -562,9 +558,7 @@ def _parse_layer(path: Path, key: str, data: Any) -> LayerGeometry:
     )
 
 
-def _parse_assignment(
-    path: Path, data: Any, source: ModelSpec, target: ModelSpec
-) -> Assignment:
+def _parse_assignment(path: Path, data: Any, source: ModelSpec, target: ModelSpec) -> Assignment:
     _typed(path, "assignment", data, dict)
     _check_keys(path, data, set(SIDES))
     sides = {side: _parse_side(path, side, data[side], source, target) for side in SIDES}
@@ -628,9 +622,7 @@ def _parse_head_map(path: Path, data: Any, config: TranslatorConfig) -> tuple[in
 # ---- writing --------------------------------------------------------------------------
 
 
-def write(
-    folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights
-) -> Path:
+def write(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights) -> Path:
     """Write a translator folder at once: all of it appears, or nothing.
 
     An older translator of ours at ``folder`` is replaced.

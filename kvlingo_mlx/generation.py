@@ -233,7 +233,9 @@ def _with_prefix(
         return processors
     head = mx.array(prefix)
     return [
-        lambda tokens, logits, processor=processor: processor(mx.concatenate([head, tokens]), logits)
+        lambda tokens, logits, processor=processor: processor(
+            mx.concatenate([head, tokens]), logits
+        )
         for processor in processors
     ]
 

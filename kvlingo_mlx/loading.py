@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import load_config, load_model, load_tokenizer

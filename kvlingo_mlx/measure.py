@@ -74,7 +74,9 @@ def machine_line() -> str:
     env = environment()
     versions = ", ".join(f"{name} {v}" for name, v in env["versions"].items())
     blas = "" if env["fast_blas"] is None else f", {env['fast_blas']}"
-    return f"{env['chip']}, {env['cores']} cores, {env['system']}, {env['device']}{blas}; {versions}"
+    return (
+        f"{env['chip']}, {env['cores']} cores, {env['system']}, {env['device']}{blas}; {versions}"
+    )
 
 
 def record(kind: str, config: dict[str, Any], results: Any) -> dict[str, Any]:

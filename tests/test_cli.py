@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 
+from kvlingo_mlx import fitting
 from kvlingo_mlx.cli import run
 
 RECORD = json.dumps({"text": "One two three four five six seven eight nine ten. " * 3}) + "\n"
@@ -91,12 +92,9 @@ def test_prompt_from_standard_input(
     capsys.readouterr()
     assert run([*given, "--prompt", "Hello"]) == 0
     expected = capsys.readouterr().out
-    monkeypatch.setattr("sys.stdin", open(os.devnull))
+    monkeypatch.setattr("sys.stdin", io.StringIO(" "))
     fails([*given, "--prompt", "-"], "the prompt is empty", capsys)
-    read, write = os.pipe()
-    os.write(write, b"Hello")
-    os.close(write)
-    monkeypatch.setattr("sys.stdin", os.fdopen(read))
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
     assert run([*given, "--prompt", "-"]) == 0
     assert capsys.readouterr().out == expected
 
@@ -204,7 +202,9 @@ def test_tokenizers_that_differ(
     foreign = tmp_path / "foreign"
     shutil.copytree(folders["moe"], foreign)
     text = (foreign / "tokenizer.json").read_text()
-    (foreign / "tokenizer.json").write_text(text.replace('"the"', '"xhe"').replace('"h e"', '"x e"'))
+    (foreign / "tokenizer.json").write_text(
+        text.replace('"the"', '"xhe"').replace('"h e"', '"x e"')
+    )
     tokenizer = json.loads((foreign / "tokenizer.json").read_text())
     vocabulary = tokenizer["model"]["vocab"]
     first, second = list(vocabulary)[10:12]
@@ -257,16 +257,26 @@ def test_debug_shows_the_traceback() -> None:
     assert done.returncode != 0 and "Traceback" in done.stderr
 
 
-def test_interrupt_leaves_nothing(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_interrupt_leaves_nothing(
+    folders: dict[str, Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Ctrl-C in the middle of a fit: status 130, no folder, no temporary folder."""
-    data, out = tmp_path / "many.jsonl", tmp_path / "deep" / "out"
+    out, seen = tmp_path / "deep" / "out", []
     out.parent.mkdir()
-    data.write_text(RECORD * 20_000)
-    command = [sys.executable, "-m", "kvlingo_mlx.cli", *fit_arguments(folders, data, out)]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    time.sleep(6)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 130, error
-    assert "Traceback" not in error
+    weigh = fitting.token_weights
+
+    def interrupted(*arguments: Any) -> Any:
+        seen.append(arguments)
+        if len(seen) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return weigh(*arguments)
+
+    monkeypatch.setattr(fitting, "token_weights", interrupted)
+    assert run(fit_arguments(folders, data, out)) == 130
+    assert "Traceback" not in capsys.readouterr().err
     assert list(out.parent.iterdir()) == []
+    assert len(seen) == 2

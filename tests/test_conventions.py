@@ -32,7 +32,8 @@ def room(path: Path) -> str:
 def imports(path: Path, *, top_level: bool = False) -> list[str]:
     """Modules that a file imports, in order; all of them or those of its top level."""
     tree = ast.parse(path.read_text())
-    nodes = tree.body if top_level else ast.walk(tree)
+    found = (n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom))
+    nodes = tree.body if top_level else sorted(found, key=lambda node: node.lineno)
     names = []
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -91,7 +92,9 @@ def test_verbs_load_nothing_heavy_at_import(verb: str) -> None:
 def loaded_after(code: str) -> set[str]:
     """Top-level packages loaded in a fresh interpreter after running ``code``."""
     script = f"{code}\nimport sys; sys.stderr.write(' '.join(m.split('.')[0] for m in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     return set(done.stderr.split())
 
 

@@ -24,7 +24,9 @@ CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
 def samples(count: int, tokens: int, seed: int = 0) -> list[Sample]:
     rng = np.random.default_rng(seed)
     return [
-        Sample(tuple(rng.integers(5, 280, tokens).tolist()), tuple(rng.integers(5, 280, 9).tolist()))
+        Sample(
+            tuple(rng.integers(5, 280, tokens).tolist()), tuple(rng.integers(5, 280, 9).tolist())
+        )
         for _ in range(count)
     ]
 
@@ -35,13 +37,16 @@ def planted(
     """Make every target state a planted map of the source's states, layer to layer."""
     prefill = capture.prefill
 
-    def fake(model: LanguageModel, tokens, step_size: int = 2048):  # noqa: ANN001, ANN202
+    def fake(model: LanguageModel, tokens, step_size: int = 2048):
         for states in list(prefill(source, tokens, step_size)):  # one capture at a time
             if model is source:
                 yield states
                 continue
             sides = [
-                tuple(x @ mx.array(w.T.astype(np.float32)) for x, w in zip(arrays, maps[side]))
+                tuple(
+                    x @ mx.array(w.T.astype(np.float32))
+                    for x, w in zip(arrays, maps[side], strict=True)
+                )
                 for side, arrays in (("keys", states.keys), ("values", states.values))
             ]
             yield KVStates(*sides, "pre_norm", states.start)
@@ -64,6 +69,11 @@ def test_recovers_a_planted_map(
             found = weights.as_float32(f"{side}.{layer}.weight")
             error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
             assert error < 1e-5  # targets are float32: their rounding is what is left
+
+
+def _apply(maps: list[np.ndarray], arrays: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+    pairs = zip(maps, arrays, strict=True)
+    return tuple(x @ mx.array(w.T.astype(np.float32)) for w, x in pairs)
 
 
 def recorded(model: LanguageModel, data: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -100,7 +110,10 @@ def test_equals_least_squares(
             expected = least_squares(x, y, head_mixing)
             # Fits, not maps, are compared: directions near the cut may fall on either side.
             stacked = np.concatenate(x, axis=1)
-            ours, theirs = fitted(stacked, found, len(sources)), fitted(stacked, expected, len(sources))
+            ours, theirs = (
+                fitted(stacked, found, len(sources)),
+                fitted(stacked, expected, len(sources)),
+            )
             assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 1e-4
 
 
@@ -176,9 +189,7 @@ def test_explicit_assignment_and_progress(models: dict[str, LanguageModel]) -> N
     assert translator.config.provenance["samples"] == 3
 
 
-def test_saved_translator_is_found_and_used(
-    models: dict[str, LanguageModel], store: Path
-) -> None:
+def test_saved_translator_is_found_and_used(models: dict[str, LanguageModel], store: Path) -> None:
     source, target = models["dense"], models["wide"]
     prompt = list(range(5, 45))
     with pytest.raises(kv.MissingTranslatorError, match="kvlingo-mlx fit .*kvlingo-mlx import"):
@@ -201,11 +212,12 @@ def test_conversation_is_cut_where_its_last_reply_opens(models: dict[str, Langua
     ]
     decode = model.tokenizer.decode
     plain = tokenise({"messages": messages}, model)
-    assert decode(plain.prefix).endswith("three<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    opened = "three<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(plain.prefix).endswith(opened + "<think>\n\n</think>\n\n")
     assert decode(plain.continuation).startswith("four")
     messages[-1]["content"] = "<think>\nhm\n</think>\n\nfour"
     reasoned = tokenise({"messages": messages}, model)
-    assert decode(reasoned.prefix).endswith("<|im_start|>assistant\n")
+    assert decode(reasoned.prefix).endswith(opened)
     assert decode(reasoned.continuation).startswith("<think>\nhm")
     text = tokenise({"text": "abcdefgh"}, model)
     assert decode(text.prefix + text.continuation) == "abcdefgh"

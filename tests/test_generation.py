@@ -60,7 +60,7 @@ def test_response_and_clock(model: LanguageModel) -> None:
     *_, last = kv.stream_generate(model, model, TOKENS, **options)
     assert last.prompt_tokens == len(TOKENS)
     assert last.generation_tokens == 5 and last.finish_reason in ("length", "stop")
-    assert 0 < last.translate_s and 0 < last.prefill_s
+    assert last.translate_s > 0 and last.prefill_s > 0
     assert last.prefill_s + last.translate_s < last.ttft_s
     assert last.prompt_tps == pytest.approx(len(TOKENS) / last.ttft_s)
 
@@ -179,6 +179,6 @@ def test_decoding_from_a_translation_differs_from_native(models: dict[str, Langu
         ([5, 6], {"prefill_step_size": 0}, "prefill_step_size is 0"),
     ],
 )
-def test_bad_arguments(model: LanguageModel, prompt, options, message: str) -> None:  # noqa: ANN001
+def test_bad_arguments(model: LanguageModel, prompt, options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         kv.generate(model, model, prompt, **{"translator": identity_of(model), **options})

@@ -28,12 +28,14 @@ NEW = 40
 
 
 @pytest.fixture(params=["dense", "moe", "dense 4-bit", "moe 4-bit"])
-def model(request, models, quantised_models) -> LanguageModel:  # noqa: ANN001
+def model(request, models, quantised_models) -> LanguageModel:
     name, *four_bit = request.param.split()
     return (quantised_models if four_bit else models)[name]
 
 
-def identity_of(model: LanguageModel, *, head_mixing: bool = True, **facts: Any) -> LinearTranslator:
+def identity_of(
+    model: LanguageModel, *, head_mixing: bool = True, **facts: Any
+) -> LinearTranslator:
     same = assignment.identity(len(model.attentions))
     return identity(
         TranslatorConfig(model.spec(), model.spec(), same, head_mixing=head_mixing, **facts)
@@ -71,7 +73,7 @@ def test_batched_and_layerwise_products_agree(model: LanguageModel) -> None:
     assert decode(model, cache) == decode(model, None)
 
 
-def test_positions_shifted_by_one_decode_something_else(models) -> None:  # noqa: ANN001
+def test_positions_shifted_by_one_decode_something_else(models) -> None:
     """The negative control: were positions ignored, the tests above would still pass."""
     model = models["dense"]
     cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model))
@@ -104,7 +106,7 @@ def test_captures_become_exactly_the_models_own_cache(model: LanguageModel, step
         assert np.array_equal(np.array(mx.concatenate(values, axis=2)), np.array(own_values))
 
 
-def test_taps_leave_no_trace(models) -> None:  # noqa: ANN001
+def test_taps_leave_no_trace(models) -> None:
     model = models["dense"]
     before = [type(a.k_proj) for a in model.attentions]
     spans = capture.prefill(model, TOKENS, 7)
@@ -115,7 +117,7 @@ def test_taps_leave_no_trace(models) -> None:  # noqa: ANN001
     assert [type(a.k_proj) for a in model.attentions] == before
 
 
-def test_cache_works_on_with_mlx_lm(models, tmp_path) -> None:  # noqa: ANN001
+def test_cache_works_on_with_mlx_lm(models, tmp_path) -> None:
     model = models["dense"]
     translator = identity_of(model)
 

@@ -57,8 +57,7 @@ class Stage:
 
     ``facts`` is the fewest and most per dialogue, None for no dialogues at all;
     ``mixed`` the share of dialogues whose facts are about several attributes;
-    ``copies`` the share of samples that repeat random sequences. Of those alone about
-    one token in seven is a guess, so their goal is lower.
+    ``copies`` the share of samples that repeat random sequences.
     """
 
     facts: tuple[int, int] | None
@@ -71,7 +70,7 @@ class Stage:
 
 
 STAGES = (
-    Stage(None, 0, 0.0, 1.0, True, 1000, 0.75),
+    Stage(None, 0, 0.0, 1.0, True, 1500, 0.9),
     Stage((2, 4), 1, 0.0, 0.3, True, 2000, 0.9),
     Stage((2, 8), 2, 0.3, 0.2, True, 3000, 0.9),
     Stage((3, 16), 5, 0.6, 0.1, False, 3000, 0.9),
@@ -246,26 +245,40 @@ def copy_sample(rng: random.Random, words: list[int], length: int) -> Sample:
     block = rng.sample(words, min(period, len(words)))
     period = len(block)
     ids = (block * (length // period + 1))[:length]
-    return Sample(ids, [0.0] * period + [1.0] * (length - period), [False] * length)
+    weights = [0.0] * length
+    weights[period + 2 :] = [1.0] * len(weights[period + 2 :])  # two tokens tell where we are
+    return Sample(ids, weights, [False] * length)
 
 
 def pairs_sample(rng: random.Random, words: list[int], length: int) -> Sample:
-    """Random key-value pairs around a fixed mark, then the same pairs in another order.
+    """Key-value pairs told once and, after some noise, asked in another order.
 
-    A fact is such a pair, a name and a value with a word between. Repeating text alone
-    teaches a model to match the word before; this teaches it to match the name.
+    A fact is such a pair: a name, a mark ("is", ": ", "has") and a value, among other
+    words. Repeating text alone teaches a model to match the word before; this teaches it
+    to match the name, across any mark and any distance.
     """
-    gap, stop = ([rng.choice(words)] * rng.randint(0, 2) for _ in range(2))
-    count = min(len(words), max(2, length // (2 * (2 + len(gap) + len(stop)))))
+    mark = [rng.randrange(len(SPECIAL), VOCAB_SIZE) for _ in range(rng.randint(0, 3))]
+    count = min(len(words), max(2, length // (2 * (3 + len(mark)))))
     pairs = [(key, rng.choice(words)) for key in rng.sample(words, count)]
-    ids: list[int] = []
-    weights: list[float] = []
+    sample = Sample([], [], [])
+
+    def add(ids: list[int], weight: float = 0.0) -> None:
+        sample.ids.extend(ids)
+        sample.weights.extend([weight] * len(ids))
+
     for asked in (0.0, 1.0):
         rng.shuffle(pairs)
         for key, value in pairs:
-            ids += [key, *gap, value, *stop]
-            weights += [0.0, *[0.0] * len(gap), asked, *[0.0] * len(stop)]
-    return Sample(ids, weights, [False] * len(ids))
+            add([key, *mark])
+            add([value], asked)
+            add(_noise(rng, 2))
+        add(_noise(rng, length // 2))
+    sample.recalled.extend([False] * len(sample.ids))
+    return sample
+
+
+def _noise(rng: random.Random, most: int) -> list[int]:
+    return [rng.randrange(len(SPECIAL), VOCAB_SIZE) for _ in range(rng.randint(0, most))]
 
 
 def plain_sample(rng: random.Random, corpus: np.ndarray, length: int) -> Sample:

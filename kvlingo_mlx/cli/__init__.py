@@ -45,7 +45,8 @@ def _options(
 
 for _verb in VERBS:
     # `import` is a keyword, so its file is called import_.
-    _module = importlib.import_module(f"{__name__}.{_verb}_" if _verb == "import" else f"{__name__}.{_verb}")
+    _file = "import_" if _verb == "import" else _verb
+    _module = importlib.import_module(f"{__name__}.{_file}")
     app.command(_verb)(_module.command)
 
 

@@ -36,7 +36,7 @@ def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> No
         measure.append_json(json_file, entry)
 
 
-def _run_pair(source_name: str, target_name: str, step) -> dict:  # noqa: ANN001
+def _run_pair(source_name: str, target_name: str, step) -> dict:
     from kvlingo_mlx.embedded import dialogues, zoo
     from kvlingo_mlx.evaluation import continuation as quality
     from kvlingo_mlx.evaluation.latency import measure_latency
@@ -57,19 +57,19 @@ def _run_pair(source_name: str, target_name: str, step) -> dict:  # noqa: ANN001
     return {"scores": scores, "latency": latency, "answers": answers}
 
 
-def _answers(talk, source, target, translator) -> list[str]:  # noqa: ANN001
+def _answers(talk, source, target, translator) -> list[str]:
     """The question, the true value, and what each condition answers, decoded greedily."""
-    from mlx_lm.generate import generate
-
-    from kvlingo_mlx.generation import encode
-    from kvlingo_mlx.generation import generate as hand_over_and_generate
+    from kvlingo_mlx.generation import encode, generate, mlx_stream_generate
 
     options = {"max_tokens": 24}
-    native, alone = (
-        generate(target.model, target.tokenizer, encode(target, messages, False), **options)
-        for messages in (talk.messages, talk.messages[-1:])
-    )
-    translated = hand_over_and_generate(
+
+    def own(messages: list) -> str:
+        tokens = encode(target, messages, False)
+        responses = mlx_stream_generate(target.model, target.tokenizer, tokens, **options)
+        return "".join(response.text for response in responses)
+
+    native, alone = own(talk.messages), own(talk.messages[-1:])
+    translated = generate(
         source, target, talk.messages, translator=translator, enable_thinking=False, **options
     )
     return [talk.questions[0], talk.asked[0].value, native, translated, alone]

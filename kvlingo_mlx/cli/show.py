@@ -44,7 +44,7 @@ def _show_translator(name: str) -> None:
     )
 
 
-def _spec_line(spec) -> str:  # noqa: ANN001
+def _spec_line(spec) -> str:
     layer = spec.layers[0]
     return (
         f"{spec.name} ({spec.model_type}, {len(spec.layers)} layers, "

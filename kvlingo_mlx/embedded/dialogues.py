@@ -83,9 +83,7 @@ class Fact:
 
     def say(self, template: str) -> str:
         """Fill one of the sentence templates of this module."""
-        return template.format(
-            name=self.name, attribute=self.attribute, value=self.value
-        )
+        return template.format(name=self.name, attribute=self.attribute, value=self.value)
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,15 @@ def recall_sample(model: LanguageModel, dialogue: Dialogue) -> RecallSample:
         start = len(text) + answer.rindex(fact.value)
         spans.append((start, start + len(fact.value)))
         text += answer + model.tokenizer.eos_token
-    encoding = model.tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+    tokens = model.tokenizer.encode(text, add_special_tokens=False)
+    # Dialogues are ASCII, so a token is as long in the text as when decoded alone.
+    ends = np.cumsum([len(model.tokenizer.decode([token])) for token in tokens])
+    assert ends[-1] == len(text)
     recalled = tuple(
-        tuple(i for i, (_, end) in enumerate(encoding["offset_mapping"]) if start < end <= stop)
-        for start, stop in spans
+        tuple(np.flatnonzero((start < ends) & (ends <= stop)).tolist()) for start, stop in spans
     )
     prefix = encode(model, dialogue.messages, enable_thinking=False)
-    return RecallSample(tuple(prefix), tuple(encoding["input_ids"]), recalled)
+    return RecallSample(tuple(prefix), tuple(tokens), recalled)
 
 
 def _open(model: LanguageModel, question: str) -> str:
@@ -121,9 +123,7 @@ def hidden(target: LanguageModel) -> CacheMaker:
     return lambda tokens: make_prompt_cache(target.model)
 
 
-def translated(
-    source: LanguageModel, target: LanguageModel, translator: Translator
-) -> CacheMaker:
+def translated(source: LanguageModel, target: LanguageModel, translator: Translator) -> CacheMaker:
     """Caches translated from a source's."""
     return lambda tokens: hand_over(source, target, tokens, translator=translator)
 

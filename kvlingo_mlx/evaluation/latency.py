@@ -104,6 +104,7 @@ class Paths:
 
 
 PHASES = ("source_prefill", "translate", "target_step", "native", "switch", "accelerator")
+WHOLE_PATHS = ("native", "switch", "accelerator")
 
 
 def measure_latency(
@@ -137,7 +138,9 @@ def measure_latency(
         for phase in PHASES:
             samples[phase].append(seconds(getattr(paths, phase)))
         progress()
-    peak = {phase: peak_bytes(getattr(paths, phase)) for phase in ("native", "switch", "accelerator")}
+    peak = {
+        phase: peak_bytes(getattr(paths, phase)) for phase in ("native", "switch", "accelerator")
+    }
     return Latency(prompt_tokens, samples, peak)
 
 

@@ -47,7 +47,7 @@ class Family:
 
     def key_finish(self, attention: nn.Module, config: dict[str, Any]) -> KeyFinish:
         """The norm and the rotation of one layer's keys."""
-        norm = attention["k_norm"] if "k_norm" in attention else None
+        norm = attention.get("k_norm")
         return KeyFinish(
             norm_weight=None if norm is None else norm.weight,
             norm_eps=0.0 if norm is None else norm.eps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -124,9 +124,8 @@ def _accumulate(
         if norm in ATTENTION_NORMS and not sample.continuation:
             continue  # nothing attends to this prefix
         weights = token_weights(norm, target, sample)
-        spans = (prefill(source, sample.prefix), prefill(target, sample.prefix))
-        with contextlib.closing(spans[0]), contextlib.closing(spans[1]):
-            for read, wanted in zip(*spans, strict=True):
+        with contextlib.closing(_spans(source, target, sample.prefix)) as spans:
+            for read, wanted in spans:
                 read = move(read, source, config.capture)
                 wanted = move(wanted, target, config.capture)
                 _add_span(moments, config.assignment, read, wanted, weights)
@@ -134,6 +133,18 @@ def _accumulate(
         if progress is not None:
             progress(used, total)
     return used
+
+
+def _spans(
+    source: LanguageModel, target: LanguageModel, tokens: Sequence[int]
+) -> Iterator[tuple[KVStates, KVStates]]:
+    """Both models' states, chunk by chunk; a model fitted to itself is run once."""
+    with contextlib.closing(prefill(source, tokens)) as read:
+        if source is target:
+            yield from ((states, states) for states in read)
+            return
+        with contextlib.closing(prefill(target, tokens)) as wanted:
+            yield from zip(read, wanted, strict=True)
 
 
 def _add_span(

@@ -42,9 +42,7 @@ def token_weights(norm: str, target: LanguageModel, sample: Sample) -> np.ndarra
     return ATTENTION_NORMS[norm](attention_mass(target, sample))
 
 
-def attention_mass(
-    target: LanguageModel, sample: Sample, step_size: int = 2048
-) -> np.ndarray:
+def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048) -> np.ndarray:
     """Attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
 
     The target reads prefix and continuation natively; each layer's attention is

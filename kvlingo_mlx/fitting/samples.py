@@ -124,9 +124,7 @@ def _render(
     model: LanguageModel, messages: Sequence[Mapping[str, Any]], opens: bool, **switch: bool
 ) -> str:
     if not model.tokenizer.has_chat_template:
-        raise ValueError(
-            f'{model.name} has no chat template; give {{"text": ...}} records instead'
-        )
+        raise ValueError(f'{model.name} has no chat template; give {{"text": ...}} records instead')
     return model.tokenizer.apply_chat_template(
         list(messages), tokenize=False, add_generation_prompt=opens, **switch
     )

@@ -81,7 +81,6 @@ class LinearTranslator(Translator):
                 for sources in term.sources
             ]
             stacked = mx.stack(inputs) if len(inputs) > 1 else inputs[0][None]
-            stacked = stacked.astype(term.weight.dtype)
             weight = term.weight.swapaxes(-1, -2)
             result = stacked @ weight if result is None else mx.addmm(result, stacked, weight)
         result = result.astype(mx.float32)
@@ -136,7 +135,9 @@ def plan(
     """Cut one side's maps into groups and terms."""
     alike: dict[tuple, list[int]] = defaultdict(list)
     for layer, geometry in enumerate(config.target.layers):
-        inputs = tuple(config.source.layers[s].width(side) for s in config.assignment.side(side)[layer])
+        inputs = tuple(
+            config.source.layers[s].width(side) for s in config.assignment.side(side)[layer]
+        )
         shape = (geometry.kv_heads, geometry.head_dim(side), geometry.window, inputs)
         alike[shape if batched else (layer,)].append(layer)
     return tuple(_group(config, weights, side, layers, batched) for layers in alike.values())

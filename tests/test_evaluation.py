@@ -1,0 +1,103 @@
+"""Recall and KL against independent values, and controls that must differ."""
+
+from __future__ import annotations
+
+import random
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from test_identity import identity_of
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.embedded.dialogues import ANSWER
+from kvlingo_mlx.evaluation import continuation as quality
+from kvlingo_mlx.evaluation.latency import PHASES, measure_latency
+from kvlingo_mlx.fitting.samples import Sample
+from kvlingo_mlx.language_model import LanguageModel
+
+
+@pytest.fixture
+def sample(models: dict[str, LanguageModel]) -> quality.RecallSample:
+    talk = dialogues.dialogue(random.Random(3), 2, 2)
+    return quality.recall_sample(models["dense"], talk)
+
+
+def test_recalled_tokens_are_exactly_the_values(models: dict[str, LanguageModel]) -> None:
+    tokenizer = models["dense"].tokenizer
+    for seed in range(10):
+        talk = dialogues.dialogue(random.Random(seed), 3, 3)
+        sample = quality.recall_sample(models["dense"], talk)
+        for fact, indices in zip(talk.asked, sample.recalled, strict=True):
+            assert tokenizer.decode([sample.continuation[i] for i in indices]).strip() == fact.value
+        text = tokenizer.decode(list(sample.continuation))
+        assert text.startswith(talk.asked[0].say(ANSWER) + "<|im_end|>\n<|im_start|>user\n")
+        assert tokenizer.decode(list(sample.prefix)).endswith("<think>\n\n</think>\n\n")
+
+
+def test_identity_scores_as_native_does(
+    models: dict[str, LanguageModel], sample: quality.RecallSample
+) -> None:
+    model = models["dense"]
+    same = quality.translated(model, model, identity_of(model))
+    scores = quality.score(model, [sample], {"identity": same})
+    assert scores["identity"] == scores["native"]
+    assert scores["native"].kl == (0.0,)
+
+
+def test_kl_and_hits_against_float64(
+    models: dict[str, LanguageModel], sample: quality.RecallSample
+) -> None:
+    """One forward pass over everything for native, one over the continuation for hidden."""
+    model = models["dense"]
+    score = quality.score(model, [sample], {"hidden": quality.hidden(model)})
+
+    def logs(tokens: list[int]) -> np.ndarray:
+        cache = make_prompt_cache(model.model)
+        out = np.array(model.model(mx.array(tokens)[None], cache=cache)[0], np.float64)
+        out = out[-len(sample.continuation) - 1 : -1]
+        return (
+            out
+            - np.log(np.exp(out - out.max(-1, keepdims=True)).sum(-1, keepdims=True))
+            - (out.max(-1, keepdims=True))
+        )
+
+    native = logs([*sample.prefix, *sample.continuation])
+    alone = logs([sample.prefix[-1], *sample.continuation])
+    kl = (np.exp(native) * (native - alone)).sum(-1)
+    assert score["hidden"].kl[0] == pytest.approx(kl.mean(), rel=1e-4)
+    values = [i for indices in sample.recalled for i in indices]
+    assert score["hidden"].value_kl[0] == pytest.approx(kl[values].mean(), rel=1e-4)
+    best = native.argmax(-1)
+    hits = tuple(all(best[i] == sample.continuation[i] for i in row) for row in sample.recalled)
+    assert score["native"].hits == hits
+
+
+def test_shuffled_translator_is_another_one(
+    models: dict[str, LanguageModel], sample: quality.RecallSample
+) -> None:
+    model = models["dense"]
+    translator = kv.fit(model, model, [Sample(sample.prefix, ())])
+    control = quality.shuffled(translator)
+    ours, theirs = translator.to_weights().arrays, control.to_weights().arrays
+    assert all(not np.array_equal(ours[name], theirs[name]) for name in ours)
+    assert {a.tobytes() for a in ours.values()} == {a.tobytes() for a in theirs.values()}
+    conditions = {"fitted": quality.translated(model, model, translator),
+                  "shuffled": quality.translated(model, model, control)}  # fmt: skip
+    scores = quality.score(model, [sample], conditions)
+    assert scores["shuffled"].kl[0] > 10 * scores["fitted"].kl[0]
+
+
+def test_latency_times_every_path(models: dict[str, LanguageModel]) -> None:
+    source, target = models["dense"], models["moe"]
+    translator = kv.fit(source, target, [{"text": "one two three four five " * 9}])
+    latency = measure_latency(source, target, translator, 40, trials=2, step_size=16)
+    assert set(latency.samples) == set(PHASES)
+    assert all(len(times) == 2 and min(times) > 0 for times in latency.samples.values())
+    with pytest.raises(ValueError, match="1 prompt tokens"):
+        measure_latency(source, target, translator, 1)
+    with pytest.raises(ValueError, match="context"):
+        measure_latency(source, target, translator, 600)

@@ -262,6 +262,7 @@ def test_interrupt_leaves_nothing(
     data: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Ctrl-C in the middle of a fit: status 130, no folder, no temporary folder."""
@@ -276,6 +277,9 @@ def test_interrupt_leaves_nothing(
         return weigh(*arguments)
 
     monkeypatch.setattr(fitting, "token_weights", interrupted)
+    # A process started in the background ignores Ctrl-C; this one must not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     assert run(fit_arguments(folders, data, out)) == 130
     assert "Traceback" not in capsys.readouterr().err
     assert list(out.parent.iterdir()) == []

@@ -125,7 +125,8 @@ def test_peak_memory_is_two_caches_and_a_chunk(models: dict[str, LanguageModel])
 
     own = target.geometry.bytes_per_token(4)
     chunk = step * (source.geometry.bytes_per_token(4) + 2 * own)
-    bound = peak(native) + 512 * own + chunk
+    # What a plain prefill needs varies by a fifth with the allocator's luck: take the most.
+    bound = max(peak(native) for _ in range(5)) + 512 * own + chunk
     assert peak(lambda: hand_over(step)) <= bound
     assert peak(lambda: hand_over(480)) > bound  # the bound has power: a large chunk breaks it
 

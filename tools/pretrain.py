@@ -57,24 +57,27 @@ class Stage:
 
     ``facts`` is the fewest and most per dialogue, None for no dialogues at all;
     ``mixed`` the share of dialogues whose facts are about several attributes;
-    ``copies`` the share of samples that repeat random sequences.
+    ``drills`` the share of samples of random tokens, ``pairs`` that of key-value pairs
+    among those, the others being sequences that repeat.
     """
 
     facts: tuple[int, int] | None
     styles: int
     mixed: float
-    copies: float
+    drills: float
+    pairs: float
     look_back: bool
     tokens: int
     goal: float
 
 
 STAGES = (
-    Stage(None, 0, 0.0, 1.0, True, 1500, 0.9),
-    Stage((2, 4), 1, 0.0, 0.3, True, 2000, 0.9),
-    Stage((2, 8), 2, 0.3, 0.2, True, 3000, 0.9),
-    Stage((3, 16), 5, 0.6, 0.1, False, 3000, 0.9),
-    Stage((4, 28), 5, 0.8, 0.1, False, 3000, 0.9),
+    Stage(None, 0, 0.0, 1.0, 0.6, True, 1500, 0.6),
+    Stage(None, 0, 0.0, 1.0, 0.9, True, 1500, 0.85),
+    Stage((2, 4), 1, 0.0, 0.3, 0.9, True, 2000, 0.9),
+    Stage((2, 8), 2, 0.3, 0.2, 0.9, True, 3000, 0.9),
+    Stage((3, 16), 5, 0.6, 0.1, 0.9, False, 3000, 0.9),
+    Stage((4, 28), 5, 0.8, 0.1, 0.9, False, 3000, 0.9),
 )
 PLAIN_SHARE = 0.12
 VALUE_WEIGHT, PREFIX_WEIGHT = 4.0, 0.3
@@ -257,7 +260,7 @@ def pairs_sample(rng: random.Random, words: list[int], length: int) -> Sample:
     words. Repeating text alone teaches a model to match the word before; this teaches it
     to match the name, across any mark and any distance.
     """
-    mark = [rng.randrange(len(SPECIAL), VOCAB_SIZE) for _ in range(rng.randint(0, 3))]
+    mark = [rng.randrange(len(SPECIAL), VOCAB_SIZE) for _ in range(rng.randint(1, 3))]
     count = min(len(words), max(2, length // (2 * (3 + len(mark)))))
     pairs = [(key, rng.choice(words)) for key in rng.sample(words, count)]
     sample = Sample([], [], [])
@@ -295,10 +298,10 @@ def draw_batch(rng, tokenizer, corpus, stage: Stage) -> dict[str, torch.Tensor]:
     samples: list[Sample] = []
     while sum(len(s.ids) for s in samples) < stage.tokens:
         draw = rng.random() if samples or not facts else 1.0  # a dialogue sets the length
-        if draw < stage.copies:
-            make = copy_sample if rng.random() < 0.4 else pairs_sample
+        if draw < stage.drills:
+            make = pairs_sample if rng.random() < stage.pairs else copy_sample
             samples.append(make(rng, words, length))
-        elif draw < stage.copies + PLAIN_SHARE:
+        elif draw < stage.drills + PLAIN_SHARE:
             samples.append(plain_sample(rng, corpus, length))
         else:
             chat = chat_sample(rng, tokenizer, facts, questions, stage.styles, stage.mixed)

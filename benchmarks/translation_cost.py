@@ -20,12 +20,13 @@ import numpy as np
 
 from kvlingo_mlx import caches, measure
 from kvlingo_mlx.assignment import relative_depth
-from kvlingo_mlx.checkpoint import TranslatorConfig, Weights, maps_of
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.generation import translate_span
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translator_config import TranslatorConfig, maps_of
 from kvlingo_mlx.translators.linear import LinearTranslator
 
 

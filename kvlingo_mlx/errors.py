@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class KVLingoError(Exception):
     """Base of every error this package raises on purpose, but for wrong arguments."""
@@ -29,3 +31,9 @@ class MissingTranslatorError(KVLingoError):
 
 class MissingExtraError(KVLingoError):
     """A feature whose optional dependencies are not installed."""
+
+
+def malformed(path: Path, text: str) -> MalformedTranslatorError:
+    """The refusal of a translator's file, one printable line whatever the file holds."""
+    line = f"{path}: {text:.400}"
+    return MalformedTranslatorError("".join(c if c.isprintable() else "?" for c in line))

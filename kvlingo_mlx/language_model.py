@@ -14,7 +14,6 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from kvlingo_mlx.checkpoint import ModelSpec
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, KeyFinish
 from kvlingo_mlx.geometry import (
@@ -22,6 +21,7 @@ from kvlingo_mlx.geometry import (
     norms_fingerprint,
     vocabulary_fingerprint,
 )
+from kvlingo_mlx.translator_config import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mlx_lm.utils import load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
 from kvlingo_mlx import checkpoint
-from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES, DType
+from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import (
     KVLingoError,
@@ -27,6 +27,8 @@ from kvlingo_mlx.errors import (
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.pairing import check_pair, matches
+from kvlingo_mlx.tensor_file import DType
+from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
@@ -216,7 +218,7 @@ def import_translator(
     return checkpoint.write(folder, config, weights.cast(dtype))
 
 
-def _store_name(config: checkpoint.TranslatorConfig) -> str:
+def _store_name(config: TranslatorConfig) -> str:
     ends = (Path(config.source.name).name, Path(config.target.name).name)
     variant = "mix" if config.head_mixing else "headwise"
     name = f"{ends[0]}--{ends[1]}--{config.capture}-{variant}-nu{config.nu}"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvlingo_mlx.checkpoint import ModelSpec, TranslatorConfig
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.geometry import layer_differences
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig
 
 
 def matches(spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = False) -> bool:

@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import safetensors
 
-from kvlingo_mlx import checkpoint
+from kvlingo_mlx import checkpoint, tensor_file
 from kvlingo_mlx.assignment import Assignment
-from kvlingo_mlx.checkpoint import ModelSpec, TranslatorConfig, Weights
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.geometry import LayerGeometry
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig
 
 CONFIG = "translator_config.json"
 TENSORS = "translator.safetensors"
@@ -1314,6 +1315,12 @@ def test_huge_maps_are_compared_without_overflow(tmp_path: Path) -> None:
     refuse(tmp_path / "t", "self-test failed", names=SELFTEST)
 
 
+def test_a_map_that_overflows_matches_no_probe(folder: Path) -> None:
+    """Inf / Inf is NaN, which no bound exceeds."""
+    put_tensors(folder / TENSORS, big(arrays_of(MIXING)))
+    refuse(folder, "self-test failed", names=SELFTEST)
+
+
 @pytest.mark.filterwarnings("error")
 def test_a_saturated_gate_is_quiet(tmp_path: Path) -> None:
     arrays = arrays_of(MLP)
@@ -1468,7 +1475,7 @@ timing = pytest.mark.parametrize("after", [False, True], ids=["before", "after"]
 
 def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, after: bool) -> Faulty:
     """Make the ``at``-th call of one of the writer's functions fail."""
-    owner: Any = checkpoint
+    owner: Any = tensor_file if name == "serialize_file" else checkpoint
     *path, last = name.split(".")
     for step in path:
         owner = getattr(owner, step)

@@ -18,9 +18,9 @@ from mlx_lm.models.cache import (
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import assignment, capture
-from kvlingo_mlx.checkpoint import TranslatorConfig
 from kvlingo_mlx.keys import Rotation, advance
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.linear import LinearTranslator, identity
 
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(50)]

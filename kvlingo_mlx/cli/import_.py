@@ -15,11 +15,13 @@ def command(
     target: str = typer.Option(None, help="Check that it is for this target model."),
 ) -> None:
     """Validate a translator and put it into the local store."""
-    from kvlingo_mlx import checkpoint
+    from kvlingo_mlx import checkpoint, tensor_file
     from kvlingo_mlx.loading import import_translator, load
 
-    if dtype not in checkpoint.STORAGE:
-        raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(checkpoint.STORAGE)}")
+    if dtype not in tensor_file.STORAGE:
+        raise ValueError(
+            f"--dtype is {dtype!r}; it must be one of {', '.join(tensor_file.STORAGE)}"
+        )
     if (source is None) != (target is None):
         raise ValueError("give both --source and --target, or neither")
     models = None if source is None else (load(source), load(target))

@@ -15,10 +15,11 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx.checkpoint import SIDES, Weights
 from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue
 from kvlingo_mlx.generation import encode, hand_over
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translator_config import SIDES
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 

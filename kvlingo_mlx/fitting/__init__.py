@@ -15,7 +15,6 @@ from kvlingo_mlx import __version__
 from kvlingo_mlx import assignment as assignments
 from kvlingo_mlx.assignment import Assignment
 from kvlingo_mlx.capture import move, prefill
-from kvlingo_mlx.checkpoint import SIDES, TranslatorConfig, Weights, head_map_of
 from kvlingo_mlx.closed_form import Moments, solve
 from kvlingo_mlx.fitting.norms import ALIASES, ATTENTION_NORMS, NORMS, token_weights
 from kvlingo_mlx.fitting.samples import Sample, to_samples
@@ -24,6 +23,8 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.pairing import check_tokenizers
 from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, head_map_of
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 
-from kvlingo_mlx.checkpoint import TranslatorConfig, Weights
 from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
 
 KINDS = {"linear": ("linear", "LinearTranslator")}

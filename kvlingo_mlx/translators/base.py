@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlingo_mlx import checkpoint
-from kvlingo_mlx.checkpoint import TranslatorConfig, Weights
 from kvlingo_mlx.states import KVStates, TranslatedStates
+from kvlingo_mlx.tensor_file import DType, Weights
+from kvlingo_mlx.translator_config import TranslatorConfig
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Translator(ABC):
     """
 
     config: TranslatorConfig
-    dtype: checkpoint.DType
+    dtype: DType
 
     @abstractmethod
     def __call__(self, states: KVStates) -> TranslatedStates:

@@ -24,8 +24,9 @@ from kvlingo_mlx.backend import mx, on_gpu
 
 import numpy as np
 
-from kvlingo_mlx.checkpoint import SIDES, TranslatorConfig, Weights, head_map_of
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, head_map_of
 from kvlingo_mlx.translators.base import Translator
 
 

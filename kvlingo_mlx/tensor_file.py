@@ -1,0 +1,166 @@
+"""Tensors on disk: safetensors only, checked before they are believed. NumPy only."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+
+from kvlingo_mlx.errors import malformed
+from kvlingo_mlx.translator_config import no_duplicates
+
+MAX_HEADER_BYTES = 100 * 2**20
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+PICKLE = "is a pickle, which can run code; only safetensors are read: export it again as such"
+
+DType = Literal["float32", "float16", "bfloat16"]
+FILE_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+STORAGE: dict[DType, type[np.generic]] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,  # NumPy has no bfloat16: its bits are carried as uint16
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A translator's tensors, all of one dtype (bfloat16 as the bits, in uint16)."""
+
+    dtype: DType
+    arrays: Mapping[str, np.ndarray]
+
+    def as_float32(self, name: str) -> np.ndarray:
+        """One tensor as float32, exactly."""
+        array = self.arrays[name]
+        if self.dtype == "bfloat16":
+            return (array.astype(np.uint32) << 16).view(np.float32)
+        return np.asarray(array, np.float32)
+
+    def cast(self, dtype: DType) -> Weights:
+        """The same tensors in another dtype, rounded to nearest even.
+
+        Raises:
+            ValueError: A weight is too large for ``dtype``.
+        """
+        if dtype == self.dtype:
+            return self
+        return Weights.from_float32({name: self.as_float32(name) for name in self.arrays}, dtype)
+
+    @classmethod
+    def from_float32(cls, arrays: Mapping[str, np.ndarray], dtype: DType) -> Weights:
+        """Round float32 arrays to ``dtype``; ValueError where one does not fit."""
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():  # before rounding, which can turn a NaN into 0
+                raise ValueError(f"{name} holds NaN or Inf")
+        rounded = {name: _round(np.asarray(a, np.float32), dtype) for name, a in arrays.items()}
+        weights = cls(dtype, rounded)
+        for name in rounded:
+            if not np.isfinite(weights.as_float32(name)).all():
+                raise ValueError(f"{name} does not fit {dtype}: use float32 or bfloat16")
+        return weights
+
+
+def _round(array: np.ndarray, dtype: DType) -> np.ndarray:
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(array).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, STORAGE[dtype])
+
+
+def regular_file(path: Path) -> int:
+    """The size of a regular file; refuses what is absent or something else."""
+    if not path.exists():
+        for other in sorted(path.parent.iterdir()):
+            if other.suffix.lower() in PICKLE_SUFFIXES:
+                raise malformed(other, PICKLE)
+        raise malformed(path, "is missing; a translator folder needs it (incomplete download?)")
+    info = os.stat(path)
+    if not stat.S_ISREG(info.st_mode):
+        raise malformed(path, "is not a regular file")
+    return info.st_size
+
+
+def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Each tensor's entry in a safetensors header, and where the data start.
+
+    The Rust reader checks sizes and offsets; it lets repeated names, unknown fields and
+    shapes beyond NumPy pass.
+    """
+    size = regular_file(path)
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            # Only now: a sound file starts with 0x80 too, where its header has 128 bytes.
+            pickled = head.startswith((b"PK", b"\x80"))
+            text = PICKLE if pickled else f"is no safetensors file or truncated ({size} bytes)"
+            raise malformed(path, text)
+        header_bytes = file.read(length)
+    try:
+        with safe_open(path, framework="np"):
+            pass
+        header = json.loads(header_bytes.decode("utf-8"), object_pairs_hook=no_duplicates)
+    except (SafetensorError, ValueError, OSError) as error:
+        raise malformed(path, f"is no sound safetensors file or truncated: {error}") from None
+    header.pop("__metadata__", None)
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise malformed(path, f"{name}: expected dtype, shape and data_offsets alone")
+        shape = entry["shape"]
+        if not 1 <= len(shape) <= 3 or 0 in shape:
+            raise malformed(path, f"{name} has shape {shape}, expected 1 to 3 axes, none empty")
+    return header, 8 + length
+
+
+def read_tensors(path: Path) -> Weights:
+    """Read a safetensors file into NumPy."""
+    header, begin = _read_header(path)
+    if not header:
+        raise malformed(path, "holds no tensors")
+    dtypes = {entry["dtype"] for entry in header.values()}
+    if len(dtypes) != 1 or not dtypes <= set(FILE_DTYPES):
+        raise malformed(
+            path, f"dtypes {sorted(dtypes)}; expected one of {sorted(FILE_DTYPES)} throughout"
+        )
+    dtype = FILE_DTYPES[dtypes.pop()]
+    data = np.memmap(path, np.uint8, "r", offset=begin)
+    arrays = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        array = np.array(data[start:stop]).view(STORAGE[dtype])
+        arrays[name] = array.reshape(entry["shape"])
+    return Weights(dtype, arrays)
+
+
+def check_numbers(path: Path, weights: Weights) -> None:
+    for name, array in weights.arrays.items():
+        if array.dtype != STORAGE[weights.dtype]:  # a caller's, when writing
+            raise malformed(path, f"{name} is {array.dtype}, not {weights.dtype}")
+        if not np.isfinite(weights.as_float32(name)).all():
+            raise malformed(path, f"{name} holds NaN or Inf")
+
+
+def write_tensors(path: Path, weights: Weights) -> None:
+    # The specs hold bare addresses: the arrays must live until the call returns.
+    arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=weights.dtype,
+            shape=array.shape,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+        for name, array in arrays.items()
+    }
+    serialize_file(specs, path, {"format": "kvlingo"})
+    path.chmod(0o644)
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())

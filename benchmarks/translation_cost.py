@@ -20,13 +20,11 @@ import numpy as np
 
 from kvlingo_mlx import caches, measure
 from kvlingo_mlx.assignment import relative_depth
-from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.generation import translate_span
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import TranslatorConfig, maps_of
+from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig, maps_of
 from kvlingo_mlx.translators.linear import LinearTranslator
 
 
@@ -44,14 +42,18 @@ def model_of_shape(kind: str, layers: int, kv_heads: int, head_dim: int) -> Lang
     }  # fmt: skip
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
-    tokenizer = load(zoo("tiny-qwen3-s")).tokenizer
-    return LanguageModel(model, tokenizer, config, f"random {kind}")
+    return LanguageModel(model, None, config, f"random {kind}")  # no text is involved
+
+
+def spec_of(model: LanguageModel) -> ModelSpec:
+    unknown = dict.fromkeys(("geometry", "norms", "tokenizer"))
+    return ModelSpec(model.name, None, model.geometry.model_type, unknown, model.geometry.layers)
 
 
 def random_translator(source: LanguageModel, target: LanguageModel, nu: int) -> LinearTranslator:
     rng = np.random.default_rng(0)
     assignment = relative_depth(len(source.attentions), len(target.attentions), nu)
-    config = TranslatorConfig(source.spec(), target.spec(), assignment)
+    config = TranslatorConfig(spec_of(source), spec_of(target), assignment)
     arrays = {
         f"{m.name}.weight": rng.standard_normal((m.outputs, m.inputs), np.float32) * 0.02
         for m in maps_of(config)

@@ -8,7 +8,7 @@ back on exit (research: bit-exact on every family tried).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from kvlingo_mlx.backend import mx, nn
 
@@ -96,7 +96,7 @@ def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStat
 
 def prefill(
     model: LanguageModel, tokens: Sequence[int], step_size: int = 2048
-) -> Iterator[KVStates]:
+) -> Generator[KVStates, None, None]:
     """Prefill a model in chunks; yield what each chunk wrote, evaluated, pre-norm.
 
     The model's own cache lives only as long as the iteration. Each chunk costs one
@@ -105,7 +105,7 @@ def prefill(
     cache = make_prompt_cache(model.model)
     with tap_keys_and_values(model) as take:
         for start in range(0, len(tokens), step_size):
-            chunk = mx.array(tokens[start : start + step_size])
+            chunk = mx.array(list(tokens[start : start + step_size]))
             model.model(chunk[None], cache=cache)
             states = take(start)
             mx.eval([c.state for c in cache], states.arrays)

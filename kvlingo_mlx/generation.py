@@ -175,9 +175,10 @@ def hand_over(
     """
     source, target = load(prefill_model), load(decode_model)
     _check_tokens(source, target, tokens, prefill_step_size)
-    if len(tokens) > 1:
-        translator = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
-    return _hand_over(source, target, tokens, translator, prefill_step_size, Clock())
+    resolved = None
+    if len(tokens) > 1:  # a single token leaves nothing to translate
+        resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
+    return _hand_over(source, target, tokens, resolved, prefill_step_size, Clock())
 
 
 def stream_generate(
@@ -204,11 +205,12 @@ def stream_generate(
     source, target = load(prefill_model), load(decode_model)
     tokens = encode(target, prompt, enable_thinking)
     _check_tokens(source, target, tokens, prefill_step_size)
+    resolved = None
     if len(tokens) > 1:
-        translator = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
+        resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
     clock = Clock()
     with wired_limit(target.model, [generation_stream]):
-        cache = _hand_over(source, target, tokens, translator, prefill_step_size, clock)
+        cache = _hand_over(source, target, tokens, resolved, prefill_step_size, clock)
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
@@ -231,7 +233,7 @@ def _with_prefix(
     """Processors that see the whole prompt, though mlx-lm is only given its last token."""
     if not processors or not prefix:
         return processors
-    head = mx.array(prefix)
+    head = mx.array(list(prefix))
     return [
         lambda tokens, logits, processor=processor: processor(
             mx.concatenate([head, tokens]), logits

@@ -38,7 +38,8 @@ class Rotation:
         if spec not in self._tables:
             unit = mx.repeat(mx.array([1.0, 0.0]), dim // 2)
             unit = mx.broadcast_to(unit, (1, 1, tokens, dim))
-            self._tables[spec] = tuple(mx.split(finish.rope(unit, offset=self.start), 2, axis=-1))
+            cos, sin = mx.split(finish.rope(unit, offset=self.start), 2, axis=-1)
+            self._tables[spec] = cos, sin
         cos, sin = self._tables[spec]
         first, second = mx.split(flat, 2, axis=-1)
         turned = [first * cos - second * sin, first * sin + second * cos]

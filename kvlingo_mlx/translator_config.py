@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,7 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
     return config
 
 
-def _check_keys(path: Path, data: dict, known: set[str], optional: set[str] = frozenset()) -> None:
+def _check_keys(path: Path, data: dict, known: set[str], optional: Set[str] = frozenset()) -> None:
     for key in sorted(known - optional - set(data)):
         raise malformed(path, f"lacks the key {key!r}")
     for key in sorted(set(data) - known):

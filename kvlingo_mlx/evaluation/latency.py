@@ -93,7 +93,7 @@ class Paths:
 
     def _first_token(self, tokens: Sequence[int], cache: list | None) -> None:
         steps = generate_step(
-            mx.array(tokens),
+            mx.array(list(tokens)),
             self.target.model,
             max_tokens=1,
             prompt_cache=cache,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -138,7 +138,7 @@ def _accumulate(
 
 def _spans(
     source: LanguageModel, target: LanguageModel, tokens: Sequence[int]
-) -> Iterator[tuple[KVStates, KVStates]]:
+) -> Generator[tuple[KVStates, KVStates], None, None]:
     """Both models' states, chunk by chunk; a model fitted to itself is run once."""
     with contextlib.closing(prefill(source, tokens)) as read:
         if source is target:

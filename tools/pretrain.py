@@ -467,6 +467,7 @@ def write_folder(out: Path, model, tokenizer, args, state: dict) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     model.config.output_router_logits = False
     model.save_pretrained(temporary)
+    (temporary / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(temporary)
     config = json.loads((temporary / "config.json").read_text())
     rope = config.pop("rope_parameters")

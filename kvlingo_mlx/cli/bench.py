@@ -36,7 +36,7 @@ def command(
     from kvlingo_mlx.evaluation.latency import measure_latency
     from kvlingo_mlx.loading import load, resolve_translator
 
-    models = load(source or zoo("tiny-qwen3-l")), load(target or zoo("tiny-qwen3-moe"))
+    models = load(source or zoo("tiny-qwen3-s")), load(target or zoo("tiny-qwen3-l"))
     loaded = resolve_translator(translator, *models)
     results = []
     with progress_bar("timing", len(lengths) * num_trials) as step:

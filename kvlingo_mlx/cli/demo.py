@@ -6,24 +6,20 @@ import typer
 
 from kvlingo_mlx.cli.output import JSON_HELP, ms, progress_bar, say, table
 
-PAIRS = (
-    ("tiny-qwen3-s", "tiny-qwen3-l"),
-    ("tiny-qwen3-l", "tiny-qwen3-s"),
-    ("tiny-qwen3-s", "tiny-qwen3-moe"),
-    ("tiny-qwen3-l", "tiny-qwen3-moe"),
-)
 SAMPLES, SHOWN = 12, 4
 
 
 def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> None:
     """Answer questions from a translated cache, beside native and hidden-prefix answers."""
     from kvlingo_mlx import measure
+    from kvlingo_mlx.embedded import zoo_pairs
 
+    pairs = zoo_pairs()
     say("Each dialogue tells 12 to 28 facts, then asks about some. One tiny model reads it; a")
     say("second one answers from the first one's translated cache, without reading it again.")
     results = {}
-    with progress_bar("demo", len(PAIRS) * SAMPLES) as step:
-        for names in PAIRS:
+    with progress_bar("demo", len(pairs) * SAMPLES) as step:
+        for names in pairs:
             results[" to ".join(names)] = _run_pair(*names, step)
     _print_answers(results)
     _print_quality(results)

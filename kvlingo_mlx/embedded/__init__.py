@@ -23,3 +23,9 @@ def zoo(name: str) -> Path:
 def zoo_names() -> list[str]:
     """The embedded models."""
     return sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+
+
+def zoo_pairs() -> list[tuple[str, str]]:
+    """Source and target of every embedded translator, whose folder is source--target."""
+    folders = sorted(path.parent.name for path in TRANSLATORS.glob("*/translator_config.json"))
+    return [tuple(name.split("--")) for name in folders]

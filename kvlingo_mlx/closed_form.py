@@ -5,9 +5,12 @@ The device and the CUDA path feed the same ``Moments``, so the two cannot drift.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, head_map_of, maps_of
 
 RELATIVE_TOLERANCE = 1e-8
 
@@ -88,3 +91,53 @@ def objective(moments: Moments, weight: np.ndarray) -> float:
     """The weighted squared error of ``weight`` (output, input), summed over tokens."""
     cross = float(np.sum(weight * moments.xy.T))
     return float(np.sum((weight @ moments.xx) * weight)) - 2.0 * cross + float(moments.yy.sum())
+
+
+def moment_widths(config: TranslatorConfig) -> dict[str, tuple[int, int]]:
+    """Widths of x and y, all heads included, of every map by its name in the format."""
+    target = config.target.layers
+    if config.joint:
+        joint = [(m.name, (m.inputs, m.outputs)) for m in maps_of(config)]
+        return dict(joint)
+    return {
+        f"{side}.{t}": (
+            sum(config.source.layers[s].width(side) for s in config.assignment.side(side)[t]),
+            target[t].width(side),
+        )
+        for side in SIDES
+        for t in range(len(target))
+    }
+
+
+def solve_maps(
+    config: TranslatorConfig, moments: Mapping[str, Moments]
+) -> tuple[dict[str, np.ndarray], list[int]]:
+    """Solve every map; returns the tensors by their names in the format, and their ranks."""
+    weights: dict[str, np.ndarray] = {}
+    ranks = []
+    for name, sums in moments.items():
+        blocks = _blocks(config, name)
+        solutions = [solve(sums if block is None else sums.block(*block)) for block in blocks]
+        matrices = [solution.weight for solution in solutions]
+        weights[f"{name}.weight"] = matrices[0] if config.head_mixing else np.stack(matrices)
+        ranks += [solution.rank for solution in solutions]
+    return weights, ranks
+
+
+def _blocks(config: TranslatorConfig, name: str) -> list[tuple[np.ndarray, np.ndarray] | None]:
+    """Inputs and outputs of each part of a map: all at once, or one block a target head."""
+    if config.head_mixing:
+        return [None]
+    side, layer = name.split(".")
+    target = config.target.layers[int(layer)]
+    blocks: list[tuple[np.ndarray, np.ndarray] | None] = []
+    for head, source_head in enumerate(head_map_of(config)):
+        rows, start = [], 0
+        for s in config.assignment.side(side)[int(layer)]:
+            geometry = config.source.layers[s]
+            dim = geometry.head_dim(side)
+            rows.append(start + source_head * dim + np.arange(dim))
+            start += geometry.width(side)
+        dim = target.head_dim(side)
+        blocks.append((np.concatenate(rows), head * dim + np.arange(dim)))
+    return blocks

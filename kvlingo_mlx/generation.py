@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from kvlingo_mlx.backend import mx
 
@@ -73,13 +73,19 @@ def encode(model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = 
     if isinstance(prompt, str):
         bare = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         tokens = tokenizer.encode(prompt, add_special_tokens=bare)
-    elif len(prompt) and isinstance(prompt[0], dict):
+    elif _is_chat(prompt):
         tokens = _render(model, prompt, enable_thinking)
     else:
-        tokens = [int(token) for token in prompt]
+        tokens = [int(token) for token in cast(Sequence[int], prompt)]
     if not tokens:
         raise ValueError("the prompt is empty; give some text")
     return tokens
+
+
+def _is_chat(
+    prompt: Sequence[int] | Sequence[dict[str, Any]],
+) -> TypeGuard[Sequence[dict[str, Any]]]:
+    return len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
 def _render(
@@ -234,12 +240,11 @@ def _with_prefix(
     if not processors or not prefix:
         return processors
     head = mx.array(list(prefix))
-    return [
-        lambda tokens, logits, processor=processor: processor(
-            mx.concatenate([head, tokens]), logits
-        )
-        for processor in processors
-    ]
+
+    def whole(processor: LogitsProcessor) -> LogitsProcessor:
+        return lambda tokens, logits: processor(mx.concatenate([head, tokens]), logits)
+
+    return [whole(processor) for processor in processors]
 
 
 def _timed(

@@ -29,6 +29,17 @@ class RopeSpec:
     scaling: tuple[tuple[str, Any], ...] = ()
 
 
+def configured_rope(config: Mapping[str, Any], dims: int) -> RopeSpec:
+    """The rotation that a raw ``config.json`` asks for, in any spelling."""
+    parameters = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or parameters
+    base = float(config.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    ignored = ("rope_type", "type", "rope_theta")
+    rest = sorted((k, v) for k, v in scaling.items() if k not in ignored)
+    return RopeSpec(kind, base, dims, scaling=() if kind == "default" else tuple(rest))
+
+
 @dataclass(frozen=True)
 class LayerGeometry:
     """One layer that owns keys and values; ``layer`` is its index in the model."""

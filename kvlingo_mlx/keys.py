@@ -81,7 +81,7 @@ def _normalise(keys: mx.array, finishes: Sequence[KeyFinish]) -> mx.array:
         return keys
     if len(finishes) == 1:
         return mx.fast.rms_norm(keys, first.norm_weight, first.norm_eps)
-    weights = mx.stack([finish.norm_weight for finish in finishes])  # (G, D)
+    weights = mx.stack([f.norm_weight for f in finishes if f.norm_weight is not None])  # (G, D)
     return mx.fast.rms_norm(keys, None, first.norm_eps) * weights[:, None, None, None]
 
 

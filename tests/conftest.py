@@ -18,6 +18,7 @@ SHAPES = {
     "wide": ("qwen3", 2, 3, 4, 16),
     "moe": ("qwen3_moe", 3, 4, 2, 32),
     "narrow": ("qwen3", 4, 3, 1, 16),
+    "narrow_moe": ("qwen3_moe", 5, 4, 1, 16),
 }
 
 

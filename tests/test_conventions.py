@@ -17,15 +17,15 @@ PACKAGE = Path(kvlingo_mlx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower rooms may not import higher ones; equal heights may import each other's siblings.
 HEIGHT = {
-    "errors": 0, "geometry": 1, "assignment": 1, "closed_form": 1,
-    "translator_config": 2, "tensor_file": 2, "checkpoint": 2,
-    "backend": 2, "embedded": 2, "families": 3, "states": 3, "keys": 4,
+    "errors": 0, "geometry": 1, "assignment": 1, "samples": 1, "norms": 1,
+    "translator_config": 2, "tensor_file": 2, "checkpoint": 2, "closed_form": 3,
+    "training": 3, "backend": 2, "embedded": 2, "families": 3, "states": 3, "keys": 4,
     "language_model": 4, "translators": 5, "pairing": 5, "capture": 5, "caches": 5,
     "loading": 6, "measure": 6, "generation": 7, "fitting": 8, "evaluation": 8, "cli": 9,
 }  # fmt: skip
 NO_MLX = (
     "errors", "geometry", "assignment", "closed_form", "translator_config", "tensor_file",
-    "checkpoint", "embedded",
+    "checkpoint", "embedded", "samples", "norms", "training",
 )  # fmt: skip
 
 
@@ -63,7 +63,9 @@ def test_imports_run_one_way(path: Path) -> None:
 def test_owners(path: Path) -> None:
     names = {name.split(".")[0] for name in imports(path)}
     own = room(path)
-    assert "torch" not in names
+    assert own in HEIGHT or own == "__init__"
+    if own != "training":
+        assert "torch" not in names
     if own != "cli":
         assert not names & {"typer", "rich"}
         calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]

@@ -16,8 +16,8 @@ from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.embedded.dialogues import ANSWER
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.evaluation.latency import PHASES, measure_latency
-from kvlingo_mlx.fitting.samples import Sample
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.samples import Sample
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from mlx_lm.models.cache import make_prompt_cache
 import kvlingo_mlx as kv
 from kvlingo_mlx import capture, fitting
 from kvlingo_mlx.assignment import Assignment
-from kvlingo_mlx.fitting.norms import attention_mass, token_weights
-from kvlingo_mlx.fitting.samples import Sample, read_jsonl, to_samples, tokenise
+from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.norms import token_weights
+from kvlingo_mlx.samples import Sample, read_jsonl, to_samples, tokenise
 from kvlingo_mlx.states import KVStates
 
 CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
@@ -29,6 +30,11 @@ def samples(count: int, tokens: int, seed: int = 0) -> list[Sample]:
         )
         for _ in range(count)
     ]
+
+
+def weights_of(norm: str, target: LanguageModel, sample: Sample) -> np.ndarray | None:
+    mass = lambda: attention_mass(target, sample)  # noqa: E731
+    return token_weights(norm.replace("attention", "attention_mass"), len(sample.prefix), mass)
 
 
 def planted(
@@ -97,7 +103,7 @@ def test_equals_least_squares(
     source, target = models["dense"], models["moe"]
     data = samples(10, 60)
     translator = kv.fit(source, target, data, norm=norm, nu=nu, head_mixing=head_mixing)
-    weights = [token_weights(norm.replace("attention", "attention_mass"), target, s) for s in data]
+    weights = [weights_of(norm, target, sample) for sample in data]
     (keys, values), (wanted_keys, wanted_values) = recorded(source, data), recorded(target, data)
     for side, read, wanted in (("keys", keys, wanted_keys), ("values", values, wanted_values)):
         for layer, sources in enumerate(translator.config.assignment.side(side)):
@@ -168,7 +174,7 @@ def test_attention_blocks_change_nothing(
 ) -> None:
     target, sample = models["moe"], samples(1, 30)[0]
     whole = attention_mass(target, sample)
-    monkeypatch.setattr(fitting.norms, "SCORE_NUMBERS", 300)  # two queries a block
+    monkeypatch.setattr(fitting.attention, "SCORE_NUMBERS", 300)  # two queries a block
     assert np.allclose(attention_mass(target, sample), whole, atol=1e-7)
 
 
@@ -211,15 +217,15 @@ def test_conversation_is_cut_where_its_last_reply_opens(models: dict[str, Langua
         {"role": "assistant", "content": "four"},
     ]
     decode = model.tokenizer.decode
-    plain = tokenise({"messages": messages}, model)
+    plain = tokenise({"messages": messages}, model.tokenizer)
     opened = "three<|im_end|>\n<|im_start|>assistant\n"
     assert decode(plain.prefix).endswith(opened + "<think>\n\n</think>\n\n")
     assert decode(plain.continuation).startswith("four")
     messages[-1]["content"] = "<think>\nhm\n</think>\n\nfour"
-    reasoned = tokenise({"messages": messages}, model)
+    reasoned = tokenise({"messages": messages}, model.tokenizer)
     assert decode(reasoned.prefix).endswith(opened)
     assert decode(reasoned.continuation).startswith("<think>\nhm")
-    text = tokenise({"text": "abcdefgh"}, model)
+    text = tokenise({"text": "abcdefgh"}, model.tokenizer)
     assert decode(text.prefix + text.continuation) == "abcdefgh"
     assert abs(len(text.prefix) - len(text.continuation)) <= 1
 
@@ -227,7 +233,9 @@ def test_conversation_is_cut_where_its_last_reply_opens(models: dict[str, Langua
 def test_samples_beyond_the_context_are_left_out(models: dict[str, LanguageModel]) -> None:
     model = models["dense"]
     data = [Sample((5,) * 513, (5,)), Sample((), (5,)), Sample((5,) * 510, (5,) * 9)]
-    assert list(to_samples(data, model)) == [Sample((5,) * 510, (5,) * 2)]
+    assert list(to_samples(data, model.tokenizer, model.context_length)) == [
+        Sample((5,) * 510, (5,) * 2)
+    ]
     with pytest.raises(ValueError, match="no usable sample"):
         kv.fit(model, model, data[:2])
 

@@ -15,7 +15,7 @@ import typer
 from kvlingo_mlx import __version__
 from kvlingo_mlx.errors import KVLingoError
 
-VERBS = ("generate", "demo", "fit", "import", "show", "bench")
+VERBS = ("generate", "demo", "fit", "train", "import", "show", "bench")
 
 app = typer.Typer(
     name="kvlingo-mlx",

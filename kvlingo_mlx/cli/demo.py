@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import typer
 
 from kvlingo_mlx.cli.output import JSON_HELP, ms, progress_bar, say, table
@@ -57,7 +59,7 @@ def _answers(talk, source, target, translator) -> list[str]:
     """The question, the true value, and what each condition answers, decoded greedily."""
     from kvlingo_mlx.generation import encode, generate, mlx_stream_generate
 
-    options = {"max_tokens": 24}
+    options: dict[str, Any] = {"max_tokens": 24}
 
     def own(messages: list) -> str:
         tokens = encode(target, messages, False)

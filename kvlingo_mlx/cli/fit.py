@@ -24,8 +24,8 @@ def command(
 
     from kvlingo_mlx import checkpoint
     from kvlingo_mlx.fitting import fit
-    from kvlingo_mlx.fitting.samples import read_jsonl
     from kvlingo_mlx.loading import load
+    from kvlingo_mlx.samples import read_jsonl
 
     checkpoint.check_destination(out)
     records = read_jsonl(data)

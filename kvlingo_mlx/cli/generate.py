@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
+from typing import Any
 
 import typer
 
 from kvlingo_mlx.cli.output import JSON_HELP, say
+
+TIMES = ("prompt_tokens", "prefill_s", "translate_s", "ttft_s", "generation_tps")
 
 
 def command(
@@ -43,47 +45,44 @@ def command(
 
     from mlx_lm.sample_utils import make_sampler
 
-    from kvlingo_mlx import generation, measure
+    from kvlingo_mlx import measure
+    from kvlingo_mlx.generation import stream_generate, summary
     from kvlingo_mlx.loading import load
 
     if seed is not None:
         mx.random.seed(seed)
     source, target = load(prefill_model), load(decode_model)
     templated = target.tokenizer.has_chat_template and not ignore_chat_template
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": text})
-    kv_options = (
-        {}
-        if kv_bits is None
-        else dict(
-            kv_bits=kv_bits, kv_group_size=kv_group_size, quantized_kv_start=quantized_kv_start
-        )
-    )
-    pieces, response = [], None
-    for response in generation.stream_generate(
-        source,
-        target,
-        messages if templated else text,
-        translator=translator,
-        max_tokens=max_tokens,
-        sampler=make_sampler(temp, top_p, min_p, top_k=top_k),
-        prefill_step_size=prefill_step_size,
-        enable_thinking=thinking,
-        allow_mismatch=allow_mismatch,
-        **kv_options,
-    ):
+    options: dict[str, Any] = {
+        "translator": translator,
+        "max_tokens": max_tokens,
+        "sampler": make_sampler(temp, top_p, min_p, top_k=top_k),
+        "prefill_step_size": prefill_step_size,
+        "enable_thinking": thinking,
+        "allow_mismatch": allow_mismatch,
+    }
+    if kv_bits is not None:
+        options |= {
+            "kv_bits": kv_bits,
+            "kv_group_size": kv_group_size,
+            "quantized_kv_start": quantized_kv_start,
+        }
+    full_prompt = _messages(text, system_prompt) if templated else text
+    pieces = []
+    for response in stream_generate(source, target, full_prompt, **options):
         pieces.append(response.text)
         sys.stdout.write(response.text)
         sys.stdout.flush()
     sys.stdout.write("\n")
     if verbose:
         say("=" * 10)
-        say(generation.summary(response))
+        say(summary(response))
     if json_file:
         config = {"prefill_model": source.name, "decode_model": target.name, "prompt": text}
-        timings = {
-            name: getattr(response, name)
-            for name in ("prompt_tokens", "prefill_s", "translate_s", "ttft_s", "generation_tps")
-        }
-        results = {"text": "".join(pieces), **json.loads(json.dumps(timings))}
+        results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES}}
         measure.append_json(json_file, measure.record("generate", config, results))
+
+
+def _messages(text: str, system_prompt: str | None) -> list[dict[str, Any]]:
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    return [*system, {"role": "user", "content": text}]

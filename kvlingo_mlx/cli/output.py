@@ -17,7 +17,8 @@ JSON_HELP = "Append the record as one JSON line to this file; - writes it to sta
 def progress_bar(text: str, total: int | None) -> Iterator[Callable[..., None]]:
     """A bar on standard error that vanishes when done, or where there is no terminal.
 
-    Yields a function to call after each step, with the number done if it is known.
+    Yields a function to call after each step, with the number done if it is known; ``text``
+    says something else beside the bar.
     """
     from rich.console import Console
     from rich.progress import (
@@ -40,8 +41,11 @@ def progress_bar(text: str, total: int | None) -> Iterator[Callable[..., None]]:
     with bar:
         task = bar.add_task(text, total=total)
 
-        def step(done: int | None = None, total: int | None = None) -> None:
-            bar.update(task, advance=1 if done is None else None, completed=done)
+        def step(
+            done: int | None = None, total: int | None = None, text: str | None = None
+        ) -> None:
+            one = 1 if done is None and text is None else None
+            bar.update(task, advance=one, completed=done, description=text)
 
         yield step
 

@@ -28,4 +28,5 @@ def zoo_names() -> list[str]:
 def zoo_pairs() -> list[tuple[str, str]]:
     """Source and target of every embedded translator, whose folder is source--target."""
     folders = sorted(path.parent.name for path in TRANSLATORS.glob("*/translator_config.json"))
-    return [tuple(name.split("--")) for name in folders]
+    pairs = [folder.split("--") for folder in folders]
+    return [(source, target) for source, target in pairs]

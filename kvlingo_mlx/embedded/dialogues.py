@@ -4,9 +4,10 @@ On plain text a tiny model hardly uses its prefix, so any translator looks perfe
 Here the answer to every question is a value drawn at random a few hundred tokens
 earlier: a model that cannot read its prefix is left with a guess.
 
-The content vocabulary is small on purpose (about 90 words that are one token each):
-a narrow cache can only carry so many identities across two independently trained
-models.
+The content vocabulary is small on purpose (64 words that are one token each): a narrow
+cache can only carry so many identities across two independently trained models. Values
+of one kind are many, so that a guess is seldom right: one of 100 codes, 24 cities or 20
+names.
 """
 
 from __future__ import annotations
@@ -19,15 +20,21 @@ NAMES = (
     "Anna Ben Clara David Emma Felix Grace Hugo Iris Jonas Kate Leo "
     "Maria Nora Oscar Paul Rosa Simon Tina Victor"
 ).split()
-VALUES = {
-    "city": "Lima Oslo Paris Rome Cairo Delhi Tokyo Boston Berlin Madrid Dublin Vienna".split(),
-    "color": "red blue green white black yellow purple orange silver brown".split(),
-    "pet": "cat dog horse rabbit parrot turtle mouse snake".split(),
-    "fruit": "apple pear plum lemon mango banana cherry grape".split(),
-    "job": "baker doctor farmer lawyer painter pilot singer teacher".split(),
-}
+CITIES = (
+    "Lima Oslo Paris Rome Cairo Delhi Tokyo Boston Berlin Madrid Dublin Vienna "
+    "London Milan Athens Prague Seoul Dallas Denver Geneva Havana Lisbon Moscow Sydney"
+).split()
 LETTERS, DIGITS = "ABCDEFGHKM", "0123456789"
-ATTRIBUTES = ("code", *VALUES)
+CODES = tuple(letter + digit for letter in LETTERS for digit in DIGITS)
+VALUES = {
+    "code": CODES,
+    "key": CODES,
+    "home": CITIES,
+    "school": CITIES,
+    "hotel": CITIES,
+    "friend": NAMES,
+}
+ATTRIBUTES = tuple(VALUES)
 
 # The name stands two tokens before the value in every style: a tiny model binds the two
 # with one attention head, where "Anna's city is Lima" left it guessing between cities.
@@ -112,13 +119,7 @@ class Dialogue:
 
 def _draw_facts(rng: random.Random, count: int, attributes: Sequence[str]) -> list[Fact]:
     keys = rng.sample([(n, a) for n in NAMES for a in attributes], count)
-    return [Fact(name, attribute, _draw_value(rng, attribute)) for name, attribute in keys]
-
-
-def _draw_value(rng: random.Random, attribute: str) -> str:
-    if attribute == "code":
-        return rng.choice(LETTERS) + rng.choice(DIGITS)
-    return rng.choice(VALUES[attribute])
+    return [Fact(name, attribute, rng.choice(VALUES[attribute])) for name, attribute in keys]
 
 
 def _tell(rng: random.Random, facts: list[Fact], styles: int) -> str:

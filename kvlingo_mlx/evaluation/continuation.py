@@ -111,7 +111,7 @@ def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
     def make(tokens: Sequence[int]) -> list:
         cache = make_prompt_cache(target.model)
         for start in range(0, len(tokens) - 1, step_size):
-            chunk = mx.array(tokens[start : min(start + step_size, len(tokens) - 1)])
+            chunk = mx.array(list(tokens[start : min(start + step_size, len(tokens) - 1)]))
             target.model(chunk[None], cache=cache)
             mx.eval([c.state for c in cache])
         return cache

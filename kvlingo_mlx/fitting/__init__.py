@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -15,21 +17,21 @@ from kvlingo_mlx import __version__
 from kvlingo_mlx import assignment as assignments
 from kvlingo_mlx.assignment import Assignment
 from kvlingo_mlx.capture import move, prefill
-from kvlingo_mlx.closed_form import Moments, solve
-from kvlingo_mlx.fitting.norms import ALIASES, ATTENTION_NORMS, NORMS, token_weights
-from kvlingo_mlx.fitting.samples import Sample, to_samples
+from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
+from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.keys import POINTS
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
+from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.pairing import check_tokenizers
+from kvlingo_mlx.samples import Sample, to_samples
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, head_map_of
+from kvlingo_mlx.translator_config import SIDES, TranslatorConfig
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
 Progress = Callable[[int, int | None], None]
-AllMoments = dict[str, list[Moments]]
 
 
 def fit(
@@ -64,51 +66,36 @@ def fit(
         IncompatibleTranslatorError: The tokenizers differ.
     """
     source, target = load(source), load(target)
-    norm = ALIASES.get(norm, norm)
-    _check_choice("norm", norm, NORMS)
-    _check_choice("capture", capture, POINTS)
+    norm = norm_named(norm)
+    if capture not in POINTS:
+        raise ValueError(f"capture is {capture!r}; it must be one of {', '.join(POINTS)}")
     check_tokenizers(source, target)
     depths = (len(source.attentions), len(target.attentions))
     assignment = assignment or assignments.relative_depth(*depths, nu)
     config = TranslatorConfig(
         source.spec(), target.spec(), assignment, head_mixing=head_mixing, capture=capture
     )
-    moments = _empty_moments(config)
+    moments = {name: Moments(*widths) for name, widths in moment_widths(config).items()}
     used = _accumulate(moments, config, source, target, samples, norm, progress)
     if used == 0:
         raise ValueError("the data hold no usable sample: every prefix is empty or too long")
-    weights, ranks = _solve_all(config, moments)
+    weights, ranks = solve_maps(config, moments)
     provenance = {
         "stage": 1,
         "norm": norm,
         "samples": used,
-        "prefix_tokens": moments["keys"][0].tokens,
+        "prefix_tokens": moments["keys.0"].tokens,
         "lowest_rank": min(ranks),
         "kvlingo_mlx": __version__,
-        "mlx": mx.__version__,
+        "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
     }
     config = TranslatorConfig(**{**vars(config), "provenance": provenance})
     return build(config, Weights.from_float32(weights, "float32"))
 
 
-def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-
-
-def _empty_moments(config: TranslatorConfig) -> AllMoments:
-    moments: AllMoments = {}
-    for side in SIDES:
-        moments[side] = []
-        for layers, target in zip(config.assignment.side(side), config.target.layers, strict=True):
-            width = sum(config.source.layers[s].width(side) for s in layers)
-            moments[side].append(Moments(width, target.width(side)))
-    return moments
-
-
 def _accumulate(
-    moments: AllMoments,
+    moments: dict[str, Moments],
     config: TranslatorConfig,
     source: LanguageModel,
     target: LanguageModel,
@@ -119,12 +106,12 @@ def _accumulate(
     """Run both models over every sample's prefix; returns how many samples were used."""
     total = len(samples) if isinstance(samples, Sequence) else None
     used = 0
-    for sample in to_samples(samples, target):
+    for sample in to_samples(samples, target.tokenizer, target.context_length):
         for model in (source, target):
             model.check_tokens(sample.prefix)
         if norm in ATTENTION_NORMS and not sample.continuation:
             continue  # nothing attends to this prefix
-        weights = token_weights(norm, target, sample)
+        weights = token_weights(norm, len(sample.prefix), partial(attention_mass, target, sample))
         with contextlib.closing(_spans(source, target, sample.prefix)) as spans:
             for read, wanted in spans:
                 read = move(read, source, config.capture)
@@ -149,7 +136,7 @@ def _spans(
 
 
 def _add_span(
-    moments: AllMoments,
+    moments: dict[str, Moments],
     assignment: Assignment,
     read: KVStates,
     wanted: KVStates,
@@ -160,47 +147,10 @@ def _add_span(
         inputs = [_rows(array) for array in read.side(side)]
         for layer, array in enumerate(wanted.side(side)):
             x = np.concatenate([inputs[s] for s in assignment.side(side)[layer]], axis=1)
-            layer_weights = None if weights is None else weights[layer, span]
-            moments[side][layer].add(x, _rows(array), layer_weights)
+            layer_weights = None if weights is None else weights[layer % len(weights), span]
+            moments[f"{side}.{layer}"].add(x, _rows(array), layer_weights)
 
 
 def _rows(array: mx.array) -> np.ndarray:
     """(B, T, d) to (B * T, d), float32."""
     return np.array(array.astype(mx.float32)).reshape(-1, array.shape[-1])
-
-
-def _solve_all(
-    config: TranslatorConfig, moments: AllMoments
-) -> tuple[dict[str, np.ndarray], list[int]]:
-    weights: dict[str, np.ndarray] = {}
-    ranks = []
-    for side in SIDES:
-        for layer, sums in enumerate(moments[side]):
-            blocks = _blocks(config, side, layer)
-            solutions = [solve(sums if block is None else sums.block(*block)) for block in blocks]
-            matrices = [solution.weight for solution in solutions]
-            weights[f"{side}.{layer}.weight"] = (
-                matrices[0] if config.head_mixing else np.stack(matrices)
-            )
-            ranks += [solution.rank for solution in solutions]
-    return weights, ranks
-
-
-def _blocks(
-    config: TranslatorConfig, side: str, layer: int
-) -> list[tuple[np.ndarray, np.ndarray] | None]:
-    """Inputs and outputs of each map of a layer: all at once, or one block a target head."""
-    if config.head_mixing:
-        return [None]
-    target = config.target.layers[layer]
-    blocks: list[tuple[np.ndarray, np.ndarray] | None] = []
-    for head, source_head in enumerate(head_map_of(config)):
-        rows, start = [], 0
-        for s in config.assignment.side(side)[layer]:
-            geometry = config.source.layers[s]
-            dim = geometry.head_dim(side)
-            rows.append(start + source_head * dim + np.arange(dim))
-            start += geometry.width(side)
-        dim = target.head_dim(side)
-        blocks.append((np.concatenate(rows), head * dim + np.arange(dim)))
-    return blocks

@@ -75,7 +75,7 @@ class LinearTranslator(Translator):
         )
 
     def _project(self, side: str, group: _Group, arrays: Sequence[mx.array]) -> mx.array:
-        result = None
+        result: mx.array | None = None
         for term in group.terms:
             inputs = [
                 _join([self._heads(side, s, arrays[s]) for s in sources])
@@ -84,6 +84,7 @@ class LinearTranslator(Translator):
             stacked = mx.stack(inputs) if len(inputs) > 1 else inputs[0][None]
             weight = term.weight.swapaxes(-1, -2)
             result = stacked @ weight if result is None else mx.addmm(result, stacked, weight)
+        assert result is not None  # every group has a term
         result = result.astype(mx.float32)
         return result if group.bias is None else result + group.bias
 

@@ -1,4 +1,8 @@
-"""Text to (prefix, continuation) token ids: conversations or plain text, from JSONL."""
+"""Records to (prefix, continuation) token ids: conversations or plain text, from JSONL.
+
+The device and the CUDA path render records with this one room. ``tokenizer`` is any
+transformers tokenizer, bare or as mlx-lm wraps it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from kvlingo_mlx.language_model import LanguageModel
 
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
 ROLES = ("system", "user", "assistant", "tool")
@@ -74,61 +76,74 @@ def check_record(record: Any, where: str) -> None:
 
 
 def to_samples(
-    records: Iterable[Mapping[str, Any] | Sample], model: LanguageModel
+    records: Iterable[Mapping[str, Any] | Sample], tokenizer: Any, context_length: int
 ) -> Iterator[Sample]:
-    """Tokenise records for a pair that shares ``model``'s tokenizer and template.
+    """Tokenise records for a pair that shares ``tokenizer`` and its chat template.
 
-    Records whose prefix is empty or beyond the model's context are left out.
+    Records whose prefix is empty or beyond ``context_length`` are left out.
     """
-    limit = min(MAX_PREFIX, model.context_length)
+    limit = min(MAX_PREFIX, context_length)
     for number, record in enumerate(records, 1):
         if not isinstance(record, Sample):
             check_record(record, f"record {number}")
-            record = tokenise(record, model)
-        room = min(MAX_CONTINUATION, model.context_length - len(record.prefix))
+            record = tokenise(record, tokenizer)
+        room = min(MAX_CONTINUATION, context_length - len(record.prefix))
         if 0 < len(record.prefix) <= limit:
             yield Sample(record.prefix, record.continuation[:room])
 
 
-def tokenise(record: Mapping[str, Any], model: LanguageModel) -> Sample:
+def tokenise(record: Mapping[str, Any], tokenizer: Any, turn: int = -1) -> Sample:
     """One record as token ids.
 
-    A conversation is cut where its last assistant turn opens: the prefix is the chat
-    template up to and including that header, the turn itself the continuation. A turn
-    without reasoning leaves Qwen3's empty think block in the prefix (appendix
-    "Training data"). A plain text is cut in the middle.
+    A conversation is cut where an assistant turn opens (``turn`` counts those turns, the
+    last by default) and ends with it: the prefix is the chat template up to and including
+    that header, the turn itself the continuation. A turn without reasoning leaves Qwen3's
+    empty think block in the prefix (appendix "Training data"). A conversation without an
+    assistant turn has no continuation. A plain text is cut in the middle.
     """
     if "text" in record:
-        tokens = tuple(model.tokenizer.encode(record["text"], add_special_tokens=False))
+        tokens = encode_plain(tokenizer, record["text"])
         middle = len(tokens) // 2
         return Sample(tokens[:middle], tokens[middle:])
     messages = list(record["messages"])
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
-    if not turns:
-        return Sample(_ids(model, _render(model, messages, True)), ())
-    prefix, continuation = _cut(model, messages[: turns[-1] + 1])
-    return Sample(_ids(model, prefix), _ids(model, continuation))
+    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    if not replies:
+        return Sample(encode_plain(tokenizer, _render(tokenizer, messages, True)), ())
+    prefix, continuation = cut(messages[: replies[turn] + 1], tokenizer)
+    return Sample(encode_plain(tokenizer, prefix), encode_plain(tokenizer, continuation))
 
 
-def _cut(model: LanguageModel, messages: Sequence[Mapping[str, Any]]) -> tuple[str, str]:
+def cut(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[str, str]:
+    """A conversation that ends with a reply, as text before and from that reply on."""
     reply = messages[-1]
-    thinking = bool(reply.get("reasoning_content")) or "<think>" in reply["content"]
-    prefix = _render(model, messages[:-1], True, enable_thinking=thinking)
-    whole = _render(model, messages, False)
+    prefix = _render(tokenizer, messages[:-1], True, enable_thinking=reasons(reply))
+    whole = _render(tokenizer, messages, False)
     if whole.startswith(prefix):
         return prefix, whole[len(prefix) :].rstrip("\n")
-    return prefix, reply["content"] + (model.tokenizer.eos_token or "")
+    return prefix, reply["content"] + (tokenizer.eos_token or "")
+
+
+def reasons(reply: Mapping[str, Any]) -> bool:
+    """Whether a reply opens with a reasoning trace: a property of the record."""
+    trace, closed, _ = reply["content"].lstrip().partition("</think>")
+    opens = bool(closed) and trace.startswith("<think>") and trace != "<think>"
+    return bool(reply.get("reasoning_content")) or (opens and not trace[7:].isspace())
+
+
+def encode_plain(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids of a rendered text, with nothing added."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _render(
-    model: LanguageModel, messages: Sequence[Mapping[str, Any]], opens: bool, **switch: bool
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], opens: bool, **switch: bool
 ) -> str:
-    if not model.tokenizer.has_chat_template:
-        raise ValueError(f'{model.name} has no chat template; give {{"text": ...}} records instead')
-    return model.tokenizer.apply_chat_template(
+    # mlx-lm's wrapper also knows templates written in Python.
+    if not getattr(tokenizer, "has_chat_template", tokenizer.chat_template is not None):
+        name = getattr(tokenizer, "name_or_path", "")
+        raise ValueError(
+            f'the tokenizer {name} has no chat template; give {{"text": ...}} records instead'
+        )
+    return tokenizer.apply_chat_template(
         list(messages), tokenize=False, add_generation_prompt=opens, **switch
     )
-
-
-def _ids(model: LanguageModel, text: str) -> tuple[int, ...]:
-    return tuple(model.tokenizer.encode(text, add_special_tokens=False))

@@ -1,13 +1,6 @@
-"""Token weights of the fitting norms (section 3.2 and appendix "Measuring the distance").
-
-A norm weighs each prefix position's residual by a scalar: 1 for Frobenius, more for the
-first four under ``sink_S``, the attention that the continuation pays to the position
-under ``attention_mass``.
-"""
+"""The attention that a continuation pays to its prefix, for the norms that weigh by it."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 from kvlingo_mlx.backend import mx, nn
 
@@ -15,31 +8,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx.capture import tap
-from kvlingo_mlx.fitting.samples import Sample
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.samples import Sample
 
-SINK_TOKENS = 4
 SCORE_NUMBERS = 2**26  # most attention scores alive at once: 256 MB in float32
-
-Weigher = Callable[[np.ndarray], np.ndarray]
-ATTENTION_NORMS: dict[str, Weigher] = {
-    "attention_mass": lambda mass: mass,
-    "attention_fisher": lambda mass: mass * (1.0 - mass),
-}
-SINK_NORMS = {f"sink_{factor}": float(factor) for factor in (2, 4, 8, 16, 32)}
-NORMS = ("frobenius", *SINK_NORMS, *ATTENTION_NORMS)
-ALIASES = {"attention": "attention_mass"}
-
-
-def token_weights(norm: str, target: LanguageModel, sample: Sample) -> np.ndarray | None:
-    """Weights (N target layers, T prefix tokens) of a sample under a norm; None for 1."""
-    if norm == "frobenius":
-        return None
-    if norm in SINK_NORMS:
-        weights = np.ones(len(sample.prefix))
-        weights[:SINK_TOKENS] = SINK_NORMS[norm]
-        return np.broadcast_to(weights, (len(target.attentions), len(weights)))
-    return ATTENTION_NORMS[norm](attention_mass(target, sample))
 
 
 def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048) -> np.ndarray:

@@ -1,0 +1,101 @@
+"""kvlingo-mlx train: both stages in PyTorch, on a GPU or at small size on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from kvlingo_mlx.cli.output import progress_bar, say, table
+
+
+def command(
+    source: str = typer.Option(..., help="Whose cache is translated: a folder or Hub id."),
+    target: str = typer.Option(..., help="Who decodes from it: a folder or Hub id."),
+    data: list[str] = typer.Option(
+        ..., help="JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
+    ),
+    out: str = typer.Option(None, help="The translator folder to write."),
+    kind: str = typer.Option("linear", help="linear, mlp or linear_mlp."),
+    head_mixing: bool = typer.Option(True, help="Off: block-diagonal maps, head by head."),
+    joint: bool = typer.Option(False, help="One map over keys and values together."),
+    capture: str = typer.Option("pre_norm", help="pre_norm, post_norm or post_rope."),
+    nu: int = typer.Option(1, help="Source layers per target layer."),
+    norm: str = typer.Option("frobenius", help="The closed form's: frobenius, attention, sink_8."),
+    fit_samples: int = typer.Option(400, help="Conversations for the closed form."),
+    hidden: int = typer.Option(2048, help="Hidden width of an MLP."),
+    objective: str = typer.Option("kl", help="kl, ce or mixed."),
+    ce_weight: float = typer.Option(1.0, help="Weight of the cross-entropy in mixed."),
+    steps: int = typer.Option(5000, help="Stage 2 steps; 0 keeps the closed form."),
+    batch_size: int = typer.Option(8, help="Conversations per step."),
+    lr: str = typer.Option(None, help="Learning rate; several as a,b,c: the best one wins."),
+    held_out: int = typer.Option(64, help="Conversations that choose the learning rate."),
+    val_every: int = typer.Option(250, help="Steps between two looks at them."),
+    plain_text: bool = typer.Option(False, help="Windows of 256 + 256 tokens, for base models."),
+    packed_share: float = typer.Option(0.5, help="Share of samples concatenated to full length."),
+    seed: int = typer.Option(0, help="Seed of the data and of an MLP's start."),
+    dtype: str = typer.Option("bfloat16", help="The frozen models': bfloat16 or float32."),
+    device: str = typer.Option(None, help="cuda or cpu; default: cuda where there is one."),
+    plot: str = typer.Option(None, help="Draw the held-out KL into this file (needs matplotlib)."),
+    histogram: bool = typer.Option(False, help="Only show the data's prefix lengths."),
+) -> None:
+    """Train a translator: closed form, then self-distillation (needs the [cuda] extra)."""
+    from kvlingo_mlx import training
+
+    training.check_extra()
+    rates = _rates(lr)
+    if out is None and not histogram:
+        raise ValueError("--out is missing; name the translator folder to write")
+
+    from kvlingo_mlx.training import command_line
+
+    options = command_line.Options(
+        source=source, target=target, data=tuple(data), dtype=dtype, device=device, seed=seed,
+        plain_text=plain_text, packed_share=packed_share,
+    )  # fmt: skip
+    if histogram:
+        _print_histogram(command_line.histogram(options))
+        return
+    recipe = {
+        "steps": steps, "batch": batch_size, "learning_rates": rates, "objective": objective,
+        "ce_weight": ce_weight, "validate_every": val_every,
+    }  # fmt: skip
+    plan = {
+        "kind": kind, "head_mixing": head_mixing, "joint": joint, "capture": capture, "nu": nu,
+        "norm": norm, "fit_samples": fit_samples, "held_out": held_out, "hidden": hidden,
+    }  # fmt: skip
+    with progress_bar("training", steps) as step:
+
+        def show(stage: str, report: Any) -> None:
+            if stage == "stage2":
+                text = (
+                    f"KL {report.kl:.4f}, held out {report.held_out:.4f}, "
+                    f"{report.tokens_per_second:.0f} tokens/s"
+                )
+                step(report.step, text=text)
+            else:
+                step(text=f"{stage}: {getattr(report, 'step', report)}")
+
+        done = command_line.train(options, plan, recipe, out, show)
+    if done is not None:  # the leading process
+        say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.last:.4f} at last")
+        say(f"the log is {done.log}")
+        if plot:
+            command_line.draw(done.log, plot)
+            say(f"drew {plot}")
+
+
+def _rates(text: str | None) -> tuple[float, ...]:
+    """The rates of --lr; none stands for the pair's own."""
+    try:
+        rates = tuple(float(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise ValueError(f"--lr is {text!r}; give a number, or several: 1e-4,3e-4") from None
+    if any(not 0 < rate < float("inf") for rate in rates):
+        raise ValueError(f"--lr is {text!r}; learning rates are positive")
+    return rates
+
+
+def _print_histogram(rows: list[tuple[int, int, int, int]]) -> None:
+    cells = [[f"{a} to {b - 1}", str(on), str(off)] for a, b, on, off in rows]
+    table("Prefix lengths, in samples", ["tokens", "reasoning", "without"], cells)

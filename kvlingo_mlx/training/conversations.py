@@ -1,0 +1,189 @@
+"""What a record says, and the turns of a conversation that make a training sample.
+
+Appendix "Training data and training recipe": how a sample is built, and where the
+reasoning trace goes. Rendering is ``samples.tokenise``'s, by the family's own template.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvlingo_mlx.samples import Sample, check_record, tokenise
+
+Message = dict[str, str]
+
+CLOSE = "</think>"
+# Other names for the four roles, as ShareGPT and newer APIs write them.
+ALIASES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "developer": "system",
+    "function": "tool",
+    "function_call": "tool",
+    "observation": "tool",
+}
+
+
+def normalise(record: Any, where: str) -> dict[str, Any]:
+    """A record of any accepted schema as ``{"text": ...}`` or ``{"messages": [...]}``.
+
+    ``messages`` (role, content) and ShareGPT's ``conversations`` (from, value) are read. The
+    messages that come back are one optional system message, then user and assistant in
+    turn, none of them empty; a reasoning trace stands apart in ``reasoning_content``. A
+    conversation is read up to its first hole: a turn without text, or one with a tool in it.
+    No messages are left of a record without a usable assistant turn before that.
+
+    Raises:
+        ValueError: Neither schema, or an unknown role; the message starts with ``where``.
+    """
+    fields = record if isinstance(record, dict) else {}
+    turns = next(
+        (v for k in ("messages", "conversations") if (v := fields.get(k)) is not None), None
+    )
+    if turns is None and isinstance(fields.get("text"), str):
+        return {"text": fields["text"]}
+    if turns == []:
+        return {"messages": []}
+    messages = [_message(turn) for turn in turns] if isinstance(turns, list) else turns
+    check_record({"messages": messages}, where)
+    alternating = _alternate(_readable(messages or []))
+    return {"messages": alternating if replies(alternating) else []}
+
+
+def replies(messages: Sequence[Message]) -> list[int]:
+    """The assistant turns of a conversation, as indices."""
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _message(turn: Any) -> Any:
+    """A turn in our schema; what is no turn is left for ``check_record`` to refuse."""
+    if not isinstance(turn, dict):
+        return turn
+    role = turn.get("role") or turn.get("from")
+    role = ALIASES.get(role, role) if isinstance(role, str) else role
+    content = turn.get("value") if turn.get("content") is None else turn["content"]
+    message = {"role": role, "content": "" if content is None else content}
+    if any(turn.get(key) for key in ("tool_calls", "function_call", "function_calls")):
+        message["role"] = "tool"
+    if role == "assistant" and isinstance(content, str):
+        message |= _trace_apart(content, turn.get("reasoning_content"))
+    return message
+
+
+def _trace_apart(content: str, trace: Any) -> Message:
+    """An assistant's content without its think block, and the block's text if it has any."""
+    if CLOSE in content:
+        head, content = content.split(CLOSE, 1)
+        trace = trace or head.strip().removeprefix("<think>")
+    elif content.lstrip().startswith("<think>"):
+        content = ""  # cut off inside its trace: there is no answer
+    trace = trace.strip() if isinstance(trace, str) else ""
+    content = content.lstrip("\n")
+    return {"content": content, "reasoning_content": trace} if trace else {"content": content}
+
+
+def _readable(messages: Sequence[Message]) -> Iterator[Message]:
+    """Messages up to the first hole; empty system messages, as Nemotron's, are left out."""
+    for message in messages:
+        blank = not message["content"].strip()
+        if message["role"] == "tool" or (blank and message["role"] != "system"):
+            return
+        if not blank:
+            yield message
+
+
+def _alternate(messages: Iterator[Message]) -> list[Message]:
+    """Merge turns of one role; what comes before the first user turn is no reply to it.
+
+    A system message later on is read as the user's, as Gemma's template refuses others.
+    """
+    turns: list[Message] = []
+    for message in messages:
+        begun = any(turn["role"] == "user" for turn in turns)
+        role = message["role"]
+        if role == "assistant" and not begun:
+            continue
+        role = "user" if role == "system" and begun else role
+        if turns and turns[-1]["role"] == role:
+            merged = f"{turns[-1]['content']}\n\n{message['content']}"
+            turns[-1] = turns[-1] | {"content": merged}
+        else:
+            turns.append(message | {"role": role})
+    return turns
+
+
+def keeps_system(tokenizer: Any) -> bool:
+    """Whether a chat template leaves a system message in front, whatever follows.
+
+    Gemma's refuses one, and Mistral's moves it to the last user turn, so that a
+    conversation with its reply does not begin as it does without.
+    """
+    rule, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}
+    talk = [rule, asked, {"role": "assistant", "content": "Hi."}]
+    tokenise({"messages": talk[1:]}, tokenizer)  # refuses a tokenizer without a template
+    try:
+        before, after = (
+            tokenizer.apply_chat_template(talk[:count], tokenize=False, add_generation_prompt=p)
+            for count, p in ((2, True), (3, False))
+        )
+    except Exception:  # jinja's own error, or whatever a template written in Python raises
+        return False
+    return rule["content"] in before and after.startswith(before.split("<think>")[0])
+
+
+def fold_system(messages: Sequence[Message]) -> list[Message]:
+    """A conversation with its system message, if any, put before the first user turn."""
+    if not messages or messages[0]["role"] != "system":
+        return list(messages)
+    content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
+    return [messages[1] | {"content": content}, *messages[2:]]
+
+
+def _plain(messages: Sequence[Message]) -> list[Message]:
+    """Earlier turns: without their traces, which only Qwen3's template would take off."""
+    return [{"role": m["role"], "content": m["content"]} for m in messages]
+
+
+def until(messages: Sequence[Message], turn: int, *, fold: bool) -> list[Message]:
+    """A conversation up to and with the reply ``turn`` (paragraph "How a sample is built").
+
+    The reply carries its reasoning trace as a think block in its content, where every
+    family's template keeps it; the turns before it carry none.
+    """
+    reply = messages[turn]
+    trace = reply.get("reasoning_content")
+    block = f"<think>\n{trace}\n</think>\n\n" if trace else ""
+    spoken = {"role": "assistant", "content": block + reply["content"]}
+    before = _plain(messages[:turn])
+    return [*(fold_system(before) if fold else before), spoken]
+
+
+def pack(conversations: Sequence[Sequence[Message]], lifted: int) -> list[Message]:
+    """Whole conversations as one, the last question of conversation ``lifted`` at its end.
+
+    That question and its answer are taken from their place; all other turns, those of
+    conversation ``lifted`` before the question among them, keep their order.
+    """
+    wholes = [fold_system(messages[: replies(messages)[-1] + 1]) for messages in conversations]
+    wholes[lifted], exchange = wholes[lifted][:-2], wholes[lifted][-2:]
+    turns = [turn for whole in wholes for turn in whole]
+    return until([*turns, *exchange], len(turns) + 1, fold=False)
+
+
+def to_sample(messages: Sequence[Message], tokenizer: Any, max_continuation: int) -> Sample:
+    """Tokens of a conversation that ends with a reply, which is cut to ``max_continuation``."""
+    whole = tokenise({"messages": messages}, tokenizer)
+    return Sample(whole.prefix, whole.continuation[:max_continuation])
+
+
+def excerpt(text: str, characters: int, rng: random.Random) -> str:
+    """Up to ``characters`` of a text from a random word on: a book need not be tokenised."""
+    if len(text) <= characters:
+        return text
+    start = rng.randint(0, len(text) - characters)
+    space = text.find(" ", start, start + characters // 2)
+    return text[max(start, space + 1) :][:characters]

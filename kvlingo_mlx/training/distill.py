@@ -1,0 +1,273 @@
+"""Stage 2: self-distillation (section 3.2 and appendix "Training protocol").
+
+Several translators of one pair, one for each learning rate, are trained in lockstep: they share
+the two no-gradient readings of every conversation. The one of lowest held-out KL wins.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.training.checkpoints import Checkpoints
+from kvlingo_mlx.training.distributed import Group
+from kvlingo_mlx.training.gradients import (
+    Reading,
+    conversation_loss,
+    read,
+    reconstruction_loss,
+)
+from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.torch_model import TorchModel
+from kvlingo_mlx.training.translator import TorchTranslator
+from kvlingo_mlx.translator_config import TranslatorConfig
+
+
+class Samples(Protocol):
+    """Where training reads: a sample is a function of its index alone."""
+
+    def sample(self, index: int) -> Sample: ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How stage 2 runs; the defaults are the paper's.
+
+    Attributes:
+        steps: Optimizer steps.
+        batch: Conversations a step.
+        learning_rates: One translator is trained for each.
+        objective: ``kl``, ``ce``, ``mixed``, or ``reconstruction`` (an MLP's stage 1).
+        ce_weight: Weight of the cross-entropy in ``mixed``.
+        warmup: Share of the steps over which the rate rises.
+        clip: Largest norm of a step's gradient.
+        validate_every: Steps between two looks at the held-out conversations.
+    """
+
+    steps: int = 5000
+    batch: int = 8
+    learning_rates: tuple[float, ...] = (1e-4,)
+    objective: str = "kl"
+    ce_weight: float = 1.0
+    warmup: float = 0.05
+    clip: float = 1.0
+    validate_every: int = 250
+
+    def rate_factor(self, step: int) -> float:
+        """The share of the peak rate at a step (from 0): linear warm-up, then cosine to 0."""
+        rise = max(1, round(self.warmup * self.steps))
+        if step < rise:
+            return (step + 1) / rise
+        done = (step - rise) / max(1, self.steps - rise)
+        return 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+@dataclass
+class Run:
+    """One translator in training.
+
+    ``diverged_at`` is the step at which its loss stopped being a number, if it did;
+    its tensors are then those of the last sound step.
+    """
+
+    rate: float
+    translator: TorchTranslator
+    optimizer: torch.optim.AdamW
+    held_out: float = math.inf
+    diverged_at: int | None = None
+    loss: float = math.nan
+    kl: float = math.nan
+
+    @classmethod
+    def start(cls, rate: float, translator: TorchTranslator) -> Run:
+        """A run before its first step."""
+        optimizer = torch.optim.AdamW(list(translator.tensors.values()), lr=rate, weight_decay=0.0)
+        return cls(rate, translator, optimizer)
+
+    def update(self, step: int, recipe: Recipe) -> None:
+        """One clipped AdamW step on the gradients at hand."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * recipe.rate_factor(step)
+        torch.nn.utils.clip_grad_norm_(self.translator.tensors.values(), recipe.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a training stands, for a progress bar and the log."""
+
+    step: int
+    loss: float
+    kl: float
+    held_out: float
+    tokens_per_second: float
+    seconds: float
+
+
+@dataclass
+class Distillation:
+    """A training under way: the pair, its runs, its data and its checkpoints."""
+
+    source: TorchModel
+    target: TorchModel
+    runs: list[Run]
+    stream: Samples
+    held_out: Sequence[Sample]
+    recipe: Recipe
+    checkpoints: Checkpoints | None = None
+    group: Group = field(default_factory=Group)
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def run(self, progress: Callable[[Report], None] = lambda report: None) -> Run:
+        """Train to the last step; returns the run of lowest held-out KL.
+
+        Raises:
+            KVLingoError: Every run has diverged; says at which step.
+        """
+        if self.checkpoints is not None:
+            self.checkpoints.restore(self)
+        if self.step == 0:
+            self.validate()
+            self.keep({"step": 0, "held_out": [run.held_out for run in self.runs]})
+        while self.step < self.recipe.steps:
+            started = time.perf_counter()
+            self.advance()
+            self.seconds += time.perf_counter() - started
+            last = self.step == self.recipe.steps
+            if last or self.step % self.recipe.validate_every == 0:
+                self.validate()
+                self.keep(self.entry())
+            progress(self.report())
+        return self.best()
+
+    def advance(self) -> None:
+        """One optimizer step of every run."""
+        first = self.step * self.recipe.batch
+        batch = [self.stream.sample(first + i) for i in range(self.recipe.batch)]
+        costs = [len(s.prefix) + len(s.continuation) for s in batch]
+        sums = {id(run): torch.zeros(2, dtype=torch.float64) for run in self.live}
+        for index in self.group.share(costs):
+            self._learn(batch[index], sums)
+        for run in self.live:
+            self._step(run, sums[id(run)] / self.recipe.batch)
+        self.step += 1
+        self.tokens += sum(costs)
+        if not self.live:
+            where = ", ".join(f"{run.rate:g} at step {run.diverged_at}" for run in self.runs)
+            raise KVLingoError(
+                f"training diverged (the loss is no number): learning rate {where}; the last "
+                "good checkpoint is kept, try a lower rate"
+            )
+
+    @property
+    def live(self) -> list[Run]:
+        """The runs that have not diverged."""
+        return [run for run in self.runs if run.diverged_at is None]
+
+    def _learn(self, sample: Sample, sums: Mapping[int, torch.Tensor]) -> None:
+        scale = 1.0 / self.recipe.batch
+        if self.recipe.objective == "reconstruction":
+            capture = self.runs[0].translator.config.capture
+            states = [model.states(sample.prefix, capture) for model in (self.source, self.target)]
+            for run in self.live:
+                loss = reconstruction_loss(run.translator, states[0], states[1], scale=scale)
+                sums[id(run)] += torch.tensor([loss, loss], dtype=torch.float64)
+            return
+        objective = objective_named(self.recipe.objective, self.recipe.ce_weight)
+        reading = self.read(sample)
+        for run in self.live:
+            found = conversation_loss(self.target, run.translator, reading, objective, scale=scale)
+            sums[id(run)] += torch.tensor([found.value, found.kl], dtype=torch.float64)
+
+    def _step(self, run: Run, means: torch.Tensor) -> None:
+        gradients = [t.grad for t in run.translator.tensors.values() if t.grad is not None]
+        for tensor in run.translator.tensors.values():
+            if tensor.grad is None:  # this process had no conversation of the batch
+                tensor.grad = torch.zeros_like(tensor)
+        gradients = [t.grad for t in run.translator.tensors.values() if t.grad is not None]
+        means = means.to(gradients[0].device)
+        self.group.add([means])
+        self.group.add(gradients)
+        run.loss, run.kl = means.tolist()
+        sound = math.isfinite(run.loss) and all(bool(g.isfinite().all()) for g in gradients)
+        if not sound:
+            run.diverged_at = self.step
+            run.optimizer.zero_grad(set_to_none=True)
+            return
+        run.update(self.step, self.recipe)
+
+    def read(self, sample: Sample) -> Reading:
+        """Both no-gradient passes over a conversation."""
+        capture = self.runs[0].translator.config.capture
+        return read(self.source, self.target, sample, capture)
+
+    def validate(self) -> None:
+        """Measure every run's KL (or reconstruction error) on the held-out conversations."""
+        mine = self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out])
+        sums = torch.zeros(len(self.runs), dtype=torch.float64, device=self.target.device)
+        for index in mine:
+            sums += self._held_out_losses(self.held_out[index]).to(sums.device)
+        self.group.add([sums])
+        for run, value in zip(self.runs, (sums / len(self.held_out)).tolist(), strict=True):
+            run.held_out = value if math.isfinite(value) else math.inf
+
+    def _held_out_losses(self, sample: Sample) -> torch.Tensor:
+        if self.recipe.objective == "reconstruction":
+            capture = self.runs[0].translator.config.capture
+            states = [model.states(sample.prefix, capture) for model in (self.source, self.target)]
+            losses = [reconstruction_loss(r.translator, *states) for r in self.runs]
+        else:
+            reading, kl = self.read(sample), objective_named("kl")
+            losses = [
+                conversation_loss(self.target, run.translator, reading, kl).kl for run in self.runs
+            ]
+        return torch.tensor(losses, dtype=torch.float64)
+
+    def best(self) -> Run:
+        """The run of lowest held-out KL among those that have not diverged."""
+        return min(self.live or self.runs, key=lambda run: run.held_out)
+
+    def keep(self, entry: Mapping[str, object]) -> None:
+        """Write a checkpoint and a line of the log (the leading process alone)."""
+        if self.checkpoints is not None and self.group.leads:
+            self.checkpoints.save(self, entry)
+        self.group.wait()
+
+    def entry(self) -> dict[str, object]:
+        """The log's line of this step."""
+        return {
+            "step": self.step,
+            "learning_rates": [run.rate for run in self.runs],
+            "loss": [run.loss for run in self.runs],
+            "kl": [run.kl for run in self.runs],
+            "held_out": [run.held_out for run in self.runs],
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 3),
+        }
+
+    def report(self) -> Report:
+        """Where the best run stands."""
+        run = self.best()
+        pace = self.tokens / max(self.seconds, 1e-9)
+        return Report(self.step, run.loss, run.kl, run.held_out, pace, self.seconds)
+
+
+def start_runs(
+    config: TranslatorConfig,
+    arrays: Mapping[str, np.ndarray],
+    rates: Sequence[float],
+    device: torch.device,
+) -> list[Run]:
+    """A run for each learning rate, all from the same tensors."""
+    return [Run.start(rate, TorchTranslator.from_arrays(config, arrays, device)) for rate in rates]

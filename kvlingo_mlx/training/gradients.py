@@ -1,0 +1,130 @@
+"""One conversation's part in a step: two readings without gradient, one with.
+
+Source and target are frozen. Translated keys and values enter the target as leaves; after
+the backward pass through the target, each layer's map is applied once more, with gradient,
+and takes what arrived at its leaves. So no graph of the translator lives beside the
+target's, and its memory is one layer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.training.objectives import Loss, Objective, loss_of
+from kvlingo_mlx.training.torch_model import States, TorchModel
+from kvlingo_mlx.training.translator import TorchTranslator
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What several translators of one pair can share: the two no-gradient passes.
+
+    Attributes:
+        sample: The conversation.
+        states: The source's states of ``prefix[:-1]``.
+        teacher: (M, width) the target's final hidden states that predict the
+            continuation, from its own cache.
+    """
+
+    sample: Sample
+    states: States
+    teacher: torch.Tensor
+
+
+@torch.no_grad()
+def read(source: TorchModel, target: TorchModel, sample: Sample, capture: str) -> Reading:
+    """Read a conversation with both models (about 80 % of a step's work)."""
+    tokens = (*sample.prefix, *sample.continuation[:-1])
+    teacher = target.hidden(tokens)[len(sample.prefix) - 1 :].clone()
+    states = source.states(sample.prefix[:-1], capture) if len(sample.prefix) > 1 else NO_STATES
+    return Reading(sample, _to(states, target), teacher)
+
+
+NO_STATES = States((), ())
+
+
+def _to(states: States, target: TorchModel) -> States:
+    move = [tuple(a.to(target.device, target.dtype) for a in s) for s in vars(states).values()]
+    return States(*move)
+
+
+def conversation_loss(
+    target: TorchModel,
+    translator: TorchTranslator,
+    reading: Reading,
+    objective: Objective,
+    *,
+    scale: float = 0.0,
+) -> Loss:
+    """The loss of one conversation decoded from its translated cache (equation for L).
+
+    With a ``scale`` other than 0, that multiple of its gradient is added to the
+    translator's tensors. The last prefix token is run by the target.
+    """
+    sample, capture = reading.sample, translator.config.capture
+    count = len(translator.config.target.layers) if reading.states.keys else 0
+    with torch.no_grad():
+        entries = [
+            target.entry(t, *translator.layer(t, reading.states), capture) for t in range(count)
+        ]
+    learns = scale != 0.0
+    leaves = [
+        (keys.detach().requires_grad_(learns), values.detach().requires_grad_(learns))
+        for keys, values in entries
+    ]
+    del entries
+    cache = target.cache(leaves)
+    with torch.set_grad_enabled(learns):
+        student = target.hidden((sample.prefix[-1], *sample.continuation[:-1]), cache)
+    loss = loss_of(
+        objective, target.logits, student, reading.teacher, sample.continuation,
+        with_gradient=learns,
+    )  # fmt: skip
+    if loss.gradient is not None and leaves:
+        student.backward(loss.gradient * scale)
+        _pull_back(target, translator, reading.states, leaves)
+    return loss
+
+
+def _pull_back(
+    target: TorchModel,
+    translator: TorchTranslator,
+    states: States,
+    leaves: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
+    """Carry the gradients at the leaves through RoPE, k_norm and the maps."""
+    for t, entry in enumerate(leaves):
+        outputs = target.entry(t, *translator.layer(t, states), translator.config.capture)
+        torch.autograd.backward(outputs, [leaf.grad for leaf in entry])
+        for leaf in entry:
+            leaf.grad = None
+
+
+def reconstruction_loss(
+    translator: TorchTranslator, read: States, wanted: States, *, scale: float = 0.0
+) -> float:
+    """Mean squared error of the target's states on a prefix, averaged over maps.
+
+    What a translator without a closed form learns first (appendix "Training protocol", MLP
+    translators). Each map's error is over its target's mean square, so that a layer of
+    large values does not drown the others.
+    """
+    total = 0.0
+    layers = len(translator.config.target.layers)
+    with torch.set_grad_enabled(scale != 0.0):
+        for t in range(layers):
+            outputs = translator.layer(t, read)
+            goals = (wanted.keys[t], wanted.values[t])
+            loss = sum(
+                (out - goal).square().mean() / goal.square().mean()
+                for out, goal in zip(outputs, goals, strict=True)
+            ) / (2 * layers)
+            assert isinstance(loss, torch.Tensor)
+            if scale != 0.0:
+                (loss * scale).backward()
+            total += loss.item()
+    return total

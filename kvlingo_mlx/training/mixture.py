@@ -1,0 +1,152 @@
+"""What the training stream is mixed of, and the order in which it is drawn.
+
+Appendix "Training data and training recipe": half the samples are natural conversations,
+half are conversations concatenated until they are long. Pure arithmetic on numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from kvlingo_mlx.samples import MAX_CONTINUATION, MAX_PREFIX
+
+Kind = Literal["natural", "packed", "text"]
+Range = tuple[int, int]
+
+BLOCK = 8  # samples over which the two kinds keep their shares
+STRATA = 16  # equal parts of the natural range, visited in turn
+WORD = (1 << 64) - 1
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Prefix lengths in tokens of the two kinds of samples (paragraph "Prefix lengths").
+
+    Attributes:
+        natural: Shortest and longest prefix of a single conversation.
+        packed: Shortest and longest prefix of concatenated conversations.
+        packed_share: How many of the samples are packed, from 0 to 1.
+        max_prefix: No prefix is longer.
+        max_continuation: Where continuations are cut.
+    """
+
+    natural: Range = (10, 10_000)
+    packed: Range = (12_288, 16_384)
+    packed_share: float = 0.5
+    max_prefix: int = MAX_PREFIX
+    max_continuation: int = MAX_CONTINUATION
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in (("natural", self.natural), ("packed", self.packed)):
+            if not 0 < low <= high <= self.max_prefix:
+                raise ValueError(
+                    f"{name} prefixes of {low} to {high} tokens: expected "
+                    f"0 < low <= high <= max_prefix, which is {self.max_prefix}"
+                )
+        if not 0 <= self.packed_share <= 1:
+            raise ValueError(f"packed_share {self.packed_share}: expected a share from 0 to 1")
+        if self.max_continuation < 1:
+            raise ValueError(f"max_continuation {self.max_continuation}: expected at least 1")
+
+    def scaled(self, context_length: int) -> Mixture:
+        """The same mixture in proportion, for models whose context is shorter than it needs."""
+        needed = self.max_prefix + self.max_continuation
+        if context_length >= needed:
+            return self
+        longest = context_length * self.max_prefix // needed
+        natural, packed = (
+            (low * longest // self.max_prefix, high * longest // self.max_prefix)
+            for low, high in (self.natural, self.packed)
+        )
+        # A shortest prefix of 10 tokens is a question of a few words at any length.
+        return replace(
+            self,
+            natural=(min(self.natural[0], natural[1]), natural[1]),
+            packed=packed,
+            max_prefix=longest,
+            max_continuation=context_length - longest,
+        )
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """Windows of plain text for base models: tokens of prefix and continuation."""
+
+    prefix: int = 256
+    continuation: int = 256
+
+    def __post_init__(self) -> None:
+        if min(self.prefix, self.continuation) < 1:
+            raise ValueError(
+                f"windows of {self.prefix} + {self.continuation} tokens: expected at least 1 + 1"
+            )
+
+    def scaled(self, context_length: int) -> PlainText:
+        """The same windows, or in proportion smaller ones that fit ``context_length``."""
+        needed = self.prefix + self.continuation
+        if context_length >= needed:
+            return self
+        prefix = context_length * self.prefix // needed
+        return PlainText(prefix, context_length - prefix)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a sample of the stream should be: its kind and its number among that kind."""
+
+    kind: Kind
+    ordinal: int
+
+
+def slot_at(index: int, mixture: Mixture | PlainText, seed: int) -> Slot:
+    """The slot of sample ``index``: both kinds keep their shares in every block of samples."""
+    if isinstance(mixture, PlainText):
+        return Slot("text", index)
+    block, place = divmod(index, BLOCK)
+    before = math.floor(block * BLOCK * mixture.packed_share)
+    packed = math.floor((block + 1) * BLOCK * mixture.packed_share) - before
+    # Shuffled, so that processes which take every other sample do not get one kind only.
+    order = [shuffled(i, BLOCK, key_of(seed, "block", block)) for i in range(place + 1)]
+    earlier = sum(position < packed for position in order[:-1])
+    if order[-1] < packed:
+        return Slot("packed", before + earlier)
+    return Slot("natural", index - before - earlier)
+
+
+def key_of(*parts: object) -> int:
+    """A 64-bit key, the same on every machine, for what ``parts`` spell out."""
+    text = "/".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+
+
+def _mixed(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & WORD
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
+    return value ^ (value >> 31)
+
+
+def shuffled(position: int, size: int, key: int) -> int:
+    """Where a seeded permutation of ``range(size)`` takes ``position``.
+
+    A four-round Feistel network: no table, so millions of records cost no memory, and no
+    dependence on a library's generator, so a resumed run meets the same records.
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = position >> half, position & mask
+        for turn in range(4):
+            left, right = right, left ^ (_mixed(key + (right << 2) + turn) & mask)
+        position = left << half | right
+        if position < size:
+            return position
+
+
+def spread(ordinal: int, seed: int) -> float:
+    """The ``ordinal``-th of evenly spread numbers from 0 to 1 (a golden-ratio sequence)."""
+    return (key_of(seed, "spread") / 2**64 + ordinal * GOLDEN) % 1.0

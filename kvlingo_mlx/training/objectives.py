@@ -1,0 +1,107 @@
+"""What stage 2 minimises (section 3.2, equation for L; appendix "Objective ablation").
+
+Losses are means over a continuation's tokens, computed from final hidden states a block of
+tokens at a time: with a vocabulary of 150,000 a whole continuation's logits would not fit
+twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import kl_div, log_softmax, nll_loss
+
+BLOCK = 256  # tokens whose logits are alive at once
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``kl`` KL(native || translated) plus ``ce`` times the cross-entropy of the text."""
+
+    kl: float
+    ce: float
+
+
+OBJECTIVES = {"kl": (1.0, 0.0), "ce": (0.0, 1.0), "mixed": (1.0, 1.0)}
+
+
+def objective_named(name: str, ce_weight: float = 1.0) -> Objective:
+    """``kl``, ``ce`` or ``mixed`` (KL plus ``ce_weight`` times cross-entropy).
+
+    Raises:
+        ValueError: There is no such objective.
+    """
+    if name not in OBJECTIVES:
+        raise ValueError(f"objective is {name!r}; it must be one of {', '.join(OBJECTIVES)}")
+    kl, ce = OBJECTIVES[name]
+    return Objective(kl, ce * ce_weight)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A continuation's mean objective and mean KL, and the gradient of the objective.
+
+    ``gradient`` is with respect to the student's hidden states, (M, width).
+    """
+
+    value: float
+    kl: float
+    gradient: torch.Tensor | None
+
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+
+
+def loss_of(
+    objective: Objective,
+    head: Head,
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: Sequence[int],
+    *,
+    with_gradient: bool = True,
+) -> Loss:
+    """The objective of one continuation.
+
+    Args:
+        objective: What to minimise.
+        head: Hidden states (B, width) to logits (B, vocabulary).
+        student: (M, width) final hidden states that predict the M tokens of ``labels``.
+        teacher: The same from the native cache.
+        labels: The continuation itself.
+        with_gradient: Also work out ``gradient``.
+    """
+    total = kl_total = 0.0
+    gradients = []
+    targets = torch.tensor(list(labels), device=student.device)
+    for start in range(0, len(targets), BLOCK):
+        span = slice(start, start + BLOCK)
+        hidden = student[span].detach().requires_grad_(with_gradient)
+        with torch.set_grad_enabled(with_gradient):
+            kl, ce = _block(objective, head, hidden, teacher[span], targets[span])
+            loss = (objective.kl * kl + objective.ce * ce) / len(targets)
+        if with_gradient:
+            loss.backward()
+            assert hidden.grad is not None
+            gradients.append(hidden.grad)
+        total += loss.item()
+        kl_total += kl.item() / len(targets)
+    return Loss(total, kl_total, torch.cat(gradients) if with_gradient else None)
+
+
+def _block(
+    objective: Objective,
+    head: Head,
+    hidden: torch.Tensor,
+    teacher: torch.Tensor,
+    labels: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of KL and cross-entropy over a block of tokens."""
+    translated = log_softmax(head(hidden), dim=-1)
+    with torch.no_grad():
+        native = log_softmax(head(teacher), dim=-1)
+    kl = kl_div(translated, native, reduction="sum", log_target=True)
+    ce = nll_loss(translated, labels, reduction="sum") if objective.ce else kl.new_zeros(())
+    return kl, ce

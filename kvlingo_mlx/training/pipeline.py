@@ -1,0 +1,295 @@
+"""A whole training: two models and a stream of conversations to a translator folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from safetensors.numpy import load_file, save_file
+
+from kvlingo_mlx import __version__, checkpoint
+from kvlingo_mlx.assignment import relative_depth
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.norms import norm_named
+from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.training import stage1
+from kvlingo_mlx.training.checkpoints import Checkpoints
+from kvlingo_mlx.training.distill import Distillation, Recipe, Report, Run, start_runs
+from kvlingo_mlx.training.distributed import Group
+from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.torch_model import POINTS, TorchModel
+from kvlingo_mlx.training.translator import initial_mlp
+from kvlingo_mlx.translator_config import KINDS, TranslatorConfig
+
+# Best rates of the paper's linear translators, head-mixing (table "lrs"), by the two models'
+# names without their owner; None among the keys stands for any other pair.
+RATES = {
+    ("Qwen3-1.7B", "Qwen3-0.6B"): 3e-5,
+    ("Qwen3-0.6B", "Qwen3-1.7B"): 1e-4,
+    ("Qwen3-8B", "Qwen3-4B"): 3e-5,
+    ("Qwen3-4B", "Qwen3-8B"): 3e-5,
+    ("Qwen3-8B", "Qwen3-0.6B"): 1e-4,
+    ("Qwen3-0.6B", "Qwen3-8B"): 3e-5,
+    ("Qwen3-4B", "Qwen3-1.7B"): 3e-4,
+    ("Qwen3-1.7B", "Qwen3-4B"): 1e-5,
+    ("gemma-3-12b-it", "gemma-3-4b-it"): 3e-5,
+    ("gemma-3-4b-it", "gemma-3-12b-it"): 3e-5,
+    ("gemma-4-E4B-it", "gemma-4-E2B-it"): 1e-4,
+    ("gemma-4-E2B-it", "gemma-4-E4B-it"): 1e-4,
+    ("Qwen3-4B", "Qwen3-30B-A3B"): 3e-6,
+    ("Qwen3-30B-A3B", "Qwen3-4B"): 1e-4,
+}
+DEFAULT_RATE, MLP_STAGE1_RATE = 1e-4, 3e-3
+
+
+class Data(Protocol):
+    """A training stream (``data.Stream``): samples by number, and held-out ones."""
+
+    def sample(self, index: int) -> Sample: ...
+
+    def held_out(self, count: int = 64) -> Sequence[Sample]: ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to train and how; the defaults are the paper's.
+
+    Attributes:
+        kind: ``linear``, ``mlp`` or ``linear_mlp``.
+        head_mixing: False for maps that stay within a head.
+        joint: One map over keys and values together.
+        capture: Where keys are read and written.
+        nu: Source layers that each target layer reads.
+        norm: The closed form's.
+        fit_samples: Conversations the closed form is fitted on.
+        held_out: Conversations that choose the learning rate.
+        hidden: Hidden width of an MLP.
+        gated: Whether an MLP has output gates.
+        recipe: Stage 2; no steps keep the closed form.
+        stage1_recipe: How an MLP without a linear map learns to reconstruct, first.
+        seed: Of an MLP's start.
+    """
+
+    kind: str = "linear"
+    head_mixing: bool = True
+    joint: bool = False
+    capture: str = "pre_norm"
+    nu: int = 1
+    norm: str = "frobenius"
+    fit_samples: int = 400
+    held_out: int = 64
+    hidden: int = 2048
+    gated: bool = True
+    recipe: Recipe = field(default_factory=Recipe)
+    stage1_recipe: Recipe = field(
+        default_factory=lambda: Recipe(
+            objective="reconstruction", learning_rates=(MLP_STAGE1_RATE,)
+        )
+    )
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        choices = (("kind", self.kind, KINDS), ("capture", self.capture, POINTS))
+        for name, value, allowed in choices:
+            if value not in allowed:
+                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        norm_named(self.norm)
+        if self.recipe.objective != "reconstruction":
+            objective_named(self.recipe.objective)
+        if self.joint and (self.kind != "linear" or not self.head_mixing):
+            raise ValueError("a joint map is linear and mixes heads; drop one of the options")
+
+
+Progress = Callable[[str, Report | int], None]
+
+
+def default_rate(source: str, target: str) -> float:
+    """The paper's learning rate for a pair, where it has one, else 1e-4."""
+    return RATES.get((Path(source).name, Path(target).name), DEFAULT_RATE)
+
+
+def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> TranslatorConfig:
+    """The facts of the translator to train.
+
+    Raises:
+        IncompatibleTranslatorError: The tokenizers differ.
+        ValueError: Head-wise maps between head counts that do not divide.
+    """
+    ends = source.spec(), target.spec()
+    if ends[0].fingerprint["tokenizer"] != ends[1].fingerprint["tokenizer"]:
+        raise IncompatibleTranslatorError(
+            f"the tokenizers of {source.name} and {target.name} differ: this pair needs a "
+            "cross-tokenizer translator"
+        )
+    heads = [spec.layers[0].kv_heads for spec in ends]
+    if not plan.head_mixing and heads[1] % heads[0]:
+        raise ValueError(
+            f"head-wise maps need target heads ({heads[1]}) to be a multiple of source heads "
+            f"({heads[0]}); use head-mixing ones"
+        )
+    assignment = relative_depth(len(source.attentions), len(target.attentions), plan.nu)
+    return TranslatorConfig(
+        *ends, assignment, kind=plan.kind, head_mixing=plan.head_mixing, joint=plan.joint,
+        capture=plan.capture,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Training:
+    """One command's work: both stages of a plan, resumable, and the folder they end in."""
+
+    source: TorchModel
+    target: TorchModel
+    data: Data
+    plan: Plan
+    out: Path
+    group: Group = field(default_factory=Group)
+    progress: Progress = lambda stage, report: None
+
+    def run(self) -> Path:
+        """Train, or go on where a killed run stopped; returns the folder written.
+
+        Raises:
+            ValueError: ``out`` is something else, or the settings are not those of the run
+                that is resumed.
+            IncompatibleTranslatorError: The tokenizers differ.
+            KVLingoError: Training diverged, or the disk is full.
+        """
+        checkpoint.check_destination(self.out)
+        config = make_config(self.source, self.target, self.plan)
+        held_out = list(self.data.held_out(self.plan.held_out))
+        arrays, provenance = self._initial(config, held_out)
+        best = None
+        if self.plan.recipe.steps:
+            best = self._distill("stage2", config, arrays, held_out, self.plan.recipe)
+            arrays = {name: t.detach().cpu().numpy() for name, t in best.translator.tensors.items()}
+        if self.group.leads:
+            self._write(config, arrays, self._provenance(provenance, best))
+            self._clear()
+        self.group.wait()
+        return self.out
+
+    @property
+    def partial(self) -> Path:
+        """Where unfinished work is kept."""
+        return self.out.with_name(f"{self.out.name}.partial")
+
+    @property
+    def log(self) -> Path:
+        """Where the finished training's log is: held-out KL and more, a JSON line each."""
+        return self.out.with_name(f"{self.out.name}.log.jsonl")
+
+    def _clear(self) -> None:
+        """Keep the log of stage 2 and remove what a resumed run would have needed."""
+        for stage in sorted(self.partial.glob("stage*")):
+            Checkpoints(stage, {}).finish(self.log if stage.name == "stage2" else None)
+        shutil.rmtree(self.partial)
+
+    # ---- the stages -------------------------------------------------------------------
+
+    def _initial(
+        self, config: TranslatorConfig, held_out: Sequence[Sample]
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Where stage 2 starts: worked out once, and kept for a resumed run."""
+        kept = self.partial / "initial.safetensors"
+        notes = self.partial / "initial.json"
+        if not notes.exists():
+            arrays, provenance = self._stage1(config, held_out)
+            if self.group.leads:
+                self.partial.mkdir(parents=True, exist_ok=True)
+                save_file({n: np.asarray(a, np.float32) for n, a in arrays.items()}, kept)
+                settings = {"plan": self._stage1_settings(), "provenance": provenance}
+                notes.write_text(json.dumps(settings), encoding="utf-8")
+            self.group.wait()
+        found = json.loads(notes.read_text(encoding="utf-8"))
+        if found["plan"] != json.loads(json.dumps(self._stage1_settings())):
+            raise ValueError(
+                f"{self.partial} holds a run that starts from another stage 1; give the same "
+                "options to resume it, or remove the folder to start anew"
+            )
+        return load_file(kept), found["provenance"]
+
+    def _stage1_settings(self) -> dict[str, Any]:
+        plan = dataclasses.asdict(self.plan)
+        del plan["recipe"]
+        return {**plan, "source": self.source.name, "target": self.target.name}
+
+    def _stage1(
+        self, config: TranslatorConfig, held_out: Sequence[Sample]
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        plan = self.plan
+        arrays: dict[str, np.ndarray] = {}
+        provenance: dict[str, Any] = {}
+        if plan.kind != "mlp":
+            linear = dataclasses.replace(config, kind="linear")
+            samples = (self.data.sample(index) for index in range(plan.fit_samples))
+            fitted, provenance = stage1.closed_form(
+                linear, self.source, self.target, samples, norm=plan.norm,
+                progress=lambda done: self.progress("stage 1", done),
+            )  # fmt: skip
+            arrays |= fitted
+        if plan.kind != "linear":
+            branch = plan.kind == "linear_mlp"
+            gated = plan.gated and not branch
+            arrays |= initial_mlp(config, plan.hidden, plan.seed, zero=branch, gated=gated)
+        if plan.kind == "mlp":
+            best = self._distill("stage1", config, arrays, held_out, plan.stage1_recipe)
+            arrays = {name: t.detach().cpu().numpy() for name, t in best.translator.tensors.items()}
+            provenance = {"stage1_rate": best.rate, "stage1_error": best.held_out}
+        return arrays, provenance
+
+    def _distill(
+        self,
+        stage: str,
+        config: TranslatorConfig,
+        arrays: Mapping[str, np.ndarray],
+        held_out: Sequence[Sample],
+        recipe: Recipe,
+    ) -> Run:
+        settings = {
+            **dataclasses.asdict(recipe), "source": self.source.name, "target": self.target.name
+        }  # fmt: skip
+        runs = start_runs(config, arrays, recipe.learning_rates, self.target.device)
+        training = Distillation(
+            self.source, self.target, runs, self.data, held_out, recipe,
+            Checkpoints(self.partial / stage, settings), self.group,
+        )  # fmt: skip
+        return training.run(lambda report: self.progress(stage, report))
+
+    # ---- the result -------------------------------------------------------------------
+
+    def _provenance(self, fitted: Mapping[str, Any], best: Run | None) -> dict[str, Any]:
+        recipe = self.plan.recipe
+        trained = {} if best is None else {
+            "objective": recipe.objective, "steps": recipe.steps, "batch": recipe.batch,
+            "learning_rate": best.rate,
+            "held_out_kl": best.held_out if math.isfinite(best.held_out) else None,
+        }  # fmt: skip
+        return {
+            "stage": 1 if best is None else 2, **fitted, **trained, "seed": self.plan.seed,
+            "kvlingo_mlx": __version__, "torch": torch.__version__,
+            "transformers": version("transformers"), "date": time.strftime("%Y-%m-%d"),
+        }  # fmt: skip
+
+    def _write(
+        self,
+        config: TranslatorConfig,
+        arrays: Mapping[str, np.ndarray],
+        provenance: Mapping[str, Any],
+    ) -> None:
+        config = dataclasses.replace(config, provenance=dict(provenance))
+        weights = Weights.from_float32(
+            {name: np.asarray(a, np.float32) for name, a in arrays.items()}, "float32"
+        )
+        checkpoint.write(self.out, config, weights)

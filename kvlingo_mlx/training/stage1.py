@@ -1,0 +1,162 @@
+"""Stage 1 on a GPU or CPU: moments of both models' states, then the shared solver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
+from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
+from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.training.torch_model import States, TorchModel
+from kvlingo_mlx.translator_config import SIDES, Map, TranslatorConfig, maps_of
+
+SCORE_NUMBERS = 2**28  # most attention scores alive at once: 1 GB in float32
+Progress = Callable[[int], None]
+
+
+class TorchMoments:
+    """The sums of :class:`kvlingo_mlx.closed_form.Moments`, in float64 on a device."""
+
+    def __init__(self, input_width: int, output_width: int, device: torch.device) -> None:
+        shapes = (input_width, input_width), (input_width, output_width), (output_width,)
+        self.xx, self.xy, self.yy = (
+            torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes
+        )
+        self.tokens = 0
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> None:
+        """Add tokens: ``x`` (T, input), ``y`` (T, output), ``weights`` (T,) or None."""
+        x, y = x.double(), y.double()
+        weighted = x if weights is None else x * weights[:, None]
+        self.xx.addmm_(weighted.T, x)
+        self.xy.addmm_(weighted.T, y)
+        self.yy += (y * y if weights is None else y * y * weights[:, None]).sum(dim=0)
+        self.tokens += len(x)
+
+    def to_numpy(self) -> Moments:
+        """The same sums for the shared solver."""
+        moments = Moments(*self.xy.shape)
+        moments.tokens = self.tokens
+        moments.xx, moments.xy, moments.yy = (a.cpu().numpy() for a in (self.xx, self.xy, self.yy))
+        return moments
+
+
+def closed_form(
+    config: TranslatorConfig,
+    source: TorchModel,
+    target: TorchModel,
+    samples: Iterable[Sample],
+    *,
+    norm: str = "frobenius",
+    progress: Progress | None = None,
+) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    """Fit linear maps in closed form (section 3.2, stage 1).
+
+    Returns:
+        The maps (float64) by their names in the format, and the provenance of the fit.
+
+    Raises:
+        ValueError: No such norm, or no usable sample.
+    """
+    norm = norm_named(norm)
+    moments = {
+        name: TorchMoments(*widths, target.device) for name, widths in moment_widths(config).items()
+    }
+    used = 0
+    for sample in samples:
+        if not sample.prefix or (norm in ATTENTION_NORMS and not sample.continuation):
+            continue
+        _add(moments, config, source, target, sample, norm)
+        used += 1
+        if progress is not None:
+            progress(used)
+    if used == 0:
+        raise ValueError("the data hold no usable sample: every prefix is empty")
+    sums = {name: m.to_numpy() for name, m in moments.items()}
+    arrays, ranks = solve_maps(config, sums)
+    tokens = next(iter(sums.values())).tokens
+    return arrays, {
+        "norm": norm, "samples": used, "prefix_tokens": tokens, "lowest_rank": min(ranks)
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def _add(
+    moments: dict[str, TorchMoments],
+    config: TranslatorConfig,
+    source: TorchModel,
+    target: TorchModel,
+    sample: Sample,
+    norm: str,
+) -> None:
+    read = source.states(sample.prefix, config.capture)
+    wanted = target.states(sample.prefix, config.capture)
+    weights = token_weights(
+        norm, len(sample.prefix), lambda: attention_mass(target, sample).cpu().numpy()
+    )
+    rows = None if weights is None else torch.tensor(weights, device=target.device)
+    for m in maps_of(config):
+        x, y = pair(config, m, read, wanted)
+        moments[m.name].add(x, y, None if rows is None else rows[m.layer % len(rows)])
+
+
+def pair(
+    config: TranslatorConfig, m: Map, read: States, wanted: States
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a map reads (T, in) and what it should give (T, out), all heads side by side."""
+    sides = SIDES if config.joint else (m.name.split(".")[0],)
+    layers = config.assignment.side(sides[0])[m.layer]
+    goal = torch.cat([wanted.side(side)[m.layer] for side in sides], dim=-1)
+    inputs = torch.cat([read.side(side)[s] for side in sides for s in layers], dim=-1)
+    return inputs.to(goal.device), goal
+
+
+@torch.no_grad()
+def attention_mass(target: TorchModel, sample: Sample) -> torch.Tensor:
+    """Attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
+
+    Averaged over the continuation's queries and over heads; (N layers, T), float64.
+    """
+    start = len(sample.prefix)
+    with target.tapped("q_proj", "k_proj") as taken:
+        target.hidden((*sample.prefix, *sample.continuation))
+    rows = []
+    for layer, attention in enumerate(target.attentions):
+        keys = target.advance(layer, taken["k_proj"][layer], "pre_norm", "post_rope")
+        keys = keys.view(len(keys), -1, attention.head_dim).transpose(0, 1)
+        queries = taken["q_proj"][layer][start:].view(-1, *_query_shape(attention))
+        queries = target.family.normalise(attention, queries, "q")
+        queries = target.family.rotate(target.model, attention, queries, start)[0]
+        rows.append(_mean_attention(queries, keys, attention.scaling, start))
+    return torch.stack(rows)
+
+
+def _query_shape(attention: Any) -> tuple[int, int]:
+    return attention.q_proj.out_features // attention.head_dim, attention.head_dim
+
+
+def _mean_attention(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, num_prefix: int
+) -> torch.Tensor:
+    """Mean over queries and heads of softmax(q k) on the prefix, in blocks of queries.
+
+    queries (Hq, M, D) at positions num_prefix.., keys (H, T + M, D).
+    """
+    heads, count, dim = queries.shape
+    kv_heads, total, _ = keys.shape
+    block = max(1, SCORE_NUMBERS // (heads * total))
+    keys = keys.float().mT
+    positions = torch.arange(total, device=keys.device)
+    mass = torch.zeros(num_prefix, dtype=torch.float64, device=keys.device)
+    for start in range(0, count, block):
+        part = queries[:, start : start + block].float()
+        size = part.shape[1]
+        scores = (part.reshape(kv_heads, -1, dim) @ keys * scale).view(heads, size, total)
+        last = num_prefix + start + torch.arange(size, device=keys.device)
+        scores.masked_fill_(positions > last[:, None], -torch.inf)
+        mass += scores.softmax(dim=-1)[..., :num_prefix].sum(dim=(0, 1), dtype=torch.float64)
+    return mass / (heads * count)

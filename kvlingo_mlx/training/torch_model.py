@@ -1,0 +1,212 @@
+"""A frozen transformers model, and the few things that training asks of it.
+
+One conversation at a time, no padding (appendix "Training protocol"): states are (T, d)
+for T tokens, keys and values of all heads side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
+from transformers.utils import logging
+
+from kvlingo_mlx.embedded import MODELS
+from kvlingo_mlx.errors import MissingModelError
+from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
+from kvlingo_mlx.training.families import TorchFamily, family_of
+from kvlingo_mlx.translator_config import ModelSpec
+
+POINTS = ("pre_norm", "post_norm", "post_rope")
+
+
+@dataclass(frozen=True)
+class States:
+    """Keys (at a capture point) and values of a prefix: per cache layer (T, heads * dim)."""
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    def side(self, side: str) -> tuple[torch.Tensor, ...]:
+        """The layers of ``"keys"`` or ``"values"``."""
+        return self.keys if side == "keys" else self.values
+
+
+@dataclass(frozen=True)
+class TorchModel:
+    """A transformers model, frozen, with its tokenizer and the facts about its cache."""
+
+    model: Any
+    tokenizer: Any
+    config: dict[str, Any]
+    name: str
+    revision: str | None = None
+
+    @cached_property
+    def family(self) -> TorchFamily:
+        """The adapter of this model's family."""
+        return family_of(self.config["model_type"])
+
+    @cached_property
+    def attentions(self) -> list[Any]:
+        """The attention modules that own a cache, in cache order."""
+        return self.family.attentions(self.model)
+
+    @cached_property
+    def geometry(self) -> CacheGeometry:
+        """What this model's cache looks like."""
+        return self.family.geometry(self.model, self.config)
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens the model was made for."""
+        return self.config["max_position_embeddings"]
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What its cache is held in."""
+        return self.model.dtype
+
+    def spec(self) -> ModelSpec:
+        """The description of this model that a translator carries."""
+        norms = {
+            name: module.weight
+            for name, module in self.model.named_modules()
+            if type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
+        }
+        blobs = (norms[name].detach().float().cpu().numpy().tobytes() for name in sorted(norms))
+        return ModelSpec(
+            name=self.name,
+            revision=self.revision,
+            model_type=self.geometry.model_type,
+            fingerprint={
+                "geometry": self.geometry.fingerprint,
+                "norms": norms_fingerprint(blobs),
+                "tokenizer": vocabulary_fingerprint(self.tokenizer.get_vocab()),
+            },
+            layers=self.geometry.layers,
+        )
+
+    # ---- forward passes ---------------------------------------------------------------
+
+    def hidden(self, tokens: Sequence[int], cache: DynamicCache | None = None) -> torch.Tensor:
+        """Final hidden states (T, width) of ``tokens``, after what ``cache`` holds."""
+        ids = torch.tensor([list(tokens)], device=self.device)
+        output = self.model.model(ids, past_key_values=cache, use_cache=cache is not None)
+        return output.last_hidden_state[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits (T, vocabulary), float32 at least."""
+        logits = self.model.lm_head(hidden)
+        return logits if logits.dtype == torch.float64 else logits.float()
+
+    @torch.no_grad()
+    def states(self, tokens: Sequence[int], capture: str = "pre_norm") -> States:
+        """Keys at a capture point and values of ``tokens``, read from position 0 on."""
+        with self.tapped("k_proj", "v_proj") as taken:
+            self.hidden(tokens)
+        keys = taken["k_proj"]
+        if capture != "pre_norm":
+            keys = [self.advance(t, k, "pre_norm", capture) for t, k in enumerate(keys)]
+        return States(tuple(keys), tuple(taken["v_proj"]))
+
+    @contextlib.contextmanager
+    def tapped(self, *projections: str) -> Iterator[dict[str, list[torch.Tensor]]]:
+        """Record what the named projections of every cache layer put out, (T, d) each."""
+        taken: dict[str, list[torch.Tensor]] = {name: [] for name in projections}
+        hooks = [
+            getattr(attention, name).register_forward_hook(
+                lambda _module, _inputs, output, name=name: taken[name].append(output[0])
+            )
+            for attention in self.attentions
+            for name in projections
+        ]
+        try:
+            yield taken
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    # ---- keys and caches --------------------------------------------------------------
+
+    def advance(self, layer: int, keys: torch.Tensor, origin: str, goal: str) -> torch.Tensor:
+        """Keys (T, d) of a cache layer from one capture point to a later one, (T, d)."""
+        attention = self.attentions[layer]
+        steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
+        heads = keys.view(len(keys), -1, attention.head_dim)
+        if "pre_norm" in steps:
+            heads = self.family.normalise(attention, heads)
+        if "post_norm" in steps:
+            heads = self.family.rotate(self.model, attention, heads, 0)[0].transpose(0, 1)
+        return heads.reshape(len(keys), -1)
+
+    def entry(
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, capture: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Translated keys and values (T, d) as the cache holds them, (1, H, T, D) each."""
+        keys = self.advance(layer, keys, capture, "post_rope").to(self.dtype)
+        heads = self.geometry.layers[layer].kv_heads
+        return _by_head(keys, heads), _by_head(values.to(self.dtype), heads)
+
+    def cache(self, entries: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
+        """A cache that holds what :meth:`entry` made for every layer."""
+        cache = DynamicCache(config=self.model.config)
+        for layer, (keys, values) in enumerate(entries):
+            cache.update(keys, values, layer)
+        return cache
+
+
+def _by_head(states: torch.Tensor, heads: int) -> torch.Tensor:
+    return states.view(len(states), heads, -1).transpose(0, 1)[None]
+
+
+@contextlib.contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """transformers draws one for the weights even where nobody looks."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def load(
+    path_or_hf_repo: str, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+) -> TorchModel:
+    """Load a model, frozen, by folder or Hub id.
+
+    Raises:
+        MissingModelError: There is no such model, or it is incomplete.
+        UnsupportedModelError: Its family cannot be trained.
+    """
+    try:
+        config, _ = PretrainedConfig.get_config_dict(path_or_hf_repo)
+        family_of(config.get("model_type", "none"))
+        tokenizer = AutoTokenizer.from_pretrained(path_or_hf_repo)
+        with _no_progress_bar():
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                path_or_hf_repo, dtype=dtype, attn_implementation="sdpa"
+            )
+    except (OSError, json.JSONDecodeError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise MissingModelError(
+            f"{path_or_hf_repo} cannot be loaded ({first}); give a model folder or a Hub id"
+        ) from None
+    model = model.to(device).eval().requires_grad_(False)
+    path = Path(path_or_hf_repo)
+    name = path.name if path.parent == MODELS else str(path_or_hf_repo)
+    return TorchModel(model, tokenizer, config, name, config.get("_commit_hash"))

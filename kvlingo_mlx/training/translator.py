@@ -1,0 +1,117 @@
+"""Translators as trainable tensors: every kind of the format, by the format's own names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvlingo_mlx.tensor_file import DType, Weights
+from kvlingo_mlx.training.torch_model import States
+from kvlingo_mlx.translator_config import SIDES, Map, TranslatorConfig, head_map_of, maps_of
+
+GATE_START = 4.0  # sigmoid(4) = 0.98 (appendix "Training protocol", MLP translators)
+
+
+@dataclass(frozen=True)
+class TorchTranslator:
+    """A translator's float32 tensors, by name, and what they compute."""
+
+    config: TranslatorConfig
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def from_arrays(
+        cls, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], device: torch.device | str
+    ) -> TorchTranslator:
+        """Trainable copies of ``arrays``, float32 (float64 is kept)."""
+        tensors = {}
+        for name, array in arrays.items():
+            array = array if array.dtype == np.float64 else np.asarray(array, np.float32)
+            tensors[name] = torch.tensor(array, device=device).requires_grad_()
+        return cls(config, tensors)
+
+    def to_weights(self, dtype: DType = "float32") -> Weights:
+        """The tensors as they are written to disk."""
+        arrays = {name: t.detach().float().cpu().numpy() for name, t in self.tensors.items()}
+        return Weights.from_float32(arrays, dtype)
+
+    def layer(self, t: int, states: States) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of target layer ``t``, (T, width) each, from a source's states."""
+        config = self.config
+        if config.joint:
+            layers = config.assignment.keys[t]
+            sides = [states.side(side)[s] for side in SIDES for s in layers]
+            both = self._apply(f"joint.{t}", torch.cat(sides, dim=-1))
+            keys, values = both.split(
+                [config.target.layers[t].key_width, config.target.layers[t].value_width], dim=-1
+            )
+            return keys, values
+        keys, values = (
+            self._apply(f"{side}.{t}", self._inputs(side, t, states.side(side))) for side in SIDES
+        )
+        return keys, values
+
+    def _inputs(self, side: str, t: int, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The layers read, concatenated: (T, in), or for head-wise maps (H, T, in)."""
+        read = [arrays[s] for s in self.config.assignment.side(side)[t]]
+        if self.config.head_mixing:
+            return read[0] if len(read) == 1 else torch.cat(read, dim=-1)
+        layers = self.config.source.layers
+        heads = [r.view(len(r), layers[0].kv_heads, -1) for r in read]
+        return torch.cat(heads, dim=-1).transpose(0, 1)[list(head_map_of(self.config))]
+
+    def _apply(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        """One map on (T, in) or (H, T, in); returns (T, width) in the inputs' dtype."""
+        get = self._tensors_of(name, x.dtype)
+        y: torch.Tensor | float = 0.0
+        if "weight" in get:
+            y = x @ get["weight"].mT
+        if "w1" in get:
+            hidden = torch.nn.functional.gelu(x @ get["w1"].mT + get["b1"].unsqueeze(-2))
+            y = y + (hidden @ get["w2"].mT + get["b2"].unsqueeze(-2))
+        assert isinstance(y, torch.Tensor)  # every kind has a weight or a w1
+        y = y if y.ndim == 2 else y.transpose(0, 1).flatten(1)
+        if "gate" in get:
+            gate = torch.sigmoid(get["gate"])[:, None]
+            y = (y.view(len(y), len(gate), -1) * gate).flatten(1)
+        return y + get["bias"] if "bias" in get else y
+
+    def _tensors_of(self, name: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        head = f"{name}."
+        found = {n.removeprefix(head): t for n, t in self.tensors.items() if n.startswith(head)}
+        return {n: tensor.to(dtype) for n, tensor in found.items()}
+
+
+def initial_mlp(
+    config: TranslatorConfig, hidden: int, seed: int, *, zero: bool, gated: bool
+) -> dict[str, np.ndarray]:
+    """Starting tensors of every map's MLP (appendix "Training protocol", MLP translators).
+
+    W1 and W2 as PyTorch starts a linear layer; ``zero`` starts W2 and b2 at zero, as the
+    branch beside a linear map does; ``gated`` adds gates at sigmoid(4).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    arrays: dict[str, np.ndarray] = {}
+    for m in maps_of(config):
+        lead = () if m.heads is None else (m.heads,)
+        first, second = 1 / math.sqrt(m.inputs), 1 / math.sqrt(hidden)
+        sizes = {
+            "w1": ((*lead, hidden, m.inputs), first),
+            "b1": ((*lead, hidden), first),
+            "w2": ((*lead, m.outputs, hidden), 0.0 if zero else second),
+            "b2": ((*lead, m.outputs), 0.0 if zero else second),
+        }
+        for name, (shape, bound) in sizes.items():
+            draw = torch.rand(shape, generator=generator) * 2 - 1
+            arrays[f"{m.name}.{name}"] = (bound * draw).numpy()
+        if gated:
+            arrays[f"{m.name}.gate"] = np.full(_target_heads(config, m), GATE_START, np.float32)
+    return arrays
+
+
+def _target_heads(config: TranslatorConfig, m: Map) -> int:
+    return config.target.layers[m.layer].kv_heads

@@ -1,0 +1,668 @@
+"""The PyTorch training path: against MLX, finite differences, plain sums, and itself resumed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import kvlingo_mlx as kv  # noqa: E402
+from kvlingo_mlx import checkpoint  # noqa: E402
+from kvlingo_mlx.cli import run  # noqa: E402
+from kvlingo_mlx.errors import KVLingoError  # noqa: E402
+from kvlingo_mlx.evaluation import continuation as quality  # noqa: E402
+from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.norms import NORMS  # noqa: E402
+from kvlingo_mlx.samples import Sample  # noqa: E402
+from kvlingo_mlx.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.training import checkpoints, distill, stage1, torch_model  # noqa: E402
+from kvlingo_mlx.training.distributed import Group  # noqa: E402
+from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.training.objectives import loss_of, objective_named  # noqa: E402
+from kvlingo_mlx.training.pipeline import Plan, Training, make_config  # noqa: E402
+from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
+from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp  # noqa: E402
+from kvlingo_mlx.translator_config import TranslatorConfig, expected_shapes  # noqa: E402
+from kvlingo_mlx.translators import build  # noqa: E402
+
+PAIRS = (("dense", "wide"), ("dense", "moe"), ("moe", "dense"))
+
+
+class Random:
+    """Samples of random tokens, by number: only ``different`` ones, held out or not."""
+
+    def __init__(self, prefix: int = 40, continuation: int = 8, different: int = 3) -> None:
+        self.lengths, self.different = (prefix, continuation), different
+
+    def sample(self, index: int) -> Sample:
+        rng = np.random.default_rng(index % self.different)
+        prefix, continuation = self.lengths
+        length = prefix // 2 + int(rng.integers(prefix))
+        tokens = rng.integers(5, 280, length + continuation).tolist()
+        return Sample(tuple(tokens[:length]), tuple(tokens[length:]))
+
+    def held_out(self, count: int = 64) -> list[Sample]:
+        return [self.sample(i) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def torch_models(folders: dict[str, Path]) -> dict[str, TorchModel]:
+    """The tiny models through transformers, float32."""
+    names = ("dense", "wide", "moe", "narrow", "narrow_moe")
+    return {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in names}
+
+
+def linear_config(source: TorchModel, target: TorchModel, **options: Any) -> TranslatorConfig:
+    return make_config(source, target, Plan(**options))
+
+
+def random_arrays(config: TranslatorConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tensors of the size a translator has, for every kind."""
+    rng = np.random.default_rng(seed)
+    gates = [f"keys.{t}.gate" for t in range(len(config.target.layers))]
+    out = {}
+    for name, shape in expected_shapes(config, gates if config.kind == "mlp" else ()).items():
+        shape = tuple(6 if n == -1 else n for n in shape)
+        out[name] = rng.normal(size=shape) / math.sqrt(shape[-1])
+    return out
+
+
+# ---- the two runtimes describe and fit alike -------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dense", "wide", "moe"])
+def test_both_runtimes_describe_a_model_alike(
+    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], name: str
+) -> None:
+    ours = dataclasses.replace(torch_models[name].spec(), name="", revision=None)
+    assert ours == dataclasses.replace(models[name].spec(), name="", revision=None)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    ],
+    ids=["default", "linear", "yarn"],
+)
+def test_both_runtimes_describe_a_scaled_rotation_alike(
+    folders: dict[str, Path], tmp_path: Path, scaling: dict[str, Any] | None
+) -> None:
+    folder = tmp_path / "scaled"
+    folder.mkdir()
+    for file in folders["dense"].iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    mine, theirs = torch_model.load(str(folder), dtype=torch.float32), kv.load(folder)
+    assert mine.geometry == theirs.geometry
+    assert mine.geometry.fingerprint == theirs.geometry.fingerprint
+    tokens = np.random.default_rng(0).integers(5, 280, 90).tolist()
+    states = mine.states(tokens, "post_rope")
+    cache = quality.native(theirs)([*tokens, 5])
+    native = np.array(cache[2].keys[0, :, :90]).swapaxes(0, 1).reshape(90, -1)
+    assert np.abs(states.keys[2].numpy() - native).max() < 1e-4
+
+
+# Sources narrower than their hidden state: a square random projection is so badly conditioned
+# that the runtimes' rounding of a few 1e-7 in the states alone moves the maps by 1e-5.
+@pytest.mark.parametrize(
+    ("pair", "norm"),
+    [
+        *((("narrow", "wide"), norm) for norm in NORMS),
+        (("narrow", "moe"), "attention_mass"),
+        (("narrow_moe", "dense"), "frobenius"),
+    ],
+    ids=str,
+)
+def test_closed_form_equals_the_devices(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    pair: tuple[str, str],
+    norm: str,
+) -> None:
+    nu = 1 if pair[1] == "wide" else 2
+    data = [Random(60, different=99).sample(i) for i in range(10)]
+    device = kv.fit(*(models[n] for n in pair), data, norm=norm, nu=nu).to_weights()
+    source, target = (torch_models[n] for n in pair)
+    config = linear_config(source, target, nu=nu)
+    arrays, provenance = stage1.closed_form(config, source, target, data, norm=norm)
+    assert provenance["samples"] == 10
+    assert set(arrays) == set(device.arrays)
+    for name, array in arrays.items():
+        error = np.linalg.norm(array - device.as_float32(name)) / np.linalg.norm(array)
+        assert error < 1e-5, (name, error)
+
+
+def test_a_joint_closed_form_equals_least_squares(torch_models: dict[str, TorchModel]) -> None:
+    source, target = torch_models["moe"], torch_models["dense"]
+    config = linear_config(source, target, joint=True)
+    data = [Random(60, different=99).sample(i) for i in range(10)]
+    arrays, _ = stage1.closed_form(config, source, target, data)
+    read_, wanted = ([model.states(s.prefix) for s in data] for model in (source, target))
+    for t, (layer,) in enumerate(config.assignment.keys):
+        x = torch.cat([torch.cat([s.keys[layer], s.values[layer]], -1) for s in read_]).double()
+        y = torch.cat([torch.cat([s.keys[t], s.values[t]], -1) for s in wanted]).double()
+        best = np.linalg.lstsq(x.numpy(), y.numpy(), rcond=1e-4)[0].T
+        assert np.abs(arrays[f"joint.{t}.weight"] - best).max() < 1e-4 * np.abs(best).max()
+
+
+@pytest.mark.parametrize("capture", torch_model.POINTS)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_kl_equals_the_devices(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    pair: tuple[str, str],
+    capture: str,
+) -> None:
+    """One translator's KL by both runtimes, on samples of several lengths."""
+    source, target = (torch_models[n] for n in pair)
+    config = linear_config(source, target, nu=2, capture=capture)
+    arrays = random_arrays(config, 3)
+    weights = Weights.from_float32({n: a.astype(np.float32) for n, a in arrays.items()}, "float32")
+    device = build(config, weights)
+    mine = TorchTranslator.from_arrays(config, weights.arrays, "cpu")
+    objective = objective_named("kl")
+    for index in range(3):
+        sample = Random().sample(index)
+        reading = read(source, target, sample, capture)
+        ours = conversation_loss(target, mine, reading, objective).kl
+        theirs = device_kl(models[pair[0]], models[pair[1]], device, sample)
+        assert theirs > 0.01  # a random translator is a bad one
+        assert abs(ours - theirs) < 1e-4
+
+
+def device_kl(source: LanguageModel, target: LanguageModel, translator, sample: Sample) -> float:
+    caches = quality.native(target), quality.translated(source, target, translator)
+    native, translated = (
+        quality.log_probabilities(
+            target, make(sample.prefix), sample.prefix[-1], sample.continuation
+        ).astype(np.float64)
+        for make in caches
+    )
+    return float((np.exp(native) * (native - translated)).sum(axis=-1).mean())
+
+
+# ---- losses and gradients ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "weight"), [("kl", 1.0), ("ce", 1.0), ("mixed", 0.3)])
+def test_objectives_equal_plain_sums(
+    monkeypatch: pytest.MonkeyPatch, name: str, weight: float
+) -> None:
+    """In float64, in blocks of three tokens, against the formulas written out."""
+    monkeypatch.setattr("kvlingo_mlx.training.objectives.BLOCK", 3)
+    generator = torch.Generator().manual_seed(0)
+    student, teacher, head = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((8, 5), (8, 5), (5, 11))
+    )
+    labels = [3, 1, 4, 1, 5, 9, 2, 6]
+    found = loss_of(objective_named(name, weight), lambda h: h @ head, student, teacher, labels)
+    p, q = (np.exp((s @ head).numpy()) for s in (teacher, student))
+    p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+    kl = (p * np.log(p / q)).sum(-1).mean()
+    ce = -np.log(q[np.arange(8), labels]).mean()
+    expected = {"kl": kl, "ce": ce, "mixed": kl + weight * ce}[name]
+    assert found.value == pytest.approx(expected, rel=1e-12)
+    assert found.kl == pytest.approx(kl, rel=1e-12)
+    onehot = np.eye(11)[labels]
+    slopes = {"kl": q - p, "ce": q - onehot, "mixed": q - p + weight * (q - onehot)}[name] / 8
+    assert np.allclose(found.gradient.numpy(), slopes @ head.numpy().T, atol=1e-12)
+
+
+def test_unknown_objective() -> None:
+    with pytest.raises(ValueError, match="objective is 'mse'; it must be one of kl, ce, mixed"):
+        objective_named("mse")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"nu": 2},
+    "head-wise": {"head_mixing": False, "nu": 2},
+    "joint": {"joint": True},
+    "mlp": {"kind": "mlp", "nu": 2},
+    "head-wise mlp": {"kind": "mlp", "head_mixing": False},
+    "linear_mlp": {"kind": "linear_mlp"},
+    "post_norm": {"capture": "post_norm"},
+    "post_rope": {"capture": "post_rope", "nu": 2},
+}
+
+
+def double(folder: Path, monkeypatch: pytest.MonkeyPatch) -> TorchModel:
+    """A model in float64 throughout; transformers' own RMSNorm goes through float32."""
+    model = torch_model.load(str(folder), dtype=torch.float64)
+    for module in model.model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            monkeypatch.setattr(type(module), "forward", rms_norm)
+    return model
+
+
+def rms_norm(self: Any, x: Any) -> Any:
+    return self.weight * x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt()
+
+
+@pytest.mark.parametrize("objective", ["kl", "mixed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_equal_finite_differences(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, objective: str
+) -> None:
+    """Along random directions, through the maps, k_norm, RoPE and the target."""
+    if kind not in ("linear", "mlp") and objective == "mixed":
+        pytest.skip("one objective is enough beside the first kinds")
+    source, target = (double(folders[n], monkeypatch) for n in ("dense", "wide"))
+    config = linear_config(source, target, **KINDS[kind])
+    arrays = random_arrays(config)
+    translator = TorchTranslator.from_arrays(config, arrays, "cpu")
+    assert all(t.dtype == torch.float64 for t in translator.tensors.values())
+    reading = read(source, target, Random(20, 6).sample(0), config.capture)
+    goal = objective_named(objective)
+    conversation_loss(target, translator, reading, goal, scale=0.5)
+    rng = np.random.default_rng(1)
+    for name in sorted(arrays)[:: max(1, len(arrays) // 8)]:
+        direction = rng.normal(size=arrays[name].shape)
+        slope = 0.0
+        for sign in (1, -1):
+            moved = {**arrays, name: arrays[name] + sign * 1e-5 * direction}
+            there = TorchTranslator.from_arrays(config, moved, "cpu")
+            slope += sign * conversation_loss(target, there, reading, goal).value / 2e-5
+        found = 2.0 * float((translator.tensors[name].grad.numpy() * direction).sum())
+        assert found == pytest.approx(slope, rel=1e-5, abs=1e-9), name
+
+
+def test_gradients_add_up(torch_models: dict[str, TorchModel]) -> None:
+    source, target = torch_models["dense"], torch_models["moe"]
+    config = linear_config(source, target)
+    sums = []
+    for indices in ((0, 1), (0,), (1,)):
+        translator = TorchTranslator.from_arrays(config, random_arrays(config), "cpu")
+        for index in indices:
+            reading = read(source, target, Random().sample(index), "pre_norm")
+            conversation_loss(target, translator, reading, objective_named("kl"), scale=1.0)
+        sums.append({n: t.grad.clone() for n, t in translator.tensors.items()})
+    for name, both in sums[0].items():
+        assert torch.allclose(both, sums[1][name] + sums[2][name], atol=1e-6)
+        assert both.abs().max() > 0
+
+
+# ---- training ----------------------------------------------------------------------------
+
+
+def training(
+    models: dict[str, TorchModel],
+    out: Path,
+    *,
+    pair: tuple[str, str] = ("dense", "wide"),
+    **options: Any,
+) -> Training:
+    recipe = {"steps": 6, "batch": 2, "learning_rates": (1e-2,), "validate_every": 2}
+    recipe |= {k: options.pop(k) for k in list(options) if k in recipe or k == "objective"}
+    plan = Plan(fit_samples=6, held_out=3, recipe=distill.Recipe(**recipe), **options)
+    return Training(models[pair[0]], models[pair[1]], Random(), plan, out)
+
+
+def log_of(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def test_distillation_lowers_the_kl_and_writes_a_folder_that_mlx_reads(
+    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], tmp_path: Path
+) -> None:
+    out = training(torch_models, tmp_path / "t", steps=30, learning_rates=(1e-3,)).run()
+    log = log_of(tmp_path / "t.log.jsonl")
+    assert [line["step"] for line in log] == list(range(0, 31, 2))
+    first, last = log[0]["held_out"][0], log[-1]["held_out"][0]
+    assert last < 0.7 * first
+    translator = kv.load_translator(out)
+    provenance = translator.config.provenance
+    assert provenance["stage"] == 2 and provenance["held_out_kl"] == pytest.approx(last)
+    source, target = models["dense"], models["wide"]
+    kls = [device_kl(source, target, translator, s) for s in Random().held_out(3)]
+    assert np.mean(kls) == pytest.approx(last, abs=1e-4)
+    assert kv.generate(source, target, "hello there", translator=translator, max_tokens=4)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if "mlp" in k] + ["joint", "head-wise"])
+def test_every_kind_trains(torch_models: dict[str, TorchModel], tmp_path: Path, kind: str) -> None:
+    stage1_recipe = distill.Recipe(
+        steps=12, batch=2, learning_rates=(1e-2,), objective="reconstruction", validate_every=12
+    )
+    options = {**KINDS[kind], "hidden": 16, "stage1_recipe": stage1_recipe}
+    out = training(torch_models, tmp_path / "t", steps=12, learning_rates=(1e-3,), **options).run()
+    log = log_of(tmp_path / "t.log.jsonl")
+    assert log[-1]["held_out"][0] < log[0]["held_out"][0]
+    assert not (tmp_path / "t.partial").exists()
+    config, weights = checkpoint.read(out)
+    assert config.kind == KINDS[kind].get("kind", "linear")
+    assert set(weights.arrays) == set(expected_shapes(config, weights.arrays))
+
+
+def test_an_mlp_beside_a_linear_map_starts_at_it(torch_models: dict[str, TorchModel]) -> None:
+    source, target = torch_models["dense"], torch_models["wide"]
+    linear = linear_config(source, target)
+    both = dataclasses.replace(linear, kind="linear_mlp")
+    arrays = random_arrays(linear)
+    branch = initial_mlp(both, 8, 0, zero=True, gated=False)
+    reading = read(source, target, Random().sample(0), "pre_norm")
+    kls = [
+        conversation_loss(
+            target, TorchTranslator.from_arrays(c, a, "cpu"), reading, objective_named("kl")
+        ).kl
+        for c, a in ((linear, arrays), (both, {**arrays, **branch}))
+    ]
+    assert kls[0] == pytest.approx(kls[1], rel=1e-6)
+
+
+def test_a_killed_run_resumes_to_the_same_curve(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed between two checkpoints; the curve and the maps are those of an unbroken run."""
+    rates = (1e-3, 1e-2)
+    whole = training(torch_models, tmp_path / "whole", learning_rates=rates).run()
+    advance, count = distill.Distillation.advance, 0
+
+    def dying(self: distill.Distillation) -> None:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        advance(self)
+
+    monkeypatch.setattr(distill.Distillation, "advance", dying)
+    with pytest.raises(KeyboardInterrupt):
+        training(torch_models, tmp_path / "parts", learning_rates=rates).run()
+    assert not (tmp_path / "parts").exists()
+    monkeypatch.setattr(distill.Distillation, "advance", advance)
+    # Stage 1 is not worked out again.
+    monkeypatch.setattr(stage1, "closed_form", None)
+    parts = training(torch_models, tmp_path / "parts", learning_rates=rates).run()
+    logs = [log_of(tmp_path / f"{name}.log.jsonl") for name in ("whole", "parts")]
+    assert logs[0] == logs[1]
+    maps = [checkpoint.read(folder)[1].arrays for folder in (whole, parts)]
+    for name, array in maps[0].items():
+        assert np.array_equal(array, maps[1][name])
+
+
+def test_resuming_with_other_settings_is_refused(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint.write
+    monkeypatch.setattr(checkpoint, "write", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        training(torch_models, tmp_path / "t", steps=2).run()
+    monkeypatch.setattr(checkpoint, "write", write)
+    with pytest.raises(ValueError, match=r"steps was 2, is 4"):
+        training(torch_models, tmp_path / "t", steps=4).run()
+    with pytest.raises(ValueError, match="starts from another stage 1"):
+        training(torch_models, tmp_path / "t", steps=2, norm="sink_4").run()
+    training(torch_models, tmp_path / "t", steps=2).run()
+    assert not (tmp_path / "t.partial").exists()
+
+
+def test_a_sweep_shares_its_readings_and_keeps_the_best(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    whole = distill.read
+    monkeypatch.setattr(distill, "read", lambda *a: counts.append(1) or whole(*a))
+    rates = (1e-6, 3e-3, 1e-5)
+    out = training(torch_models, tmp_path / "t", learning_rates=rates, steps=10).run()
+    assert len(counts) == 10 * 2 + 6 * 3  # conversations, and held-out ones at 0, 2, .. 10
+    assert checkpoint.read_config(out).provenance["learning_rate"] == 3e-3
+    alone = training(torch_models, tmp_path / "alone", learning_rates=(3e-3,), steps=10).run()
+    maps = [checkpoint.read(folder)[1].arrays for folder in (out, alone)]
+    for name, array in maps[0].items():
+        assert np.array_equal(array, maps[1][name])
+
+
+def poison_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its sixth conversation on, the first translator seen gets no number as gradient."""
+    learn, calls = distill.conversation_loss, []
+
+    def poisoned(target: Any, translator: TorchTranslator, *rest: Any, **options: Any) -> Any:
+        loss = learn(target, translator, *rest, **options)
+        if options and translator is (calls or [translator])[0]:
+            calls.append(translator)
+            if len(calls) > 5:
+                translator.tensors["keys.0.weight"].grad[0, 0] = math.nan
+        return loss
+
+    monkeypatch.setattr(distill, "conversation_loss", poisoned)
+
+
+def test_a_diverged_run_leaves_the_others_alone(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = training(torch_models, tmp_path / "alone", learning_rates=(1e-4,)).run()
+    poison_first_run(monkeypatch)
+    rates = (1e-3, 1e-4)
+    mixed = training(torch_models, tmp_path / "mixed", learning_rates=rates)
+    kept = [checkpoint.read(folder)[1].arrays for folder in (mixed.run(), alone)]
+    assert checkpoint.read_config(mixed.out).provenance["learning_rate"] == 1e-4
+    assert all(np.array_equal(array, kept[1][name]) for name, array in kept[0].items())
+    assert "null" not in json.dumps(log_of(mixed.log)[-1]["held_out"])
+
+
+def test_a_training_that_diverges_stops_and_keeps_what_was_good(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison_first_run(monkeypatch)
+    with pytest.raises(KVLingoError, match=r"diverged.*0.01 at step 2; .*lower rate"):
+        training(torch_models, tmp_path / "t").run()
+    folder = tmp_path / "t.partial" / "stage2"
+    state = json.loads((folder / "state.json").read_text())
+    assert state["step"] == 2
+    kept = checkpoints.load_file(folder / state["tensors"])
+    assert all(bool(t.isfinite().all()) for t in kept.values())
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_full_disk_keeps_the_checkpoint_before(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = checkpoints.save_file
+
+    def full(tensors: Any, path: Path) -> None:
+        if "step-4" in path.name:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(tensors, path)
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    with pytest.raises(KVLingoError, match="the disk is full: step 4 could not be kept"):
+        training(torch_models, tmp_path / "t").run()
+    folder = tmp_path / "t.partial" / "stage2"
+    assert json.loads((folder / "state.json").read_text())["step"] == 2
+    assert sorted(p.name for p in folder.glob("step-*")) == ["step-2.safetensors"]
+    monkeypatch.setattr(checkpoints, "save_file", save)
+    training(torch_models, tmp_path / "t").run()
+    assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 2, 4, 6]
+
+
+# ---- many processes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_shares_are_fair_and_cover_everything(size: int) -> None:
+    rng = np.random.default_rng(size)
+    costs = (10 ** rng.uniform(1, 4, 16)).astype(int).tolist()
+    shares = [Group(rank, size).share(costs) for rank in range(size)]
+    assert sorted(i for share in shares for i in share) == list(range(16))
+    loads = [sum(costs[i] for i in share) for share in shares]
+    # The largest load of longest-first is within 4/3 of the best, which is at least this.
+    assert max(loads) <= 4 / 3 * max(max(costs), math.ceil(sum(costs) / size))
+
+
+WORKER = """
+import sys
+from pathlib import Path
+import torch
+sys.path.insert(0, {tests!r})
+torch.set_num_threads(1)
+from test_training import Random, distill, Plan, Training, torch_model
+from kvlingo_mlx.training.distributed import join, leave
+group = join("cpu")
+models = [torch_model.load(f, dtype=torch.float32) for f in {folders!r}]
+recipe = distill.Recipe(steps=4, batch=3, learning_rates=(1e-2,), validate_every=2)
+plan = Plan(fit_samples=4, held_out=3, recipe=recipe)
+Training(*models, Random(), plan, Path({out!r}), group).run()
+leave(group)
+"""
+
+
+def test_two_processes_give_the_result_of_one(
+    folders: dict[str, Path], torch_models: dict[str, TorchModel], tmp_path: Path
+) -> None:
+    pair = [str(folders["dense"]), str(folders["wide"])]
+    maps = []
+    for processes in (1, 2):
+        out = tmp_path / f"by-{processes}"
+        script = tmp_path / f"worker-{processes}.py"
+        tests = str(Path(__file__).parent)
+        script.write_text(WORKER.format(tests=tests, folders=pair, out=str(out)))
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={processes}", str(script),
+        ]  # fmt: skip
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        maps.append(checkpoint.read(out)[1].arrays)
+    start = checkpoint.read(training(torch_models, tmp_path / "start", steps=0).run())[1].arrays
+    for name, array in maps[0].items():
+        scale = np.linalg.norm(array)
+        assert np.linalg.norm(maps[1][name] - array) <= 1e-5 * scale
+        assert start[name].shape == array.shape
+
+
+# ---- refusals ----------------------------------------------------------------------------
+
+
+def test_plans_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="kind is 'conv'"):
+        Plan(kind="conv")
+    with pytest.raises(ValueError, match="a joint map is linear"):
+        Plan(joint=True, head_mixing=False)
+
+
+def test_a_destination_that_is_not_ours_is_refused_before_any_work(
+    torch_models: dict[str, TorchModel], tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "diary.txt").write_text("dear diary")
+    with pytest.raises(ValueError, match="is not a translator folder"):
+        training(torch_models, tmp_path / "mine").run()
+    assert not (tmp_path / "mine.partial").exists()
+
+
+# ---- the command --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    """Eighty small conversations of two questions each."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for number in range(80):
+        words = [" ".join(rng.choice(list("abcdefgh"), 9)) for _ in range(4)]
+        turns = [
+            {"role": role, "content": f"{number} {text}"}
+            for role, text in zip(("user", "assistant") * 2, words, strict=True)
+        ]
+        lines.append(json.dumps({"messages": turns}))
+    path = tmp_path / "talks.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def arguments(folders: dict[str, Path], data: Path, *more: str) -> list[str]:
+    pair = ["--source", str(folders["dense"]), "--target", str(folders["wide"])]
+    small = ["--fit-samples", "4", "--held-out", "3", "--batch-size", "2", "--dtype", "float32"]
+    return ["train", *pair, "--data", str(data), *small, *more]
+
+
+def test_the_command_trains_a_folder_that_imports(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib")
+    out, plot = str(tmp_path / "t"), tmp_path / "kl.png"
+    options = ["--out", out, "--steps", "3", "--lr", "1e-4,1e-3", "--val-every", "1"]
+    assert run(arguments(folders, jsonl, *options, "--plot", str(plot))) == 0
+    said = capsys.readouterr().out
+    assert f"wrote {out}: held-out KL" in said
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 1, 2, 3]
+    assert run(["import", out]) == 0
+    assert len(list(store.iterdir())) == 1
+
+
+def test_the_command_shows_prefix_lengths(
+    folders: dict[str, Path], jsonl: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(arguments(folders, jsonl, "--histogram")) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if " to " in line]
+    assert sum(int(row.split()[-2]) for row in rows) == 240
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--out is missing"),
+        (("--out", "x", "--lr", "fast"), "--lr is 'fast'"),
+        (("--out", "x", "--lr", "-1"), "learning rates are positive"),
+        (("--out", "x", "--dtype", "int8"), "--dtype is 'int8'"),
+        (("--out", "x", "--kind", "conv"), "kind is 'conv'"),
+        (("--out", "x", "--objective", "mse"), "objective is 'mse'"),
+        (("--out", "x", "--norm", "max"), "norm is 'max'"),
+        (("--out", "x", "--nu", "9"), "nu is 9"),
+    ],
+)
+def test_bad_options(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert run(arguments(folders, jsonl, *options)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_models_of_two_vocabularies_are_refused(
+    folders: dict[str, Path], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in folders["wide"].iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    command = arguments({**folders, "wide": other}, jsonl, "--out", str(tmp_path / "t"))
+    assert run(command) == 2
+    assert "needs a cross-tokenizer translator" in capsys.readouterr().err
+    assert not list(tmp_path.glob("t*.partial"))

@@ -1,0 +1,856 @@
+"""The training stream: what it reads, what a sample looks like, and which samples come when."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.training import data as data_room
+from kvlingo_mlx.training import records as records_room
+from kvlingo_mlx.training.conversations import keeps_system, normalise, pack, to_sample, until
+from kvlingo_mlx.training.data import Stream, prefix_histogram
+from kvlingo_mlx.training.library import Shelf
+from kvlingo_mlx.training.mixture import BLOCK, Mixture, PlainText, key_of, shuffled, slot_at
+from kvlingo_mlx.training.records import open_source
+
+MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
+GEMMA = (
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}"
+    "{% for message in messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
+    "{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{% if messages[0]['role'] == 'system' %}{% set rule = messages[0]['content'] %}"
+    "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}"
+    "{{ bos_token }}{% for message in turns %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('conversation roles must alternate') }}{% endif %}"
+    "{% if message['role'] == 'user' %}{% if loop.last and rule is defined %}"
+    "{{ '[INST] ' + rule + '\n\n' + message['content'] + '[/INST]' }}"
+    "{% else %}{{ '[INST] ' + message['content'] + '[/INST]' }}{% endif %}"
+    "{% else %}{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"
+)
+SPECIALS = {
+    "gemma": ["<bos>", "<start_of_turn>", "<end_of_turn>"],
+    "mistral": ["<s>", "</s>", "[INST]", "[/INST]"],
+}
+SMALL = Mixture().scaled(2048)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "one?"},
+    {"role": "assistant", "content": "<think>\nfirst trace\n</think>\n\none!"},
+    {"role": "user", "content": "two?"},
+    {"role": "assistant", "content": "two!", "reasoning_content": "second trace"},
+    {"role": "user", "content": "three?"},
+    {"role": "assistant", "content": "three!"},
+]
+
+
+def family(name: str) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.model_max_length = 10**9
+    if name != "qwen3":
+        marks = SPECIALS[name]
+        tokenizer.add_special_tokens(
+            {"bos_token": marks[0], "additional_special_tokens": marks[1:]}
+        )
+        tokenizer.chat_template = {"gemma": GEMMA, "mistral": MISTRAL}[name]
+    if name == "mistral":
+        tokenizer.eos_token = "</s>"
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> Any:
+    return family("qwen3")
+
+
+def write(path: Path, records: Iterable[Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+def conversation(number: int, facts: int, *, reasons: bool) -> dict[str, Any]:
+    """A dialogue which no other shares an opening, a question or an answer with."""
+    told = dialogues.dialogue(random.Random(number), facts, 3)
+    messages = [
+        m | {"content": f"#{number}.{i} {m['content']}"} for i, m in enumerate(told.conversation())
+    ]
+    for message in messages:
+        if reasons and message["role"] == "assistant":
+            message["reasoning_content"] = f"Let me see #{number}."
+    return {"uuid": f"u{number}", "messages": messages, "reasoning": "on" if reasons else "off"}
+
+
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, Any]]:
+    """Dialogues of very uneven lengths, most of them short, every fourth with traces."""
+    rng = random.Random(0)
+    facts = [min(100, 2 + int(rng.paretovariate(0.8) * 2)) for _ in range(600)]
+    return [conversation(i, n, reasons=i % 4 == 0) for i, n in enumerate(facts)]
+
+
+@pytest.fixture(scope="module")
+def data(told: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("data") / "told.jsonl", told)
+
+
+@pytest.fixture(scope="module")
+def stream(data: str, qwen3: Any) -> Stream:
+    return Stream([data], qwen3, SMALL, seed=3)
+
+
+@pytest.fixture(scope="module")
+def draws(stream: Stream) -> list[Any]:
+    return [stream.draw(index) for index in range(256)]
+
+
+def texts(tokenizer: Any, sample: Sample) -> tuple[str, str]:
+    return tokenizer.decode(list(sample.prefix)), tokenizer.decode(list(sample.continuation))
+
+
+# ---- reading -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 24])
+def test_jsonl_is_read_by_offset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    monkeypatch.setattr(records_room, "CHUNK", chunk)
+    path = tmp_path / "some.jsonl"
+    lines = ['{"text": "eins"}', "", '{"text": "zw\u00f6lf"}\r', "\r", "   ", '{"text": "\u4f60"}']
+    path.write_bytes("\n".join(lines).encode())
+    source, weight = open_source(path)
+    assert weight == 1.0
+    assert source.name == str(path)
+    expected = [
+        ({"text": "eins"}, 1),
+        ({"text": "zw\u00f6lf"}, 3),
+        (None, 5),
+        ({"text": "\u4f60"}, 6),
+    ]
+    assert len(source.sizes) == len(expected)
+    order = [3, 0, 2, 1, 3]
+    read = [source.read(number) for number in order]
+    assert read == [(expected[n][0], f"{path}, line {expected[n][1]}") for n in order]
+
+
+def test_a_folder_is_all_its_files(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    write(tmp_path / "b" / "late.jsonl", [{"text": "3"}])
+    write(tmp_path / "a.jsonl", [{"text": "1"}, {"text": "2"}])
+    write(tmp_path / "other.txt", [{"text": "no"}])
+    source, weight = open_source((tmp_path, 2.5))
+    assert weight == 2.5
+    assert [source.read(i)[0]["text"] for i in range(len(source.sizes))] == ["1", "2", "3"]
+    assert source.read(2)[1] == f"{tmp_path / 'b' / 'late.jsonl'}, line 1"
+
+
+def test_weights_and_at_signs(tmp_path: Path) -> None:
+    path = write(tmp_path / "a@home.jsonl", [{"text": "x"}])
+    assert open_source(path)[1] == 1.0
+    assert open_source(f"{path}@0.25")[1] == 0.25
+    for weight in ("0", "-1", "nan", "inf"):
+        with pytest.raises(ValueError, match="a@home.jsonl: weight .*, expected a positive number"):
+            open_source(f"{path}@{weight}")
+
+
+def test_sources_that_cannot_be_read(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("\n\n")
+    with pytest.raises(ValueError, match=r"empty.jsonl holds no records; each line should be"):
+        open_source(empty)
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(ValueError, match="bare holds no .jsonl file"):
+        open_source(tmp_path / "bare")
+    for name in ("absent.jsonl", "owner/absent.jsonl", "no such thing", "a/b/c"):
+        with pytest.raises(ValueError, match=f"{name} does not exist; give a JSONL file, a folder"):
+            open_source(name)
+
+
+class FakeSplit(list):
+    """As much of a ``datasets.Dataset`` as is asked for: rows by number, and a length."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    calls: list[tuple[Any, ...]] = []
+    row = {"uuid": "a", "reasoning": "off", "tools": None}
+    rows = [row | {"messages": conversation(i, 9, reasons=False)["messages"]} for i in range(30)]
+    splits = {"reasoning_off": FakeSplit(rows[:10]), "reasoning_on": FakeSplit(rows[10:])}
+
+    def load_dataset(name: str, config: str | None, split: str | None) -> Any:
+        calls.append((name, config, split))
+        if name == "nobody/nothing":
+            raise FileNotFoundError("Dataset 'nobody/nothing' doesn't exist on the Hub")
+        return splits if split is None else splits[split]
+
+    fake = types.ModuleType("datasets")
+    fake.load_dataset = load_dataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "datasets", fake)
+    return calls
+
+
+def test_hugging_face_datasets(hub: list[tuple[Any, ...]], qwen3: Any) -> None:
+    whole, weight = open_source("nvidia/Chat-v2@3")
+    assert (len(whole.sizes), weight) == (30, 3.0)
+    assert whole.read(9)[1] == "nvidia/Chat-v2:reasoning_off, record 10"
+    record, where = whole.read(10)
+    assert where == "nvidia/Chat-v2:reasoning_on, record 1"
+    assert record["messages"][0]["content"].startswith("#10.0 ")
+    assert len(open_source("nvidia/Chat-v2:reasoning_on")[0].sizes) == 20
+    assert len(open_source("nvidia/Chat-v2:default:reasoning_off")[0].sizes) == 10
+    assert hub == [
+        ("nvidia/Chat-v2", None, None),
+        ("nvidia/Chat-v2", None, "reasoning_on"),
+        ("nvidia/Chat-v2", "default", "reasoning_off"),
+    ]
+    assert Stream(["nvidia/Chat-v2"], qwen3, Mixture(packed_share=0)).sample(0).continuation
+
+
+def test_hugging_face_refusals(hub: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        ValueError, match="dataset nobody/nothing cannot be loaded: .*doesn't exist"
+    ):
+        open_source("nobody/nothing")
+    with pytest.raises(ValueError, match="a/b:c:d:e: expected owner/name, owner/name:split or"):
+        open_source("a/b:c:d:e")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "kvlingo-mlx\[cuda\]"'):
+        open_source("nvidia/Chat-v2")
+
+
+# ---- what a record says --------------------------------------------------------------
+
+
+def roles(record: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(m["role"], m["content"]) for m in normalise(record, "here")["messages"]]
+
+
+def test_nemotron_records() -> None:
+    record = {
+        "uuid": "0", "license": "odc-by", "used_in": ["super_v3"], "reasoning": "on", "tools": None,
+        "messages": [
+            {"role": "system", "content": "", "reasoning_content": None},
+            {"role": "user", "content": "hi", "reasoning_content": None},
+            {"role": "assistant", "content": "ho", "reasoning_content": " why\n", "tool_calls": []},
+        ],
+    }  # fmt: skip
+    assert normalise(record, "here") == {
+        "messages": [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "ho", "reasoning_content": "why"},
+        ]
+    }
+
+
+def test_sharegpt_and_texts() -> None:
+    turns = [("system", "s"), ("human", "q"), ("gpt", "a")]
+    record = {"conversations": [{"from": who, "value": text} for who, text in turns]}
+    assert roles(record) == [("system", "s"), ("user", "q"), ("assistant", "a")]
+    assert normalise({"text": "plain", "messages": None}, "here") == {"text": "plain"}
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "trace"),
+    [
+        ("<think>\nwhy\n</think>\n\nyes", "yes", "why"),
+        ("why</think>yes", "yes", "why"),
+        ("<think>\n\n</think>\n\nyes", "yes", None),
+        ("I <think> so", "I <think> so", None),
+    ],
+)
+def test_think_blocks_stand_apart(said: str, content: str, trace: str | None) -> None:
+    record = {
+        "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+    }
+    reply = normalise(record, "here")["messages"][-1]
+    assert (reply["content"], reply.get("reasoning_content")) == (content, trace)
+
+
+ASK, SAY = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "kept"),
+    [
+        ([ASK, SAY, ASK, CALL, {"role": "tool", "content": "42"}, SAY], "q a q"),
+        ([ASK, SAY, {"role": "user", "content": None}, SAY], "q a"),
+        ([ASK, SAY, ASK, {"role": "assistant", "content": "  "}, ASK, SAY], "q a q"),
+        ([ASK, SAY, ASK, {"role": "assistant", "content": "<think>\ncut"}], "q a q"),
+        ([SAY, ASK, SAY], "q a"),
+        ([ASK, ASK, SAY, SAY], "q\n\nq a\n\na"),
+        ([ASK, SAY, {"role": "system", "content": "s"}, ASK, SAY], "q a s\n\nq a"),
+        ([ASK, CALL], ""),
+        ([SAY], ""),
+        ([], ""),
+        ([ASK, {"role": "assistant", "content": "", "reasoning_content": "only this"}], ""),
+    ],
+)
+def test_conversations_are_read_up_to_a_hole(messages: list[Any], kept: str) -> None:
+    assert " ".join(text for _, text in roles({"messages": messages})) == kept
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ('{"messages": [{"role": "narrator", "content": "x"}]}',
+         "role 'narrator', expected one of system, user, assistant, tool"),
+        ('{"conversations": [{"from": "elf", "value": "x"}]}', "role 'elf', expected one of"),
+        ('{"messages": [{"role": "user", "content": [{}]}]}', "a message needs a role and a text"),
+        ('{"messages": ["x"]}', "a message needs a role"),
+        ('{"messages": "x"}', 'expected {"messages": [...]} or {"text": ...}'),
+        ('{"prompt": "x"}', 'expected {"messages": [...]} or {"text": ...}'),
+        ("[1]", 'expected {"messages": [...]} or {"text": ...}'),
+        ('{"messages": [', "not JSON (Expecting value"),
+    ],
+)  # fmt: skip
+def test_malformed_records_name_file_and_line(
+    tmp_path: Path, qwen3: Any, line: str, complaint: str
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"messages": []}\n\n' + line + "\n")
+    with pytest.raises(ValueError) as caught:
+        Stream([path], qwen3)
+    assert str(caught.value).startswith(f"{path}, line 3: {complaint}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_bad_line_met_later_is_named_too(tmp_path: Path, qwen3: Any) -> None:
+    good = [conversation(i, 4, reasons=False) for i in range(40)]
+    path = write(
+        tmp_path / "late.jsonl", [*good, {"messages": [ASK, {"role": "?", "content": ""}]}]
+    )
+    with pytest.raises(ValueError, match=r"late.jsonl, line 41: role '\?'"):
+        stream = Stream([path], qwen3, Mixture(packed_share=0))
+        [stream.sample(index) for index in range(64)]
+
+
+def test_records_without_an_answer_are_skipped_and_counted(tmp_path: Path, qwen3: Any) -> None:
+    good = [conversation(i, 9, reasons=False) for i in range(30)]
+    useless = [{"messages": [ASK]}, {"messages": []}, {"text": "plain"}, {"messages": [ASK, CALL]}]
+    stream = Stream([write(tmp_path / "some.jsonl", [*good, *useless])], qwen3, SMALL)
+    drawn = [stream.draw(index) for index in range(24)]
+    assert stream.skipped == len(useless)
+    assert max(record for draw in drawn for _, record in draw.records) < len(good)
+    with pytest.raises(ValueError, match=r"no assistant turn in .*none.jsonl: none of 4 records"):
+        Stream([write(tmp_path / "none.jsonl", useless)], qwen3)
+    with pytest.raises(ValueError, match="no training data; name a JSONL file"):
+        Stream([], qwen3)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path: Path) -> None:
+    tokenizer = family("qwen3")
+    tokenizer.chat_template = None
+    path = write(tmp_path / "one.jsonl", [{"messages": [ASK, SAY]}])
+    with pytest.raises(ValueError, match="has no chat template"):
+        Stream([path], tokenizer)
+
+
+# ---- how a sample is built -----------------------------------------------------------
+
+ON, OFF = 4, 6  # the turns of TALK with a trace and without
+RENDERED = {
+    ("qwen3", ON): (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none?<|im_end|>\n"
+        "<|im_start|>assistant\none!<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        "<think>\nsecond trace\n</think>\n\ntwo!<|im_end|>",
+    ),
+    ("qwen3", OFF): (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none?<|im_end|>\n"
+        "<|im_start|>assistant\none!<|im_end|>\n<|im_start|>user\ntwo?<|im_end|>\n"
+        "<|im_start|>assistant\ntwo!<|im_end|>\n<|im_start|>user\nthree?<|im_end|>\n"
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "three!<|im_end|>",
+    ),
+    ("gemma", ON): (
+        "<bos><start_of_turn>user\nBe brief.\n\none?<end_of_turn>\n<start_of_turn>model\none!"
+        "<end_of_turn>\n<start_of_turn>user\ntwo?<end_of_turn>\n<start_of_turn>model\n",
+        "<think>\nsecond trace\n</think>\n\ntwo!<end_of_turn>",
+    ),
+    ("gemma", OFF): (
+        "<bos><start_of_turn>user\nBe brief.\n\none?<end_of_turn>\n<start_of_turn>model\none!"
+        "<end_of_turn>\n<start_of_turn>user\ntwo?<end_of_turn>\n<start_of_turn>model\ntwo!"
+        "<end_of_turn>\n<start_of_turn>user\nthree?<end_of_turn>\n<start_of_turn>model\n",
+        "three!<end_of_turn>",
+    ),
+    ("mistral", ON): (
+        "<s>[INST] Be brief.\n\none?[/INST] one!</s>[INST] two?[/INST]",
+        " <think>\nsecond trace\n</think>\n\ntwo!</s>",
+    ),
+    ("mistral", OFF): (
+        "<s>[INST] Be brief.\n\none?[/INST] one!</s>[INST] two?[/INST] two!</s>"
+        "[INST] three?[/INST]",
+        " three!</s>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "turn"), RENDERED)
+def test_samples_of_three_families(name: str, turn: int) -> None:
+    tokenizer = family(name)
+    messages = normalise({"messages": TALK}, "here")["messages"]
+    assert keeps_system(tokenizer) == (name == "qwen3")
+    cut = until(messages, turn, fold=not keeps_system(tokenizer))
+    assert all(set(message) == {"role", "content"} for message in cut)
+    assert texts(tokenizer, to_sample(cut, tokenizer, 2048)) == RENDERED[name, turn]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma", "mistral"])
+def test_streams_of_three_families(name: str, tmp_path: Path) -> None:
+    """Through the whole stream: each sample is one of the two the record can give."""
+    tokenizer = family(name)
+    path = write(tmp_path / "talk.jsonl", [{"messages": TALK[:1] + TALK[3:]}] * 20)
+    drawn = [Stream([path], tokenizer, Mixture(packed_share=0), seed).draw(0) for seed in range(8)]
+    first = {
+        "qwen3": "one?<|im_end|>\n<|im_start|>assistant\none!<|im_end|>\n<|im_start|>user\n",
+        "gemma": "one?<end_of_turn>\n<start_of_turn>model\none!<end_of_turn>\n"
+        "<start_of_turn>user\n",
+        "mistral": "one?[/INST] one!</s>[INST] ",
+    }[name]
+    for draw in drawn:
+        prefix, continuation = RENDERED[name, ON if draw.reasoning else OFF]
+        assert texts(tokenizer, draw.sample) == (prefix.replace(first, ""), continuation)
+    assert {draw.reasoning for draw in drawn} == {True, False}
+
+
+def test_packing_lifts_the_last_question(qwen3: Any) -> None:
+    first = [{"role": "system", "content": "rule"}, ASK, SAY]
+    middle = normalise({"messages": TALK}, "here")["messages"][:5]
+    last = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}, ASK]
+    packed = pack([first, middle, last], 1)
+    assert [message["content"] for message in packed] == [
+        "rule\n\nq", "a", "Be brief.\n\none?", "one!", "Q", "A", "two?",
+        "<think>\nsecond trace\n</think>\n\ntwo!",
+    ]  # fmt: skip
+    assert [m["role"] for m in packed] == ["user", "assistant"] * 4
+    alone = pack([last, first], 1)
+    assert [m["content"] for m in alone] == ["Q", "A", "rule\n\nq", "a"]
+    for name in ("gemma", "mistral"):
+        tokenizer = family(name)
+        prefix, _ = texts(tokenizer, to_sample(packed, tokenizer, 9))
+        assert prefix.count("two?") == 1
+        assert prefix.endswith(RENDERED[name, ON][0][-20:])
+
+
+def turn_text(message: dict[str, str], *, trace: bool = False) -> str:
+    think = f"<think>\n{message['reasoning_content']}\n</think>\n\n" if trace else ""
+    return f"<|im_start|>{message['role']}\n{think}{message['content']}<|im_end|>"
+
+
+def by_hand(messages: list[dict[str, str]], turn: int) -> tuple[str, str]:
+    """Qwen3's rendering as the paper shows it, without a template."""
+    reply = messages[turn]
+    reasons = "reasoning_content" in reply
+    header = "<|im_start|>assistant\n" + ("" if reasons else "<think>\n\n</think>\n\n")
+    whole = turn_text(reply, trace=reasons).removeprefix("<|im_start|>assistant\n")
+    return "".join(turn_text(m) + "\n" for m in messages[:turn]) + header, whole
+
+
+def test_natural_samples_are_turns_of_their_record(
+    draws: list[Any], told: list[dict[str, Any]], qwen3: Any
+) -> None:
+    turns = Counter()
+    for draw in (d for d in draws if d.kind == "natural"):
+        ((source, record),) = draw.records
+        messages = told[record]["messages"]
+        prefix, continuation = texts(qwen3, draw.sample)
+        matching = [
+            i for i, m in enumerate(messages) if by_hand(messages, i) == (prefix, continuation)
+        ]
+        assert len(matching) == 1, prefix[-200:]
+        assert source == 0
+        assert draw.reasoning == (record % 4 == 0)
+        assert messages[matching[0]]["role"] == "assistant"
+        turns[matching[0] == len(messages) - 1] += 1
+    assert min(turns.values()) > 10, "not only the last turn of a conversation is drawn"
+
+
+def test_packed_samples_hold_whole_conversations(
+    draws: list[Any], told: list[dict[str, Any]], qwen3: Any
+) -> None:
+    behind = 0
+    for draw in (d for d in draws if d.kind == "packed"):
+        prefix, continuation = texts(qwen3, draw.sample)
+        lifted, *others = (told[record]["messages"] for _, record in draw.records)
+        question, answer = lifted[-2:]
+        header = by_hand([question, answer], 1)
+        assert prefix.endswith(header[0])
+        assert continuation == header[1]
+        assert prefix.count(question["content"]) == 1
+        assert answer["content"] not in prefix
+        wholes = ["".join(turn_text(m) + "\n" for m in messages) for messages in others]
+        remainder = "".join(turn_text(m) + "\n" for m in lifted[:-2])
+        assert all(prefix.count(whole) == 1 for whole in [*wholes, remainder])
+        assert len(prefix) == len(header[0]) + len(remainder) + sum(map(len, wholes))
+        assert len(set(draw.records)) == len(draw.records)
+        behind += prefix.index(remainder) > 0
+        assert "Let me see" not in prefix
+    assert 10 < behind < 118, "the evaluated conversation stands anywhere"
+
+
+def test_lengths_keep_to_the_mixture(draws: list[Any]) -> None:
+    for draw in draws:
+        low, high = SMALL.natural if draw.kind == "natural" else SMALL.packed
+        assert low <= len(draw.sample.prefix) <= high
+        assert 0 < len(draw.sample.continuation) <= SMALL.max_continuation
+        assert len(draw.sample.prefix) + len(draw.sample.continuation) <= 2048
+
+
+def test_full_size_packs(tmp_path: Path, qwen3: Any) -> None:
+    records = [conversation(i, 60, reasons=False) for i in range(80)]
+    stream = Stream([write(tmp_path / "long.jsonl", records)], qwen3, Mixture(packed_share=1))
+    lengths = [len(stream.sample(index).prefix) for index in range(4)]
+    assert all(12_288 <= length <= 16_384 for length in lengths)
+    assert max(lengths) - min(lengths) > 500
+
+
+def test_continuations_are_cut(data: str, qwen3: Any) -> None:
+    short = Stream([data], qwen3, Mixture(SMALL.natural, SMALL.packed, max_continuation=5))
+    whole = Stream([data], qwen3, Mixture(SMALL.natural, SMALL.packed))
+    for index in range(6):
+        assert short.sample(index).continuation == whole.sample(index).continuation[:5]
+        assert len(short.sample(index).continuation) == 5
+
+
+# ---- which samples come --------------------------------------------------------------
+
+
+def chi_square(lengths: list[int], low: int, high: int, bins: int = 8) -> float:
+    counts, _ = np.histogram(lengths, np.linspace(low, high + 1, bins + 1))
+    expected = len(lengths) / bins
+    return float(((counts - expected) ** 2).sum() / expected)
+
+
+def test_natural_lengths_are_near_uniform(
+    stream: Stream, draws: list[Any], told: list[dict[str, Any]], qwen3: Any
+) -> None:
+    low, high = SMALL.natural
+    drawn = [len(d.sample.prefix) for d in draws if d.kind == "natural"]
+    assert len(drawn) == 128
+    as_they_come = [
+        len(qwen3.encode(by_hand(r["messages"], len(r["messages"]) - 1)[0])) for r in told[:128]
+    ]
+    # The 0.999 quantile of chi-square with 7 degrees of freedom is 24.3.
+    assert chi_square(as_they_come, low, high) > 100, "the data must not be uniform to begin with"
+    assert chi_square(drawn, low, high) < 24.3
+
+
+def test_reasoning_alternates(draws: list[Any]) -> None:
+    for kind in ("natural", "packed"):
+        on = [draw.reasoning for draw in draws if draw.kind == kind]
+        assert 0.45 < sum(on) / len(on) < 0.55
+    natural = [draw for draw in draws if draw.kind == "natural"]
+    long = [d.reasoning for d in natural if len(d.sample.prefix) > SMALL.natural[1] / 2]
+    assert 0.35 < sum(long) / len(long) < 0.65
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.3, 0.5, 1.0])
+def test_shares_hold_in_every_stretch(share: float) -> None:
+    slots = [slot_at(index, Mixture(packed_share=share), seed=5) for index in range(400)]
+    for kind in ("natural", "packed"):
+        ordinals = [slot.ordinal for slot in slots if slot.kind == kind]
+        assert sorted(ordinals) == list(range(len(ordinals))), "each ordinal comes once"
+    packed = np.cumsum([slot.kind == "packed" for slot in slots])
+    ends = np.arange(BLOCK, 401, BLOCK)
+    assert np.abs(packed[ends - 1] - share * ends).max() <= 1
+    if share == 0.5:
+        for processes in (2, 4, 8):
+            kinds = [slot.kind for slot in slots[::processes]]
+            assert 0.3 < kinds.count("packed") / len(kinds) < 0.7, "no process gets one kind only"
+
+
+def test_the_walk_meets_each_record_once_an_epoch() -> None:
+    for size in (1, 2, 3, 10, 64, 1000):
+        assert sorted(shuffled(i, size, 7) for i in range(size)) == list(range(size))
+    shelf = Shelf(4, np.arange(100, 150), np.arange(50, 0, -1), 1.0)
+    epochs = [[shelf.at(i, key=1) for i in range(e * 50, e * 50 + 50)] for e in range(3)]
+    assert all(sorted(epoch) == [(4, n) for n in range(100, 150)] for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    largest = {shelf.at(i, key=1, among=10)[1] for i in range(40)}
+    assert largest == set(range(100, 110))
+    assert [shelf.at_least(size, 3) for size in (48.5, 45.0, 1000.0)] == [3, 6, 3]
+
+
+def test_the_order_is_the_same_on_every_machine() -> None:
+    """Written down once: a run that resumes elsewhere must meet the same records."""
+    assert key_of(0, "natural", 3) == 13374673769651531736
+    assert [shuffled(i, 12, key_of("x")) for i in range(12)] == [
+        0,
+        11,
+        9,
+        7,
+        3,
+        1,
+        5,
+        4,
+        8,
+        2,
+        10,
+        6,
+    ]
+
+
+def test_records_are_visited_evenly(tmp_path: Path, qwen3: Any) -> None:
+    """Conversations of one size: over two epochs of packs none is left out or worn out."""
+    records = [conversation(i, 12, reasons=False) for i in range(60)]
+    path = write(tmp_path / "even.jsonl", records)
+    stream = Stream([path], qwen3, Mixture((10, 1820), SMALL.packed, packed_share=1))
+    met: Counter[int] = Counter()
+    epochs, index = 4, 0
+    while sum(met.values()) < epochs * 54:
+        met.update(record for _, record in stream.draw(index).records)
+        index += 1
+    assert len(met) == 54
+    assert max(met.values()) <= 2 * epochs
+
+
+def test_a_sample_is_a_function_of_seed_and_index(data: str, qwen3: Any, draws: list[Any]) -> None:
+    resumed = Stream([data], qwen3, SMALL, seed=3)
+    for index in (200, 17, 200, 255, 3):
+        assert resumed.draw(index) == draws[index]
+    other = Stream([data], qwen3, SMALL, seed=4)
+    assert [other.sample(i) for i in range(8)] != [draw.sample for draw in draws[:8]]
+    packed = [draw.sample for draw in draws if draw.kind == "packed"]
+    assert len(set(packed)) == len(packed)
+
+
+ELSEWHERE = """
+import sys
+from kvlingo_mlx.training.data import Stream
+from kvlingo_mlx.training.mixture import Mixture
+
+class Letters:
+    chat_template, eos_token = "", "$"
+    def apply_chat_template(self, messages, **options):
+        said = "".join(m["role"][0] + m["content"] + "$" for m in messages)
+        return said + "a" * options["add_generation_prompt"]
+    def encode(self, text, add_special_tokens):
+        return [ord(letter) for letter in text]
+
+stream = Stream([path], Letters(), Mixture((10, 4000), (4000, 6000)), seed=9)
+heavy = {"torch", "transformers", "mlx", "mlx_lm", "datasets", "huggingface_hub"} & set(sys.modules)
+"""
+
+
+def test_another_process_draws_the_same(data: str) -> None:
+    """With other string hashes, and with nothing heavy loaded."""
+    scope: dict[str, Any] = {"path": data}
+    exec(ELSEWHERE, scope)
+    child = f"path = {data!r}\n{ELSEWHERE}\nprint(hash(stream.sample(5)), *heavy)"
+    for number in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-c", child],
+            env={**os.environ, "PYTHONHASHSEED": number},
+            capture_output=True,
+            text=True,
+        )
+        # Hashes of tuples of ints do not depend on the seed.
+        assert done.stdout.split() == [str(hash(scope["stream"].sample(5)))], done.stderr
+
+
+# ---- held-out records ----------------------------------------------------------------
+
+
+def numbers(text: str) -> set[int]:
+    """The records whose turns a text holds: each turn begins with #record.turn."""
+    return {int(part.split(".")[0]) for part in text.split("#")[1:]}
+
+
+def test_held_out_records_never_train(stream: Stream, draws: list[Any], qwen3: Any) -> None:
+    held = stream.held_out(24)
+    assert len(set(held)) == len(held) == 24
+    assert stream.reserved == 60
+    kept = set().union(*(numbers(texts(qwen3, sample)[0]) for sample in held))
+    trained = {record for draw in draws for _, record in draw.records}
+    assert len(kept) > 30
+    assert len(trained) > 300
+    assert not kept & trained
+    assert kept <= {shuffled(i, 600, key_of(3, "held out")) for i in range(60)}
+    lengths = [len(sample.prefix) for sample in held]
+    assert sum(length >= SMALL.packed[0] for length in lengths) == 12
+
+
+def test_the_same_question_elsewhere_does_not_train(tmp_path: Path, qwen3: Any) -> None:
+    """As in Nemotron: every question answered twice, with reasoning and without."""
+    twice = [conversation(i % 40, 6, reasons=i >= 40) for i in range(80)]
+    path = write(tmp_path / "twice.jsonl", twice)
+    stream = Stream([path], qwen3, SMALL)
+    kept = set().union(*(numbers(texts(qwen3, sample)[0]) for sample in stream.held_out(32)))
+    drawn = [stream.draw(index) for index in range(64)]
+    trained = {record % 40 for draw in drawn for _, record in draw.records}
+    assert kept
+    assert not kept & trained
+    assert len(trained) > 25
+    for draw in drawn:
+        questions = Counter(record % 40 for _, record in draw.records)
+        assert questions[draw.records[0][1] % 40] == 1, "its twin would give the answer away"
+
+
+def test_held_out_of_little_data(tmp_path: Path, qwen3: Any) -> None:
+    few = [conversation(i, 12, reasons=False) for i in range(12)]
+    stream = Stream([write(tmp_path / "few.jsonl", few)], qwen3, SMALL)
+    assert stream.reserved == 2
+    held = stream.held_out(8)
+    assert 2 <= len(held) <= 8
+    assert max(len(sample.prefix) for sample in held) < SMALL.packed[0], "too little to pack"
+    with pytest.raises(ValueError, match="no sample in the 0 records held out of .*one.jsonl"):
+        Stream([write(tmp_path / "one.jsonl", few[:1])], qwen3, Mixture(packed_share=0)).held_out()
+
+
+# ---- several sources, what does not fit, texts ---------------------------------------
+
+
+def test_weights_are_shares_of_the_samples(tmp_path: Path, qwen3: Any) -> None:
+    paths = [
+        write(
+            tmp_path / f"{name}.jsonl",
+            [conversation(first + i, 5, reasons=False) for i in range(count)],
+        )
+        for name, first, count in (("a", 0, 30), ("b", 100, 90))
+    ]
+    stream = Stream([f"{paths[0]}@3", (paths[1], 1.0)], qwen3, Mixture(packed_share=0))
+    origin = Counter(stream.draw(index).records[0][0] for index in range(100))
+    assert 0.65 < origin[0] / 100 < 0.85
+    packs = Stream(
+        [f"{paths[0]}@3", (paths[1], 1.0)], qwen3, Mixture(SMALL.natural, SMALL.packed, 1.0)
+    )
+    places = Counter(source for index in range(20) for source, _ in packs.draw(index).records)
+    assert 0.65 < places[0] / sum(places.values()) < 0.85
+
+
+def test_what_does_not_fit_is_refused(data: str, tmp_path: Path, qwen3: Any) -> None:
+    long = Mixture(natural=(9000, 10_000), packed_share=0)
+    with pytest.raises(
+        ValueError, match=r"sample 0: no conversation with a prefix of 9000 to 10000 "
+    ):
+        Stream([data], qwen3, long).sample(0)
+    few = write(tmp_path / "few.jsonl", [conversation(i, 9, reasons=False) for i in range(9)])
+    with pytest.raises(
+        ValueError, match=r"no concatenation with a prefix of 12288 to 16384 tokens in"
+    ):
+        Stream([few], qwen3, Mixture(packed_share=1)).sample(0)
+
+
+def test_what_does_not_fit_is_drawn_again(
+    tmp_path: Path, qwen3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three prefixes in a hundred are within the range; they are found, but not at once."""
+    words = "Please read this list and remember it. " * 40
+    talks = [
+        [{"role": "user", "content": f"#{i} {'' if i % 33 == 5 else words}"}, SAY]
+        for i in range(200)
+    ]
+    path = write(tmp_path / "mostly.jsonl", [{"messages": talk} for talk in talks])
+    stream = Stream([path], qwen3, Mixture((10, 60), packed_share=0))
+    drawn = [stream.draw(index) for index in range(48)]
+    assert {draw.records[0][1] % 33 for draw in drawn} == {5}
+    monkeypatch.setattr(data_room, "TRIES", 1)
+    with pytest.raises(ValueError, match="no conversation with a prefix of 10 to 60 tokens"):
+        [stream.draw(index) for index in range(48)]
+
+
+def test_mixtures() -> None:
+    full = Mixture()
+    assert (full.natural, full.packed) == ((10, 10_000), (12_288, 16_384))
+    assert (full.packed_share, full.max_prefix, full.max_continuation) == (0.5, 16_384, 2048)
+    assert full.scaled(16_384 + 2048) is full
+    assert full.scaled(40_960) is full
+    half = full.scaled(9216)
+    assert (half.natural, half.packed) == ((10, 5000), (6144, 8192))
+    assert (half.max_prefix, half.max_continuation) == (8192, 1024)
+    for context in (64, 512, 2048, 4096):
+        small = full.scaled(context)
+        assert small.max_prefix + small.max_continuation == context
+        assert math.isclose(small.packed[0] / context, 12_288 / 18_432, abs_tol=1 / context)
+    assert PlainText().scaled(2048) == PlainText(256, 256)
+    assert PlainText().scaled(100) == PlainText(50, 50)
+
+
+@pytest.mark.parametrize(
+    ("facts", "complaint"),
+    [
+        ({"natural": (0, 10)}, "natural prefixes of 0 to 10 tokens: expected 0 < low <= high"),
+        ({"packed": (12, 9)}, "packed prefixes of 12 to 9 tokens: expected"),
+        ({"packed": (12, 20_000)}, "max_prefix, which is 16384"),
+        ({"packed_share": 1.5}, "packed_share 1.5: expected a share from 0 to 1"),
+        ({"max_continuation": 0}, "max_continuation 0: expected at least 1"),
+    ],
+)
+def test_impossible_mixtures(facts: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Mixture(**facts)
+    with pytest.raises(ValueError, match=r"windows of 0 \+ 8 tokens"):
+        PlainText(0, 8)
+
+
+def test_plain_text_windows(tmp_path: Path, qwen3: Any) -> None:
+    words = dialogues.NAMES + dialogues.CITIES
+    rng = random.Random(1)
+    books = [" ".join(rng.choice(words) for _ in range(n)) for n in (20, 900, 20_000, 1000, 800)]
+    path = write(tmp_path / "books.jsonl", [{"text": book} for book in [*books, ""]])
+    tokenizer = family("qwen3")
+    tokenizer.chat_template = None
+    stream = Stream([path], tokenizer, PlainText(), seed=2)
+    drawn = [stream.draw(index) for index in range(24)]
+    starts: list[int] = []
+    for draw in drawn:
+        assert (len(draw.sample.prefix), len(draw.sample.continuation)) == (256, 256)
+        prefix, continuation = texts(tokenizer, draw.sample)
+        assert prefix + continuation in books[draw.records[0][1]]
+        assert (draw.kind, draw.reasoning) == ("text", False)
+        starts.append(books[draw.records[0][1]].index(prefix))
+    assert len({draw.sample for draw in drawn}) >= 20  # short books: a window may come twice
+    assert min(starts) < 2000, "windows lie anywhere in a text"
+    assert max(starts) > 50_000
+    assert starts.count(0) < 3
+    assert len({draw.records[0][1] for draw in drawn}) >= 3
+    assert drawn[7] == Stream([path], tokenizer, PlainText(), seed=2).draw(7)
+    short = tokenizer.decode(tokenizer.encode(books[2])[:700])
+    stream = Stream(
+        [write(tmp_path / "short.jsonl", [{"text": short}] * 3)], tokenizer, PlainText()
+    )
+    begins = {short.index(texts(tokenizer, stream.sample(index))[0]) for index in range(12)}
+    assert len(begins) > 6
+    with pytest.raises(ValueError, match=r"no text of 90000 tokens in .*books.jsonl; ask for less"):
+        Stream([path], tokenizer, PlainText(45_000, 45_000)).sample(0)
+    talks = write(tmp_path / "talks.jsonl", [{"messages": [ASK, SAY]}])
+    with pytest.raises(
+        ValueError, match=r'no text in .*talks.jsonl: none of 1 records is \{"text"'
+    ):
+        Stream([talks], tokenizer, PlainText())
+
+
+def test_histogram(stream: Stream, draws: list[Any]) -> None:
+    rows = prefix_histogram(stream, count=64, bins=10)
+    assert len(rows) == 10
+    assert [row[0] for row in rows[1:]] == [row[1] for row in rows[:-1]]
+    for low, high, on, off in rows:
+        inside = [d.reasoning for d in draws[:64] if low <= len(d.sample.prefix) < high]
+        assert (on, off) == (sum(inside), len(inside) - sum(inside))
+    assert sum(on + off for *_, on, off in rows) == 64
+    ratios = [high / low for low, high, *_ in rows]
+    assert max(ratios) / min(ratios) < 1.1

@@ -385,13 +385,18 @@ class Training:
                 progress.update(
                     bar, completed=state["step"], description=f"{self.args.model} {text}"
                 )
-                if state["step"] % 20 == 0:
-                    with open(self.partial / "log.jsonl", "a") as log:
-                        log.write(json.dumps({**state, "loss": round(loss, 4)}) + "\n")
-                if state["step"] % 200 == 0 or state["step"] == steps:
-                    self.save()
+                self.keep(loss)
         write_folder(Path(self.args.out), self.model, self.tokenizer, self.args, state)
         (self.partial / "state.pt").unlink()
+
+    def keep(self, loss: float) -> None:
+        """Log every 20th step; save every 200th, and the last."""
+        step = self.state["step"]
+        if step % 20 == 0:
+            with open(self.partial / "log.jsonl", "a") as log:
+                log.write(json.dumps({**self.state, "loss": round(loss, 4)}) + "\n")
+        if step % 200 == 0 or step == self.args.steps:
+            self.save()
 
     def advance(self) -> float:
         """One step, the clock and the curriculum."""

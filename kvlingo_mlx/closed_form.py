@@ -97,8 +97,7 @@ def moment_widths(config: TranslatorConfig) -> dict[str, tuple[int, int]]:
     """Widths of x and y, all heads included, of every map by its name in the format."""
     target = config.target.layers
     if config.joint:
-        joint = [(m.name, (m.inputs, m.outputs)) for m in maps_of(config)]
-        return dict(joint)
+        return {m.name: (m.inputs, m.outputs) for m in maps_of(config)}
     return {
         f"{side}.{t}": (
             sum(config.source.layers[s].width(side) for s in config.assignment.side(side)[t]),

@@ -406,8 +406,13 @@ def test_resuming_with_other_settings_is_refused(
     monkeypatch.setattr(checkpoint, "write", write)
     with pytest.raises(ValueError, match=r"steps was 2, is 4"):
         training(torch_models, tmp_path / "t", steps=4).run()
-    with pytest.raises(ValueError, match="starts from another stage 1"):
+    with pytest.raises(ValueError, match="norm was 'frobenius', is 'sink_4'"):
         training(torch_models, tmp_path / "t", steps=2, norm="sink_4").run()
+    other = dataclasses.replace(
+        training(torch_models, tmp_path / "t", steps=2), settings={"data": ["b.jsonl"]}
+    )
+    with pytest.raises(ValueError, match=r"data was None, is \['b.jsonl'\]"):
+        other.run()
     training(torch_models, tmp_path / "t", steps=2).run()
     assert not (tmp_path / "t.partial").exists()
 

@@ -49,7 +49,7 @@ class Checkpoints:
         if not (self.folder / STATE).exists():
             return
         state = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
-        self._check_settings(state["settings"])
+        check_settings(self.folder, state["settings"], self.settings)
         tensors = load_file(self.folder / state["tensors"], device=str(training.target.device))
         for index, (run, kept) in enumerate(zip(training.runs, state["runs"], strict=True)):
             _restore_run(run, f"{index}/", tensors)
@@ -82,29 +82,19 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, self.folder / f"{name}.tmp")
             os.replace(self.folder / f"{name}.tmp", self.folder / name)
-            self._write(STATE, json.dumps(state, indent=2) + "\n")
+            # The log first: a line too many is dropped on resuming, a lost one is lost.
             with open(self.folder / LOG, "a", encoding="utf-8") as log:
                 log.write(json.dumps(_finite(entry)) + "\n")
+            write_text(self.folder / STATE, json.dumps(state, indent=2) + "\n")
         for old in self.folder.glob("step-*.safetensors"):
             if old.name != name:
                 old.unlink()
 
     def finish(self, log: Path | None = None) -> None:
         """Remove the folder once the translator is written; the log goes to ``log``."""
-        if log is not None:
+        if log is not None and (self.folder / LOG).exists():
             os.replace(self.folder / LOG, log)
         shutil.rmtree(self.folder)
-
-    def _check_settings(self, kept: Mapping[str, Any]) -> None:
-        current = json.loads(json.dumps(dict(self.settings)))
-        names = sorted({*kept, *current})
-        changed = [n for n in names if kept.get(n) != current.get(n)]
-        if changed:
-            listed = "; ".join(f"{n} was {kept.get(n)!r}, is {current.get(n)!r}" for n in changed)
-            raise ValueError(
-                f"{self.folder} holds a run with other settings ({listed}); give the same ones "
-                "to resume it, or remove the folder to start anew"
-            )
 
     def _trim_log(self, step: int) -> None:
         """Drop what was logged after the checkpoint that is resumed."""
@@ -112,15 +102,7 @@ class Checkpoints:
         if path.exists():
             lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if json.loads(line)["step"] <= step]
-            self._write(LOG, "".join(kept))
-
-    def _write(self, name: str, text: str) -> None:
-        temporary = self.folder / f"{name}.tmp"
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.folder / name)
+            write_text(path, "".join(kept))
 
     @contextlib.contextmanager
     def _disk_errors(self, step: int) -> Iterator[None]:
@@ -136,6 +118,28 @@ class Checkpoints:
                 f"the disk is full: step {step} could not be kept in {self.folder}; the "
                 "checkpoint before it is intact, free some space and run the same command"
             ) from None
+
+
+def check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse (ValueError) to resume with other settings; names those that differ."""
+    current = json.loads(json.dumps(dict(settings)))
+    changed = [n for n in sorted({*kept, *current}) if kept.get(n) != current.get(n)]
+    if changed:
+        listed = "; ".join(f"{n} was {kept.get(n)!r}, is {current.get(n)!r}" for n in changed)
+        raise ValueError(
+            f"{folder} holds a run with other settings ({listed}); give the same ones "
+            "to resume it, or remove the folder to start anew"
+        )
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file at once: the old text or the new, never half of it."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
 def _tensors_of(run: Run, prefix: str) -> dict[str, torch.Tensor]:

@@ -83,7 +83,9 @@ def train(
     stream = options.stream(target.tokenizer, min(source.context_length, target.context_length))
     group = distributed.join(str(target.device))
     try:
-        training = Training(source, target, stream, whole, Path(out), group, progress)
+        names = ("data", "dtype", "plain_text", "packed_share")
+        settings = {name: getattr(options, name) for name in names}
+        training = Training(source, target, stream, whole, Path(out), group, progress, settings)
         folder = training.run()
     finally:
         distributed.leave(group)

@@ -191,7 +191,6 @@ class Distillation:
             sums[id(run)] += torch.tensor([found.value, found.kl], dtype=torch.float64)
 
     def _step(self, run: Run, means: torch.Tensor) -> None:
-        gradients = [t.grad for t in run.translator.tensors.values() if t.grad is not None]
         for tensor in run.translator.tensors.values():
             if tensor.grad is None:  # this process had no conversation of the batch
                 tensor.grad = torch.zeros_like(tensor)

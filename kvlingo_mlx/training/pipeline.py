@@ -24,7 +24,7 @@ from kvlingo_mlx.norms import norm_named
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.training import stage1
-from kvlingo_mlx.training.checkpoints import Checkpoints
+from kvlingo_mlx.training.checkpoints import Checkpoints, check_settings, write_text
 from kvlingo_mlx.training.distill import Distillation, Recipe, Report, Run, start_runs
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.objectives import objective_named
@@ -33,7 +33,7 @@ from kvlingo_mlx.training.translator import initial_mlp
 from kvlingo_mlx.translator_config import KINDS, TranslatorConfig
 
 # Best rates of the paper's linear translators, head-mixing (table "lrs"), by the two models'
-# names without their owner; None among the keys stands for any other pair.
+# names without their owner.
 RATES = {
     ("Qwen3-1.7B", "Qwen3-0.6B"): 3e-5,
     ("Qwen3-0.6B", "Qwen3-1.7B"): 1e-4,
@@ -105,8 +105,7 @@ class Plan:
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
         norm_named(self.norm)
-        if self.recipe.objective != "reconstruction":
-            objective_named(self.recipe.objective)
+        objective_named(self.recipe.objective)
         if self.joint and (self.kind != "linear" or not self.head_mixing):
             raise ValueError("a joint map is linear and mixes heads; drop one of the options")
 
@@ -147,7 +146,10 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
 
 @dataclass(frozen=True)
 class Training:
-    """One command's work: both stages of a plan, resumable, and the folder they end in."""
+    """One command's work: both stages of a plan, resumable, and the folder they end in.
+
+    ``settings`` is what else must not change when it is resumed (which data, say).
+    """
 
     source: TorchModel
     target: TorchModel
@@ -156,6 +158,7 @@ class Training:
     out: Path
     group: Group = field(default_factory=Group)
     progress: Progress = lambda stage, report: None
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self) -> Path:
         """Train, or go on where a killed run stopped; returns the folder written.
@@ -204,26 +207,26 @@ class Training:
         """Where stage 2 starts: worked out once, and kept for a resumed run."""
         kept = self.partial / "initial.safetensors"
         notes = self.partial / "initial.json"
-        if not notes.exists():
+        ready = notes.exists()
+        self.group.wait()  # or a late process would find what the first one wrote meanwhile
+        if not ready:
             arrays, provenance = self._stage1(config, held_out)
             if self.group.leads:
                 self.partial.mkdir(parents=True, exist_ok=True)
                 save_file({n: np.asarray(a, np.float32) for n, a in arrays.items()}, kept)
-                settings = {"plan": self._stage1_settings(), "provenance": provenance}
-                notes.write_text(json.dumps(settings), encoding="utf-8")
+                done = {"settings": self._stage1_settings(), "provenance": provenance}
+                write_text(notes, json.dumps(done))
             self.group.wait()
         found = json.loads(notes.read_text(encoding="utf-8"))
-        if found["plan"] != json.loads(json.dumps(self._stage1_settings())):
-            raise ValueError(
-                f"{self.partial} holds a run that starts from another stage 1; give the same "
-                "options to resume it, or remove the folder to start anew"
-            )
+        check_settings(self.partial, found["settings"], self._stage1_settings())
         return load_file(kept), found["provenance"]
 
     def _stage1_settings(self) -> dict[str, Any]:
         plan = dataclasses.asdict(self.plan)
         del plan["recipe"]
-        return {**plan, "source": self.source.name, "target": self.target.name}
+        return {
+            **plan, **self.settings, "source": self.source.name, "target": self.target.name
+        }  # fmt: skip
 
     def _stage1(
         self, config: TranslatorConfig, held_out: Sequence[Sample]

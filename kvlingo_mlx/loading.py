@@ -1,52 +1,50 @@
-"""Models and translators from disk or the Hub, and the local translator store."""
+"""Models and translators, loaded; and the local translator store."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
-import huggingface_hub
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
 from kvlingo_mlx import checkpoint
 from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES
-from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.embedded import MODELS, TRANSLATORS
 from kvlingo_mlx.errors import (
-    KVLingoError,
     MalformedTranslatorError,
     MissingModelError,
     MissingTranslatorError,
 )
 from kvlingo_mlx.families import family_of
+from kvlingo_mlx.hub import resolve
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.pairing import check_pair, matches
-from kvlingo_mlx.tensor_file import DType
-from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
 MODEL_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 # ---- models ---------------------------------------------------------------------------
 
 
 def load(
-    path_or_hf_repo: str | os.PathLike[str] | LanguageModel, *, revision: str | None = None
+    path_or_hf_repo: str | os.PathLike[str] | LanguageModel,
+    *,
+    revision: str | None = None,
+    lazy: bool = False,
 ) -> LanguageModel:
     """Load a model and its tokenizer; a model that is loaded already is returned as it is.
 
     Args:
-        path_or_hf_repo: A folder, a Hub id, or a ``LanguageModel``.
+        path_or_hf_repo: A folder, a Hub id, the name of an embedded model, or a ``LanguageModel``.
         revision: Branch, tag or commit of a Hub id.
+        lazy: Read each weight when it is first needed.
 
     Raises:
         MissingModelError: No such folder or repository, or files are missing or damaged.
@@ -55,15 +53,39 @@ def load(
     if isinstance(path_or_hf_repo, LanguageModel):
         return path_or_hf_repo
     name = os.fspath(path_or_hf_repo)
-    path, commit = _resolve(name, revision, MODEL_FILES, MissingModelError)
+    path, commit = resolve(name, revision, MODEL_FILES, MissingModelError)
+    return _open(path, name, commit, lazy)
+
+
+def at_hand(name: str, revision: str | None = None) -> LanguageModel:
+    """A model that is on this machine already, its weights unread; the Hub is not asked.
+
+    Args:
+        name: As for :func:`load`.
+        revision: The snapshot to prefer; another one will do where it is not here.
+
+    Raises:
+        MissingModelError: It is not here.
+        UnsupportedModelError: Its family is not supported.
+    """
+    for wanted in (revision, None):
+        try:
+            path, commit = resolve(name, wanted, MODEL_FILES, MissingModelError, offline=True)
+            return _open(path, name, commit, lazy=True)
+        except MissingModelError:
+            continue
+    raise MissingModelError(f"{name} is not on this machine")
+
+
+def _open(path: Path, name: str, commit: str | None, lazy: bool) -> LanguageModel:
     _check_model_folder(path)
     config = load_config(path)
     family_of(config["model_type"])
-    model, config = load_model(path, trust_remote_code=False)
+    model, config = load_model(path, lazy=lazy, trust_remote_code=False)
     tokenizer = load_tokenizer(
         path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
     )
-    embedded = path.parent.parent == TRANSLATORS.parent
+    embedded = path.parent == MODELS
     return LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
 
 
@@ -100,28 +122,6 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _resolve(
-    name: str, revision: str | None, patterns: list[str], error: type[KVLingoError]
-) -> tuple[Path, str | None]:
-    """A local folder as it is, a Hub id as its snapshot; the commit where known."""
-    local = Path(name).expanduser()
-    if local.exists():
-        return local, None
-    if not REPO_ID.fullmatch(name):
-        raise error(f"{name} does not exist; give a folder or a Hub id such as Qwen/Qwen3-4B")
-    try:
-        snapshot = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=patterns
-        )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as problem:
-        first_line = str(problem).strip().splitlines()[0]
-        raise error(
-            f"there is no folder {name}, and the Hub did not give it ({first_line}); "
-            "check the name, or download it once and pass the folder"
-        ) from None
-    return Path(snapshot), Path(snapshot).name
-
-
 # ---- translators -----------------------------------------------------------------------
 
 
@@ -134,7 +134,7 @@ def load_translator(path_or_hf_repo: str | os.PathLike[str]) -> Translator:
         IncompatibleTranslatorError: A kind that this version cannot apply.
     """
     name = os.fspath(path_or_hf_repo)
-    path, _ = _resolve(name, None, list(OUR_FILES), MissingTranslatorError)
+    path, _ = resolve(name, None, list(OUR_FILES), MissingTranslatorError)
     return build(*checkpoint.read(path))
 
 
@@ -190,36 +190,3 @@ def resolve_translator(
         translator = load_translator(translator)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
     return translator
-
-
-def import_translator(
-    path_or_hf_repo: str,
-    *,
-    out: str | os.PathLike[str] | None = None,
-    dtype: DType = "bfloat16",
-    models: tuple[LanguageModel, LanguageModel] | None = None,
-) -> Path:
-    """Validate a translator and put it, cast to ``dtype``, into the local store.
-
-    Args:
-        path_or_hf_repo: Folder or Hub id.
-        out: Folder to write instead of the store's own.
-        dtype: What the weights are stored in.
-        models: Source and target, to check that it is theirs.
-
-    Returns:
-        The folder written. Nothing is written before every check has passed.
-    """
-    path, _ = _resolve(path_or_hf_repo, None, list(OUR_FILES), MissingTranslatorError)
-    config, weights = checkpoint.read(path)
-    if models is not None:
-        check_pair(config, *models)
-    folder = Path(out) if out is not None else store() / _store_name(config)
-    return checkpoint.write(folder, config, weights.cast(dtype))
-
-
-def _store_name(config: TranslatorConfig) -> str:
-    ends = (Path(config.source.name).name, Path(config.target.name).name)
-    variant = "mix" if config.head_mixing else "headwise"
-    name = f"{ends[0]}--{ends[1]}--{config.capture}-{variant}-nu{config.nu}"
-    return re.sub(r"[^\w.-]", "_", name).lstrip(".")

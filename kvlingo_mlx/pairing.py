@@ -52,19 +52,35 @@ def check_pair(
     Raises:
         IncompatibleTranslatorError: With the side and the field that differ.
     """
-    sides = (("prefill", config.source, source), ("decode", config.target, target))
-    for role, spec, model in sides:
-        text = difference(spec, model, allow_mismatch=allow_mismatch)
-        if text is None:
-            continue
-        if matches(config.source, target) and matches(config.target, source):
-            text = "it translates the other way round: swap the models, or load its reverse"
+    swapped = matches(config.source, target) and matches(config.target, source)
+    if swapped and not matches(config.source, source):
         raise IncompatibleTranslatorError(
-            f"the translator from {config.source.name} to {config.target.name} does not fit "
-            f"the {role} model {model.name}: {text}"
+            f"{_title(config)} goes the other way round: swap the models, or load its reverse"
         )
+    check_end(config, "source", source, allow_mismatch=allow_mismatch)
+    check_end(config, "target", target, allow_mismatch=allow_mismatch)
     if config.alignment is None:
         check_tokenizers(source, target)
+
+
+def check_end(
+    config: TranslatorConfig, role: str, model: LanguageModel, *, allow_mismatch: bool = False
+) -> None:
+    """Refuse a model that is not a translator's ``"source"`` or ``"target"`` (``role``).
+
+    Raises:
+        IncompatibleTranslatorError: With the field that differs.
+    """
+    spec = config.source if role == "source" else config.target
+    text = difference(spec, model, allow_mismatch=allow_mismatch)
+    if text is not None:
+        raise IncompatibleTranslatorError(
+            f"{_title(config)} does not fit the {role} model {model.name}: {text}"
+        )
+
+
+def _title(config: TranslatorConfig) -> str:
+    return f"the translator from {config.source.name} to {config.target.name}"
 
 
 def check_tokenizers(source: LanguageModel, target: LanguageModel) -> None:

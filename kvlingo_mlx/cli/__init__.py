@@ -54,6 +54,8 @@ def main() -> None:
     """Run the command line; the process's exit status says how it went."""
     # Warnings of the tokenizer library would stand beside our one line of error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import typer
 
-from kvlingo_mlx.cli.output import say
+from kvlingo_mlx.cli.output import say, warn
 
 
 def command(
     path_or_hub_id: str = typer.Argument(..., help="The translator: a folder or Hub id."),
+    revision: str = typer.Option(None, help="Branch, tag or commit of a Hub id."),
     out: str = typer.Option(None, help="Folder to write instead of the local store's."),
     dtype: str = typer.Option("bfloat16", help="bfloat16, float16 or float32."),
     source: str = typer.Option(None, help="Check that it is for this source model."),
     target: str = typer.Option(None, help="Check that it is for this target model."),
+    allow_mismatch: bool = typer.Option(
+        False, "--allow-mismatch", help="Accept other checkpoints of the same shape."
+    ),
 ) -> None:
     """Validate a translator and put it into the local store."""
-    from kvlingo_mlx import checkpoint, tensor_file
-    from kvlingo_mlx.loading import import_translator, load
+    from kvlingo_mlx import tensor_file
+    from kvlingo_mlx.importing import import_translator
+    from kvlingo_mlx.loading import load
 
     if dtype not in tensor_file.STORAGE:
         raise ValueError(
@@ -24,13 +29,20 @@ def command(
         )
     if (source is None) != (target is None):
         raise ValueError("give both --source and --target, or neither")
-    models = None if source is None else (load(source), load(target))
-    folder = import_translator(path_or_hub_id, out=out, dtype=dtype, models=models)
-    config = checkpoint.read_config(folder)
-    say(f"imported {config.source.name} to {config.target.name} into {folder} ({dtype})")
-    if models is None:
-        say("its models were not checked; give --source and --target to do so")
+    models = None if source is None else (load(source, lazy=True), load(target, lazy=True))
+    done = import_translator(
+        path_or_hub_id, revision=revision, out=out, dtype=dtype, models=models,
+        allow_mismatch=allow_mismatch,
+    )  # fmt: skip
+    config = done.config
+    for name, reason in done.unchecked.items():
+        warn(f"not checked against {name}: {reason}")
+    mixing = "head-mixing" if config.head_mixing else "head-wise"
+    say(
+        f"imported {config.source.name} to {config.target.name} into {done.folder} "
+        f"({config.kind}, {mixing}, {config.capture}, nu = {config.nu}, {dtype})"
+    )
     say(
         f"try: kvlingo-mlx generate --prefill-model {config.source.name} "
-        f"--decode-model {config.target.name} --translator {folder} --prompt Hello"
+        f"--decode-model {config.target.name} --translator {done.folder} --prompt Hello"
     )

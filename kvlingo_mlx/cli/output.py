@@ -68,6 +68,11 @@ def say(text: str) -> None:
     typer.echo(text)
 
 
+def warn(text: str) -> None:
+    """Print a warning, one line on standard error."""
+    typer.echo(f"warning: {' '.join(text.split())}", err=True)
+
+
 def facts(rows: dict[str, Any]) -> None:
     """Print names and values, one a line."""
     width = max(len(name) for name in rows)

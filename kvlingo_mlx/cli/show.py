@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import typer
 
 from kvlingo_mlx.cli.output import facts
@@ -13,9 +11,12 @@ def command(
     path_or_hub_id: str = typer.Argument(..., help="A translator or model folder, or a Hub id."),
 ) -> None:
     """Show a translator's or a model's facts."""
-    from kvlingo_mlx.checkpoint import CONFIG_FILE
+    from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES
+    from kvlingo_mlx.errors import MissingTranslatorError
+    from kvlingo_mlx.hub import resolve
 
-    folder = Path(path_or_hub_id)
+    files = [*OUR_FILES, "config.json"]
+    folder, _ = resolve(path_or_hub_id, None, files, MissingTranslatorError)
     if (folder / "config.json").exists() and not (folder / CONFIG_FILE).exists():
         _show_model(path_or_hub_id)
     else:
@@ -59,7 +60,7 @@ def _assignment_line(layers: tuple[tuple[int, ...], ...]) -> str:
 def _show_model(name: str) -> None:
     from kvlingo_mlx.loading import load
 
-    model = load(name)
+    model = load(name, lazy=True)
     geometry = model.geometry
     layer = geometry.layers[0]
     facts(

@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging
 
-from kvlingo_mlx.embedded import MODELS
+from kvlingo_mlx.embedded import MODELS, zoo, zoo_names
 from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
 from kvlingo_mlx.training.families import TorchFamily, family_of
@@ -187,12 +187,14 @@ def _no_progress_bar() -> Iterator[None]:
 def load(
     path_or_hf_repo: str, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> TorchModel:
-    """Load a model, frozen, by folder or Hub id.
+    """Load a model, frozen, by folder, Hub id, or the name of an embedded one.
 
     Raises:
         MissingModelError: There is no such model, or it is incomplete.
         UnsupportedModelError: Its family cannot be trained.
     """
+    if path_or_hf_repo in zoo_names():
+        path_or_hf_repo = str(zoo(path_or_hf_repo))
     try:
         config, _ = PretrainedConfig.get_config_dict(path_or_hf_repo)
         family_of(config.get("model_type", "none"))

@@ -1,0 +1,83 @@
+"""Where a name leads: a folder, an embedded model, or a snapshot of a Hub repository."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    RevisionResolutionError,
+)
+
+from kvlingo_mlx.embedded import zoo, zoo_names
+from kvlingo_mlx.errors import KVLingoError
+
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+PROBLEMS = (
+    HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RevisionResolutionError, OSError,
+)  # fmt: skip
+# The first that fits; a gated repository is also one that is not found.
+REASONS: tuple[tuple[type[BaseException], str], ...] = (
+    (GatedRepoError, "it is gated; accept its licence at https://huggingface.co/{name}, then "
+                     "`hf auth login`"),
+    (RepositoryNotFoundError, "no such repository, or it is private; check the name, or "
+                              "`hf auth login`"),
+    (RevisionNotFoundError, "it has no such revision"),
+    (OfflineModeIsEnabled, "offline (HF_HUB_OFFLINE), and it is not in the cache; run "
+                           "`hf download {name}` when online"),
+)  # fmt: skip
+
+
+def resolve(
+    name: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    error: type[KVLingoError],
+    *,
+    offline: bool = False,
+) -> tuple[Path, str | None]:
+    """The folder that a name stands for, and its commit where it came from the Hub.
+
+    Args:
+        name: A folder, the name of an embedded model, or a Hub id.
+        revision: Branch, tag or commit of a Hub id.
+        patterns: Which of a repository's files are fetched.
+        error: What to raise where there is nothing.
+        offline: Take a snapshot that is already here, or none.
+    """
+    local = Path(name).expanduser()
+    if local.exists():
+        return local, None
+    if name in zoo_names():
+        return zoo(name), None
+    if not REPO_ID.fullmatch(name):
+        raise error(f"{name} does not exist; give a folder or a Hub id such as Qwen/Qwen3-4B")
+    try:
+        snapshot = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(patterns), local_files_only=offline
+        )
+    except PROBLEMS as problem:
+        wanted = name if revision is None else f"{name} at revision {revision}"
+        raise error(f"there is no folder {name}, and the Hub did not give {wanted}: "
+                    f"{_reason(name, problem)}") from None  # fmt: skip
+    return Path(snapshot), Path(snapshot).name
+
+
+def _reason(name: str, problem: BaseException) -> str:
+    """Why the Hub did not give it, and what to do; the cause may be wrapped."""
+    causes = [problem]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+        causes.append(cause)
+    for kind, text in REASONS:
+        if any(isinstance(cause, kind) for cause in causes):
+            return text.format(name=name)
+    return " ".join(str(problem).split())[:200]

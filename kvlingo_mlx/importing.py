@@ -1,0 +1,97 @@
+"""Bring a translator that was made elsewhere into the local store."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlingo_mlx import checkpoint
+from kvlingo_mlx.errors import MissingModelError, MissingTranslatorError, UnsupportedModelError
+from kvlingo_mlx.hub import resolve
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.loading import at_hand, store
+from kvlingo_mlx.pairing import check_end, check_pair
+from kvlingo_mlx.tensor_file import DType
+from kvlingo_mlx.translator_config import TranslatorConfig
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import has written.
+
+    Attributes:
+        folder: The translator's new home.
+        config: Its facts.
+        unchecked: Models that it could not be held against, and why.
+    """
+
+    folder: Path
+    config: TranslatorConfig
+    unchecked: Mapping[str, str]
+
+
+def import_translator(
+    path_or_hf_repo: str,
+    *,
+    revision: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    dtype: DType = "bfloat16",
+    models: tuple[LanguageModel, LanguageModel] | None = None,
+    allow_mismatch: bool = False,
+) -> Imported:
+    """Validate a translator and put it, cast to ``dtype``, into the local store.
+
+    Nothing is written before every check has passed. From the Hub come only the files of the
+    format; the commit is kept in the provenance.
+
+    Args:
+        path_or_hf_repo: Folder or Hub id.
+        revision: Branch, tag or commit of a Hub id.
+        out: Folder to write instead of the store's own.
+        dtype: What the weights are stored in.
+        models: Source and target to check it against. Default: those it names, where
+            they are on this machine.
+        allow_mismatch: Accept other checkpoints of the same shape.
+
+    Raises:
+        MissingTranslatorError: No such folder or repository.
+        MalformedTranslatorError: It breaks the format.
+        IncompatibleTranslatorError: It is not for the models it names, or those given.
+        ValueError: ``out`` exists and is not a translator of ours.
+    """
+    path, commit = resolve(path_or_hf_repo, revision, checkpoint.OUR_FILES, MissingTranslatorError)
+    config, weights = checkpoint.read(path)
+    unchecked = {}
+    if models is not None:
+        check_pair(config, *models, allow_mismatch=allow_mismatch)
+    else:
+        unchecked = _check_those_at_hand(config, allow_mismatch)
+    if commit is not None:
+        origin = {"imported_from": f"{path_or_hf_repo}@{commit}"}
+        config = dataclasses.replace(config, provenance={**config.provenance, **origin})
+    folder = Path(out) if out is not None else store() / _store_name(config)
+    checkpoint.write(folder, config, weights.cast(dtype))
+    return Imported(folder, config, unchecked)
+
+
+def _check_those_at_hand(config: TranslatorConfig, allow_mismatch: bool) -> dict[str, str]:
+    unchecked = {}
+    for role, spec in (("source", config.source), ("target", config.target)):
+        try:
+            model = at_hand(spec.name, spec.revision)
+        except (MissingModelError, UnsupportedModelError) as problem:
+            unchecked[spec.name] = str(problem)
+        else:
+            check_end(config, role, model, allow_mismatch=allow_mismatch)
+    return unchecked
+
+
+def _store_name(config: TranslatorConfig) -> str:
+    ends = (Path(config.source.name).name, Path(config.target.name).name)
+    variant = "mix" if config.head_mixing else "headwise"
+    name = f"{ends[0]}--{ends[1]}--{config.capture}-{variant}-nu{config.nu}"
+    return re.sub(r"[^\w.-]", "_", name).lstrip(".")

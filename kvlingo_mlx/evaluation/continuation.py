@@ -15,9 +15,10 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue
+from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
 from kvlingo_mlx.generation import encode, hand_over
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import SIDES
 from kvlingo_mlx.translators import build
@@ -88,6 +89,28 @@ def _open(model: LanguageModel, question: str) -> str:
         add_generation_prompt=True,
         enable_thinking=False,
     )
+
+
+class DialogueStream:
+    """Dialogues as a training stream: a sample's continuation asks and answers six facts.
+
+    The prefix is tokenised by ``model``'s own template, as :func:`recall_sample` has it.
+    """
+
+    def __init__(self, model: LanguageModel, seed: int = 0) -> None:
+        self.model, self.seed = model, seed
+
+    def sample(self, index: int) -> Sample:
+        """Sample number ``index``, the same whenever it is asked for."""
+        return self._cut(for_distilling(index, seed=self.seed))
+
+    def held_out(self, count: int = 64) -> list[Sample]:
+        """The first ``count`` held-out dialogues, which no seed's stream contains."""
+        return [self._cut(talk) for talk in held_out(count)]
+
+    def _cut(self, talk: Dialogue) -> Sample:
+        sample = recall_sample(self.model, talk)
+        return Sample(sample.prefix, sample.continuation)
 
 
 def log_probabilities(

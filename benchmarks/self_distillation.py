@@ -1,0 +1,187 @@
+"""What self-distillation earns on the zoo: closed form, cross-entropy, KL, mixed; by seed.
+
+    python benchmarks/self_distillation.py --pair tiny-qwen3-s:tiny-qwen3-l --nu 1 \\
+        --seeds 0 1 2 --steps 1500 --json FILE
+
+For each seed: both closed forms are fitted in PyTorch, then four translators are trained in
+lockstep on one stream of dialogues (they share both readings without gradient): KL from
+either closed form, cross-entropy and mixed from the better one. Held-out KL is recorded along
+the way. At the end every translator, and the controls, are judged by MLX on dialogues that
+nothing has seen: recall of first askings and KL over the continuation. What differs between seeds
+is the dialogues that the fit and the training draw. One JSON line a seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from kvlingo_mlx import measure
+from kvlingo_mlx.assignment import relative_depth
+from kvlingo_mlx.embedded import dialogues, zoo
+from kvlingo_mlx.evaluation import continuation as quality
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.loading import load
+from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.training import stage1, torch_model
+from kvlingo_mlx.training.distill import Distillation, Recipe, start_runs
+from kvlingo_mlx.training.gradients import Reading
+from kvlingo_mlx.translator_config import TranslatorConfig
+from kvlingo_mlx.translators import build
+
+NORMS = ("frobenius", "attention_mass")
+# Name, the norm of the closed form it starts from (None: the better one), objective.
+TRAINED = (
+    ("kl from frobenius", "frobenius", "kl"),
+    ("kl from attention_mass", "attention_mass", "kl"),
+    ("ce", None, "ce"),
+    ("mixed", None, "mixed"),
+)
+
+
+class Lockstep(Distillation):
+    """A distillation that finds its readings where an earlier one of the same step left them."""
+
+    shared: dict[Sample, Reading]
+
+    def read(self, sample: Sample) -> Reading:
+        if sample not in self.shared:
+            self.shared[sample] = super().read(sample)
+        return self.shared[sample]
+
+
+def fit_samples(model: LanguageModel, count: int, seed: int) -> Iterator[Sample]:
+    for talk in dialogues.for_fitting(count, seed=seed):
+        sample = quality.recall_sample(model, talk)
+        yield Sample(sample.prefix, sample.continuation)
+
+
+def run_seed(
+    pair: tuple[LanguageModel, LanguageModel],
+    twins: tuple[torch_model.TorchModel, torch_model.TorchModel],
+    seed: int,
+    args: argparse.Namespace,
+) -> dict:
+    stream = quality.DialogueStream(pair[1], seed=seed)
+    judged = [quality.recall_sample(pair[1], d) for d in dialogues.held_out(args.dialogues, seed=7)]
+    depths = [len(model.attentions) for model in twins]
+    config = TranslatorConfig(*(m.spec() for m in twins), relative_depth(*depths, args.nu))
+    fits, seconds = {}, {}
+    for norm in NORMS:
+        started = time.perf_counter()
+        samples = fit_samples(pair[1], args.fit_dialogues, seed)
+        fits[norm], _ = stage1.closed_form(config, *twins, samples, norm=norm)
+        seconds[norm] = round(time.perf_counter() - started, 1)
+    readings: dict[Sample, Reading] = {}
+    kept = stream.held_out(args.validation)
+    trainings = {}
+    starts = {norm: start_runs(config, fits[norm], (0.0,), twins[1].device) for norm in NORMS}
+    probe = {n: lockstep(twins, starts[n], stream, kept, Recipe(), readings) for n in NORMS}
+    for norm in NORMS:
+        probe[norm].validate()
+    start_kl = {norm: probe[norm].runs[0].held_out for norm in NORMS}
+    better = min(NORMS, key=start_kl.__getitem__)
+    for name, norm, objective in TRAINED:
+        if name not in args.train:
+            continue
+        rate = args.ce_lr if objective == "ce" else args.lr
+        recipe = Recipe(
+            steps=args.steps, batch=args.batch, learning_rates=(rate,), objective=objective
+        )
+        runs = start_runs(config, fits[norm or better], (rate,), twins[1].device)
+        trainings[name] = lockstep(twins, runs, stream, kept, recipe, readings)
+    curves = {name: [start_kl[norm or better]] for name, norm, _ in TRAINED if name in trainings}
+    started = time.perf_counter()
+    for step in range(1, args.steps + 1):
+        for training in trainings.values():
+            training.advance()
+        for sample in [s for s in readings if s not in kept]:
+            del readings[sample]
+        if step % args.every == 0 or step == args.steps:
+            for name, training in trainings.items():
+                training.validate()
+                curves[name].append(training.runs[0].held_out)
+            spent = time.perf_counter() - started
+            latest = ", ".join(f"{n} {c[-1]:.4f}" for n, c in curves.items())
+            print(f"seed {seed}, step {step}, {spent:.0f} s: {latest}", flush=True)
+    seconds["training"] = round(time.perf_counter() - started)
+    arrays = dict(fits) | {
+        name: {n: t.detach().numpy() for n, t in training.runs[0].translator.tensors.items()}
+        for name, training in trainings.items()
+    }
+    scores = judge(pair, config, arrays, judged)
+    report(scores)
+    return {
+        "seed": seed, "better_start": better, "curves": curves, "every": args.every,
+        "seconds": seconds, "scores": {name: summary(score) for name, score in scores.items()},
+    }  # fmt: skip
+
+
+def lockstep(twins, runs, stream, kept, recipe, readings) -> Lockstep:
+    training = Lockstep(*twins, runs, stream, kept, recipe)
+    training.shared = readings
+    return training
+
+
+def judge(pair, config, arrays, samples) -> dict[str, quality.Score]:
+    """Score every translator on the device's own path, beside the controls."""
+    conditions = {"prefix hidden": quality.hidden(pair[1])}
+    for name, maps in arrays.items():
+        weights = Weights.from_float32(
+            {n: np.asarray(a, np.float32) for n, a in maps.items()}, "float32"
+        )
+        translator = build(config, weights)
+        conditions[name] = quality.translated(*pair, translator)
+        control = quality.shuffled(translator)
+        conditions[f"{name}, shuffled"] = quality.translated(*pair, control)
+    return quality.score(pair[1], samples, conditions)
+
+
+def report(scores: dict[str, quality.Score]) -> None:
+    for name, score in scores.items():
+        print(f"  {name:34s} recall {score.recall:.3f}   KL {np.mean(score.kl):.4f}", flush=True)
+
+
+def summary(score: quality.Score) -> dict[str, float | int]:
+    return {
+        "recall": score.recall, "kl": float(np.mean(score.kl)),
+        "value_kl": float(np.mean(score.value_kl)), "questions": len(score.hits),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pair", default="tiny-qwen3-s:tiny-qwen3-l")
+    parser.add_argument("--nu", type=int, default=1)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--ce-lr", type=float, default=6e-3)
+    parser.add_argument("--train", nargs="+", default=[name for name, _, _ in TRAINED])
+    parser.add_argument("--every", type=int, default=100)
+    parser.add_argument("--fit-dialogues", type=int, default=200)
+    parser.add_argument("--validation", type=int, default=16)
+    parser.add_argument("--dialogues", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--json", help="append a record a seed to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    folders = [zoo(name) for name in args.pair.split(":")]
+    pair = load(folders[0]), load(folders[1])
+    twins = tuple(torch_model.load(str(folder), dtype=torch.float32) for folder in folders)
+    for seed in args.seeds:
+        result = run_seed(pair, twins, seed, args)
+        if args.json:
+            config = {k: v for k, v in vars(args).items() if k not in ("json", "seeds")}
+            measure.append_json(args.json, measure.record("self_distillation", config, result))
+    print(measure.machine_line())
+
+
+if __name__ == "__main__":
+    main()

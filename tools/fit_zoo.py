@@ -1,38 +1,75 @@
-"""Fit the zoo's translators and write them into the package.
+"""Fit and self-distil the zoo's translators, and write them into the package.
 
-    python tools/fit_zoo.py [--dialogues 400] [--norm frobenius] [--nu 4]
+    python tools/fit_zoo.py [--pairs tiny-qwen3-s:tiny-qwen3-l ...] [--nu 1] [--steps 1500]
 
-Every target layer reads the relative-depth band of ``nu`` source layers. Dialogues are drawn
-apart from those that judge quality. Maps are stored in bfloat16, which halves the package.
+Every target layer reads the relative-depth band of ``nu`` source layers. The closed form (its
+norm: ``--norm``) comes first; ``--steps 0`` keeps it. Dialogues are drawn apart from those
+that judge quality. Work under way lies in WORK (``--work``); the same command resumes it. Maps
+are stored in bfloat16, which halves the package.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from pathlib import Path
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvlingo_mlx import checkpoint
-from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo, zoo_names
-from kvlingo_mlx.fitting import fit
+from kvlingo_mlx.embedded import TRANSLATORS, zoo, zoo_names
+from kvlingo_mlx.evaluation.continuation import DialogueStream
+from kvlingo_mlx.importing import import_translator
 from kvlingo_mlx.loading import load
+from kvlingo_mlx.training import torch_model
+from kvlingo_mlx.training.distill import Recipe, Report
+from kvlingo_mlx.training.pipeline import Plan, Training
+
+
+def train(source: str, target: str, plan: Plan, work: Path) -> None:
+    """One pair, both stages, into the package."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    total = plan.fit_samples + plan.recipe.steps
+    with Progress(*columns) as bar:
+        task = bar.add_task(f"{source} to {target}", total=total)
+
+        def show(stage: str, done: Report | int) -> None:
+            if isinstance(done, int):
+                bar.update(task, completed=done)
+                return
+            text = f"{source} to {target}: KL {done.kl:.4f}, held out {done.held_out:.4f}"
+            bar.update(task, completed=plan.fit_samples + done.step, description=text)
+
+        out = Training(
+            *(torch_model.load(str(zoo(name)), dtype=torch.float32) for name in (source, target)),
+            DialogueStream(load(zoo(target))), plan, work / f"{source}--{target}", progress=show,
+        ).run()  # fmt: skip
+    folder = TRANSLATORS / f"{source}--{target}"
+    config = import_translator(str(out), out=folder).config
+    size = (folder / checkpoint.WEIGHTS_FILE).stat().st_size
+    kl = config.provenance.get("held_out_kl")
+    print(f"{folder.name}: {size / 1e6:.2f} MB, nu = {plan.nu}, held-out KL {kl}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dialogues", type=int, default=400)
+    names = itertools.permutations(zoo_names(), 2)
+    parser.add_argument("--pairs", nargs="+", default=[":".join(pair) for pair in names])
+    parser.add_argument("--nu", type=int, default=1)
     parser.add_argument("--norm", default="frobenius")
-    parser.add_argument("--nu", type=int, default=4)
+    parser.add_argument("--dialogues", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--work", type=Path, default=Path("build/zoo"))
     args = parser.parse_args()
-    models = {name: load(zoo(name)) for name in zoo_names()}
-    records = [{"messages": talk.conversation()} for talk in dialogues.for_fitting(args.dialogues)]
-    for source, target in itertools.permutations(models, 2):
-        pair = models[source], models[target]
-        translator = fit(*pair, records, norm=args.norm, nu=args.nu)
-        folder = TRANSLATORS / f"{source}--{target}"
-        weights = translator.to_weights().cast("bfloat16")
-        checkpoint.write(folder, translator.config, weights)
-        size = (folder / checkpoint.WEIGHTS_FILE).stat().st_size
-        print(f"{folder.name}: {size / 1e6:.2f} MB, nu = {args.nu}")
+    torch.set_num_threads(args.threads)
+    recipe = Recipe(steps=args.steps, batch=args.batch, learning_rates=(args.lr,))
+    plan = Plan(nu=args.nu, norm=args.norm, fit_samples=args.dialogues, held_out=16, recipe=recipe)
+    for pair in args.pairs:
+        train(*pair.split(":"), plan, args.work)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""Means with standard errors over evaluation items (appendix "Seeds and error bars")."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean, its standard error (NaN for fewer than two items), and the number of items."""
+
+    value: float
+    error: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} +- {self.error:.3f}"
+
+
+def over_items(scores: Sequence[float]) -> Mean:
+    """The mean of per-item scores: sample standard deviation over the root of their number.
+
+    Raises:
+        ValueError: There are no scores.
+    """
+    values = np.asarray(scores, np.float64)
+    if not values.size:
+        raise ValueError("there are no scores to average")
+    spread = values.std(ddof=1) / math.sqrt(values.size) if values.size > 1 else math.nan
+    return Mean(float(values.mean()), float(spread), values.size)
+
+
+def over_sets(means: Sequence[Mean], weights: Sequence[float] | None = None) -> Mean:
+    """A weighted mean over disjoint sets of items: errors add in squares, weighted.
+
+    Args:
+        means: One a set.
+        weights: Scaled to sum to 1; default: equal.
+    """
+    share = np.ones(len(means)) if weights is None else np.asarray(weights, np.float64)
+    share = share / share.sum()
+    value = sum(w * mean.value for w, mean in zip(share, means, strict=True))
+    square = sum((w * mean.error) ** 2 for w, mean in zip(share, means, strict=True))
+    return Mean(float(value), math.sqrt(square), sum(mean.count for mean in means))
+
+
+def over_clusters(scores: Sequence[float], clusters: Sequence[Hashable]) -> Mean:
+    """The mean where items of one cluster belong together: a question asked at every length.
+
+    Each cluster's mean is one item.
+    """
+    groups: dict[Hashable, list[float]] = {}
+    for score, cluster in zip(scores, clusters, strict=True):
+        groups.setdefault(cluster, []).append(score)
+    return over_items([float(np.mean(group)) for group in groups.values()])
+
+
+def over_seeds(runs: Sequence[Mapping[Hashable, float]]) -> Mean:
+    """The mean of several seeds on the same items: each item is averaged over seeds first.
+
+    Raises:
+        ValueError: The seeds scored different items.
+    """
+    items = set(runs[0])
+    if any(set(run) != items for run in runs):
+        raise ValueError("the seeds scored different items; score the same ones for every seed")
+    return over_items([float(np.mean([run[item] for run in runs])) for item in runs[0]])

@@ -1,0 +1,1 @@
+"""How two models' caches correspond: CKA, R2, effective rank, head alignment."""

@@ -1,0 +1,182 @@
+"""Statistics of caches, NumPy in float64 (appendix "Cache geometry across models").
+
+Keys or values of a layer are (T, d): T tokens, all heads side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+RIDGE = 1e-3  # of the mean diagonal of the inputs' Gram matrix (paragraph "Protocol")
+
+
+# ---- layer correspondence ---------------------------------------------------------------
+
+
+def cka(x: np.ndarray, y: np.ndarray) -> float:
+    """Linear centred kernel alignment of two point clouds over the same tokens.
+
+    ||X^T Y||_F^2 / (||X^T X||_F ||Y^T Y||_F), both centred; 1 for clouds that differ by an
+    orthogonal map and a scale, NaN where a cloud is one point.
+    """
+    x, y = _centred(x), _centred(y)
+    size = np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y)
+    return float(np.linalg.norm(x.T @ y) ** 2 / size) if size > 0 else float("nan")
+
+
+def cka_grid(source: Sequence[np.ndarray], target: Sequence[np.ndarray]) -> np.ndarray:
+    """CKA of every target layer (rows) with every source layer (columns)."""
+    source, target = [_centred(x) for x in source], [_centred(y) for y in target]
+    scales = [[float(np.linalg.norm(a.T @ a)) for a in side] for side in (target, source)]
+    cross = [[np.linalg.norm(x.T @ y) ** 2 for x in source] for y in target]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.array(cross) / np.outer(*scales)
+
+
+def diagonal_of(rows: int, columns: int) -> np.ndarray:
+    """The column at each row's own relative depth; the row itself where depths are equal."""
+    if rows == 1:
+        return np.array([0])
+    return np.floor(np.arange(rows) * (columns - 1) / (rows - 1) + 0.5).astype(int)
+
+
+@dataclass(frozen=True)
+class Correspondence:
+    """A grid in two numbers (figure "Diagonal contrast").
+
+    Attributes:
+        contrast: Mean on the diagonal less the mean off it.
+        offset: Mean distance of each row's largest entry from the diagonal, in layers.
+    """
+
+    contrast: float
+    offset: float
+
+
+def correspondence(grid: np.ndarray) -> Correspondence:
+    """How much a grid of layers is peaked on its relative-depth diagonal."""
+    diagonal = diagonal_of(*grid.shape)
+    on = np.zeros(grid.shape, bool)
+    on[np.arange(len(grid)), diagonal] = True
+    off = grid[~on].mean() if (~on).any() else np.nan
+    offsets = np.abs(np.nanargmax(grid, axis=1) - diagonal)
+    return Correspondence(float(grid[on].mean() - off), float(offsets.mean()))
+
+
+# ---- rank -------------------------------------------------------------------------------
+
+
+def spectrum(x: np.ndarray) -> np.ndarray:
+    """Eigenvalues of the tokens' covariance, largest first; what rounding made negative is 0."""
+    x = _centred(x)
+    values = np.linalg.eigvalsh(x.T @ x / len(x))[::-1]
+    return np.maximum(values, 0.0)
+
+
+def effective_rank(eigenvalues: np.ndarray) -> float:
+    """Roy and Vetterli's: the exponential of the entropy of the normalised spectrum."""
+    share = eigenvalues[eigenvalues > 0] / eigenvalues.sum()
+    return float(np.exp(-(share * np.log(share)).sum()))
+
+
+def top_share(eigenvalues: np.ndarray) -> float:
+    """The share of the variance that one direction carries."""
+    return float(eigenvalues.max() / eigenvalues.sum())
+
+
+# ---- linearity --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LinearFit:
+    """A ridge least-squares map: y = x @ weight + bias, weight (in, out)."""
+
+    weight: np.ndarray
+    bias: np.ndarray
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        return np.asarray(x, np.float64) @ self.weight + self.bias
+
+
+def fit_linear(x: np.ndarray, y: np.ndarray, *, affine: bool = False) -> LinearFit:
+    """Least squares with the diagnostic's small ridge, with or without an intercept."""
+    x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+    if affine:
+        fit = fit_linear(x - x.mean(axis=0), y - y.mean(axis=0))
+        return LinearFit(fit.weight, y.mean(axis=0) - x.mean(axis=0) @ fit.weight)
+    gram = x.T @ x
+    ridge = RIDGE * np.trace(gram) / len(gram)
+    weight = np.linalg.solve(gram + ridge * np.eye(len(gram)), x.T @ y)
+    return LinearFit(weight, np.zeros(y.shape[1]))
+
+
+def r2(predicted: np.ndarray, y: np.ndarray, mean: np.ndarray) -> float:
+    """The share of the variance around ``mean`` (the fitting tokens') that is explained."""
+    y = np.asarray(y, np.float64)
+    return float(1.0 - ((y - predicted) ** 2).sum() / ((y - mean) ** 2).sum())
+
+
+# ---- heads ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeadAlignment:
+    """Where each source head's map goes (appendix "Head alignment").
+
+    Attributes:
+        grid: (source heads, target heads), rows sum to one.
+        diagonal: Its mean diagonal.
+        null: The mean diagonal under random permutations of the target heads: mean,
+            standard deviation.
+        p: The share of permutations whose diagonal is at least as large.
+    """
+
+    grid: np.ndarray
+    diagonal: float
+    null: tuple[float, float]
+    p: float
+
+
+def head_alignment(
+    maps: Sequence[np.ndarray],
+    source_heads: int,
+    target_heads: int,
+    *,
+    permutations: int = 100_000,
+    seed: int = 0,
+) -> HeadAlignment:
+    """Frobenius norms of a map's head-to-head blocks, averaged over layers.
+
+    Args:
+        maps: (out, in) of each layer, as the format stores them, from one source layer.
+        source_heads: In how many blocks the columns are cut.
+        target_heads: In how many blocks the rows are cut.
+        permutations: How many make the null.
+        seed: Of the permutations.
+    """
+    norms = [_block_norms(m, source_heads, target_heads) for m in maps]
+    grid = np.mean(norms, axis=0)
+    grid = grid / grid.sum(axis=1, keepdims=True)
+    count = min(grid.shape)
+    rows, rng = np.arange(count), np.random.default_rng(seed)
+    orders = rng.permuted(np.tile(np.arange(target_heads), (permutations, 1)), axis=1)
+    null = grid[rows, orders[:, :count]].mean(axis=1)
+    diagonal = float(grid[rows, rows].mean())
+    # One part in 10^12 lies between equal sums in different orders.
+    p = float((null >= diagonal * (1 - 1e-12)).mean())
+    return HeadAlignment(grid, diagonal, (float(null.mean()), float(null.std())), p)
+
+
+def _block_norms(weight: np.ndarray, source_heads: int, target_heads: int) -> np.ndarray:
+    """Frobenius norms of an (out, in) map's blocks, (source heads, target heads)."""
+    width = weight.shape[1] // source_heads
+    blocks = np.asarray(weight, np.float64).reshape(target_heads, -1, source_heads, width)
+    return np.linalg.norm(blocks, axis=(1, 3)).T
+
+
+def _centred(x: np.ndarray) -> np.ndarray:
+    x = np.asarray(x, np.float64)
+    return x - x.mean(axis=0)

@@ -1,0 +1,96 @@
+"""Statistics of caches against plain loops, known spectra and planted maps."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvlingo_mlx.analysis import statistics as s
+
+rng = np.random.default_rng(0)
+X, Y = rng.normal(size=(200, 6)), rng.normal(size=(200, 9))
+
+
+def slow_cka(x: np.ndarray, y: np.ndarray) -> float:
+    """HSIC of centred Gram matrices, token by token (Kornblith et al., equation 3)."""
+    n = len(x)
+    h = np.eye(n) - np.ones((n, n)) / n
+    k, q = h @ (x @ x.T) @ h, h @ (y @ y.T) @ h
+    hsic = sum(k[i, j] * q[i, j] for i in range(n) for j in range(n))
+    return hsic / np.sqrt((k * k).sum() * (q * q).sum())
+
+
+def test_cka() -> None:
+    assert s.cka(X, Y + 3) == pytest.approx(slow_cka(X, Y))
+    turn, _ = np.linalg.qr(rng.normal(size=(6, 6)))
+    assert s.cka(X, 5 * X @ turn + 2) == pytest.approx(1.0)
+    assert s.cka(X, X @ np.diag([9, 1, 1, 1, 1, 1])) < 0.9  # linear, but no rotation
+    assert np.isnan(s.cka(X, np.ones((200, 3))))
+
+
+def test_grid_and_its_two_numbers() -> None:
+    layers = [rng.normal(size=(300, 4)) for _ in range(3)]
+    grid = s.cka_grid(layers, [layers[0], layers[2], layers[1]])
+    assert grid[1, 2] == pytest.approx(1.0)
+    assert grid[0, 1] == pytest.approx(s.cka(layers[0], layers[1]))
+    found = s.correspondence(grid)
+    assert found.offset == pytest.approx((0 + 1 + 1) / 3)
+    on = (grid[0, 0] + grid[1, 1] + grid[2, 2]) / 3
+    off = (grid.sum() - 3 * on) / 6
+    assert found.contrast == pytest.approx(on - off)
+    assert s.diagonal_of(5, 3).tolist() == [0, 1, 1, 2, 2]  # halves go up
+    assert s.diagonal_of(3, 5).tolist() == [0, 2, 4]
+    assert s.diagonal_of(4, 4).tolist() == [0, 1, 2, 3]
+
+
+def test_rank() -> None:
+    turn, _ = np.linalg.qr(rng.normal(size=(8, 8)))
+    wanted = np.array([4.0, 2.0, 1.0, 1.0, 0, 0, 0, 0])
+    points = np.concatenate([np.eye(8), -np.eye(8)]) * np.sqrt(8 * np.tile(wanted, 2))[:, None]
+    found = s.spectrum(points @ turn + 7)
+    assert found == pytest.approx(wanted, abs=1e-9)
+    share = np.array([0.5, 0.25, 0.125, 0.125])
+    entropy = -sum(p * np.log(p) for p in share)
+    assert s.effective_rank(found) == pytest.approx(np.exp(entropy), rel=1e-6)
+    assert s.top_share(found) == pytest.approx(0.5)
+    assert s.effective_rank(np.ones(16)) == pytest.approx(16)
+
+
+def test_linearity() -> None:
+    planted = rng.normal(size=(6, 9))
+    x, unseen = rng.normal(size=(500, 6)), rng.normal(size=(100, 6))
+    y = x @ planted
+    fit = s.fit_linear(x, y)
+    assert s.r2(fit(unseen), unseen @ planted, y.mean(axis=0)) > 1 - 1e-5
+    assert s.r2(fit(unseen), Y[:100], Y.mean(axis=0)) < 0.1  # negative control
+    assert s.r2(np.tile(y.mean(axis=0), (500, 1)), y, y.mean(axis=0)) == pytest.approx(0)
+    shifted = y + 5
+    assert s.r2(s.fit_linear(x, shifted)(x), shifted, shifted.mean(axis=0)) < 0
+    affine = s.fit_linear(x, shifted, affine=True)
+    assert s.r2(affine(x), shifted, shifted.mean(axis=0)) > 1 - 1e-5
+    assert affine.bias == pytest.approx(np.full(9, 5.0), abs=0.02)
+
+
+def test_ridge_is_the_diagnostics() -> None:
+    gram = X.T @ X
+    ridge = 1e-3 * np.mean(np.diag(gram)) * np.eye(6)
+    expected = np.linalg.inv(gram + ridge) @ (X.T @ Y)
+    assert s.fit_linear(X, Y).weight == pytest.approx(expected)
+
+
+def test_head_alignment() -> None:
+    """Blocks that favour a permutation of heads, found in the grid and by the null."""
+    heads, width = 4, 3
+    strength = np.ones((heads, heads)) + 3 * np.eye(heads)  # [source, target]
+    maps = []
+    for _ in range(5):
+        blocks = rng.normal(size=(heads, width, heads, width))  # target head, row, source, column
+        blocks /= np.linalg.norm(blocks, axis=(1, 3), keepdims=True)
+        maps.append((blocks * strength.T[:, None, :, None]).reshape(heads * width, -1))
+    found = s.head_alignment(maps, heads, heads, permutations=5000)
+    assert found.grid == pytest.approx(strength / strength.sum(axis=1, keepdims=True))
+    assert found.diagonal == pytest.approx(4 / 7)
+    assert found.null[0] == pytest.approx(0.25, abs=0.01)
+    assert found.p == pytest.approx(1 / 24, abs=0.01)  # the identity is one of 4! orders
+    flat = s.head_alignment([np.ones((12, 12))], heads, heads, permutations=500)
+    assert flat.diagonal == pytest.approx(0.25) and flat.p == 1.0

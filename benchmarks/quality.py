@@ -16,6 +16,7 @@ import numpy as np
 
 from kvlingo_mlx import measure
 from kvlingo_mlx.embedded import dialogues, zoo
+from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.fitting import fit
 from kvlingo_mlx.loading import load
@@ -38,15 +39,15 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
     ]
     talks = dialogues.held_out(args.dialogues)
     samples = [quality.recall_sample(target, talk) for talk in talks]
-    conditions = {"prefix hidden": quality.hidden(target)}
+    makers = {"prefix hidden": conditions.hidden(target)}
     for nu in args.nu:
         for norm in NORMS:
             translator = fit(source, target, records, norm=norm, nu=nu)
             name = f"{norm} nu={nu}"
-            conditions[name] = quality.translated(source, target, translator)
-    control = quality.shuffled(translator)
-    conditions[f"shuffled {name}"] = quality.translated(source, target, control)
-    scores = quality.score(target, samples, conditions)
+            makers[name] = conditions.translated(source, target, translator)
+    control = conditions.shuffled(translator)
+    makers[f"shuffled {name}"] = conditions.translated(source, target, control)
+    scores = quality.score(target, samples, makers)
     lengths = [len(sample.prefix) for sample in samples]
     print(
         f"\n{pair}: {len(samples)} dialogues, prefixes of {min(lengths)} to {max(lengths)} tokens"

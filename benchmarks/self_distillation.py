@@ -23,6 +23,7 @@ import torch
 from kvlingo_mlx import measure
 from kvlingo_mlx.assignment import relative_depth
 from kvlingo_mlx.embedded import dialogues, zoo
+from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
@@ -130,16 +131,16 @@ def lockstep(twins, runs, stream, kept, recipe, readings) -> Lockstep:
 
 def judge(pair, config, arrays, samples) -> dict[str, quality.Score]:
     """Score every translator on the device's own path, beside the controls."""
-    conditions = {"prefix hidden": quality.hidden(pair[1])}
+    makers = {"prefix hidden": conditions.hidden(pair[1])}
     for name, maps in arrays.items():
         weights = Weights.from_float32(
             {n: np.asarray(a, np.float32) for n, a in maps.items()}, "float32"
         )
         translator = build(config, weights)
-        conditions[name] = quality.translated(*pair, translator)
-        control = quality.shuffled(translator)
-        conditions[f"{name}, shuffled"] = quality.translated(*pair, control)
-    return quality.score(pair[1], samples, conditions)
+        makers[name] = conditions.translated(*pair, translator)
+        control = conditions.shuffled(translator)
+        makers[f"{name}, shuffled"] = conditions.translated(*pair, control)
+    return quality.score(pair[1], samples, makers)
 
 
 def report(scores: dict[str, quality.Score]) -> None:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
+import tiny
 from mlx_lm.models.cache import make_prompt_cache
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.embedded.dialogues import ANSWER
+from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.evaluation.latency import PHASES, measure_latency
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.measure import seconds
 from kvlingo_mlx.samples import Sample
 
 
@@ -42,7 +46,7 @@ def test_identity_scores_as_native_does(
     models: dict[str, LanguageModel], sample: quality.RecallSample
 ) -> None:
     model = models["dense"]
-    same = quality.translated(model, model, identity_of(model))
+    same = conditions.translated(model, model, identity_of(model))
     scores = quality.score(model, [sample], {"identity": same})
     assert scores["identity"] == scores["native"]
     assert scores["native"].kl == (0.0,)
@@ -53,7 +57,7 @@ def test_kl_and_hits_against_float64(
 ) -> None:
     """One forward pass over everything for native, one over the continuation for hidden."""
     model = models["dense"]
-    score = quality.score(model, [sample], {"hidden": quality.hidden(model)})
+    score = quality.score(model, [sample], {"hidden": conditions.hidden(model)})
 
     def logs(tokens: list[int]) -> np.ndarray:
         cache = make_prompt_cache(model.model)
@@ -81,14 +85,68 @@ def test_shuffled_translator_is_another_one(
 ) -> None:
     model = models["dense"]
     translator = kv.fit(model, model, [Sample(sample.prefix, ())])
-    control = quality.shuffled(translator)
+    control = conditions.shuffled(translator)
     ours, theirs = translator.to_weights().arrays, control.to_weights().arrays
     assert all(not np.array_equal(ours[name], theirs[name]) for name in ours)
     assert {a.tobytes() for a in ours.values()} == {a.tobytes() for a in theirs.values()}
-    conditions = {"fitted": quality.translated(model, model, translator),
-                  "shuffled": quality.translated(model, model, control)}  # fmt: skip
-    scores = quality.score(model, [sample], conditions)
+    makers = {"fitted": conditions.translated(model, model, translator),
+                  "shuffled": conditions.translated(model, model, control)}  # fmt: skip
+    scores = quality.score(model, [sample], makers)
     assert scores["shuffled"].kl[0] > 10 * scores["fitted"].kl[0]
+
+
+# ---- DroidSpeak --------------------------------------------------------------------------
+
+
+def entries(cache: list) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(np.array(c.keys[..., : c.offset, :]), np.array(c.values[..., : c.offset, :]))
+            for c in cache]  # fmt: skip
+
+
+@pytest.fixture
+def twins(tmp_path_factory: pytest.TempPathFactory) -> list[LanguageModel]:
+    """Two models of one shape and different weights."""
+    root = tmp_path_factory.mktemp("twins")
+    return [
+        kv.load(tiny.write_tiny_model(root / str(seed), kind, seed=seed, layers=4, kv_heads=2,
+                                      head_dim=32))
+        for seed, kind in ((1, "qwen3"), (2, "qwen3_moe"))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("step_size", [2048, 5])
+def test_reuse_is_between_verbatim_and_native(twins: list[LanguageModel], step_size: int) -> None:
+    source, target = twins
+    tokens = tiny.random_tokens(17)
+    own, theirs = (entries(conditions.native(m, step_size)(tokens)) for m in (target, source))
+    for recomputed in range(5):
+        found = entries(conditions.reused(source, target, recomputed, step_size)(tokens))
+        expected = own[:recomputed] + theirs[recomputed:]
+        for pair, wanted in zip(found, expected, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(pair, wanted, strict=True))
+    assert not np.array_equal(own[0][0], theirs[0][0])
+
+
+def test_recomputing_few_layers_runs_few_layers(tmp_path: Path) -> None:
+    """One layer of sixteen costs nothing like all of them."""
+    folder = tiny.write_tiny_model(
+        tmp_path / "deep", "qwen3", seed=1, layers=16, kv_heads=2, head_dim=32
+    )
+    deep = kv.load(folder)
+    tokens = tiny.random_tokens(401)
+
+    def quickest(make: conditions.CacheMaker) -> float:
+        return min(seconds(lambda: make(tokens)) for _ in range(5))
+
+    one = quickest(lambda ids: conditions.prefill_layers(deep, ids[:-1], 100, 1))
+    assert one < 0.4 * quickest(conditions.native(deep, 100))
+
+
+def test_reuse_needs_one_shape(models: dict[str, LanguageModel], twins: list) -> None:
+    with pytest.raises(kv.IncompatibleTranslatorError, match="cache layers: 4, expected 3"):
+        conditions.reused(models["dense"], twins[1])
+    with pytest.raises(ValueError, match="recomputed is 5"):
+        conditions.reused(*twins, 5)
 
 
 def test_latency_times_every_path(models: dict[str, LanguageModel]) -> None:

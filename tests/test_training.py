@@ -21,6 +21,7 @@ import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx import checkpoint  # noqa: E402
 from kvlingo_mlx.cli import run  # noqa: E402
 from kvlingo_mlx.errors import KVLingoError  # noqa: E402
+from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.evaluation import continuation as quality  # noqa: E402
 from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.norms import NORMS  # noqa: E402
@@ -112,7 +113,7 @@ def test_both_runtimes_describe_a_scaled_rotation_alike(
     assert mine.geometry.fingerprint == theirs.geometry.fingerprint
     tokens = np.random.default_rng(0).integers(5, 280, 90).tolist()
     states = mine.states(tokens, "post_rope")
-    cache = quality.native(theirs)([*tokens, 5])
+    cache = conditions.native(theirs)([*tokens, 5])
     native = np.array(cache[2].keys[0, :, :90]).swapaxes(0, 1).reshape(90, -1)
     assert np.abs(states.keys[2].numpy() - native).max() < 1e-4
 
@@ -186,7 +187,7 @@ def test_kl_equals_the_devices(
 
 
 def device_kl(source: LanguageModel, target: LanguageModel, translator, sample: Sample) -> float:
-    caches = quality.native(target), quality.translated(source, target, translator)
+    caches = conditions.native(target), conditions.translated(source, target, translator)
     native, translated = (
         quality.log_probabilities(
             target, make(sample.prefix), sample.prefix[-1], sample.continuation

@@ -9,6 +9,7 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx import embedded
 from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 
 
@@ -22,7 +23,7 @@ def test_recall_needs_the_prefix(name: str) -> None:
     model = kv.load(kv.zoo(name))
     talks = dialogues.held_out(16, seed=5)
     samples = [quality.recall_sample(model, talk) for talk in talks]
-    scores = quality.score(model, samples, {"hidden": quality.hidden(model)})
+    scores = quality.score(model, samples, {"hidden": conditions.hidden(model)})
     assert scores["native"].recall >= 0.95
     assert scores["hidden"].recall <= 0.15
 

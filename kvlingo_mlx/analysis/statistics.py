@@ -30,10 +30,10 @@ def cka(x: np.ndarray, y: np.ndarray) -> float:
 def cka_grid(source: Sequence[np.ndarray], target: Sequence[np.ndarray]) -> np.ndarray:
     """CKA of every target layer (rows) with every source layer (columns)."""
     source, target = [_centred(x) for x in source], [_centred(y) for y in target]
-    scales = [[float(np.linalg.norm(a.T @ a)) for a in side] for side in (target, source)]
+    own = [np.array([np.linalg.norm(a.T @ a) for a in side]) for side in (target, source)]
     cross = [[np.linalg.norm(x.T @ y) ** 2 for x in source] for y in target]
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.array(cross) / np.outer(*scales)
+        return np.array(cross) / np.outer(own[0], own[1])
 
 
 def diagonal_of(rows: int, columns: int) -> np.ndarray:

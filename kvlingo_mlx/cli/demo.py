@@ -36,6 +36,7 @@ def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> No
 
 def _run_pair(source_name: str, target_name: str, step) -> dict:
     from kvlingo_mlx.embedded import dialogues, zoo
+    from kvlingo_mlx.evaluation import conditions
     from kvlingo_mlx.evaluation import continuation as quality
     from kvlingo_mlx.evaluation.latency import measure_latency
     from kvlingo_mlx.loading import load, resolve_translator
@@ -44,12 +45,12 @@ def _run_pair(source_name: str, target_name: str, step) -> dict:
     translator = resolve_translator(None, source, target)
     talks = list(dialogues.held_out(SAMPLES, seed=1))
     samples = [quality.recall_sample(target, talk) for talk in talks]
-    conditions = {
-        "translated": quality.translated(source, target, translator),
-        "shuffled": quality.translated(source, target, quality.shuffled(translator)),
-        "hidden": quality.hidden(target),
+    makers = {
+        "translated": conditions.translated(source, target, translator),
+        "shuffled": conditions.translated(source, target, conditions.shuffled(translator)),
+        "hidden": conditions.hidden(target),
     }
-    scores = quality.score(target, samples, conditions, step)
+    scores = quality.score(target, samples, makers, step)
     latency = measure_latency(source, target, translator, 512, trials=3)
     answers = [_answers(talk, source, target, translator) for talk in talks[:SHOWN]]
     return {"scores": scores, "latency": latency, "answers": answers}

@@ -1,28 +1,19 @@
-"""How well a model continues a prefix from a cache: native, translated, or a control.
-
-The controls give a measurement its meaning. If hiding the prefix, or shuffling the
-translator's layers, costs little, the data do not need the prefix and show nothing.
-"""
+"""How well a model continues a prefix from a cache: native, translated, or a control."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
-from kvlingo_mlx.generation import encode, hand_over
+from kvlingo_mlx.evaluation.conditions import CacheMaker, native
+from kvlingo_mlx.generation import encode
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.samples import Sample
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import SIDES
-from kvlingo_mlx.translators import build
-from kvlingo_mlx.translators.base import Translator
 
 
 @dataclass(frozen=True)
@@ -123,49 +114,6 @@ def log_probabilities(
     tokens = mx.array([last, *continuation[:-1]])
     logits = target.model(tokens[None], cache=cache)[0].astype(mx.float32)
     return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-
-
-CacheMaker = Callable[[Sequence[int]], list]
-
-
-def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
-    """Caches that the target prefills itself."""
-
-    def make(tokens: Sequence[int]) -> list:
-        cache = make_prompt_cache(target.model)
-        for start in range(0, len(tokens) - 1, step_size):
-            chunk = mx.array(list(tokens[start : min(start + step_size, len(tokens) - 1)]))
-            target.model(chunk[None], cache=cache)
-            mx.eval([c.state for c in cache])
-        return cache
-
-    return make
-
-
-def hidden(target: LanguageModel) -> CacheMaker:
-    """Control: the prefix is hidden altogether."""
-    return lambda tokens: make_prompt_cache(target.model)
-
-
-def translated(source: LanguageModel, target: LanguageModel, translator: Translator) -> CacheMaker:
-    """Caches translated from a source's."""
-    return lambda tokens: hand_over(source, target, tokens, translator=translator)
-
-
-def shuffled(translator: Translator, seed: int = 0) -> Translator:
-    """Control: a translator whose maps sit at wrong target layers (of equal shape)."""
-    weights = translator.to_weights()
-    count = len(translator.config.target.layers)
-    rng = random.Random(seed)
-    order = list(range(count))
-    while any(i == j for i, j in enumerate(order)):
-        rng.shuffle(order)
-    arrays = {}
-    for name, array in weights.arrays.items():
-        side, layer, rest = name.split(".", 2)
-        arrays[f"{side}.{order[int(layer)]}.{rest}"] = array
-    assert set(arrays) == {f"{s}.{i}.weight" for s in SIDES for i in range(count)}
-    return build(translator.config, Weights(weights.dtype, arrays))
 
 
 def score(

@@ -1,0 +1,122 @@
+"""Ways to fill a target's cache with a prefix: native, translated, baselines and controls.
+
+Each is a function of the prefix's token ids that returns a cache of all but the last, which the
+target runs itself. The controls give a measurement its meaning: if hiding the prefix, or
+shuffling the translator's layers, costs little, the data do not need the prefix and show nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.generation import hand_over
+from kvlingo_mlx.geometry import layer_differences
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translator_config import SIDES
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
+
+CacheMaker = Callable[[Sequence[int]], list]
+
+
+def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
+    """Caches that the target prefills itself (also: a full re-prefill)."""
+    return lambda tokens: prefill_layers(target, tokens[:-1], step_size, len(target.attentions))
+
+
+def hidden(target: LanguageModel) -> CacheMaker:
+    """Control: the prefix is hidden altogether."""
+    return lambda tokens: make_prompt_cache(target.model)
+
+
+def translated(source: LanguageModel, target: LanguageModel, translator: Translator) -> CacheMaker:
+    """Caches translated from a source's."""
+    return lambda tokens: hand_over(source, target, tokens, translator=translator)
+
+
+def shuffled(translator: Translator, seed: int = 0) -> Translator:
+    """Control: a translator whose maps sit at wrong target layers (of equal shape)."""
+    weights = translator.to_weights()
+    count = len(translator.config.target.layers)
+    rng = random.Random(seed)
+    order = list(range(count))
+    while any(i == j for i, j in enumerate(order)):
+        rng.shuffle(order)
+    arrays = {}
+    for name, array in weights.arrays.items():
+        side, layer, rest = name.split(".", 2)
+        arrays[f"{side}.{order[int(layer)]}.{rest}"] = array
+    assert set(arrays) == {f"{s}.{i}.weight" for s in SIDES for i in range(count)}
+    return build(translator.config, Weights(weights.dtype, arrays))
+
+
+def reused(
+    source: LanguageModel, target: LanguageModel, recomputed: int = 0, step_size: int = 2048
+) -> CacheMaker:
+    """DroidSpeak as the paper adapts it (appendix "Comparison with DroidSpeak").
+
+    The target computes its first ``recomputed`` layers over the prefix; above them stands the
+    source's cache as it is. None recomputed is verbatim reuse, all is a re-prefill.
+
+    Raises:
+        IncompatibleTranslatorError: The two caches differ in shape.
+        ValueError: ``recomputed`` is no number of layers.
+    """
+    layers = len(target.attentions)
+    differ = layer_differences(target.geometry.layers, source.geometry.layers)
+    if differ:
+        raise IncompatibleTranslatorError(
+            f"the cache of {source.name} cannot be reused by {target.name}: {differ[0]}"
+        )
+    if not 0 <= recomputed <= layers:
+        raise ValueError(f"recomputed is {recomputed}; {target.name} has {layers} layers")
+
+    def make(tokens: Sequence[int]) -> list:
+        own = prefill_layers(target, tokens[:-1], step_size, recomputed)
+        if recomputed == layers:
+            return own
+        return (
+            own[:recomputed] + prefill_layers(source, tokens[:-1], step_size, layers)[recomputed:]
+        )
+
+    return make
+
+
+def prefill_layers(
+    model: LanguageModel, tokens: Sequence[int], step_size: int, layers: int
+) -> list:
+    """A model's cache of ``tokens``, its first ``layers`` layers true.
+
+    MLX computes what is asked for: where no later layer's cache is, no later layer runs.
+    """
+    cache = make_prompt_cache(model.model)
+    if not layers:
+        return cache
+    for start in range(0, len(tokens), step_size):
+        chunk = mx.array(list(tokens[start : start + step_size]))
+        model.model(chunk[None], cache=[*cache[:layers], *_unfilled(model, start)[layers:]])
+        mx.eval([c.state for c in cache[:layers]])
+    return cache
+
+
+def _unfilled(model: LanguageModel, length: int) -> list:
+    """Caches of the right length whose zeros nobody will compute.
+
+    Later layers' true caches would drag along what was left unfinished of earlier chunks.
+    """
+    caches = make_prompt_cache(model.model)
+    for cache, layer in zip(caches, model.geometry.layers, strict=True):
+        if length:
+            shape = (1, layer.kv_heads, length)
+            cache.update_and_fetch(
+                mx.zeros((*shape, layer.key_dim), model.cache_dtype),
+                mx.zeros((*shape, layer.value_dim), model.cache_dtype),
+            )
+    return caches

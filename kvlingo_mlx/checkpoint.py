@@ -208,8 +208,15 @@ def write(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Wei
 
 
 def check_destination(folder: str | os.PathLike[str]) -> None:
-    """Refuse (ValueError) a destination that exists and is not a translator of ours."""
+    """Refuse (ValueError) a destination that exists and is not ours, or cannot be written."""
     folder = Path(folder)
+    if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(
+            f"{folder} is the folder you are in or one above; give a new folder's name"
+        )
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} cannot be written: {parent} is read-only")
     if not folder.exists():
         return
     names = {p.name for p in folder.iterdir()} if folder.is_dir() else None

@@ -35,5 +35,9 @@ class MissingExtraError(KVLingoError):
 
 def malformed(path: Path, text: str) -> MalformedTranslatorError:
     """The refusal of a translator's file, one printable line whatever the file holds."""
-    line = f"{path}: {text:.400}"
-    return MalformedTranslatorError("".join(c if c.isprintable() else "?" for c in line))
+    return MalformedTranslatorError(printable(f"{path}: {text:.400}"))
+
+
+def printable(text: str) -> str:
+    """A stranger's text as one line without control codes."""
+    return "".join(c if c.isprintable() else "?" for c in text)

@@ -8,6 +8,7 @@ prompt token itself, since a translated cache holds no prediction (section 2.1).
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import sys
 import time
@@ -17,16 +18,20 @@ from typing import Any, TypeGuard, cast
 
 from kvlingo_mlx.backend import mx
 
+from jinja2 import TemplateError
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches, capture
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load, resolve_translator
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.translators.base import Translator
+
+DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 
 Model = str | os.PathLike[str] | LanguageModel
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
@@ -71,12 +76,13 @@ def encode(model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = 
     """
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
+        _check_text(prompt)
         bare = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         tokens = tokenizer.encode(prompt, add_special_tokens=bare)
     elif _is_chat(prompt):
         tokens = _render(model, prompt, enable_thinking)
     else:
-        tokens = [int(token) for token in cast(Sequence[int], prompt)]
+        tokens = _ids(cast(Sequence[int], prompt))
     if not tokens:
         raise ValueError("the prompt is empty; give some text")
     return tokens
@@ -93,10 +99,34 @@ def _render(
 ) -> list[int]:
     if not model.tokenizer.has_chat_template:
         raise ValueError(f"{model.name} has no chat template; pass the prompt as text")
+    for message in messages:
+        if isinstance(message.get("content"), str):
+            _check_text(message["content"])
     switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    return list(
-        model.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, **switch)
-    )
+    try:
+        tokens = model.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, **switch
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"the chat template of {model.name} does not take these messages ({error}); "
+            'each needs a "role" and a "content"'
+        ) from None
+    return list(tokens)
+
+
+def _check_text(text: str) -> None:
+    """Refuse text that is not Unicode, as half an emoji or undecoded bytes are."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid Unicode ({error.reason})") from None
+
+
+def _ids(tokens: Sequence[int]) -> list[int]:
+    """Token ids as Python integers: a list, or a NumPy or MLX vector."""
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    return [operator.index(token) for token in listed]
 
 
 def translate_span(
@@ -171,15 +201,15 @@ def hand_over(
         allow_mismatch: Accept a translator made for another checkpoint of the same shape.
 
     Returns:
-        Stock mlx-lm caches, evaluated, for
-        ``mlx_lm.generate_step(tokens[-1:], decode_model.model, prompt_cache=...)``.
+        Stock mlx-lm caches, evaluated, for ``mlx_lm.generate.generate_step(
+        mx.array(tokens[-1:]), decode_model.model, prompt_cache=...)``.
 
     Raises:
         ValueError: No tokens, an id out of range, or more than a model's context.
         IncompatibleTranslatorError: The translator is for another pair.
         MissingTranslatorError: None was given and none is stored.
     """
-    source, target = load(prefill_model), load(decode_model)
+    source, target, tokens = load(prefill_model), load(decode_model), _ids(tokens)
     _check_tokens(source, target, tokens, prefill_step_size)
     resolved = None
     if len(tokens) > 1:  # a single token leaves nothing to translate
@@ -206,15 +236,22 @@ def stream_generate(
     Arguments are those of :func:`generate`; ``decode_options`` go to mlx-lm's
     ``generate_step`` (``kv_bits``, ``kv_group_size``, ``quantized_kv_start``).
     """
+    unknown = sorted(set(decode_options) - set(DECODE_OPTIONS))
+    if unknown:
+        raise ValueError(
+            f"{', '.join(unknown)} cannot be used with a hand-over; decoding options are "
+            f"{', '.join(DECODE_OPTIONS)}"
+        )
     if max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
     source, target = load(prefill_model), load(decode_model)
+    clock = Clock()
     tokens = encode(target, prompt, enable_thinking)
     _check_tokens(source, target, tokens, prefill_step_size)
     resolved = None
     if len(tokens) > 1:
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
-    clock = Clock()
+    clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):
         cache = _hand_over(source, target, tokens, resolved, prefill_step_size, clock)
         responses = mlx_stream_generate(
@@ -229,8 +266,19 @@ def stream_generate(
         )
         ttft = None
         for response in responses:
-            ttft = ttft or time.perf_counter() - clock.started
+            if ttft is None:
+                ttft = time.perf_counter() - clock.started
+                _check_numbers(response, source, target)
             yield _timed(response, len(tokens), clock, ttft)
+
+
+def _check_numbers(response: MLXResponse, source: LanguageModel, target: LanguageModel) -> None:
+    """Refuse a first prediction that is not a number: decoding would go on with token 0."""
+    if mx.isnan(response.logprobs).any().item():
+        raise KVLingoError(
+            f"the first prediction of {target.name} after the hand-over from {source.name} is not "
+            "a number: the translator's output overflows, or the model's weights are damaged"
+        )
 
 
 def _with_prefix(

@@ -19,7 +19,7 @@ from huggingface_hub.errors import (
 )
 
 from kvlingo_mlx.embedded import zoo, zoo_names
-from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.errors import KVLingoError, printable
 
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PROBLEMS = (
@@ -54,13 +54,18 @@ def resolve(
         error: What to raise where there is nothing.
         offline: Take a snapshot that is already here, or none.
     """
-    local = Path(name).expanduser()
-    if local.exists():
-        return local, None
+    try:
+        local = Path(name).expanduser()
+        if local.exists():
+            return local, None
+    except (RuntimeError, ValueError, OSError):  # ~nobody, a zero byte, a name too long
+        raise error(f"{printable(name)} is no folder's name; give a folder or a Hub id") from None
     if name in zoo_names():
         return zoo(name), None
     if not REPO_ID.fullmatch(name):
-        raise error(f"{name} does not exist; give a folder or a Hub id such as Qwen/Qwen3-4B")
+        raise error(
+            f"{printable(name)} does not exist; give a folder or a Hub id such as Qwen/Qwen3-4B"
+        )
     try:
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(patterns), local_files_only=offline

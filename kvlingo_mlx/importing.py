@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -27,11 +29,13 @@ class Imported:
         folder: The translator's new home.
         config: Its facts.
         unchecked: Models that it could not be held against, and why.
+        replaced: Whether an earlier import of the same models and form stood there.
     """
 
     folder: Path
     config: TranslatorConfig
     unchecked: Mapping[str, str]
+    replaced: bool
 
 
 def import_translator(
@@ -74,8 +78,9 @@ def import_translator(
         origin = {"imported_from": f"{path_or_hf_repo}@{commit}"}
         config = dataclasses.replace(config, provenance={**config.provenance, **origin})
     folder = Path(out) if out is not None else store() / _store_name(config)
+    replaced = folder.exists()
     checkpoint.write(folder, config, weights.cast(dtype))
-    return Imported(folder, config, unchecked)
+    return Imported(folder, config, unchecked, replaced)
 
 
 def _check_those_at_hand(config: TranslatorConfig, allow_mismatch: bool) -> dict[str, str]:
@@ -91,7 +96,9 @@ def _check_those_at_hand(config: TranslatorConfig, allow_mismatch: bool) -> dict
 
 
 def _store_name(config: TranslatorConfig) -> str:
+    """A folder name that no translator of other models or another form shares."""
     ends = (Path(config.source.name).name, Path(config.target.name).name)
-    variant = "mix" if config.head_mixing else "headwise"
-    name = f"{ends[0]}--{ends[1]}--{config.capture}-{variant}-nu{config.nu}"
+    facts = config.to_json() | {"provenance": {}}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+    name = f"{ends[0]}--{ends[1]}--{config.capture}-nu{config.nu}-{digest}"
     return re.sub(r"[^\w.-]", "_", name).lstrip(".")

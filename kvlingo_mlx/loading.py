@@ -13,9 +13,10 @@ from mlx_lm.utils import load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
 from kvlingo_mlx import checkpoint
-from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES
+from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES, WEIGHTS_FILE
 from kvlingo_mlx.embedded import MODELS, TRANSLATORS
 from kvlingo_mlx.errors import (
+    IncompatibleTranslatorError,
     MalformedTranslatorError,
     MissingModelError,
     MissingTranslatorError,
@@ -24,7 +25,7 @@ from kvlingo_mlx.families import family_of
 from kvlingo_mlx.hub import resolve
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.pairing import check_pair, matches
-from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators import build, check_applicable
 from kvlingo_mlx.translators.base import Translator
 
 MODEL_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
@@ -81,17 +82,25 @@ def _open(path: Path, name: str, commit: str | None, lazy: bool) -> LanguageMode
     _check_model_folder(path)
     config = load_config(path)
     family_of(config["model_type"])
-    model, config = load_model(path, lazy=lazy, trust_remote_code=False)
-    tokenizer = load_tokenizer(
-        path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
-    )
+    try:
+        model, config = load_model(path, lazy=lazy, trust_remote_code=False)
+        tokenizer = load_tokenizer(
+            path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
+        )
+    except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
+        # What mlx-lm and transformers say about a file that is cut off or lacks a field.
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise MissingModelError(
+            f"the model {path} cannot be loaded ({type(error).__name__}: {first_line:.200}); "
+            "is its download complete?"
+        ) from error
     embedded = path.parent == MODELS
     return LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
 
 
 def _check_model_folder(path: Path) -> None:
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except OSError:
         raise MissingModelError(
             f"{path} has no config.json; a model folder needs one (incomplete download?)"
@@ -115,7 +124,13 @@ def _check_model_folder(path: Path) -> None:
 def _weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.exists():
-        return [path / f for f in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise MissingModelError(
+                f"{index} has no readable weight_map; download the model again"
+            ) from None
+        return [path / name for name in names]
     files = sorted(path.glob("model*.safetensors"))
     if not files:
         raise MissingModelError(f"{path} has no model*.safetensors; download the model again")
@@ -146,24 +161,33 @@ def store() -> Path:
 
 
 def stored_translators() -> Iterator[Path]:
-    """Translator folders at hand: the user's store first, then those of the package."""
+    """Translator folders at hand: the user's store first, newest first, then the package's.
+
+    A folder whose name starts with a dot is one that was never finished.
+    """
     for root in (store(), TRANSLATORS):
-        yield from sorted(p.parent for p in root.glob(f"*/{CONFIG_FILE}"))
+        files = [p for p in root.glob(f"[!.]*/{CONFIG_FILE}") if (p.parent / WEIGHTS_FILE).exists()]
+        yield from (p.parent for p in sorted(files, key=lambda p: -p.stat().st_mtime_ns))
 
 
-def find_translator(source: LanguageModel, target: LanguageModel) -> Path:
-    """The stored translator of a pair.
+def find_translator(
+    source: LanguageModel, target: LanguageModel, *, allow_mismatch: bool = False
+) -> Path:
+    """The stored translator of a pair, one that this version can apply.
 
     Raises:
         MissingTranslatorError: There is none; says how to make one.
     """
-    for path in stored_translators():
-        try:
-            config = checkpoint.read_config(path)
-        except MalformedTranslatorError:
-            continue  # a damaged folder for some pair must not block all others
-        if matches(config.source, source) and matches(config.target, target):
-            return path
+    for tolerance in (False, True) if allow_mismatch else (False,):  # their own first
+        for path in stored_translators():
+            try:
+                config = checkpoint.read_config(path)
+                check_applicable(config)
+            except (MalformedTranslatorError, IncompatibleTranslatorError):
+                continue  # a folder of no use to this pair must not block all others
+            ends = ((config.source, source), (config.target, target))
+            if all(matches(spec, model, allow_mismatch=tolerance) for spec, model in ends):
+                return path
     raise MissingTranslatorError(
         f"no translator from {source.name} to {target.name} is in the local store; make one "
         f"with `kvlingo-mlx fit --source {source.name} --target {target.name} --data FILE.jsonl "
@@ -185,7 +209,7 @@ def resolve_translator(
         MissingTranslatorError: None was given and none is stored.
     """
     if translator is None:
-        translator = find_translator(source, target)
+        translator = find_translator(source, target, allow_mismatch=allow_mismatch)
     if not isinstance(translator, Translator):
         translator = load_translator(translator)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
+
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -35,7 +37,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(path)
     records = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: a JSON string may hold U+2028, which is a line's end to it.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error})") from None
     except OSError as error:
@@ -61,9 +64,11 @@ def _parse(line: str, where: str) -> dict[str, Any]:
 
 def check_record(record: Any, where: str) -> None:
     """Refuse (ValueError) what is neither a conversation nor a text."""
-    if isinstance(record, dict) and isinstance(record.get("text"), str):
+    fields = record if isinstance(record, dict) else {}
+    messages = fields.get("messages")
+    if messages is None and isinstance(fields.get("text"), str):
+        _check_unicode(fields["text"], where)
         return
-    messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'{where}: expected {{"messages": [...]}} or {{"text": ...}}')
     for message in messages:
@@ -73,6 +78,15 @@ def check_record(record: Any, where: str) -> None:
             raise ValueError(
                 f"{where}: role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
             )
+        _check_unicode(message["content"], where)
+
+
+def _check_unicode(text: str, where: str) -> None:
+    """JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: text that is not valid Unicode ({error.reason})") from None
 
 
 def to_samples(
@@ -96,17 +110,19 @@ def tokenise(record: Mapping[str, Any], tokenizer: Any, turn: int = -1) -> Sampl
     """One record as token ids.
 
     A conversation is cut where an assistant turn opens (``turn`` counts those turns, the
-    last by default) and ends with it: the prefix is the chat template up to and including
-    that header, the turn itself the continuation. A turn without reasoning leaves Qwen3's
-    empty think block in the prefix (appendix "Training data"). A conversation without an
-    assistant turn has no continuation. A plain text is cut in the middle.
+    last by default; one before any question is none) and ends with it: the prefix is the
+    chat template up to and including that header, the turn itself the continuation. A turn
+    without reasoning leaves Qwen3's empty think block in the prefix (appendix "Training
+    data"). A conversation without an assistant turn has no continuation. A plain text is
+    cut in the middle.
     """
-    if "text" in record:
+    if record.get("messages") is None:
         tokens = encode_plain(tokenizer, record["text"])
         middle = len(tokens) // 2
         return Sample(tokens[:middle], tokens[middle:])
     messages = list(record["messages"])
-    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant"]
+    asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
+    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > asked]
     if not replies:
         return Sample(encode_plain(tokenizer, _render(tokenizer, messages, True)), ())
     prefix, continuation = cut(messages[: replies[turn] + 1], tokenizer)
@@ -144,6 +160,12 @@ def _render(
         raise ValueError(
             f'the tokenizer {name} has no chat template; give {{"text": ...}} records instead'
         )
-    return tokenizer.apply_chat_template(
-        list(messages), tokenize=False, add_generation_prompt=opens, **switch
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=opens, **switch
+        )
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(
+            f"the chat template does not take a conversation of {roles:.200} ({error})"
+        ) from None

@@ -160,7 +160,10 @@ def write_tensors(path: Path, weights: Weights) -> None:
         )
         for name, array in arrays.items()
     }
-    serialize_file(specs, path, {"format": "kvlingo"})
+    try:
+        serialize_file(specs, path, {"format": "kvlingo"})
+    except SafetensorError as error:  # its own class, though it means the disk
+        raise OSError(f"{path} cannot be written: {error}") from None
     path.chmod(0o644)
     with open(path, "rb") as file:
         os.fsync(file.fileno())

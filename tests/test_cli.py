@@ -133,6 +133,11 @@ def test_bad_prompts(
     fails([*given, "--prompt", "a", "--temp", "nan"], "--temp is nan", capsys)
     fails([*given, "--prompt", "a", "--max-tokens", "0"], "max_tokens is 0", capsys)
     fails([*given, "--prompt", "a", "--max-tokens", "many"], "--max-tokens", capsys)
+    fails([*given, "--prompt", "a", "--seed", "-1"], "--seed is -1", capsys)
+    fails([*given, "--prompt", "a", "--seed", "9" * 20], "--seed is 999", capsys)
+    fails([*given, "--prompt", "a", "--top-p", "5"], "--top-p is 5.0", capsys)
+    fails([*given, "--prompt", "a", "--top-k", "-3"], "--top-k is -3", capsys)
+    fails([*given, "--prompt", "a\udcff"], "not valid Unicode", capsys)
     fails(["generate", "--prompt", "a"], "--prefill-model", capsys)
     fails(["translate"], "translate", capsys)
 
@@ -164,6 +169,15 @@ def test_bad_models(
     fails(with_model(half), "supported families: qwen3, qwen3_moe", capsys)
     (half / "config.json").write_text("{")
     fails(with_model(half), "not valid JSON", capsys)
+    no_epsilon = {name: value for name, value in config.items() if name != "rms_norm_eps"}
+    (half / "config.json").write_text(json.dumps(no_epsilon))
+    fails(with_model(half), "cannot be loaded", capsys)
+    (half / "config.json").write_text(json.dumps(config))
+    (half / "tokenizer_config.json").write_text('{"a')
+    fails(with_model(half), f"the model {half} cannot be loaded", capsys)
+    (half / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    fails(with_model(half), "no readable weight_map", capsys)
+    fails(with_model(Path("~nobody-of-this-name/x")), "is no folder's name", capsys)
 
 
 def test_bad_translators(
@@ -219,7 +233,11 @@ def test_tokenizers_that_differ(
 
 
 def test_bad_data_and_destinations(
-    folders: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folders: dict[str, Path],
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = tmp_path / "out"
     fails(fit_arguments(folders, tmp_path / "absent.jsonl", out), "cannot be read", capsys)
@@ -232,6 +250,10 @@ def test_bad_data_and_destinations(
     (out / "thesis.txt").write_text("mine")
     fails(fit_arguments(folders, data, out), "not a translator folder", capsys)
     assert [p.name for p in out.iterdir()] == ["thesis.txt"]
+    fails(fit_arguments(folders, data, Path(".")), "the folder you are in", capsys)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    fails(fit_arguments(folders, data, tmp_path / "x" / "y"), "is read-only", capsys)
+    monkeypatch.undo()
     fails([*fit_arguments(folders, data, tmp_path / "x"), "--norm", "l7"], "norm is 'l7'", capsys)
     fails([*fit_arguments(folders, data, tmp_path / "x"), "--assignment", "z"], "'z'", capsys)
 
@@ -251,10 +273,105 @@ def test_import_checks_before_it_writes(
     assert not store.exists()
 
 
-def test_debug_shows_the_traceback() -> None:
-    command = [sys.executable, "-m", "kvlingo_mlx.cli", "--debug", "show", "absent"]
+@pytest.mark.parametrize("words", [["--debug", "show", "absent"], ["show", "absent", "--debug"]])
+def test_debug_shows_the_traceback(words: list[str]) -> None:
+    command = [sys.executable, "-m", "kvlingo_mlx.cli", *words]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode != 0 and "Traceback" in done.stderr
+    assert done.returncode != 0 and "Traceback" in done.stderr and "absent" in done.stderr
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    assert "generate" in capsys.readouterr().out
+
+
+# ---- the store --------------------------------------------------------------------------
+
+
+def test_unfinished_and_inapplicable_folders_block_nobody(
+    folders: dict[str, Path], fitted: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["import", str(fitted)]) == 0
+    (sound,) = store.iterdir()
+    killed = store / f".{sound.name}.abcd"
+    killed.mkdir()
+    shutil.copy(sound / "translator_config.json", killed)
+    shutil.copytree(sound, store / "half")
+    (store / "half" / "translator.safetensors").unlink()
+    mlp = tiny.write_mlp_translator(store / "mlp", fitted)
+    capsys.readouterr()
+    assert run(["show", str(mlp)]) == 0
+    assert "can be applied" in (out := capsys.readouterr().out) and "no: this version" in out
+    fails(generate_arguments(folders, "--prompt", "abc", "--translator", str(mlp)),
+          "cannot apply", capsys)  # fmt: skip
+    assert run(generate_arguments(folders, "--prompt", "abc")) == 0
+    assert run(["import", str(mlp)]) == 0
+    captured = capsys.readouterr()
+    assert "cannot apply" in captured.err and "try:" not in captured.out
+    assert run(generate_arguments(folders, "--prompt", "abc")) == 0
+
+
+def test_imports_of_other_models_or_forms_stand_side_by_side(
+    folders: dict[str, Path], data: Path, tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for number, options in enumerate(([], ["--nu", "2"], ["--capture", "post_rope"])):
+        out = tmp_path / str(number)
+        assert run([*fit_arguments(folders, data, out), *options]) == 0
+        assert run(["import", str(out)]) == 0
+        assert "replaced" not in capsys.readouterr().out
+    assert len(list(store.iterdir())) == 3
+    assert run(["import", str(tmp_path / "1")]) == 0
+    assert "replaced" in capsys.readouterr().out
+    assert len(list(store.iterdir())) == 3
+
+
+def test_mismatch_is_allowed_for_the_stores_own_too(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["import", str(fitted)]) == 0
+    other = tiny.write_tiny_model(
+        tmp_path / "other", "qwen3", seed=9, layers=3, kv_heads=2, head_dim=32
+    )
+    pair = ["--prefill-model", str(other), "--decode-model", str(folders["moe"])]
+    fails(["generate", *pair, "--prompt", "abc"], "no translator from", capsys)
+    assert run(["generate", *pair, "--prompt", "abc", "--allow-mismatch", "-m", "3"]) == 0
+
+
+def test_json_alone_on_standard_output(
+    folders: dict[str, Path], data: Path, fitted: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    translator = ["--translator", str(fitted)]
+    pair = ["--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    verbs = {
+        "generate": generate_arguments(folders, *translator, "--prompt", "abc"),
+        "bench": ["bench", *pair, *translator, "-p", "8", "-n", "1"],
+        "fit": fit_arguments(folders, data, tmp_path / "out"),
+        "show_model": ["show", str(folders["moe"])],
+        "show_translator": ["show", str(fitted)],
+    }
+    for kind, arguments in verbs.items():
+        capsys.readouterr()
+        assert run([*arguments, "--json", "-"]) == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["kind"] == kind
+        assert captured.err != ""
+
+
+def test_a_killed_import_leaves_nothing(fitted: Path, store: Path, tmp_path: Path) -> None:
+    """SIGTERM in the middle of writing: no folder, no temporary folder."""
+    script = (
+        "import os, signal, sys\n"
+        "from kvlingo_mlx import checkpoint, cli\n"
+        "write = checkpoint.write_tensors\n"
+        "checkpoint.write_tensors = lambda *a: (write(*a), os.kill(os.getpid(), signal.SIGTERM))\n"
+        f"sys.argv = ['kvlingo-mlx', 'import', {str(fitted)!r}]\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGTERM and "Traceback" not in done.stderr
+    assert list(store.iterdir()) == []
 
 
 def test_interrupt_leaves_nothing(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
+import tiny
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
@@ -35,6 +37,62 @@ def samples(count: int, tokens: int, seed: int = 0) -> list[Sample]:
 def weights_of(norm: str, target: LanguageModel, sample: Sample) -> np.ndarray | None:
     mass = lambda: attention_mass(target, sample)  # noqa: E731
     return token_weights(norm.replace("attention", "attention_mass"), len(sample.prefix), mass)
+
+
+def test_a_record_beyond_either_context_is_left_out(tmp_path: Path) -> None:
+    """The shorter context counts, whichever model has it."""
+    names = {"short": 64, "long": 512}
+    folders = {
+        name: tiny.write_tiny_model(tmp_path / name, "qwen3", seed=1, layers=2, kv_heads=1,
+                                    head_dim=16)
+        for name in names
+    }  # fmt: skip
+    for name, context in names.items():
+        config = json.loads((folders[name] / "config.json").read_text())
+        config["max_position_embeddings"] = context
+        (folders[name] / "config.json").write_text(json.dumps(config))
+    short, long = (kv.load(folders[name]) for name in names)
+    data = [*samples(2, 30), *samples(1, 100)]
+    for pair in ((short, long), (long, short)):
+        assert kv.fit(*pair, data).config.provenance["samples"] == 2
+
+
+def test_ids_of_the_continuation_are_checked(models: dict[str, LanguageModel]) -> None:
+    """The attention pass embeds them too, and MLX reads out of bounds without a word."""
+    wrong = Sample((5, 6, 7, 8), (330, 7))
+    with pytest.raises(ValueError, match="token id 330 is outside the 320 ids"):
+        kv.fit(models["dense"], models["wide"], [wrong], norm="attention")
+
+
+def test_head_wise_needs_a_ratio_of_heads(models: dict[str, LanguageModel]) -> None:
+    with pytest.raises(ValueError, match=r"target heads \(2\) to be a multiple"):
+        kv.fit(models["wide"], models["dense"], samples(1, 9), head_mixing=False)
+
+
+@pytest.mark.parametrize("text", ["line\u2028separator and \x85 more", "plain"])
+def test_jsonl_of_any_unicode(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    line = json.dumps({"text": text}, ensure_ascii=False)
+    path.write_bytes(b"\xef\xbb\xbf" + (line + "\r\n" + line).encode())  # with a byte-order mark
+    assert [record["text"] for record in read_jsonl(path)] == [text, text]
+
+
+def test_half_a_surrogate_pair_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "fine"}\n{"messages": [{"role": "user", "content": "\\ud83d"}]}')
+    with pytest.raises(ValueError, match="line 2: text that is not valid Unicode"):
+        read_jsonl(path)
+
+
+def test_an_answer_before_any_question_is_none(models: dict[str, LanguageModel]) -> None:
+    tokenizer = models["dense"].tokenizer
+    opening = {"role": "assistant", "content": "Welcome."}
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    assert tokenise({"messages": [opening]}, tokenizer).continuation == ()
+    sample = tokenise({"messages": [opening, *asked]}, tokenizer)
+    assert tokenizer.decode(list(sample.continuation)).startswith("Yes.")
+    both = tokenise({"text": "not this", "messages": asked}, tokenizer)
+    assert tokenizer.decode(list(both.continuation)).startswith("Yes.")
 
 
 def planted(

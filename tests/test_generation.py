@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate as mlx_generate
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from test_identity import TOKENS, identity_of
 
@@ -17,6 +20,8 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches, generation, measure
 from kvlingo_mlx.generation import encode
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translators import build
 
 MESSAGES = [{"role": "user", "content": "Where does Anna live?"}]
 
@@ -163,8 +168,51 @@ def test_decoding_from_a_translation_differs_from_native(models: dict[str, Langu
     source, target = models["dense"], models["wide"]
     translator = kv.fit(source, target, [{"text": "a b c d e f g h " * 12}])
     cache = kv.hand_over(source, target, TOKENS, translator=translator)
-    keys = np.array(cache[1].keys_and_values()[0])
-    assert np.isfinite(keys).all() and np.abs(keys).max() > 0.1
+    own = make_prompt_cache(target.model)
+    target.model(mx.array([TOKENS[:-1]]), cache=own)
+    for layer, (mine, native) in enumerate(zip(cache, own, strict=True)):
+        ours, theirs = (np.array(c.keys[..., : c.offset, :]) for c in (mine, native))
+        assert ours.shape == theirs.shape and np.isfinite(ours).all()
+        assert np.linalg.norm(ours - theirs) > 0.01 * np.linalg.norm(theirs), layer
+
+
+def test_tokens_may_be_arrays(models: dict[str, LanguageModel]) -> None:
+    """One ``tokens`` serves hand_over and mlx-lm's own generate_step."""
+    model = models["dense"]
+    identity = identity_of(model)
+    expected = [np.array(c.keys) for c in kv.hand_over(model, model, TOKENS, translator=identity)]
+    for tokens in (mx.array(TOKENS), np.array(TOKENS), tuple(TOKENS)):
+        cache = kv.hand_over(model, model, tokens, translator=identity)
+        assert all(np.array_equal(c.keys, e) for c, e in zip(cache, expected, strict=True))
+    steps = generate_step(mx.array(TOKENS[-1:]), model.model, max_tokens=1, prompt_cache=cache)
+    assert next(steps)[0] == next(generate_step(mx.array(TOKENS), model.model, max_tokens=1))[0]
+    with pytest.raises(TypeError):
+        kv.hand_over(model, model, [1.5, 2.5], translator=identity)
+
+
+def test_a_translation_that_overflows_is_refused(models: dict[str, LanguageModel]) -> None:
+    """Finite weights, sums beyond float32: decoding would print token 0 for ever."""
+    model = models["dense"]
+    identity = identity_of(model)
+    weights = identity.to_weights()
+    arrays = {
+        name: np.full_like(array, 3e38) if "values" in name else array
+        for name, array in weights.arrays.items()
+    }
+    wild = build(identity.config, Weights("float32", arrays))
+    with pytest.raises(kv.KVLingoError, match="is not a number"):
+        kv.generate(model, model, TOKENS, translator=wild, max_tokens=3)
+
+
+def test_first_token_time_counts_the_translators_reading(
+    models: dict[str, LanguageModel], tmp_path: Path
+) -> None:
+    model = models["dense"]
+    folder = identity_of(model).save(tmp_path / "identity")
+    started = time.perf_counter()
+    first = next(kv.stream_generate(model, model, TOKENS, translator=folder, max_tokens=1))
+    spent = time.perf_counter() - started
+    assert 0.8 * spent < first.ttft_s <= spent
 
 
 @pytest.mark.parametrize(
@@ -178,6 +226,11 @@ def test_decoding_from_a_translation_differs_from_native(models: dict[str, Langu
         ([5, 6], {"max_tokens": 0}, "max_tokens is 0"),
         ([5, 6], {"max_tokens": -2}, "max_tokens is -2"),
         ([5, 6], {"prefill_step_size": 0}, "prefill_step_size is 0"),
+        ([5, 6], {"max_kv_size": 8}, "max_kv_size cannot be used with a hand-over"),
+        ([5, 6], {"draft_model": None}, "draft_model cannot be used"),
+        ("half \ud83d", {}, "not valid Unicode"),
+        ([{"role": "user"}], {}, "does not take these messages|needs a"),
+        ([{"content": "hi"}], {}, "does not take these messages|needs a"),
     ],
 )
 def test_bad_arguments(model: LanguageModel, prompt, options, message: str) -> None:

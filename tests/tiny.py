@@ -262,6 +262,28 @@ def write_translator(
     write_tensors(folder / "selftest.safetensors", probes)
 
 
+def write_mlp_translator(folder: Path, like: Path, hidden: int = 8) -> Path:
+    """A translator of two-layer maps between the models of another one, random."""
+    config = json.loads((like / "translator_config.json").read_text())
+    config |= {"kind": "mlp", "provenance": {}}
+    rng = np.random.RandomState(SEED)
+    tensors = {}
+    for side in SIDES:
+        dim = side.removesuffix("s").replace("key", "key_dim").replace("value", "value_dim")
+        widths = [[layer["kv_heads"] * layer[dim] for layer in config[end]["layers"]]
+                  for end in ("source", "target")]  # fmt: skip
+        for t, sources in enumerate(config["assignment"][side]):
+            inputs, outputs = sum(widths[0][s] for s in sources), widths[1][t]
+            shapes = {"w1": (hidden, inputs), "b1": (hidden,), "w2": (outputs, hidden),
+                      "b2": (outputs,)}  # fmt: skip
+            for name, shape in shapes.items():
+                tensors[f"{side}.{t}.{name}"] = rng.normal(size=shape).astype(np.float32)
+    folder.mkdir(parents=True)
+    (folder / "translator_config.json").write_text(json.dumps(config))
+    write_tensors(folder / "translator.safetensors", tensors)
+    return folder
+
+
 def _model_spec(folder: Path) -> dict[str, Any]:
     """The description of a model folder, from its config alone; fingerprints unknown."""
     config = json.loads((folder / "config.json").read_text())

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 
 import typer
 
 from kvlingo_mlx import __version__
-from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.errors import KVLingoError, printable
 
 VERBS = ("generate", "demo", "fit", "train", "import", "show", "bench")
 
 app = typer.Typer(
     name="kvlingo-mlx",
     help="Hand a running conversation from one language model to another.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -56,21 +56,25 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    # As Ctrl-C does, so that what is half written is cleared away.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
+    debug = "--debug" in arguments  # wherever it stands
+    arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
         result = app(arguments, standalone_mode=False, prog_name="kvlingo-mlx")
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except Exception as error:
-        if "--debug" in arguments or not _is_users(error):
+        if debug or not _is_users(error):
             raise
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        sys.stderr.write(f"error: {' '.join(message.split())}\n")
+        sys.stderr.write(f"error: {printable(' '.join(message.split()))}\n")
         return 2
 
 

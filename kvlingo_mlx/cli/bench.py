@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, ms, progress_bar, say, table
+from kvlingo_mlx.cli.output import (
+    JSON_HELP,
+    keep_stdout_for_json,
+    ms,
+    progress_bar,
+    say,
+    table,
+)
 
 ROWS = {
     "source_prefill": "source prefill (ms)",
@@ -36,6 +43,7 @@ def command(
     from kvlingo_mlx.evaluation.latency import measure_latency
     from kvlingo_mlx.loading import load, resolve_translator
 
+    keep_stdout_for_json(json_file)
     models = load(source or zoo("tiny-qwen3-s")), load(target or zoo("tiny-qwen3-l"))
     loaded = resolve_translator(translator, *models)
     results = []

@@ -6,7 +6,14 @@ from typing import Any
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, ms, progress_bar, say, table
+from kvlingo_mlx.cli.output import (
+    JSON_HELP,
+    keep_stdout_for_json,
+    ms,
+    progress_bar,
+    say,
+    table,
+)
 
 SAMPLES, SHOWN = 12, 4
 
@@ -16,6 +23,7 @@ def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> No
     from kvlingo_mlx import measure
     from kvlingo_mlx.embedded import zoo_pairs
 
+    keep_stdout_for_json(json_file)
     pairs = zoo_pairs()
     say("Each dialogue tells 12 to 28 facts, then asks about some. One tiny model reads it; a")
     say("second one answers from the first one's translated cache, without reading it again.")
@@ -35,14 +43,15 @@ def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> No
 
 
 def _run_pair(source_name: str, target_name: str, step) -> dict:
-    from kvlingo_mlx.embedded import dialogues, zoo
+    from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
     from kvlingo_mlx.evaluation import conditions
     from kvlingo_mlx.evaluation import continuation as quality
     from kvlingo_mlx.evaluation.latency import measure_latency
     from kvlingo_mlx.loading import load, resolve_translator
 
     source, target = load(zoo(source_name)), load(zoo(target_name))
-    translator = resolve_translator(None, source, target)
+    folder = TRANSLATORS / f"{source_name}--{target_name}"  # whatever the user's store holds
+    translator = resolve_translator(folder, source, target)
     talks = list(dialogues.held_out(SAMPLES, seed=1))
     samples = [quality.recall_sample(target, talk) for talk in talks]
     makers = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, say
+from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, say
 
 TIMES = ("prompt_tokens", "prefill_s", "translate_s", "ttft_s", "generation_tps")
 
@@ -35,9 +35,14 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Prefill a prompt with one model and answer with another."""
-    if not 0.0 <= temp < float("inf"):
-        raise ValueError(f"--temp is {temp}; give 0 or more")
-    text = sys.stdin.read() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
+    _check_ranges(
+        ("--temp", temp, 0.0 <= temp < float("inf"), "0 or more"),
+        ("--top-p", top_p, 0.0 < top_p <= 1.0, "more than 0, at most 1"),
+        ("--top-k", top_k, top_k >= 0, "0 or more"),
+        ("--min-p", min_p, 0.0 <= min_p <= 1.0, "0 to 1"),
+        ("--seed", seed, seed is None or 0 <= seed < 2**64, "0 to 2^64 - 1"),
+    )
+    text = _stdin() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text.strip():
         raise ValueError("the prompt is empty; give some text")
 
@@ -49,6 +54,7 @@ def command(
     from kvlingo_mlx.generation import stream_generate, summary
     from kvlingo_mlx.loading import load
 
+    keep_stdout_for_json(json_file)
     if seed is not None:
         mx.random.seed(seed)
     source, target = load(prefill_model), load(decode_model)
@@ -71,9 +77,8 @@ def command(
     pieces = []
     for response in stream_generate(source, target, full_prompt, **options):
         pieces.append(response.text)
-        sys.stdout.write(response.text)
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        say(response.text, end="")
+    say("")
     if verbose:
         say("=" * 10)
         say(summary(response))
@@ -81,6 +86,21 @@ def command(
         config = {"prefill_model": source.name, "decode_model": target.name, "prompt": text}
         results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES}}
         measure.append_json(json_file, measure.record("generate", config, results))
+
+
+def _check_ranges(*checks: tuple[str, object, bool, str]) -> None:
+    for name, value, sound, expected in checks:
+        if not sound:
+            raise ValueError(f"{name} is {value}; give {expected}")
+
+
+def _stdin() -> str:
+    if sys.stdin is None:
+        raise ValueError("--prompt - reads standard input, which is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8 text ({error.reason})") from None
 
 
 def _messages(text: str, system_prompt: str | None) -> list[dict[str, Any]]:

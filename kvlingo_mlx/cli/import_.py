@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shlex
+
 import typer
 
 from kvlingo_mlx.cli.output import say, warn
+from kvlingo_mlx.errors import IncompatibleTranslatorError, printable
 
 
 def command(
@@ -22,6 +25,7 @@ def command(
     from kvlingo_mlx import tensor_file
     from kvlingo_mlx.importing import import_translator
     from kvlingo_mlx.loading import load
+    from kvlingo_mlx.translators import check_applicable
 
     if dtype not in tensor_file.STORAGE:
         raise ValueError(
@@ -38,11 +42,16 @@ def command(
     for name, reason in done.unchecked.items():
         warn(f"not checked against {name}: {reason}")
     mixing = "head-mixing" if config.head_mixing else "head-wise"
-    say(
-        f"imported {config.source.name} to {config.target.name} into {done.folder} "
-        f"({config.kind}, {mixing}, {config.capture}, nu = {config.nu}, {dtype})"
-    )
-    say(
-        f"try: kvlingo-mlx generate --prefill-model {config.source.name} "
-        f"--decode-model {config.target.name} --translator {done.folder} --prompt Hello"
-    )
+    what = f"{config.kind}, {mixing}, {config.capture}, nu = {config.nu}, {dtype}"
+    ends = f"{config.source.name} to {config.target.name}"
+    say(printable(f"imported {ends} into {done.folder} ({what})"))
+    if done.replaced:
+        say("an earlier translator of the same models and form stood there and was replaced")
+    try:
+        check_applicable(config)
+    except IncompatibleTranslatorError as error:
+        warn(str(error))
+        return
+    words = ["--prefill-model", config.source.name, "--decode-model", config.target.name,
+             "--translator", str(done.folder), "--prompt", "Hello"]  # fmt: skip
+    say(printable("try: kvlingo-mlx generate " + shlex.join(words)))

@@ -8,6 +8,8 @@ from typing import Any
 
 import typer
 
+from kvlingo_mlx.errors import printable
+
 # rich is imported where it is used: --help needs none of this.
 
 JSON_HELP = "Append the record as one JSON line to this file; - writes it to standard output."
@@ -60,24 +62,33 @@ def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         out.add_column(column, justify="left" if index == 0 else "right")
     for row in rows:
         out.add_row(*row)
-    Console().print(out)
+    Console(stderr=_on_stderr).print(out)
 
 
-def say(text: str) -> None:
+_on_stderr = False
+
+
+def keep_stdout_for_json(json_file: str | None) -> None:
+    """Send what is for people to standard error where ``--json -`` takes standard output."""
+    global _on_stderr
+    _on_stderr = json_file == "-"
+
+
+def say(text: str, *, end: str = "\n") -> None:
     """Print a line as it is."""
-    typer.echo(text)
+    typer.echo(text + end, err=_on_stderr, nl=False)
 
 
 def warn(text: str) -> None:
     """Print a warning, one line on standard error."""
-    typer.echo(f"warning: {' '.join(text.split())}", err=True)
+    typer.echo(f"warning: {printable(' '.join(text.split()))}", err=True)
 
 
 def facts(rows: dict[str, Any]) -> None:
     """Print names and values, one a line."""
     width = max(len(name) for name in rows)
     for name, value in rows.items():
-        say(f"{name:<{width}}  {value}")
+        say(printable(f"{name:<{width}}  {value}"))
 
 
 def ms(seconds: float) -> str:

@@ -2,47 +2,64 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import typer
 
-from kvlingo_mlx.cli.output import facts
+from kvlingo_mlx.cli.output import JSON_HELP, facts, keep_stdout_for_json
 
 
 def command(
     path_or_hub_id: str = typer.Argument(..., help="A translator or model folder, or a Hub id."),
+    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Show a translator's or a model's facts."""
     from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES
     from kvlingo_mlx.errors import MissingTranslatorError
     from kvlingo_mlx.hub import resolve
 
+    keep_stdout_for_json(json_file)
     files = [*OUR_FILES, "config.json"]
     folder, _ = resolve(path_or_hub_id, None, files, MissingTranslatorError)
-    if (folder / "config.json").exists() and not (folder / CONFIG_FILE).exists():
-        _show_model(path_or_hub_id)
-    else:
-        _show_translator(path_or_hub_id)
+    is_model = (folder / "config.json").exists() and not (folder / CONFIG_FILE).exists()
+    rows = _model_facts(path_or_hub_id) if is_model else _translator_facts(folder)
+    facts(rows)
+    if json_file:
+        from kvlingo_mlx import measure
+
+        kind = "show_model" if is_model else "show_translator"
+        results = {name: str(value) for name, value in rows.items()}
+        measure.append_json(json_file, measure.record(kind, {"name": path_or_hub_id}, results))
 
 
-def _show_translator(name: str) -> None:
-    from kvlingo_mlx.loading import load_translator
+def _translator_facts(folder: Path) -> dict[str, Any]:
+    from kvlingo_mlx import checkpoint
+    from kvlingo_mlx.errors import IncompatibleTranslatorError
+    from kvlingo_mlx.translators import check_applicable
 
-    translator = load_translator(name)
-    config = translator.config
-    facts(
-        {
-            "source": _spec_line(config.source),
-            "target": _spec_line(config.target),
-            "kind": f"{config.kind}, {'head-mixing' if config.head_mixing else 'head-wise'}",
-            "capture": config.capture,
-            "source layers per target layer": config.nu,
-            "keys read": _assignment_line(config.assignment.keys),
-            "values read": _assignment_line(config.assignment.values),
-            "parameters": f"{translator.num_parameters:,} in {translator.dtype}",
-            "MFLOP per token": f"{translator.flops_per_token / 1e6:.3g}",
-            "can be folded": "yes" if config.capture == "post_rope" else "no: not post-RoPE",
-            **config.provenance,
-        }
-    )
+    config, weights = checkpoint.read(folder)
+    try:
+        check_applicable(config)
+        applicable = "yes"
+    except IncompatibleTranslatorError as error:
+        applicable = f"no: {error}"
+    parameters = sum(array.size for array in weights.arrays.values())
+    return {
+        "source": _spec_line(config.source),
+        "target": _spec_line(config.target),
+        "kind": f"{config.kind}, {'head-mixing' if config.head_mixing else 'head-wise'}"
+        + (", keys and values joint" if config.joint else ""),
+        "capture": config.capture,
+        "source layers per target layer": config.nu,
+        "keys read": _assignment_line(config.assignment.keys),
+        "values read": _assignment_line(config.assignment.values),
+        "parameters": f"{parameters:,} in {weights.dtype}",
+        "MFLOP per token": f"{2 * parameters / 1e6:.3g}",
+        "can be applied": applicable,
+        "can be folded": "yes" if config.capture == "post_rope" else "no: not post-RoPE",
+        **config.provenance,
+    }
 
 
 def _spec_line(spec) -> str:
@@ -57,23 +74,21 @@ def _assignment_line(layers: tuple[tuple[int, ...], ...]) -> str:
     return " ".join("+".join(map(str, sources)) for sources in layers)
 
 
-def _show_model(name: str) -> None:
+def _model_facts(name: str) -> dict[str, Any]:
     from kvlingo_mlx.loading import load
 
     model = load(name, lazy=True)
     geometry = model.geometry
     layer = geometry.layers[0]
-    facts(
-        {
-            "model": model.name,
-            "model_type": geometry.model_type,
-            "cache layers": len(geometry.layers),
-            "first layer": f"{layer.kv_heads} KV heads of {layer.key_dim}, {layer.attention}",
-            "cache dtype": model.cache_dtype,
-            "cache bytes per token": geometry.bytes_per_token(model.cache_dtype.size),
-            "context": model.context_length,
-            "geometry": geometry.fingerprint,
-            "norms": model.norms_fingerprint,
-            "tokenizer": model.tokenizer_fingerprint,
-        }
-    )
+    return {
+        "model": model.name,
+        "model_type": geometry.model_type,
+        "cache layers": len(geometry.layers),
+        "first layer": f"{layer.kv_heads} KV heads of {layer.key_dim}, {layer.attention}",
+        "cache dtype": model.cache_dtype,
+        "cache bytes per token": geometry.bytes_per_token(model.cache_dtype.size),
+        "context": model.context_length,
+        "geometry": geometry.fingerprint,
+        "norms": model.norms_fingerprint,
+        "tokenizer": model.tokenizer_fingerprint,
+    }

@@ -70,6 +70,7 @@ def fit(
     if capture not in POINTS:
         raise ValueError(f"capture is {capture!r}; it must be one of {', '.join(POINTS)}")
     check_tokenizers(source, target)
+    _check_heads(source, target, head_mixing)
     depths = (len(source.attentions), len(target.attentions))
     assignment = assignment or assignments.relative_depth(*depths, nu)
     config = TranslatorConfig(
@@ -78,7 +79,10 @@ def fit(
     moments = {name: Moments(*widths) for name, widths in moment_widths(config).items()}
     used = _accumulate(moments, config, source, target, samples, norm, progress)
     if used == 0:
-        raise ValueError("the data hold no usable sample: every prefix is empty or too long")
+        raise ValueError(
+            "the data hold no usable sample: every prefix is empty or too long"
+            + (", or nothing follows it" if norm in ATTENTION_NORMS else "")
+        )
     weights, ranks = solve_maps(config, moments)
     provenance = {
         "stage": 1,
@@ -94,6 +98,15 @@ def fit(
     return build(config, Weights.from_float32(weights, "float32"))
 
 
+def _check_heads(source: LanguageModel, target: LanguageModel, head_mixing: bool) -> None:
+    heads = [model.geometry.layers[0].kv_heads for model in (source, target)]
+    if not head_mixing and heads[1] % heads[0]:
+        raise ValueError(
+            f"head-wise maps need target heads ({heads[1]}) to be a multiple of source heads "
+            f"({heads[0]}); use head-mixing ones"
+        )
+
+
 def _accumulate(
     moments: dict[str, Moments],
     config: TranslatorConfig,
@@ -106,9 +119,10 @@ def _accumulate(
     """Run both models over every sample's prefix; returns how many samples were used."""
     total = len(samples) if isinstance(samples, Sequence) else None
     used = 0
-    for sample in to_samples(samples, target.tokenizer, target.context_length):
+    context = min(source.context_length, target.context_length)
+    for sample in to_samples(samples, target.tokenizer, context):
         for model in (source, target):
-            model.check_tokens(sample.prefix)
+            model.check_tokens((*sample.prefix, *sample.continuation))
         if norm in ATTENTION_NORMS and not sample.continuation:
             continue  # nothing attends to this prefix
         weights = token_weights(norm, len(sample.prefix), partial(attention_mass, target, sample))

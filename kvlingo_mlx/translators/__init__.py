@@ -18,6 +18,17 @@ def build(config: TranslatorConfig, weights: Weights) -> Translator:
     Raises:
         IncompatibleTranslatorError: A sound translator of a kind this version lacks.
     """
+    check_applicable(config)
+    module, name = KINDS[config.kind]
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name).build(config, weights)
+
+
+def check_applicable(config: TranslatorConfig) -> None:
+    """Refuse a sound translator that this version cannot apply.
+
+    Raises:
+        IncompatibleTranslatorError: Names what is beyond this version.
+    """
     kind = "joint" if config.joint else config.kind
     if kind not in KINDS or config.capture == "latent" or config.alignment is not None:
         what = f"kind {kind}, capture {config.capture}, alignment {config.alignment}"
@@ -25,5 +36,3 @@ def build(config: TranslatorConfig, weights: Weights) -> Translator:
             f"this version cannot apply a translator with {what}; "
             f"it applies kinds {', '.join(KINDS)} within one tokenizer: upgrade kvlingo-mlx"
         )
-    module, name = KINDS[kind]
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name).build(config, weights)

@@ -6,13 +6,18 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
+from safetensors.numpy import load_file
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -20,9 +25,14 @@ pytest.importorskip("transformers")
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx import checkpoint  # noqa: E402
 from kvlingo_mlx.cli import run  # noqa: E402
-from kvlingo_mlx.errors import KVLingoError  # noqa: E402
+from kvlingo_mlx.errors import (  # noqa: E402
+    KVLingoError,
+    MissingModelError,
+    UnsupportedModelError,
+)
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.evaluation import continuation as quality  # noqa: E402
+from kvlingo_mlx.geometry import canonical_json, configured_rope  # noqa: E402
 from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.norms import NORMS  # noqa: E402
 from kvlingo_mlx.samples import Sample  # noqa: E402
@@ -90,32 +100,113 @@ def test_both_runtimes_describe_a_model_alike(
     assert ours == dataclasses.replace(models[name].spec(), name="", revision=None)
 
 
+def altered(
+    folder: Path, copy: Path, *, weights: Callable[[dict], Any] = len, **config: Any
+) -> Path:
+    """A copy of a model folder with other weights or config; a value of ... removes its key."""
+    shutil.copytree(folder, copy)
+    read = json.loads((copy / "config.json").read_text()) | config
+    kept = {key: value for key, value in read.items() if value is not ...}
+    (copy / "config.json").write_text(json.dumps(kept))
+    tensors = load_file(copy / "model.safetensors")
+    weights(tensors)
+    tiny.write_tensors(copy / "model.safetensors", tensors)
+    return copy
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
 @pytest.mark.parametrize(
-    "scaling",
+    ("scaling", "kind"),
     [
-        None,
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        (None, "default"),
+        ({"rope_type": "linear", "factor": 4.0}, "linear"),
+        ({"type": "linear", "factor": 49}, "linear"),
+        ({"rope_type": "linear", "factor": 1}, "default"),
+        (YARN, "yarn"),
     ],
-    ids=["default", "linear", "yarn"],
+    ids=str,
 )
 def test_both_runtimes_describe_a_scaled_rotation_alike(
-    folders: dict[str, Path], tmp_path: Path, scaling: dict[str, Any] | None
+    folders: dict[str, Path], tmp_path: Path, scaling: dict[str, Any] | None, kind: str
 ) -> None:
-    folder = tmp_path / "scaled"
-    folder.mkdir()
-    for file in folders["dense"].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    folder = altered(folders["dense"], tmp_path / "scaled", rope_scaling=scaling)
     mine, theirs = torch_model.load(str(folder), dtype=torch.float32), kv.load(folder)
     assert mine.geometry == theirs.geometry
     assert mine.geometry.fingerprint == theirs.geometry.fingerprint
+    assert {rope.type for rope in mine.geometry.rope} == {kind}
     tokens = np.random.default_rng(0).integers(5, 280, 90).tolist()
     states = mine.states(tokens, "post_rope")
     cache = conditions.native(theirs)([*tokens, 5])
     native = np.array(cache[2].keys[0, :, :90]).swapaxes(0, 1).reshape(90, -1)
     assert np.abs(states.keys[2].numpy() - native).max() < 1e-4
+
+
+def test_one_rotation_has_one_fingerprint() -> None:
+    """Whatever kind of number a config writes."""
+    spellings = (
+        {"rope_scaling": {"type": "linear", "factor": 4}, "rope_theta": 10000},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    )
+    assert len({canonical_json(asdict(configured_rope(c, 32))) for c in spellings}) == 1
+    plain = ({}, {"rope_scaling": {"type": "linear", "factor": 1}}, {"rope_scaling": YARN})
+    specs = [configured_rope(config, 32, scaled=config != plain[2]) for config in plain]
+    assert specs[0] == specs[1] == specs[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "message"),
+    [
+        ("moe", YARN, "'yarn' .*, which mlx-lm runs as 'default'"),
+        ("dense", {"type": "yarn", "factor": 4.0}, "which mlx-lm runs as 'yarn'"),
+        ("dense", YARN | {"attention_factor": 1.5}, "compute differently; training knows"),
+        ("dense", {"type": "dynamic", "factor": 2.0}, "scaled: dynamic NTK RoPE"),
+    ],
+    ids=str,
+)
+def test_a_rotation_that_mlx_lm_runs_otherwise_is_not_trained(
+    folders: dict[str, Path], tmp_path: Path, name: str, scaling: dict[str, Any], message: str
+) -> None:
+    folder = altered(folders[name], tmp_path / "scaled", rope_scaling=scaling)
+    with pytest.raises(UnsupportedModelError, match=message):
+        torch_model.load(str(folder), dtype=torch.float32)
+
+
+HEAD = {"lm_head.weight": np.zeros((tiny.VOCAB, 64), np.float32)}
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": lambda t: t.pop(K_PROJ)}, f"1 missing weight.*: {K_PROJ};"),
+        ({"weights": lambda t: t.update({K_PROJ: t[K_PROJ][:8]})}, r"misshapen .*\(8, 64\), not"),
+        ({"num_hidden_layers": 2}, "11 unexpected weight.*model.layers.2"),
+        ({"rms_norm_eps": ...}, "has no rms_norm_eps in its config.json"),
+        ({"rope_theta": "fast"}, "cannot be loaded .TypeError"),
+        ({"weights": lambda t: t.update(HEAD)}, None),  # tied: a second copy of the embeddings
+    ],
+    ids="missing misshapen unexpected no-epsilon no-number tied-head".split(),
+)
+def test_damaged_models_are_refused(
+    folders: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str | None
+) -> None:
+    folder = str(altered(folders["dense"], tmp_path / "damaged", **change))
+    if message is None:
+        torch_model.load(folder)
+        return
+    with pytest.raises(MissingModelError, match=message) as caught:
+        torch_model.load(folder)
+    assert folder in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_truncated_weights_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = altered(folders["moe"], tmp_path / "half")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(MissingModelError, match="half cannot be loaded .SafetensorError"):
+        torch_model.load(str(folder))
 
 
 # Sources narrower than their hidden state: a square random projection is so badly conditioned

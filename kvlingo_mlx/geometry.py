@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from kvlingo_mlx.errors import UnsupportedModelError
+
 Attention = Literal["full", "sliding", "latent"]
 
 
@@ -19,7 +21,8 @@ Attention = Literal["full", "sliding", "latent"]
 class RopeSpec:
     """How a layer rotates its keys, in one spelling for every config dialect.
 
-    ``scaling`` holds the parameters of a scaled variant as sorted (name, value) pairs.
+    ``scaling`` holds the parameters of a scaled variant as sorted (name, value) pairs; its
+    numbers are floats, its lists tuples.
     """
 
     type: str
@@ -29,15 +32,38 @@ class RopeSpec:
     scaling: tuple[tuple[str, Any], ...] = ()
 
 
-def configured_rope(config: Mapping[str, Any], dims: int) -> RopeSpec:
-    """The rotation that a raw ``config.json`` asks for, in any spelling."""
+def configured_rope(config: Mapping[str, Any], dims: int, *, scaled: bool = True) -> RopeSpec:
+    """The rotation of ``dims`` numbers a head that a raw ``config.json`` asks for.
+
+    One rotation has one description, however its config spells it: 4 is 4.0, and a linear
+    scaling by 1 is none. ``scaled=False`` is for families whose scaling mlx-lm ignores.
+
+    Raises:
+        UnsupportedModelError: The rotation depends on the length of the text.
+    """
     parameters = config.get("rope_parameters") or {}
-    scaling = config.get("rope_scaling") or parameters
+    scaling = config.get("rope_scaling")
+    scaling = parameters if scaling is None else scaling
     base = float(config.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    # In mlx-lm's order, should a config have both.
+    kind = scaling.get("type") or scaling.get("rope_type") or "default"
     ignored = ("rope_type", "type", "rope_theta")
-    rest = sorted((k, v) for k, v in scaling.items() if k not in ignored)
-    return RopeSpec(kind, base, dims, scaling=() if kind == "default" else tuple(rest))
+    rest = {k: _plain(v) for k, v in scaling.items() if k not in ignored and v is not None}
+    if not scaled or kind == "default" or (kind == "linear" and rest.get("factor") == 1.0):
+        return RopeSpec("default", base, dims)
+    if kind == "dynamic":
+        raise UnsupportedModelError(
+            "dynamic NTK RoPE rotates a key differently as the text grows, so a cache "
+            "cannot be written once; use a model with another RoPE scaling"
+        )
+    return RopeSpec(kind, base, dims, scaling=tuple(sorted(rest.items())))
+
+
+def _plain(value: Any) -> Any:
+    """A parameter as it is compared: numbers as floats, lists as tuples."""
+    if isinstance(value, list | tuple):
+        return tuple(_plain(v) for v in value)
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 @dataclass(frozen=True)

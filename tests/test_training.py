@@ -6,13 +6,20 @@ import dataclasses
 import json
 import math
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tiny
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -20,14 +27,25 @@ pytest.importorskip("transformers")
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx import checkpoint  # noqa: E402
 from kvlingo_mlx.cli import run  # noqa: E402
-from kvlingo_mlx.errors import KVLingoError  # noqa: E402
+from kvlingo_mlx.errors import (  # noqa: E402
+    KVLingoError,
+    MissingModelError,
+    UnsupportedModelError,
+)
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.evaluation import continuation as quality  # noqa: E402
+from kvlingo_mlx.geometry import canonical_json, configured_rope  # noqa: E402
 from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.norms import NORMS  # noqa: E402
 from kvlingo_mlx.samples import Sample  # noqa: E402
 from kvlingo_mlx.tensor_file import Weights  # noqa: E402
-from kvlingo_mlx.training import checkpoints, distill, stage1, torch_model  # noqa: E402
+from kvlingo_mlx.training import (  # noqa: E402
+    checkpoints,
+    command_line,
+    distill,
+    stage1,
+    torch_model,
+)
 from kvlingo_mlx.training.distributed import Group  # noqa: E402
 from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.training.objectives import loss_of, objective_named  # noqa: E402
@@ -54,7 +72,21 @@ class Random:
         return Sample(tuple(tokens[:length]), tuple(tokens[length:]))
 
     def held_out(self, count: int = 64) -> list[Sample]:
-        return [self.sample(i) for i in range(count)]
+        return [Random.sample(self, i) for i in range(count)]
+
+
+class Signalled(Random):
+    """The same, and a signal as sample number ``at`` is drawn, counted over the stream's life."""
+
+    def __init__(self, at: int, number: int) -> None:
+        super().__init__()
+        self.at, self.number, self.drawn = at, number, []
+
+    def sample(self, index: int) -> Sample:
+        self.drawn.append(index)
+        if len(self.drawn) == self.at:
+            signal.raise_signal(self.number)
+        return super().sample(index)
 
 
 @pytest.fixture(scope="module")
@@ -90,32 +122,113 @@ def test_both_runtimes_describe_a_model_alike(
     assert ours == dataclasses.replace(models[name].spec(), name="", revision=None)
 
 
+def altered(
+    folder: Path, copy: Path, *, weights: Callable[[dict], Any] = len, **config: Any
+) -> Path:
+    """A copy of a model folder with other weights or config; a value of ... removes its key."""
+    shutil.copytree(folder, copy)
+    read = json.loads((copy / "config.json").read_text()) | config
+    kept = {key: value for key, value in read.items() if value is not ...}
+    (copy / "config.json").write_text(json.dumps(kept))
+    tensors = load_file(copy / "model.safetensors")
+    weights(tensors)
+    tiny.write_tensors(copy / "model.safetensors", tensors)
+    return copy
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
 @pytest.mark.parametrize(
-    "scaling",
+    ("scaling", "kind"),
     [
-        None,
-        {"rope_type": "linear", "factor": 4.0},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+        (None, "default"),
+        ({"rope_type": "linear", "factor": 4.0}, "linear"),
+        ({"type": "linear", "factor": 49}, "linear"),
+        ({"rope_type": "linear", "factor": 1}, "default"),
+        (YARN, "yarn"),
     ],
-    ids=["default", "linear", "yarn"],
+    ids=str,
 )
 def test_both_runtimes_describe_a_scaled_rotation_alike(
-    folders: dict[str, Path], tmp_path: Path, scaling: dict[str, Any] | None
+    folders: dict[str, Path], tmp_path: Path, scaling: dict[str, Any] | None, kind: str
 ) -> None:
-    folder = tmp_path / "scaled"
-    folder.mkdir()
-    for file in folders["dense"].iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "rope_scaling": scaling}))
+    folder = altered(folders["dense"], tmp_path / "scaled", rope_scaling=scaling)
     mine, theirs = torch_model.load(str(folder), dtype=torch.float32), kv.load(folder)
     assert mine.geometry == theirs.geometry
     assert mine.geometry.fingerprint == theirs.geometry.fingerprint
+    assert {rope.type for rope in mine.geometry.rope} == {kind}
     tokens = np.random.default_rng(0).integers(5, 280, 90).tolist()
     states = mine.states(tokens, "post_rope")
     cache = conditions.native(theirs)([*tokens, 5])
     native = np.array(cache[2].keys[0, :, :90]).swapaxes(0, 1).reshape(90, -1)
     assert np.abs(states.keys[2].numpy() - native).max() < 1e-4
+
+
+def test_one_rotation_has_one_fingerprint() -> None:
+    """Whatever kind of number a config writes."""
+    spellings = (
+        {"rope_scaling": {"type": "linear", "factor": 4}, "rope_theta": 10000},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    )
+    assert len({canonical_json(asdict(configured_rope(c, 32))) for c in spellings}) == 1
+    plain = ({}, {"rope_scaling": {"type": "linear", "factor": 1}}, {"rope_scaling": YARN})
+    specs = [configured_rope(config, 32, scaled=config != plain[2]) for config in plain]
+    assert specs[0] == specs[1] == specs[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "message"),
+    [
+        ("moe", YARN, "'yarn' .*, which mlx-lm runs as 'default'"),
+        ("dense", {"type": "yarn", "factor": 4.0}, "which mlx-lm runs as 'yarn'"),
+        ("dense", YARN | {"attention_factor": 1.5}, "compute differently; training knows"),
+        ("dense", {"type": "dynamic", "factor": 2.0}, "scaled: dynamic NTK RoPE"),
+    ],
+    ids=str,
+)
+def test_a_rotation_that_mlx_lm_runs_otherwise_is_not_trained(
+    folders: dict[str, Path], tmp_path: Path, name: str, scaling: dict[str, Any], message: str
+) -> None:
+    folder = altered(folders[name], tmp_path / "scaled", rope_scaling=scaling)
+    with pytest.raises(UnsupportedModelError, match=message):
+        torch_model.load(str(folder), dtype=torch.float32)
+
+
+HEAD = {"lm_head.weight": np.zeros((tiny.VOCAB, 64), np.float32)}
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": lambda t: t.pop(K_PROJ)}, f"1 missing weight.*: {K_PROJ};"),
+        ({"weights": lambda t: t.update({K_PROJ: t[K_PROJ][:8]})}, r"misshapen .*\(8, 64\), not"),
+        ({"num_hidden_layers": 2}, "11 unexpected weight.*model.layers.2"),
+        ({"rms_norm_eps": ...}, "has no rms_norm_eps in its config.json"),
+        ({"rope_theta": "fast"}, "cannot be loaded .TypeError"),
+        ({"weights": lambda t: t.update(HEAD)}, None),  # tied: a second copy of the embeddings
+    ],
+    ids="missing misshapen unexpected no-epsilon no-number tied-head".split(),
+)
+def test_damaged_models_are_refused(
+    folders: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str | None
+) -> None:
+    folder = str(altered(folders["dense"], tmp_path / "damaged", **change))
+    if message is None:
+        torch_model.load(folder)
+        return
+    with pytest.raises(MissingModelError, match=message) as caught:
+        torch_model.load(folder)
+    assert folder in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_truncated_weights_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = altered(folders["moe"], tmp_path / "half")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(MissingModelError, match="half cannot be loaded .SafetensorError"):
+        torch_model.load(str(folder))
 
 
 # Sources narrower than their hidden state: a square random projection is so badly conditioned
@@ -304,14 +417,29 @@ def test_gradients_add_up(torch_models: dict[str, TorchModel]) -> None:
 def training(
     models: dict[str, TorchModel],
     out: Path,
+    learning_rates: tuple[float, ...] = (1e-2,),
     *,
     pair: tuple[str, str] = ("dense", "wide"),
+    stream: Random | None = None,
+    seen: list[int] | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+    keep_every: float = 900.0,
     **options: Any,
 ) -> Training:
-    recipe = {"steps": 6, "batch": 2, "learning_rates": (1e-2,), "validate_every": 2}
+    """A tiny training; ``seen`` takes the steps that it reports."""
+    recipe = {"steps": 6, "batch": 2, "validate_every": 2}
     recipe |= {k: options.pop(k) for k in list(options) if k in recipe or k == "objective"}
-    plan = Plan(fit_samples=6, held_out=3, recipe=distill.Recipe(**recipe), **options)
-    return Training(models[pair[0]], models[pair[1]], Random(), plan, out)
+    stage2 = distill.Recipe(learning_rates=learning_rates, **recipe)
+    plan = Plan(fit_samples=6, held_out=3, recipe=stage2, **options)
+
+    def progress(stage: str, report: Any) -> None:
+        if seen is not None and stage == "stage2":
+            seen.append(report.step)
+
+    return Training(
+        models[pair[0]], models[pair[1]], stream or Random(), plan, out, progress=progress,
+        warn=warn, keep_every=keep_every,
+    )  # fmt: skip
 
 
 def log_of(path: Path) -> list[dict[str, Any]]:
@@ -367,55 +495,142 @@ def test_an_mlp_beside_a_linear_map_starts_at_it(torch_models: dict[str, TorchMo
     assert kls[0] == pytest.approx(kls[1], rel=1e-6)
 
 
-def test_a_killed_run_resumes_to_the_same_curve(
-    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed between two checkpoints; the curve and the maps are those of an unbroken run."""
-    rates = (1e-3, 1e-2)
-    whole = training(torch_models, tmp_path / "whole", learning_rates=rates).run()
-    advance, count = distill.Distillation.advance, 0
+def die_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """A process that is gone in the middle of the next step."""
+    advance, made = distill.Distillation.advance, []
 
     def dying(self: distill.Distillation) -> None:
-        nonlocal count
-        count += 1
-        if count == 4:
+        if len(made) == steps:
             raise KeyboardInterrupt
+        made.append(1)
         advance(self)
 
     monkeypatch.setattr(distill.Distillation, "advance", dying)
-    with pytest.raises(KeyboardInterrupt):
-        training(torch_models, tmp_path / "parts", learning_rates=rates).run()
-    assert not (tmp_path / "parts").exists()
-    monkeypatch.setattr(distill.Distillation, "advance", advance)
+
+
+def same_result(first: Path, second: Path) -> bool:
+    """Whether two trainings have the same curve and the same maps, bit by bit."""
+    logs = [log_of(out.with_name(f"{out.name}.log.jsonl")) for out in (first, second)]
+    maps = [checkpoint.read(out)[1].arrays for out in (first, second)]
+    same = (np.array_equal(array, maps[1][name]) for name, array in maps[0].items())
+    return logs[0] == logs[1] and all(same)
+
+
+RATES = (1e-3, 1e-2)
+
+
+@pytest.fixture(scope="module")
+def unbroken(torch_models: dict[str, TorchModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of two rates, looked at every second step, from start to end."""
+    out = tmp_path_factory.mktemp("unbroken") / "t"
+    return training(torch_models, out, learning_rates=RATES).run()
+
+
+@pytest.mark.parametrize(("steps", "keep_every", "resumed_at"), [(3, 900.0, 2), (5, 0.0, 5)])
+def test_a_killed_run_resumes_to_the_same_curve(
+    torch_models: dict[str, TorchModel],
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    keep_every: float,
+    resumed_at: int,
+) -> None:
+    """Killed between two validations, with and without a checkpoint made since the first."""
+    with monkeypatch.context() as patch:
+        die_after(patch, steps)
+        with pytest.raises(KeyboardInterrupt):
+            training(torch_models, tmp_path / "t", RATES, keep_every=keep_every).run()
+    assert not (tmp_path / "t").exists()
     # Stage 1 is not worked out again.
     monkeypatch.setattr(stage1, "closed_form", None)
-    parts = training(torch_models, tmp_path / "parts", learning_rates=rates).run()
-    logs = [log_of(tmp_path / f"{name}.log.jsonl") for name in ("whole", "parts")]
-    assert logs[0] == logs[1]
-    maps = [checkpoint.read(folder)[1].arrays for folder in (whole, parts)]
-    for name, array in maps[0].items():
-        assert np.array_equal(array, maps[1][name])
+    steps_made: list[int] = []
+    rest = training(torch_models, tmp_path / "t", RATES, seen=steps_made)
+    assert same_result(rest.run(), unbroken)
+    assert steps_made == list(range(resumed_at + 1, 7))
+
+
+@pytest.mark.parametrize(("number", "sample"), [(signal.SIGINT, 4), (signal.SIGTERM, 6 + 7)])
+def test_a_signal_stops_a_training_that_then_goes_on(
+    torch_models: dict[str, TorchModel],
+    unbroken: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    number: int,
+    sample: int,
+) -> None:
+    """In stage 1 after its fourth of six conversations, in stage 2 in its fourth step."""
+    # A process started in the background ignores Ctrl-C; this one must not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    stream, warnings = Signalled(sample, number), []
+    first = training(torch_models, tmp_path / "t", RATES, stream=stream, warn=warnings.append)
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        first.run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert warnings == [f"stopped; {tmp_path / 't'}.partial keeps the work for the same command"]
+    assert len(stream.drawn) == (sample if sample < 6 else 6 + 2 * 4)
+    rest = training(torch_models, tmp_path / "t", RATES, stream=stream)
+    assert same_result(rest.run(), unbroken)
+    assert stream.drawn == [*range(6), *range(12)]  # no conversation was read twice
+
+
+def test_half_a_log_line_is_dropped(
+    torch_models: dict[str, TorchModel],
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        die_after(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            training(torch_models, tmp_path / "t", RATES).run()
+    with open(tmp_path / "t.partial" / "stage2" / "log.jsonl", "a") as log:
+        log.write('{"step": 4, "learning_ra')
+    assert same_result(training(torch_models, tmp_path / "t", RATES).run(), unbroken)
+
+
+def interrupted(
+    models: dict[str, TorchModel], out: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
+    """A training that is killed as it writes its result."""
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            training(models, out, steps=2, **options).run()
 
 
 def test_resuming_with_other_settings_is_refused(
     torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = checkpoint.write
-    monkeypatch.setattr(checkpoint, "write", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        training(torch_models, tmp_path / "t", steps=2).run()
-    monkeypatch.setattr(checkpoint, "write", write)
-    with pytest.raises(ValueError, match=r"steps was 2, is 4"):
-        training(torch_models, tmp_path / "t", steps=4).run()
+    out = tmp_path / "t"
+    interrupted(torch_models, out, monkeypatch)
+    for steps in (4, 0):
+        with pytest.raises(ValueError, match=f"steps was 2, is {steps}"):
+            training(torch_models, out, steps=steps).run()
     with pytest.raises(ValueError, match="norm was 'frobenius', is 'sink_4'"):
-        training(torch_models, tmp_path / "t", steps=2, norm="sink_4").run()
+        training(torch_models, out, steps=2, norm="sink_4").run()
     other = dataclasses.replace(
-        training(torch_models, tmp_path / "t", steps=2), settings={"data": ["b.jsonl"]}
+        training(torch_models, out, steps=2), settings={"data": ["b.jsonl"]}
     )
     with pytest.raises(ValueError, match=r"data was None, is \['b.jsonl'\]"):
         other.run()
-    training(torch_models, tmp_path / "t", steps=2).run()
+    # Another checkpoint under the same name.
+    source = dataclasses.replace(torch_models["narrow"], name=torch_models["dense"].name)
+    with pytest.raises(ValueError, match="source's geometry was '.*', is '.*source's norms was"):
+        training(torch_models | {"dense": source}, out, steps=2).run()
+    training(torch_models, out, steps=2).run()
     assert not (tmp_path / "t.partial").exists()
+
+
+def test_a_state_that_cannot_be_read_is_refused(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(torch_models, tmp_path / "t", monkeypatch)
+    state = tmp_path / "t.partial" / "stage2" / "validated.safetensors"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(ValueError, match="validated.safetensors is damaged, or of another"):
+        training(torch_models, tmp_path / "t", steps=2).run()
 
 
 def test_a_sweep_shares_its_readings_and_keeps_the_best(
@@ -466,36 +681,78 @@ def test_a_training_that_diverges_stops_and_keeps_what_was_good(
     torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_first_run(monkeypatch)
-    with pytest.raises(KVLingoError, match=r"diverged.*0.01 at step 2; .*lower rate"):
+    with pytest.raises(KVLingoError, match=r"diverged.*0.01 at step 3; .*lower --lr"):
         training(torch_models, tmp_path / "t").run()
-    folder = tmp_path / "t.partial" / "stage2"
-    state = json.loads((folder / "state.json").read_text())
-    assert state["step"] == 2
-    kept = checkpoints.load_file(folder / state["tensors"])
-    assert all(bool(t.isfinite().all()) for t in kept.values())
+    state = tmp_path / "t.partial" / "stage2" / "validated.safetensors"
+    assert checkpoints.read_facts(state)["step"] == 2
+    assert all(bool(t.isfinite().all()) for t in checkpoints.load_file(state).values())
     assert not (tmp_path / "t").exists()
 
 
-def test_a_full_disk_keeps_the_checkpoint_before(
+def test_a_wrecked_translator_is_neither_kept_nor_written(
     torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate that overflows while its numbers are finite; then a lower one, as advised."""
+    out, start = tmp_path / "t", tmp_path / "start"
+    message = r"diverged.*3e\+36 at step 2; stage 1 and the last good checkpoint are kept"
+    with pytest.raises(KVLingoError, match=message):
+        training(torch_models, out, (3e36,), keep_every=0.0).run()
+    assert not out.exists()
+    folder = tmp_path / "t.partial" / "stage2"
+    kept = checkpoints.load_file(folder / "validated.safetensors")
+    assert checkpoints.read_facts(folder / "validated.safetensors")["step"] == 0
+    assert not (folder / "latest.safetensors").exists()
+    start_maps = checkpoint.read(training(torch_models, start, steps=0).run())[1].arrays
+    assert all(np.array_equal(a, kept[f"0/{name}"].numpy()) for name, a in start_maps.items())
+    monkeypatch.setattr(stage1, "closed_form", None)  # stage 1 is not worked out again
+    training(torch_models, out, (1e-3,)).run()
+    assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 2, 4, 6]
+
+
+NO_ROOM = OSError(28, "No space left on device")
+NO_ROOM_WRAPPED = SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "error"),
+    [
+        ("moments", "stage 1 at 1 conversations", NO_ROOM_WRAPPED),
+        ("initial", "stage 1", NO_ROOM_WRAPPED),
+        ("validated", "step 4", NO_ROOM),
+        ("latest", "step 3", NO_ROOM_WRAPPED),
+        ("translator", "the translator t", NO_ROOM),
+    ],
+    ids=str,
+)
+def test_a_full_disk_keeps_what_was_kept_before(
+    torch_models: dict[str, TorchModel],
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    what: str,
+    error: Exception,
 ) -> None:
     save = checkpoints.save_file
 
-    def full(tensors: Any, path: Path) -> None:
-        if "step-4" in path.name:
+    def full(tensors: Any, path: Path, metadata: dict[str, str]) -> None:
+        step = json.loads(metadata["facts"]).get("step")
+        if path.name.startswith(name) and step in (None, 3, 4):
             path.write_bytes(b"half")
-            raise OSError(28, "No space left on device")
-        save(tensors, path)
+            raise error
+        save(tensors, path, metadata)
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
-    with pytest.raises(KVLingoError, match="the disk is full: step 4 could not be kept"):
-        training(torch_models, tmp_path / "t").run()
-    folder = tmp_path / "t.partial" / "stage2"
-    assert json.loads((folder / "state.json").read_text())["step"] == 2
-    assert sorted(p.name for p in folder.glob("step-*")) == ["step-2.safetensors"]
-    monkeypatch.setattr(checkpoints, "save_file", save)
-    training(torch_models, tmp_path / "t").run()
-    assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 2, 4, 6]
+    def no_room(*arguments: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_file", full)
+        if name == "translator":
+            patch.setattr(checkpoint, "write", no_room)
+        with pytest.raises(KVLingoError, match=f"the disk is full: {what} could not be kept in"):
+            training(torch_models, tmp_path / "t", RATES, keep_every=0.0).run()
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert same_result(training(torch_models, tmp_path / "t", RATES).run(), unbroken)
 
 
 # ---- many processes ----------------------------------------------------------------------
@@ -551,7 +808,7 @@ def test_two_processes_give_the_result_of_one(
     for name, array in maps[0].items():
         scale = np.linalg.norm(array)
         assert np.linalg.norm(maps[1][name] - array) <= 1e-5 * scale
-        assert start[name].shape == array.shape
+        assert np.linalg.norm(start[name] - array) > 1e-3 * scale
 
 
 # ---- refusals ----------------------------------------------------------------------------
@@ -562,6 +819,9 @@ def test_plans_that_make_no_sense() -> None:
         Plan(kind="conv")
     with pytest.raises(ValueError, match="a joint map is linear"):
         Plan(joint=True, head_mixing=False)
+    for options in ({"warmup": 1.5}, {"warmup": -0.1}, {"clip": 0.0}, {"learning_rates": ()}):
+        with pytest.raises(ValueError, match="expected"):
+            distill.Recipe(**options)
 
 
 def test_a_destination_that_is_not_ours_is_refused_before_any_work(
@@ -607,16 +867,89 @@ def test_the_command_trains_a_folder_that_imports(
     store: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    pytest.importorskip("matplotlib")
-    out, plot = str(tmp_path / "t"), tmp_path / "kl.png"
+    out = str(tmp_path / "t")
     options = ["--out", out, "--steps", "3", "--lr", "1e-4,1e-3", "--val-every", "1"]
-    assert run(arguments(folders, jsonl, *options, "--plot", str(plot))) == 0
-    said = capsys.readouterr().out
-    assert f"wrote {out}: held-out KL" in said
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert run(arguments(folders, jsonl, *options)) == 0
+    assert f"wrote {out}: held-out KL" in capsys.readouterr().out
     assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 1, 2, 3]
+    provenance = checkpoint.read_config(out).provenance
+    assert (provenance["data"], provenance["held_out"]) == ([str(jsonl)], 3)
     assert run(["import", out]) == 0
     assert len(list(store.iterdir())) == 1
+    # A later run without stage 2 has no log, and the one that is there is not its own.
+    assert run(arguments(folders, jsonl, "--out", out, "--steps", "0")) == 0
+    assert capsys.readouterr().out.endswith(f"wrote {out}: stage 1 alone, as --steps is 0\n")
+
+
+def test_the_command_sweeps_over_a_rate_that_diverges(
+    folders: dict[str, Path], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "kl.png"
+    options = ["--out", str(tmp_path / "t"), "--steps", "3", "--val-every", "1"]
+    options += ["--held-out", "20", "--plot", str(plot)]
+    assert run(arguments(folders, jsonl, *options, "--lr", "1e-3,3e36")) == 0
+    said = capsys.readouterr()
+    assert "warning: the records held out give 8 held-out conversations, not 20" in said.err
+    assert "nan" not in said.out and "drew" in said.out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    last = log_of(tmp_path / "t.log.jsonl")[-1]["held_out"]
+    assert last[0] > 0 and last[1] is None
+    # Alone, it leaves nothing to write.
+    options[1] = str(tmp_path / "wreck")
+    assert run(arguments(folders, jsonl, *options, "--steps", "1", "--lr", "3e36")) == 2
+    assert "diverged" in capsys.readouterr().err
+    assert not (tmp_path / "wreck").exists()
+
+
+@pytest.mark.parametrize(
+    ("plot", "message"),
+    [("nowhere/kl.png", "in a folder that can be written"), ("kl.xyz", "suffix must be one of"),
+     ("kl", "suffix must be one of"), ("kl.png", r'pip install "kvlingo-mlx[plot]"')],
+)  # fmt: skip
+def test_a_picture_that_cannot_be_drawn_is_refused_before_training(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    plot: str,
+    message: str,
+) -> None:
+    if plot == "kl.png":
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    else:
+        pytest.importorskip("matplotlib")
+    command = arguments(folders, jsonl, "--out", str(tmp_path / "t"))
+    assert run([*command, "--plot", str(tmp_path / plot)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("t*.partial"))
+
+
+def test_the_command_does_not_resume_on_other_data(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = arguments(folders, jsonl, "--out", str(tmp_path / "t"), "--steps", "2")
+    with monkeypatch.context() as patch:
+        die_after(patch, 1)
+        assert run(command) == 130
+    jsonl.write_text(jsonl.read_text().replace("a b", "b a"))
+    assert run(command) == 2
+    assert f"contents of {jsonl} was '80 records of" in capsys.readouterr().err
+
+
+def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
+    jsonl: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [(1, 2, 345, 678)]
+    monkeypatch.setattr(command_line, "prefix_histogram", lambda stream: rows)
+    pair = {"dense": "tiny-qwen3-s", "wide": "tiny-qwen3-l"}
+    assert run(arguments(pair, jsonl, "--histogram")) == 0
+    assert "678" in capsys.readouterr().out
 
 
 def test_the_command_shows_prefix_lengths(
@@ -638,6 +971,19 @@ def test_the_command_shows_prefix_lengths(
         (("--out", "x", "--objective", "mse"), "objective is 'mse'"),
         (("--out", "x", "--norm", "max"), "norm is 'max'"),
         (("--out", "x", "--nu", "9"), "nu is 9"),
+        (("--out", "x", "--nu", "0"), "(--nu): 0, expected at least 1"),
+        (("--out", "x", "--steps", "-5"), "(--steps): -5, expected at least 0"),
+        (("--out", "x", "--batch-size", "0"), "(--batch-size): 0, expected at least 1"),
+        (("--out", "x", "--val-every", "0"), "(--val-every): 0, expected at least 1"),
+        (("--out", "x", "--held-out", "0"), "(--held-out): 0, expected at least 1"),
+        (("--out", "x", "--fit-samples", "0"), "(--fit-samples): 0, expected at least 1"),
+        (("--out", "x", "--hidden", "0"), "(--hidden): 0, expected at least 1"),
+        (("--out", "x", "--ce-weight", "nan"), "(--ce-weight): nan, expected at least 0"),
+        (("--out", "x", "--seed", "99999999999999999999"), "(--seed): 1e+20, expected"),
+        (("--out", "x", "--packed-share", "2"), "(--packed-share) 2.0: expected a share"),
+        (("--out", "x", "--device", "gpu"), "--device is 'gpu'; it must be cuda, cuda:N or cpu"),
+        (("--out", "x", "--device", "cuda:99"), "--device is cuda:99, but PyTorch finds"),
+        (("--out", "x", "--steps", "0", "--plot", "kl.png"), "--plot"),
     ],
 )
 def test_bad_options(

@@ -355,7 +355,8 @@ def test_records_without_an_answer_are_skipped_and_counted(tmp_path: Path, qwen3
     drawn = [stream.draw(index) for index in range(24)]
     assert stream.skipped == len(useless)
     assert max(record for draw in drawn for _, record in draw.records) < len(good)
-    with pytest.raises(ValueError, match=r"no assistant turn in .*none.jsonl: none of 4 records"):
+    message = r"no assistant turn in .*none.jsonl: none of 4 records .* or --plain-text for texts"
+    with pytest.raises(ValueError, match=message):
         Stream([write(tmp_path / "none.jsonl", useless)], qwen3)
     with pytest.raises(ValueError, match="no training data; name a JSONL file"):
         Stream([], qwen3)
@@ -681,8 +682,8 @@ def numbers(text: str) -> set[int]:
 
 
 def test_held_out_records_never_train(stream: Stream, draws: list[Any], qwen3: Any) -> None:
-    held = stream.held_out(24)
-    assert len(set(held)) == len(held) == 24
+    held = stream.held_out(16)
+    assert len(set(held)) == len(held) == 16
     assert stream.reserved == 60
     kept = set().union(*(numbers(texts(qwen3, sample)[0]) for sample in held))
     trained = {record for draw in draws for _, record in draw.records}
@@ -691,7 +692,20 @@ def test_held_out_records_never_train(stream: Stream, draws: list[Any], qwen3: A
     assert not kept & trained
     assert kept <= {shuffled(i, 600, key_of(3, "held out")) for i in range(60)}
     lengths = [len(sample.prefix) for sample in held]
-    assert sum(length >= SMALL.packed[0] for length in lengths) == 12
+    assert sum(length >= SMALL.packed[0] for length in lengths) == 8
+
+
+def test_each_held_out_sample_has_records_of_its_own(
+    stream: Stream, tmp_path: Path, qwen3: Any
+) -> None:
+    held = [numbers(texts(qwen3, sample)[0]) for sample in stream.held_out(20)]
+    assert sum(map(len, held)) == len(set().union(*held))
+    # Chats that have several replies each, far fewer than are asked for.
+    few = [conversation(i, 6, reasons=False) for i in range(80)]
+    small = Stream([write(tmp_path / "few.jsonl", few)], qwen3, SMALL)
+    held = [numbers(texts(qwen3, sample)[0]) for sample in small.held_out(64)]
+    assert len(held) == small.reserved == 8
+    assert sum(map(len, held)) == len(set().union(*held))
 
 
 def test_the_same_question_elsewhere_does_not_train(tmp_path: Path, qwen3: Any) -> None:
@@ -755,6 +769,24 @@ def test_what_does_not_fit_is_refused(data: str, tmp_path: Path, qwen3: Any) -> 
         Stream([few], qwen3, Mixture(packed_share=1)).sample(0)
 
 
+def test_the_same_name_with_other_records_is_told(
+    tmp_path: Path, qwen3: Any, hub: list[tuple[Any, ...]]
+) -> None:
+    def contents(*specs: Any) -> dict[str, str]:
+        return Stream(specs, qwen3, SMALL).contents
+
+    path = write(tmp_path / "a.jsonl", [conversation(i, 9, reasons=False) for i in range(9)])
+    before = contents(path)
+    assert before == contents(f"{path}@0.5")
+    Path(path).write_text(Path(path).read_text().replace("#3.1 ", "#3_1 "))
+    after = contents(path)
+    assert list(before) == list(after) == [path] and before != after
+    assert after[path].startswith(f"9 records of {Path(path).stat().st_size - 9} bytes, sha256 ")
+    both = contents("nvidia/Chat-v2", "nvidia/Chat-v2:reasoning_on")
+    assert both["nvidia/Chat-v2"].startswith("30 records of ")
+    assert len({text.split()[-1] for text in both.values()}) == 2
+
+
 def test_what_does_not_fit_is_drawn_again(
     tmp_path: Path, qwen3: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -796,7 +828,7 @@ def test_mixtures() -> None:
         ({"natural": (0, 10)}, "natural prefixes of 0 to 10 tokens: expected 0 < low <= high"),
         ({"packed": (12, 9)}, "packed prefixes of 12 to 9 tokens: expected"),
         ({"packed": (12, 20_000)}, "max_prefix, which is 16384"),
-        ({"packed_share": 1.5}, "packed_share 1.5: expected a share from 0 to 1"),
+        ({"packed_share": 1.5}, r"\(--packed-share\) 1.5: expected a share from 0 to 1"),
         ({"max_continuation": 0}, "max_continuation 0: expected at least 1"),
     ],
 )
@@ -835,7 +867,7 @@ def test_plain_text_windows(tmp_path: Path, qwen3: Any) -> None:
     )
     begins = {short.index(texts(tokenizer, stream.sample(index))[0]) for index in range(12)}
     assert len(begins) > 6
-    with pytest.raises(ValueError, match=r"no text of 90000 tokens in .*books.jsonl; ask for less"):
+    with pytest.raises(ValueError, match=r"no text of 90000 tokens in .*books.jsonl; give longer"):
         Stream([path], tokenizer, PlainText(45_000, 45_000)).sample(0)
     talks = write(tmp_path / "talks.jsonl", [{"messages": [ASK, SAY]}])
     with pytest.raises(

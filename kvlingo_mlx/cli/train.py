@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from kvlingo_mlx.cli.output import progress_bar, say, table
+from kvlingo_mlx.cli.output import progress_bar, say, table, warn
 
 
 def command(
@@ -35,8 +35,8 @@ def command(
     packed_share: float = typer.Option(0.5, help="Share of samples concatenated to full length."),
     seed: int = typer.Option(0, help="Seed of the data and of an MLP's start."),
     dtype: str = typer.Option("bfloat16", help="The frozen models': bfloat16 or float32."),
-    device: str = typer.Option(None, help="cuda or cpu; default: cuda where there is one."),
-    plot: str = typer.Option(None, help="Draw the held-out KL into this file (needs matplotlib)."),
+    device: str = typer.Option(None, help="cuda, cuda:N or cpu; default: cuda where it is."),
+    plot: str = typer.Option(None, help="Draw the held-out KL into this file (the [plot] extra)."),
     histogram: bool = typer.Option(False, help="Only show the data's prefix lengths."),
 ) -> None:
     """Train a translator: closed form, then self-distillation (needs the [cuda] extra)."""
@@ -56,6 +56,8 @@ def command(
     if histogram:
         _print_histogram(command_line.histogram(options))
         return
+    if plot:
+        command_line.check_picture(plot, steps)
     recipe = {
         "steps": steps, "batch": batch_size, "learning_rates": rates, "objective": objective,
         "ce_weight": ce_weight, "validate_every": val_every,
@@ -76,13 +78,17 @@ def command(
             else:
                 step(text=f"{stage}: {getattr(report, 'step', report)}")
 
-        done = command_line.train(options, plan, recipe, out, show)
-    if done is not None:  # the leading process
-        say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.last:.4f} at last")
-        say(f"the log is {done.log}")
-        if plot:
-            command_line.draw(done.log, plot)
-            say(f"drew {plot}")
+        done = command_line.train(options, plan, recipe, out, show, warn)
+    if done is None:  # a process that does not lead
+        return
+    if done.log is None:
+        say(f"wrote {done.folder}: stage 1 alone, as --steps is 0")
+        return
+    say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.last:.4f} at last")
+    say(f"the log is {done.log}")
+    if plot:
+        command_line.draw(done.log, plot)
+        say(f"drew {plot}")
 
 
 def _rates(text: str | None) -> tuple[float, ...]:

@@ -7,14 +7,12 @@ attention block of mlx-lm: ``k_proj`` and ``v_proj``, an optional per-head RMSNo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
-from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, RopeSpec
+from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, RopeSpec, configured_rope
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class KeyFinish:
         norm_weight: (D,) weight of the per-head RMSNorm, or None where there is none.
         norm_eps: Its epsilon.
         rope: The model's own rotary module.
-        rope_spec: The same in comparable form.
+        rope_spec: The same in comparable form, from the config.
     """
 
     norm_weight: mx.array | None
@@ -36,10 +34,13 @@ class KeyFinish:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family, by mlx-lm's ``model_type``."""
+    """One model family, by mlx-lm's ``model_type``.
+
+    ``scaled_rope`` is False where mlx-lm builds a plain RoPE whatever the config says.
+    """
 
     model_type: str
-    rope_scaling: Callable[[dict[str, Any]], dict[str, Any] | None]
+    scaled_rope: bool = True
 
     def attentions(self, model: nn.Module) -> list[nn.Module]:
         """The attention modules that own a cache, in cache order."""
@@ -52,7 +53,7 @@ class Family:
             norm_weight=None if norm is None else norm.weight,
             norm_eps=0.0 if norm is None else norm.eps,
             rope=attention.rope,
-            rope_spec=rope_spec(attention.rope, self.rope_scaling(config)),
+            rope_spec=configured_rope(config, _key_dim(attention), scaled=self.scaled_rope),
         )
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
@@ -68,7 +69,7 @@ class Family:
         return LayerGeometry(
             layer=index,
             kv_heads=heads,
-            key_dim=output_width(attention.k_proj) // heads,
+            key_dim=_key_dim(attention),
             value_dim=output_width(attention.v_proj) // heads,
         )
 
@@ -91,24 +92,5 @@ def output_width(projection: nn.Module) -> int:
     return projection.weight.shape[0]
 
 
-def rope_spec(rope: nn.Module, scaling: dict[str, Any] | None) -> RopeSpec:
-    """Describe a rotary module as loaded; ``scaling`` is the config's, in any spelling.
-
-    Raises:
-        UnsupportedModelError: The rotation depends on the length of the sequence.
-    """
-    if isinstance(rope, nn.RoPE):
-        factor = () if rope.scale == 1.0 else (("factor", 1.0 / rope.scale),)
-        kind = "linear" if factor else "default"
-        return RopeSpec(kind, float(rope.base), rope.dims, rope.traditional, factor)
-    scaling = scaling or {}
-    kind = scaling.get("rope_type") or scaling.get("type") or type(rope).__name__
-    if kind == "dynamic" or "Dynamic" in type(rope).__name__:
-        raise UnsupportedModelError(
-            "dynamic NTK RoPE rotates a key differently as the text grows, so a cache "
-            "cannot be written once; use a model with another RoPE scaling"
-        )
-    ignored = ("rope_type", "type", "rope_theta")
-    parameters = tuple(sorted((k, v) for k, v in scaling.items() if k not in ignored))
-    base = float(scaling.get("rope_theta") or getattr(rope, "base", 0.0) or 0.0)
-    return RopeSpec(kind, base, rope.dims, getattr(rope, "traditional", False), parameters)
+def _key_dim(attention: nn.Module) -> int:
+    return output_width(attention.k_proj) // attention.n_kv_heads

@@ -8,4 +8,4 @@ from __future__ import annotations
 
 from kvlingo_mlx.families.base import Family
 
-FAMILY = Family("qwen3_moe", lambda config: None)
+FAMILY = Family("qwen3_moe", scaled_rope=False)

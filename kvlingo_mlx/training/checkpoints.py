@@ -1,8 +1,10 @@
-"""Where a training run's state is kept: safetensors and JSON, replaced all at once.
+"""Where a training's state is kept: tensors with their facts in one file, replaced at once.
 
-A folder ``OUT.partial`` beside the translator to come: ``state.json`` (settings, step, and the
-name of the tensors' file, written last), ``step-N.safetensors`` (every run's tensors and Adam
-moments) and ``log.jsonl``. A process killed at any point leaves the state before or after.
+A folder ``OUT.partial`` beside the translator to come: ``initial.safetensors`` (what stage 1
+ended with) and a folder for each stage under way. A closed form keeps its sums there
+(``moments.safetensors``); a distillation what it was when it last looked at the held-out
+conversations (``validated.safetensors``), what it was since (``latest.safetensors``), and
+``log.jsonl``. A process killed at any point leaves the state before or after.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from kvlingo_mlx.errors import KVLingoError
@@ -26,13 +29,96 @@ from kvlingo_mlx.errors import KVLingoError
 if TYPE_CHECKING:
     from kvlingo_mlx.training.distill import Distillation, Run
 
-STATE, LOG = "state.json", "log.jsonl"
+VALIDATED, LATEST = "validated.safetensors", "latest.safetensors"
+LOG, DIVERGED = "log.jsonl", "diverged"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+KEEP_EVERY = 240.0  # seconds of work that a kill may cost
+
+
+# ---- one file ---------------------------------------------------------------------------
+
+
+def write_state(
+    path: Path, what: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+) -> None:
+    """Replace a file of tensors and JSON facts: the old one or the new, never half of it.
+
+    Raises:
+        KVLingoError: ``what`` it holds could not be written; the old one is still there.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with disk_errors(what, path.parent):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(dict(tensors), temporary, {"facts": json.dumps(facts)})
+            _replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def read_facts(path: Path) -> dict[str, Any]:
+    """The facts of a file that :func:`write_state` wrote.
+
+    Raises:
+        ValueError: It is none, or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            return json.loads((file.metadata() or {})["facts"])
+    except (SafetensorError, KeyError, ValueError):
+        raise ValueError(
+            f"{path} is damaged, or of another version; remove it to start this stage anew"
+        ) from None
+
+
+@contextlib.contextmanager
+def disk_errors(what: str, folder: Path) -> Iterator[None]:
+    """Say in one line that ``what`` could not be kept in ``folder``.
+
+    Raises:
+        KVLingoError: The disk is full, or the system refused to write.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:  # the second wraps the first in its own words
+        full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
+        reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
+        raise KVLingoError(
+            f"{reason}: {what} could not be kept in {folder}; what was kept before is intact, "
+            f"{'free some space' if full else 'mend that'} and run the same command"
+        ) from None
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Move a finished file into place, once it is on the disk."""
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Refuse (ValueError) to resume with other settings; names those that differ."""
+    changed = differences(kept, settings)
+    if changed:
+        raise ValueError(
+            f"{folder} holds a run with other settings ({'; '.join(changed)}); give the same "
+            "ones to resume it, or remove the folder to start anew"
+        )
+
+
+def differences(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
+    """The settings in which two runs differ, in words."""
+    current = json.loads(json.dumps(dict(settings)))
+    changed = [n for n in sorted({*kept, *current}) if kept.get(n) != current.get(n)]
+    return [f"{n} was {kept.get(n)!r}, is {current.get(n)!r}" for n in changed]
+
+
+# ---- a distillation ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The state of one training run on disk.
+    """The state of one distillation on disk.
 
     ``settings`` is what must not change between a run and its resumption.
     """
@@ -46,100 +132,100 @@ class Checkpoints:
         Raises:
             ValueError: It was made with other settings; names those that differ.
         """
-        if not (self.folder / STATE).exists():
-            return
-        state = json.loads((self.folder / STATE).read_text(encoding="utf-8"))
-        check_settings(self.folder, state["settings"], self.settings)
-        tensors = load_file(self.folder / state["tensors"], device=str(training.target.device))
-        for index, (run, kept) in enumerate(zip(training.runs, state["runs"], strict=True)):
-            _restore_run(run, f"{index}/", tensors)
-            run.diverged_at = kept["diverged_at"]
-            run.held_out = math.inf if kept["held_out"] is None else kept["held_out"]
-        training.step, training.tokens = state["step"], state["tokens"]
-        training.seconds = state["seconds"]
-        self._trim_log(training.step)
+        newest = self._newest()
+        if newest is not None:
+            path, facts = newest
+            check_settings(self.folder, facts["settings"], self.settings)
+            tensors = load_file(path, device=str(training.target.device))
+            for index, (run, kept) in enumerate(zip(training.runs, facts["runs"], strict=True)):
+                _restore_run(run, f"{index}/", tensors)
+                run.diverged_at = kept["diverged_at"]
+                run.held_out = math.inf if kept["held_out"] is None else kept["held_out"]
+            training.step, training.tokens = facts["step"], facts["tokens"]
+            training.seconds = facts["seconds"]
+        if training.group.leads:
+            self._trim_log(-1 if newest is None else training.step)
+            (self.folder / DIVERGED).unlink(missing_ok=True)
 
-    def save(self, training: Distillation, entry: Mapping[str, object]) -> None:
-        """Keep the state of this step and append ``entry`` to the log.
+    def save(self, training: Distillation, entry: Mapping[str, object] | None = None) -> None:
+        """Keep the state of this step; with an ``entry`` for the log, as a validated one.
 
         Raises:
             KVLingoError: The disk is full; the checkpoint before is still there.
         """
-        name = f"step-{training.step}.safetensors"
         tensors = {}
         for index, run in enumerate(training.runs):
             tensors.update(_tensors_of(run, f"{index}/"))
-        state = {
+        facts = {
             "settings": dict(self.settings), "step": training.step, "tokens": training.tokens,
-            "seconds": training.seconds, "tensors": name,
+            "seconds": training.seconds,
             "runs": [
                 {"diverged_at": run.diverged_at,
                  "held_out": run.held_out if math.isfinite(run.held_out) else None}
                 for run in training.runs
             ],
         }  # fmt: skip
-        with self._disk_errors(training.step):
+        what = f"step {training.step}"
+        if entry is None:
+            write_state(self.folder / LATEST, what, tensors, facts)
+            return
+        # The log first: a line too many is dropped on resuming, a lost one is lost.
+        with disk_errors(what, self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, self.folder / f"{name}.tmp")
-            os.replace(self.folder / f"{name}.tmp", self.folder / name)
-            # The log first: a line too many is dropped on resuming, a lost one is lost.
             with open(self.folder / LOG, "a", encoding="utf-8") as log:
                 log.write(json.dumps(_finite(entry)) + "\n")
-            write_text(self.folder / STATE, json.dumps(state, indent=2) + "\n")
-        for old in self.folder.glob("step-*.safetensors"):
-            if old.name != name:
-                old.unlink()
+                log.flush()
+                os.fsync(log.fileno())
+        write_state(self.folder / VALIDATED, what, tensors, facts)
+        (self.folder / LATEST).unlink(missing_ok=True)
 
-    def finish(self, log: Path | None = None) -> None:
-        """Remove the folder once the translator is written; the log goes to ``log``."""
-        if log is not None and (self.folder / LOG).exists():
+    def mark_diverged(self) -> None:
+        """Keep the last sound checkpoint, and let a run with other settings replace it."""
+        (self.folder / LATEST).unlink(missing_ok=True)  # whether it was sound nobody has looked
+        with disk_errors("the divergence", self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / DIVERGED).touch()
+
+    def stale(self) -> bool:
+        """Whether what is kept is of a diverged run with other settings, and may go.
+
+        Raises:
+            ValueError: It is of a sound run with other settings; names those that differ.
+        """
+        newest = self._newest()
+        if newest is None:
+            return False
+        if not (self.folder / DIVERGED).exists():
+            check_settings(self.folder, newest[1]["settings"], self.settings)
+        return bool(differences(newest[1]["settings"], self.settings))
+
+    def finish(self, log: Path) -> None:
+        """Move the log to ``log`` once the translator is written, and remove the folder."""
+        if (self.folder / LOG).exists():  # or a process was killed between these two lines
             os.replace(self.folder / LOG, log)
         shutil.rmtree(self.folder)
 
+    def _newest(self) -> tuple[Path, dict[str, Any]] | None:
+        paths = (self.folder / name for name in (VALIDATED, LATEST))
+        found = [(path, read_facts(path)) for path in paths if path.exists()]
+        return max(found, key=lambda item: item[1]["step"], default=None)
+
     def _trim_log(self, step: int) -> None:
-        """Drop what was logged after the checkpoint that is resumed."""
+        """Drop what was logged after the checkpoint that is resumed, and half a line."""
         path = self.folder / LOG
-        if path.exists():
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if json.loads(line)["step"] <= step]
-            write_text(path, "".join(kept))
-
-    @contextlib.contextmanager
-    def _disk_errors(self, step: int) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # safetensors wraps the system's error in its own
-            full = isinstance(error, OSError) and error.errno == errno.ENOSPC
-            if not (full or "No space left" in str(error) or "os error 28" in str(error)):
-                raise
-            for half in self.folder.glob("*.tmp"):
-                half.unlink(missing_ok=True)
-            raise KVLingoError(
-                f"the disk is full: step {step} could not be kept in {self.folder}; the "
-                "checkpoint before it is intact, free some space and run the same command"
-            ) from None
-
-
-def check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse (ValueError) to resume with other settings; names those that differ."""
-    current = json.loads(json.dumps(dict(settings)))
-    changed = [n for n in sorted({*kept, *current}) if kept.get(n) != current.get(n)]
-    if changed:
-        listed = "; ".join(f"{n} was {kept.get(n)!r}, is {current.get(n)!r}" for n in changed)
-        raise ValueError(
-            f"{folder} holds a run with other settings ({listed}); give the same ones "
-            "to resume it, or remove the folder to start anew"
-        )
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace a file at once: the old text or the new, never half of it."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+        if not path.exists():
+            return
+        kept = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(f"{line}\n")
+            except ValueError:
+                break  # a process was killed as it wrote this line, so it is the last
+        temporary = path.with_name(f"{LOG}.tmp")
+        with disk_errors("the log", self.folder):
+            temporary.write_text("".join(kept), encoding="utf-8")
+            _replace(temporary, path)
 
 
 def _tensors_of(run: Run, prefix: str) -> dict[str, torch.Tensor]:

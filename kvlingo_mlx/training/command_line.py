@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,27 +40,53 @@ class Options:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        self._mixture()
+        self._place()
 
     def load(self, name: str) -> torch_model.TorchModel:
         """One of the two models, where this process computes."""
-        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        device = distributed.local_device(device)
-        return torch_model.load(name, dtype=DTYPES[self.dtype], device=device)
+        return torch_model.load(name, dtype=DTYPES[self.dtype], device=self._place())
 
     def stream(self, tokenizer: Any, context_length: int) -> Stream:
         """The samples, scaled to the shorter context of the two models."""
-        mixture = PlainText() if self.plain_text else Mixture(packed_share=self.packed_share)
-        return Stream(self.data, tokenizer, mixture.scaled(context_length), self.seed)
+        return Stream(self.data, tokenizer, self._mixture().scaled(context_length), self.seed)
+
+    def settings(self, stream: Stream) -> dict[str, Any]:
+        """What must not change when a training is resumed, beside its plan and models."""
+        names = ("dtype", "plain_text", "packed_share")
+        contents = {f"contents of {name}": text for name, text in stream.contents.items()}
+        own = {name: getattr(self, name) for name in names}
+        return {"data": list(self.data), **own, **contents}
+
+    def _mixture(self) -> Mixture | PlainText:
+        return PlainText() if self.plain_text else Mixture(packed_share=self.packed_share)
+
+    def _place(self) -> str:
+        """This process's device, as PyTorch names it."""
+        gpus = torch.cuda.device_count()
+        device = self.device or ("cuda" if gpus else "cpu")
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise ValueError(f"--device is {device!r}; it must be cuda, cuda:N or cpu")
+        place = distributed.local_device(device)
+        if place != "cpu" and int(place.removeprefix("cuda:")) >= gpus:
+            raise ValueError(
+                f"--device is {place}, but PyTorch finds {gpus} CUDA GPUs here; use --device cpu, "
+                "or a CUDA build of PyTorch where there is a GPU"
+            )
+        return place
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a finished training left: its folder, its log, held-out KL at its ends."""
+    """What a finished training left: its folder and, of stage 2, its log and held-out KL.
+
+    ``log``, ``first`` and ``last`` are None where there was no stage 2.
+    """
 
     folder: Path
-    log: Path
-    first: float
-    last: float
+    log: Path | None = None
+    first: float | None = None
+    last: float | None = None
 
 
 def train(
@@ -67,6 +95,7 @@ def train(
     recipe: Mapping[str, Any],
     out: str,
     progress: Progress,
+    warn: Callable[[str], None],
 ) -> Done | None:
     """Train, or resume; None in a process that does not lead.
 
@@ -76,40 +105,62 @@ def train(
     """
     checkpoint.check_destination(out)
     # Bad options are refused before anything is loaded.
-    whole = Plan(**plan, seed=options.seed, recipe=Recipe(**recipe))
+    rates = recipe["learning_rates"] or (default_rate(options.source, options.target),)
+    stage2 = Recipe(**{**recipe, "learning_rates": rates})
+    whole = Plan(**plan, seed=options.seed, recipe=stage2)
     source, target = options.load(options.source), options.load(options.target)
-    rates = recipe["learning_rates"] or (default_rate(source.name, target.name),)
-    whole = replace(whole, recipe=Recipe(**{**recipe, "learning_rates": rates}))
     stream = options.stream(target.tokenizer, min(source.context_length, target.context_length))
     group = distributed.join(str(target.device))
     try:
-        names = ("data", "dtype", "plain_text", "packed_share")
-        settings = {name: getattr(options, name) for name in names}
-        training = Training(source, target, stream, whole, Path(out), group, progress, settings)
+        training = Training(
+            source, target, stream, whole, Path(out), group, progress, options.settings(stream),
+            warn,
+        )  # fmt: skip
         folder = training.run()
     finally:
         distributed.leave(group)
     if not group.leads:
         return None
-    ends = [min(line["held_out"]) for line in read_log(training.log)] or [math.nan]
-    return Done(folder, training.log, ends[0], ends[-1])
+    if stage2.steps == 0:
+        return Done(folder)
+    curve = [_lowest(line["held_out"]) for line in read_log(training.log)]
+    return Done(folder, training.log, curve[0], curve[-1])
+
+
+def _lowest(held_out: list[float | None]) -> float:
+    """The best run's KL; None stands for a run that has diverged."""
+    return min((value for value in held_out if value is not None), default=math.nan)
 
 
 def histogram(options: Options) -> list[tuple[int, int, int, int]]:
     """Prefix lengths of the stream that :func:`train` would read (figure "prefixhist")."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    ends = [AutoConfig.from_pretrained(name) for name in (options.source, options.target)]
-    tokenizer = AutoTokenizer.from_pretrained(options.target)
-    context = min(config.max_position_embeddings for config in ends)
+    source, _ = torch_model.read_config(options.source)
+    target, tokenizer = torch_model.read_config(options.target)
+    context = min(config["max_position_embeddings"] for config in (source, target))
     return prefix_histogram(options.stream(tokenizer, context))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a training's log; an empty list where no step was made."""
-    if not path.exists():
-        return []
+    """The lines of a finished training's log."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def check_picture(picture: str, steps: int) -> None:
+    """Refuse before any training what :func:`draw` could not do after it.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        ValueError: There will be no curve, no such folder, or no such kind of picture.
+    """
+    figure = _figure()
+    path = Path(picture)
+    known = sorted(figure.canvas.get_supported_filetypes())
+    if steps == 0:
+        raise ValueError("--plot draws stage 2, and --steps 0 leaves it out; drop one of the two")
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot is {picture!r}; its suffix must be one of {', '.join(known)}")
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--plot is {picture!r}; name a file in a folder that can be written")
 
 
 def draw(log: Path, picture: str) -> None:
@@ -118,15 +169,22 @@ def draw(log: Path, picture: str) -> None:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
+    lines = read_log(log)
+    figure = _figure()
+    axes = figure.add_subplot(xlabel="step", ylabel="held-out KL (nats per token)", yscale="log")
+    for index, rate in enumerate(lines[-1]["learning_rates"]):
+        points = [(line["step"], line["held_out"][index]) for line in lines]
+        sound = [point for point in points if point[1] is not None]
+        axes.plot(*zip(*sound, strict=True), label=f"{rate:g}")
+    axes.legend(title="learning rate")
+    figure.savefig(picture)
+
+
+def _figure() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingExtraError("--plot needs matplotlib: pip install matplotlib") from None
-    lines = read_log(log)
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="held-out KL (nats per token)", yscale="log")
-    for index, rate in enumerate(lines[-1]["learning_rates"] if lines else ()):
-        points = [(line["step"], line["held_out"][index]) for line in lines]
-        axes.plot(*zip(*points, strict=True), label=f"{rate:g}")
-    axes.legend(title="learning rate")
-    figure.savefig(picture)
+        raise MissingExtraError(
+            '--plot needs matplotlib: pip install "kvlingo-mlx[plot]"'
+        ) from None
+    return Figure(figsize=(6, 4), layout="constrained")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -87,6 +87,11 @@ class Stream:
         """How many records are kept from training for :meth:`held_out`."""
         return sum(len(shelf.records) for shelf in self._library.reserved.shelves)
 
+    @property
+    def contents(self) -> dict[str, str]:
+        """Size and hash of each source by its name, for telling other data from the same."""
+        return self._library.contents
+
     def sample(self, index: int) -> Sample:
         """Training sample ``index`` (see :meth:`draw`)."""
         return self.draw(index).sample
@@ -104,18 +109,29 @@ class Stream:
         return found
 
     def held_out(self, count: int = 64) -> list[Sample]:
-        """Up to ``count`` different samples of the same mixture, from reserved records only.
+        """Up to ``count`` samples of the same mixture, from reserved records only.
 
+        No record is in two of them; there are fewer where the reserved records do not suffice.
         Training reads none of those records, nor others that open with the same question.
-        Where the reserved records are too few to pack, all samples are natural.
+        Where they are too few to pack, all samples are natural.
 
         Raises:
             ValueError: There are too few records to reserve any, or nothing fits.
         """
         found: dict[Sample, None] = {}
-        for index in range(4 * count if self.reserved else 0):
-            if len(found) < count and (draw := self._find(index, self._library.reserved)):
-                found[draw.sample] = None
+        side, spent = self._library.reserved, set()
+        kinds = [slot_at(index, self.mixture, self.seed).kind for index in range(4 * count)]
+        # A pack takes many records: what is scarce goes to natural samples first.
+        order = sorted(range(4 * count), key=lambda i: (i >= count, kinds[i] == "packed", i))
+        for index in order if self.reserved else ():
+            if len(found) == count or kinds[index] in spent:
+                continue
+            draw = self._find(index, side)
+            if draw is None:  # nor will what is left do for another of its kind
+                spent.add(kinds[index])
+                continue
+            found[draw.sample] = None
+            side = replace(side, taken=side.taken.union(draw.records))
         if not found:
             names, held = self._library.names, self.reserved
             raise ValueError(f"no sample in the {held} records held out of {names}; add records")
@@ -138,12 +154,12 @@ class Stream:
         names = self._library.names
         if isinstance(self.mixture, PlainText):
             wanted = self.mixture.prefix + self.mixture.continuation
-            return f"no text of {wanted} tokens in {names}; ask for less or give longer texts"
+            return f"no text of {wanted} tokens in {names}; give longer texts"
         natural = slot_at(index, self.mixture, self.seed).kind == "natural"
         low, high = self.mixture.natural if natural else self.mixture.packed
         what = "conversation with a prefix" if natural else "concatenation with a prefix"
-        change = "widen natural" if natural else "set packed_share=0, lower packed"
-        return f"no {what} of {low} to {high} tokens in {names}; {change} or add conversations"
+        change = "" if natural else ", or pack none (--packed-share 0)"
+        return f"no {what} of {low} to {high} tokens in {names}; add conversations{change}"
 
     def _random(self, kind: Kind, ordinal: int, attempt: int) -> random.Random:
         return random.Random(f"{kind}/{self.seed}/{ordinal}/{attempt}")
@@ -272,7 +288,7 @@ class Stream:
         among = shelf.at_least(SLACK * bytes_per_token * wanted, 1)
         position = int(ordinal * shelf.share) + attempt * ELSEWHERE
         place = shelf.at(position, key_of(self.seed, "text"), among)
-        record = self._library.read(place)
+        record = None if place in side.taken else self._library.read(place)
         text = excerpt(record["text"], int(2 * wanted * per_token), rng) if record else ""
         tokens = encode_plain(self._tokenizer, text)
         if len(tokens) < wanted:

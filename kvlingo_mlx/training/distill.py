@@ -17,7 +17,7 @@ import torch
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.samples import Sample
-from kvlingo_mlx.training.checkpoints import Checkpoints
+from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoints
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.gradients import (
     Reading,
@@ -25,6 +25,7 @@ from kvlingo_mlx.training.gradients import (
     read,
     reconstruction_loss,
 )
+from kvlingo_mlx.training.interruption import Interruption
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import TorchTranslator
@@ -35,6 +36,20 @@ class Samples(Protocol):
     """Where training reads: a sample is a function of its index alone."""
 
     def sample(self, index: int) -> Sample: ...
+
+
+def require(
+    what: str, value: float, low: float, high: float = math.inf, *, strict: bool = False
+) -> None:
+    """Refuse (ValueError) a number that is not finite or not from ``low`` to ``high``.
+
+    ``strict`` refuses ``low`` itself.
+    """
+    if math.isfinite(value) and low <= value <= high and not (strict and value == low):
+        return
+    least = f"more than {low:g}" if strict else f"at least {low:g}"
+    most = "" if math.isinf(high) else f" and at most {high:g}"
+    raise ValueError(f"{what}: {value:g}, expected {least}{most}")
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,17 @@ class Recipe:
     clip: float = 1.0
     validate_every: int = 250
 
+    def __post_init__(self) -> None:
+        require("stage 2's steps (--steps)", self.steps, 0)
+        require("conversations a step (--batch-size)", self.batch, 1)
+        require("steps between two validations (--val-every)", self.validate_every, 1)
+        require("the weight of the cross-entropy (--ce-weight)", self.ce_weight, 0)
+        require("the share of steps over which the rate rises (warmup)", self.warmup, 0, 1)
+        require("the largest gradient norm (clip)", self.clip, 0, strict=True)
+        require("the number of learning rates (--lr)", len(self.learning_rates), 1)
+        for rate in self.learning_rates:
+            require("a learning rate (--lr)", rate, 0, strict=True)
+
     def rate_factor(self, step: int) -> float:
         """The share of the peak rate at a step (from 0): linear warm-up, then cosine to 0."""
         rise = max(1, round(self.warmup * self.steps))
@@ -74,8 +100,8 @@ class Recipe:
 class Run:
     """One translator in training.
 
-    ``diverged_at`` is the step at which its loss stopped being a number, if it did;
-    its tensors are then those of the last sound step.
+    ``diverged_at`` is the step at which its loss, there or on the held-out conversations,
+    stopped being a number, if it did; it takes no step after that.
     """
 
     rate: float
@@ -115,7 +141,11 @@ class Report:
 
 @dataclass
 class Distillation:
-    """A training under way: the pair, its runs, its data and its checkpoints."""
+    """A training under way: the pair, its runs, its data and its checkpoints.
+
+    ``keep_every`` is how many seconds of steps a kill may cost; ``stop`` is looked at between
+    two steps. ``kept`` is the step last kept, and when.
+    """
 
     source: TorchModel
     target: TorchModel
@@ -125,22 +155,28 @@ class Distillation:
     recipe: Recipe
     checkpoints: Checkpoints | None = None
     group: Group = field(default_factory=Group)
+    keep_every: float = KEEP_EVERY
+    stop: Interruption = field(default_factory=Interruption)
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    kept: tuple[int, float] = (-1, 0.0)
 
     def run(self, progress: Callable[[Report], None] = lambda report: None) -> Run:
         """Train to the last step; returns the run of lowest held-out KL.
 
         Raises:
-            KVLingoError: Every run has diverged; says at which step.
+            KVLingoError: Every run has diverged (says at which step), or the disk is full.
+            KeyboardInterrupt, SystemExit: ``stop`` asked for it; this step is kept.
         """
         if self.checkpoints is not None:
             self.checkpoints.restore(self)
+        self.kept = self.step, time.monotonic()
         if self.step == 0:
             self.validate()
             self.keep({"step": 0, "held_out": [run.held_out for run in self.runs]})
         while self.step < self.recipe.steps:
+            self._heed()
             started = time.perf_counter()
             self.advance()
             self.seconds += time.perf_counter() - started
@@ -148,8 +184,19 @@ class Distillation:
             if last or self.step % self.recipe.validate_every == 0:
                 self.validate()
                 self.keep(self.entry())
+            elif time.monotonic() - self.kept[1] >= self.keep_every:
+                self.keep()
             progress(self.report())
         return self.best()
+
+    def _heed(self) -> None:
+        """Stop between two steps where a signal has asked any of the processes to."""
+        asked = torch.tensor([float(bool(self.stop))], device=self.target.device)
+        self.group.add([asked])  # all stop at one step, or some would wait for the others
+        if asked.item():
+            if self.kept[0] != self.step:
+                self.keep()
+            raise self.stop.error()
 
     def advance(self) -> None:
         """One optimizer step of every run."""
@@ -163,12 +210,27 @@ class Distillation:
             self._step(run, sums[id(run)] / self.recipe.batch)
         self.step += 1
         self.tokens += sum(costs)
-        if not self.live:
-            where = ", ".join(f"{run.rate:g} at step {run.diverged_at}" for run in self.runs)
+        self._require_live()
+
+    def _require_live(self) -> None:
+        """Refuse to go on where every run has diverged."""
+        if self.live:
+            return
+        if self.step == 0:
             raise KVLingoError(
-                f"training diverged (the loss is no number): learning rate {where}; the last "
-                "good checkpoint is kept, try a lower rate"
+                "the held-out loss is no number before the first step: a model's states overflow; "
+                "try --dtype float32"
             )
+        if self.checkpoints is not None and self.group.leads:
+            self.checkpoints.mark_diverged()
+        where = ", ".join(f"{run.rate:g} at step {run.diverged_at}" for run in self.runs)
+        what = f"training diverged (the loss is no number): learning rate {where}"
+        if self.recipe.objective == "reconstruction":
+            raise KVLingoError(f"{what}, in the MLP's stage 1; try --dtype float32 or --seed")
+        raise KVLingoError(
+            f"{what}; stage 1 and the last good checkpoint are kept: give a lower --lr, and "
+            "stage 2 starts again from stage 1"
+        )
 
     @property
     def live(self) -> list[Run]:
@@ -201,7 +263,7 @@ class Distillation:
         run.loss, run.kl = means.tolist()
         sound = math.isfinite(run.loss) and all(bool(g.isfinite().all()) for g in gradients)
         if not sound:
-            run.diverged_at = self.step
+            run.diverged_at = self.step + 1
             run.optimizer.zero_grad(set_to_none=True)
             return
         run.update(self.step, self.recipe)
@@ -212,7 +274,11 @@ class Distillation:
         return read(self.source, self.target, sample, capture)
 
     def validate(self) -> None:
-        """Measure every run's KL (or reconstruction error) on the held-out conversations."""
+        """Measure every run's KL (or reconstruction error) on the held-out conversations.
+
+        Raises:
+            KVLingoError: It is no number for any run.
+        """
         mine = self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out])
         sums = torch.zeros(len(self.runs), dtype=torch.float64, device=self.target.device)
         for index in mine:
@@ -220,6 +286,9 @@ class Distillation:
         self.group.add([sums])
         for run, value in zip(self.runs, (sums / len(self.held_out)).tolist(), strict=True):
             run.held_out = value if math.isfinite(value) else math.inf
+            if run.held_out == math.inf and run.diverged_at is None:
+                run.diverged_at = self.step
+        self._require_live()
 
     def _held_out_losses(self, sample: Sample) -> torch.Tensor:
         if self.recipe.objective == "reconstruction":
@@ -237,11 +306,14 @@ class Distillation:
         """The run of lowest held-out KL among those that have not diverged."""
         return min(self.live or self.runs, key=lambda run: run.held_out)
 
-    def keep(self, entry: Mapping[str, object]) -> None:
-        """Write a checkpoint and a line of the log (the leading process alone)."""
+    def keep(self, entry: Mapping[str, object] | None = None) -> None:
+        """Write a checkpoint (the leading process alone), after validation with its ``entry``.
+
+        There is a run that was sound when last validated, or training would have ended.
+        """
         if self.checkpoints is not None and self.group.leads:
             self.checkpoints.save(self, entry)
-        self.group.wait()
+        self.kept = self.step, time.monotonic()
 
     def entry(self) -> dict[str, object]:
         """The log's line of this step."""

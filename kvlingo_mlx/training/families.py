@@ -14,14 +14,28 @@ from typing import Any
 import torch
 
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, configured_rope
+from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, RopeSpec, configured_rope
+
+# RoPE types that transformers and mlx-lm compute alike, with the parameters both read.
+ROPES = {
+    "default": set(),
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"},
+    "llama3": {
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class TorchFamily:
-    """One model family, by the ``model_type`` of its config."""
+    """One model family, by the ``model_type`` of its config.
+
+    ``scaled_rope`` is False where mlx-lm builds a plain RoPE whatever the config says.
+    """
 
     model_type: str
+    scaled_rope: bool = True
 
     def attentions(self, model: Any) -> list[Any]:
         """The attention modules that own a cache, in cache order."""
@@ -33,10 +47,41 @@ class TorchFamily:
         return CacheGeometry(
             model_type=self.model_type,
             layers=tuple(self.layer_geometry(i, a) for i, a in enumerate(attentions)),
-            rope=tuple(configured_rope(config, a.head_dim) for a in attentions),
+            rope=tuple(self.rope(config, a.head_dim) for a in attentions),
             norm_eps=config["rms_norm_eps"],
             embedding_rows=config["vocab_size"],
         )
+
+    def rope(self, config: Mapping[str, Any], dims: int) -> RopeSpec:
+        """How mlx-lm rotates the keys of a model with this config."""
+        return configured_rope(config, dims, scaled=self.scaled_rope)
+
+    def check_rope(self, model: Any, config: Mapping[str, Any], name: str) -> None:
+        """Refuse a model that transformers would rotate otherwise than mlx-lm does.
+
+        Its translator would be trained for another rotation than it meets on a Mac.
+
+        Raises:
+            UnsupportedModelError: Names the model and its RoPE.
+        """
+        dims = self.attentions(model)[0].head_dim
+        try:
+            ours = self.rope(config, dims)
+            theirs = configured_rope({"rope_parameters": model.config.rope_parameters}, dims)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(f"{name}: {error}") from None
+        if ours != theirs:
+            raise UnsupportedModelError(
+                f"{name} has RoPE {_in_words(theirs)}, which mlx-lm runs as {_in_words(ours)}: a "
+                "translator trained here would not fit it there; make its config.json say what "
+                "mlx-lm runs"
+            )
+        if ours.type not in ROPES or not set(dict(ours.scaling)) <= ROPES[ours.type]:
+            known = "; ".join(" ".join([kind, *sorted(ROPES[kind])]) for kind in ROPES)
+            raise UnsupportedModelError(
+                f"{name} has RoPE {_in_words(ours)}, which mlx-lm and transformers compute "
+                f"differently; training knows these types and parameters: {known}"
+            )
 
     def layer_geometry(self, index: int, attention: Any) -> LayerGeometry:
         """The shape of one cache layer."""
@@ -58,7 +103,15 @@ class TorchFamily:
         return apply(states, states, cos, sin)[0]
 
 
-FAMILIES = {name: TorchFamily(name) for name in ("qwen3", "qwen3_moe")}
+def _in_words(rope: RopeSpec) -> str:
+    scaling = "".join(f", {name} {value}" for name, value in rope.scaling)
+    return f"{rope.type!r} (base {rope.base:g}{scaling})"
+
+
+FAMILIES = {
+    family.model_type: family
+    for family in (TorchFamily("qwen3"), TorchFamily("qwen3_moe", scaled_rope=False))
+}
 
 
 def family_of(model_type: str) -> TorchFamily:

@@ -59,10 +59,14 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Side:
-    """Training's records or the reserved ones, and opening questions that must not occur."""
+    """Training's records or the reserved ones, and what of them must not occur.
+
+    ``excluded`` are opening questions, ``taken`` records.
+    """
 
     shelves: tuple[Shelf, ...]
     excluded: frozenset[str]
+    taken: frozenset[Place] = frozenset()
 
     def pick(self, rng: random.Random) -> Shelf:
         """A shelf, drawn by the sources' weights."""
@@ -131,6 +135,14 @@ class Library:
         """What the sources are called, for messages."""
         return ", ".join(source.name for source in self.sources)
 
+    @property
+    def contents(self) -> dict[str, str]:
+        """Size and hash of each source by its name, for telling other data from the same."""
+        return {
+            s.name: f"{len(s.sizes)} records of {s.sizes.sum()} bytes, sha256 {s.digest}"
+            for s in self.sources
+        }
+
     def read(self, place: Place) -> dict[str, Any] | None:
         """A normalised record, or None if it is of no use.
 
@@ -146,7 +158,7 @@ class Library:
 
     def talk(self, place: Place, side: Side, rng: random.Random | None = None) -> Talk | None:
         """A conversation with a reply drawn at random, or its last one without ``rng``."""
-        record = self.read(place)
+        record = None if place in side.taken else self.read(place)
         if record is None or opening(record["messages"]) in side.excluded:
             return None
         turns = replies(record["messages"])
@@ -163,7 +175,7 @@ class Library:
             )
         raise ValueError(
             f"no assistant turn in {source.name}: none of {count} records has a question and its "
-            'answer; give {"messages": [...]} records, or PlainText() for texts and base models'
+            'answer; give {"messages": [...]} records, or --plain-text for texts and base models'
         )
 
     def _openings(self, kept: Iterable[Shelf]) -> frozenset[str]:

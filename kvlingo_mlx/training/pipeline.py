@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.torch import load_file
 
 from kvlingo_mlx import __version__, checkpoint
 from kvlingo_mlx.assignment import relative_depth
@@ -24,9 +22,17 @@ from kvlingo_mlx.norms import norm_named
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.training import stage1
-from kvlingo_mlx.training.checkpoints import Checkpoints, check_settings, write_text
-from kvlingo_mlx.training.distill import Distillation, Recipe, Report, Run, start_runs
+from kvlingo_mlx.training.checkpoints import (
+    KEEP_EVERY,
+    Checkpoints,
+    check_settings,
+    disk_errors,
+    read_facts,
+    write_state,
+)
+from kvlingo_mlx.training.distill import Distillation, Recipe, Report, Run, require, start_runs
 from kvlingo_mlx.training.distributed import Group
+from kvlingo_mlx.training.interruption import Interruption, postponed
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.torch_model import POINTS, TorchModel
 from kvlingo_mlx.training.translator import initial_mlp
@@ -106,6 +112,11 @@ class Plan:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
         norm_named(self.norm)
         objective_named(self.recipe.objective)
+        require("source layers per target layer (--nu)", self.nu, 1)
+        require("conversations for the closed form (--fit-samples)", self.fit_samples, 1)
+        require("held-out conversations (--held-out)", self.held_out, 1)
+        require("an MLP's hidden width (--hidden)", self.hidden, 1)
+        require("the seed (--seed)", self.seed, 0, 2**63 - 1)
         if self.joint and (self.kind != "linear" or not self.head_mixing):
             raise ValueError("a joint map is linear and mixes heads; drop one of the options")
 
@@ -148,7 +159,8 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
 class Training:
     """One command's work: both stages of a plan, resumable, and the folder they end in.
 
-    ``settings`` is what else must not change when it is resumed (which data, say).
+    ``settings`` is what else must not change when it is resumed (``data``: which data, say).
+    ``keep_every`` is how many seconds of work a kill may cost; Ctrl-C and SIGTERM cost none.
     """
 
     source: TorchModel
@@ -159,27 +171,45 @@ class Training:
     group: Group = field(default_factory=Group)
     progress: Progress = lambda stage, report: None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    warn: Callable[[str], None] = lambda text: None
+    keep_every: float = KEEP_EVERY
 
     def run(self) -> Path:
-        """Train, or go on where a killed run stopped; returns the folder written.
+        """Train, or go on where a run stopped; returns the folder written.
 
         Raises:
             ValueError: ``out`` is something else, or the settings are not those of the run
                 that is resumed.
             IncompatibleTranslatorError: The tokenizers differ.
             KVLingoError: Training diverged, or the disk is full.
+            KeyboardInterrupt, SystemExit: A signal asked to stop; the work is kept.
         """
         checkpoint.check_destination(self.out)
         config = make_config(self.source, self.target, self.plan)
-        held_out = list(self.data.held_out(self.plan.held_out))
-        arrays, provenance = self._initial(config, held_out)
+        with postponed() as stop:
+            try:
+                return self._run(config, stop)
+            except (KeyboardInterrupt, SystemExit):
+                if self.group.leads and self.partial.exists():
+                    self.warn(f"stopped; {self.partial} keeps the work for the same command")
+                raise
+
+    def _run(self, config: TranslatorConfig, stop: Interruption) -> Path:
+        if self._initial.exists():
+            self._check(self._initial, config)
+        # Whether or not this plan has a stage 2: work on one must not be dropped unseen.
+        stage2 = self._checkpoints("stage2", config, self.plan.recipe)
+        held_out = self._held_out()
+        arrays, provenance = self._first(config, held_out, stop)
         best = None
         if self.plan.recipe.steps:
-            best = self._distill("stage2", config, arrays, held_out, self.plan.recipe)
-            arrays = {name: t.detach().cpu().numpy() for name, t in best.translator.tensors.items()}
+            best = self._distill(stage2, config, arrays, held_out, self.plan.recipe, stop)
+            arrays = _arrays(best)
         if self.group.leads:
-            self._write(config, arrays, self._provenance(provenance, best))
-            self._clear()
+            self._write(config, arrays, self._provenance(provenance, best, len(held_out)))
+            if best is not None:
+                stage2.finish(self.log)
+            shutil.rmtree(self.partial)
         self.group.wait()
         return self.out
 
@@ -190,98 +220,151 @@ class Training:
 
     @property
     def log(self) -> Path:
-        """Where the finished training's log is: held-out KL and more, a JSON line each."""
+        """Where a finished stage 2's log is: held-out KL and more, a JSON line each."""
         return self.out.with_name(f"{self.out.name}.log.jsonl")
 
-    def _clear(self) -> None:
-        """Keep the log of stage 2 and remove what a resumed run would have needed."""
-        for stage in sorted(self.partial.glob("stage*")):
-            Checkpoints(stage, {}).finish(self.log if stage.name == "stage2" else None)
-        shutil.rmtree(self.partial)
+    def _held_out(self) -> list[Sample]:
+        held_out = list(self.data.held_out(self.plan.held_out))
+        if len(held_out) < self.plan.held_out and self.group.leads:
+            self.warn(
+                f"the records held out give {len(held_out)} held-out conversations, not "
+                f"{self.plan.held_out}; those choose the learning rate (more data give more)"
+            )
+        return held_out
+
+    # ---- what is kept -----------------------------------------------------------------
+
+    @property
+    def _initial(self) -> Path:
+        return self.partial / "initial.safetensors"
+
+    def _settings(self, config: TranslatorConfig) -> dict[str, Any]:
+        """What stage 1 depends on: the plan, the data, and both models."""
+        plan = dataclasses.asdict(self.plan)
+        del plan["recipe"]
+        models = {
+            f"{role}'s {fact}": value
+            for role, spec in (("source", config.source), ("target", config.target))
+            for fact, value in {"name": spec.name, **spec.fingerprint}.items()
+        }
+        return {**plan, **self.settings, **models}
+
+    def _check(self, path: Path, config: TranslatorConfig) -> dict[str, Any]:
+        """The facts of a file of ours; ValueError where its settings are not these."""
+        facts = read_facts(path)
+        check_settings(self.partial, facts["settings"], self._settings(config))
+        return facts
+
+    def _checkpoints(self, stage: str, config: TranslatorConfig, recipe: Recipe) -> Checkpoints:
+        """Where a stage is kept; a diverged one with other settings is cleared away."""
+        settings = {**self._settings(config), **dataclasses.asdict(recipe)}
+        checkpoints = Checkpoints(self.partial / stage, settings)
+        stale = checkpoints.stale()
+        self.group.wait()  # until every process has looked
+        if stale and self.group.leads:
+            shutil.rmtree(checkpoints.folder)
+        self.group.wait()
+        return checkpoints
 
     # ---- the stages -------------------------------------------------------------------
 
-    def _initial(
-        self, config: TranslatorConfig, held_out: Sequence[Sample]
+    def _first(
+        self, config: TranslatorConfig, held_out: Sequence[Sample], stop: Interruption
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Where stage 2 starts: worked out once, and kept for a resumed run."""
-        kept = self.partial / "initial.safetensors"
-        notes = self.partial / "initial.json"
-        ready = notes.exists()
+        ready = self._initial.exists()
         self.group.wait()  # or a late process would find what the first one wrote meanwhile
         if not ready:
-            arrays, provenance = self._stage1(config, held_out)
+            arrays, provenance = self._stage1(config, held_out, stop)
             if self.group.leads:
-                self.partial.mkdir(parents=True, exist_ok=True)
-                save_file({n: np.asarray(a, np.float32) for n, a in arrays.items()}, kept)
-                done = {"settings": self._stage1_settings(), "provenance": provenance}
-                write_text(notes, json.dumps(done))
+                tensors = {n: torch.tensor(a, dtype=torch.float32) for n, a in arrays.items()}
+                facts = {"settings": self._settings(config), "provenance": provenance}
+                write_state(self._initial, "stage 1", tensors, facts)
+                shutil.rmtree(self.partial / "stage1", ignore_errors=True)
             self.group.wait()
-        found = json.loads(notes.read_text(encoding="utf-8"))
-        check_settings(self.partial, found["settings"], self._stage1_settings())
-        return load_file(kept), found["provenance"]
-
-    def _stage1_settings(self) -> dict[str, Any]:
-        plan = dataclasses.asdict(self.plan)
-        del plan["recipe"]
-        return {
-            **plan, **self.settings, "source": self.source.name, "target": self.target.name
-        }  # fmt: skip
+        arrays = {name: tensor.numpy() for name, tensor in load_file(self._initial).items()}
+        return arrays, self._check(self._initial, config)["provenance"]
 
     def _stage1(
-        self, config: TranslatorConfig, held_out: Sequence[Sample]
+        self, config: TranslatorConfig, held_out: Sequence[Sample], stop: Interruption
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         plan = self.plan
         arrays: dict[str, np.ndarray] = {}
         provenance: dict[str, Any] = {}
         if plan.kind != "mlp":
-            linear = dataclasses.replace(config, kind="linear")
-            samples = (self.data.sample(index) for index in range(plan.fit_samples))
-            fitted, provenance = stage1.closed_form(
-                linear, self.source, self.target, samples, norm=plan.norm,
-                progress=lambda done: self.progress("stage 1", done),
-            )  # fmt: skip
-            arrays |= fitted
+            arrays, provenance = self._closed_form(config, stop)
         if plan.kind != "linear":
             branch = plan.kind == "linear_mlp"
             gated = plan.gated and not branch
             arrays |= initial_mlp(config, plan.hidden, plan.seed, zero=branch, gated=gated)
         if plan.kind == "mlp":
-            best = self._distill("stage1", config, arrays, held_out, plan.stage1_recipe)
-            arrays = {name: t.detach().cpu().numpy() for name, t in best.translator.tensors.items()}
+            recipe = plan.stage1_recipe
+            checkpoints = self._checkpoints("stage1", config, recipe)
+            best = self._distill(checkpoints, config, arrays, held_out, recipe, stop)
+            arrays = _arrays(best)
             provenance = {"stage1_rate": best.rate, "stage1_error": best.held_out}
         return arrays, provenance
 
+    def _closed_form(
+        self, config: TranslatorConfig, stop: Interruption
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The linear maps; the sums they are solved from are kept on the way."""
+        linear = dataclasses.replace(config, kind="linear")
+        sums = stage1.Sums.start(linear, self.target.device)
+        kept = self.partial / "stage1" / "moments.safetensors"
+        if kept.exists():
+            sums.restore(load_file(kept), self._check(kept, config)["counts"])
+        last = time.monotonic()
+
+        def keep(sums: stage1.Sums) -> None:
+            nonlocal last
+            if not stop and time.monotonic() - last < self.keep_every:
+                return
+            if self.group.leads:
+                what = f"stage 1 at {sums.read} conversations"
+                facts = {"settings": self._settings(config), "counts": sums.counts()}
+                write_state(kept, what, sums.tensors(), facts)
+            last = time.monotonic()
+            if stop:
+                raise stop.error()
+
+        return stage1.closed_form(
+            linear, self.source, self.target,
+            (self.data.sample(index) for index in range(sums.read, self.plan.fit_samples)),
+            norm=self.plan.norm, progress=lambda done: self.progress("stage 1", done),
+            sums=sums, keep=keep,
+        )  # fmt: skip
+
     def _distill(
         self,
-        stage: str,
+        checkpoints: Checkpoints,
         config: TranslatorConfig,
         arrays: Mapping[str, np.ndarray],
         held_out: Sequence[Sample],
         recipe: Recipe,
+        stop: Interruption,
     ) -> Run:
-        settings = {
-            **dataclasses.asdict(recipe), "source": self.source.name, "target": self.target.name
-        }  # fmt: skip
         runs = start_runs(config, arrays, recipe.learning_rates, self.target.device)
         training = Distillation(
-            self.source, self.target, runs, self.data, held_out, recipe,
-            Checkpoints(self.partial / stage, settings), self.group,
+            self.source, self.target, runs, self.data, held_out, recipe, checkpoints, self.group,
+            self.keep_every, stop,
         )  # fmt: skip
-        return training.run(lambda report: self.progress(stage, report))
+        return training.run(lambda report: self.progress(checkpoints.folder.name, report))
 
     # ---- the result -------------------------------------------------------------------
 
-    def _provenance(self, fitted: Mapping[str, Any], best: Run | None) -> dict[str, Any]:
+    def _provenance(
+        self, fitted: Mapping[str, Any], best: Run | None, held_out: int
+    ) -> dict[str, Any]:
         recipe = self.plan.recipe
+        data = {"data": self.settings["data"]} if "data" in self.settings else {}
         trained = {} if best is None else {
             "objective": recipe.objective, "steps": recipe.steps, "batch": recipe.batch,
-            "learning_rate": best.rate,
-            "held_out_kl": best.held_out if math.isfinite(best.held_out) else None,
+            "learning_rate": best.rate, "held_out": held_out, "held_out_kl": best.held_out,
         }  # fmt: skip
         return {
-            "stage": 1 if best is None else 2, **fitted, **trained, "seed": self.plan.seed,
-            "kvlingo_mlx": __version__, "torch": torch.__version__,
+            "stage": 1 if best is None else 2, **data, **fitted, **trained,
+            "seed": self.plan.seed, "kvlingo_mlx": __version__, "torch": torch.__version__,
             "transformers": version("transformers"), "date": time.strftime("%Y-%m-%d"),
         }  # fmt: skip
 
@@ -295,4 +378,9 @@ class Training:
         weights = Weights.from_float32(
             {name: np.asarray(a, np.float32) for name, a in arrays.items()}, "float32"
         )
-        checkpoint.write(self.out, config, weights)
+        with disk_errors(f"the translator {self.out.name}", self.out.parent):
+            checkpoint.write(self.out, config, weights)
+
+
+def _arrays(run: Run) -> dict[str, np.ndarray]:
+    return {name: t.detach().cpu().numpy() for name, t in run.translator.tensors.items()}

@@ -6,6 +6,7 @@ memory. What a record says is the next room's: ``conversations``.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import math
@@ -37,6 +38,10 @@ class Source(Protocol):
     def sizes(self) -> np.ndarray:
         """How many bytes each record has."""
 
+    @property
+    def digest(self) -> str:
+        """Sha256 of all records: the same name may come to hold others."""
+
     def read(self, number: int) -> tuple[Any, str]:
         """Record ``number`` as parsed, and where it stands; None for a blank line."""
 
@@ -55,6 +60,7 @@ class JsonLines:
     sizes: np.ndarray
     lines: np.ndarray
     files: np.ndarray
+    digest: str
 
     def read(self, number: int) -> tuple[Any, str]:
         """Record ``number`` as parsed, with its file and line; None for a blank line.
@@ -85,6 +91,7 @@ class HubDataset:
     splits: tuple[Any, ...]
     ends: np.ndarray
     sizes: np.ndarray
+    digest: str
 
     def read(self, number: int) -> tuple[Any, str]:
         """Record ``number`` as a dict, with the split and the row it comes from."""
@@ -136,24 +143,29 @@ def _weighted(spec: Spec) -> tuple[str, float]:
 
 
 def _json_lines(name: str, paths: Sequence[Path]) -> JsonLines:
-    parts = [_index(path) for path in paths]
+    digest = hashlib.sha256()
+    parts = [_index(path, digest) for path in paths]
     starts, sizes, lines = (np.concatenate(columns) for columns in zip(*parts, strict=True))
     files = np.repeat(np.arange(len(parts)), [len(part[0]) for part in parts])
     if not len(starts):
         raise ValueError(
             f'{name} holds no records; each line should be {{"messages": [...]}} or {{"text": ...}}'
         )
-    return JsonLines(name, tuple(paths), starts, sizes, lines, files)
+    return JsonLines(name, tuple(paths), starts, sizes, lines, files, digest.hexdigest())
 
 
-def _index(path: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each line that can hold a record starts, its bytes, and its number."""
+def _index(path: Path, digest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where each line that can hold a record starts, its bytes, and its number.
+
+    ``digest``, one of hashlib's, takes in the file on the way.
+    """
     breaks, length = [np.array([-1], np.int64)], 0
     try:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK):
                 breaks.append(np.flatnonzero(np.frombuffer(chunk, np.uint8) == 10) + length)
                 length += len(chunk)
+                digest.update(chunk)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
     edges = np.concatenate([*breaks, np.array([length])])
@@ -183,8 +195,14 @@ def _hub_dataset(name: str) -> HubDataset:
     parts = {f"{name}:{key}": part for key, part in loaded.items()} if split is None else {}
     parts = parts or {name: loaded}
     # A pass over all rows: their sizes tell which of them can hold a long prefix.
-    sizes = [len(json.dumps(row, default=str)) for part in parts.values() for row in part]
+    sizes, digest = [], hashlib.sha256()
+    for row in (row for part in parts.values() for row in part):
+        text = json.dumps(row, default=str).encode()
+        sizes.append(len(text))
+        digest.update(text)
     if not sizes:
         raise ValueError(f"the Hugging Face dataset {name} holds no records")
     ends = np.cumsum([len(part) for part in parts.values()])
-    return HubDataset(name, tuple(parts), tuple(parts.values()), ends, np.array(sizes))
+    return HubDataset(
+        name, tuple(parts), tuple(parts.values()), ends, np.array(sizes), digest.hexdigest()
+    )

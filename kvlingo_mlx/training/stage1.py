@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.training.torch_model import States, TorchModel
 from kvlingo_mlx.translator_config import SIDES, Map, TranslatorConfig, maps_of
 
+PARTS = ("xx", "xy", "yy")
 SCORE_NUMBERS = 2**28  # most attention scores alive at once: 1 GB in float32
 Progress = Callable[[int], None]
 
@@ -45,6 +47,45 @@ class TorchMoments:
         return moments
 
 
+@dataclass
+class Sums:
+    """Every map's moments over the samples read so far: what a killed stage 1 resumes from.
+
+    ``read`` counts the samples, ``used`` those of them that could be fitted on.
+    """
+
+    moments: dict[str, TorchMoments]
+    read: int = 0
+    used: int = 0
+
+    @classmethod
+    def start(cls, config: TranslatorConfig, device: torch.device) -> Sums:
+        """Before the first sample."""
+        widths = moment_widths(config)
+        return cls({name: TorchMoments(*width, device) for name, width in widths.items()})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The sums by name."""
+        return {
+            f"{name}/{part}": getattr(moments, part)
+            for name, moments in self.moments.items()
+            for part in PARTS
+        }
+
+    def counts(self) -> dict[str, int]:
+        """How many samples and tokens they are of."""
+        tokens = next(iter(self.moments.values())).tokens
+        return {"read": self.read, "used": self.used, "tokens": tokens}
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
+        """Take on what :meth:`tensors` and :meth:`counts` gave."""
+        for name, own in self.tensors().items():
+            own.copy_(tensors[name])
+        for moments in self.moments.values():
+            moments.tokens = counts["tokens"]
+        self.read, self.used = counts["read"], counts["used"]
+
+
 def closed_form(
     config: TranslatorConfig,
     source: TorchModel,
@@ -53,8 +94,12 @@ def closed_form(
     *,
     norm: str = "frobenius",
     progress: Progress | None = None,
+    sums: Sums | None = None,
+    keep: Callable[[Sums], None] = lambda sums: None,
 ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     """Fit linear maps in closed form (section 3.2, stage 1).
+
+    ``sums`` are those of the samples before ``samples``; ``keep`` is called after each sample.
 
     Returns:
         The maps (float64) by their names in the format, and the provenance of the fit.
@@ -63,24 +108,21 @@ def closed_form(
         ValueError: No such norm, or no usable sample.
     """
     norm = norm_named(norm)
-    moments = {
-        name: TorchMoments(*widths, target.device) for name, widths in moment_widths(config).items()
-    }
-    used = 0
+    sums = Sums.start(config, target.device) if sums is None else sums
     for sample in samples:
-        if not sample.prefix or (norm in ATTENTION_NORMS and not sample.continuation):
-            continue
-        _add(moments, config, source, target, sample, norm)
-        used += 1
+        sums.read += 1
+        if sample.prefix and (sample.continuation or norm not in ATTENTION_NORMS):
+            _add(sums.moments, config, source, target, sample, norm)
+            sums.used += 1
         if progress is not None:
-            progress(used)
-    if used == 0:
+            progress(sums.used)
+        keep(sums)
+    if sums.used == 0:
         raise ValueError("the data hold no usable sample: every prefix is empty")
-    sums = {name: m.to_numpy() for name, m in moments.items()}
-    arrays, ranks = solve_maps(config, sums)
-    tokens = next(iter(sums.values())).tokens
+    arrays, ranks = solve_maps(config, {name: m.to_numpy() for name, m in sums.moments.items()})
     return arrays, {
-        "norm": norm, "samples": used, "prefix_tokens": tokens, "lowest_rank": min(ranks)
+        "norm": norm, "samples": sums.used, "prefix_tokens": sums.counts()["tokens"],
+        "lowest_rank": min(ranks),
     }  # fmt: skip
 
 

@@ -7,8 +7,7 @@ for T tokens, keys and values of all heads side by side.
 from __future__ import annotations
 
 import contextlib
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +18,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, Pret
 from transformers.utils import logging
 
 from kvlingo_mlx.embedded import MODELS, zoo, zoo_names
-from kvlingo_mlx.errors import MissingModelError
+from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
 from kvlingo_mlx.training.families import TorchFamily, family_of
 from kvlingo_mlx.translator_config import ModelSpec
 
 POINTS = ("pre_norm", "post_norm", "post_rope")
+# What is read from a raw config.json; transformers would fill in defaults of its own.
+NEEDED = ("model_type", "rms_norm_eps", "vocab_size", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -184,31 +185,81 @@ def _no_progress_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
+    """A model's raw config and its tokenizer, by folder, Hub id, or an embedded model's name.
+
+    Raises:
+        MissingModelError: There is no such model, or one of the two is damaged.
+        UnsupportedModelError: Its family cannot be trained.
+    """
+    with _damage(path_or_hf_repo):
+        config, _ = PretrainedConfig.get_config_dict(_where(path_or_hf_repo))
+        lacking = [name for name in NEEDED if name not in config]
+        if lacking:
+            raise MissingModelError(
+                f"{path_or_hf_repo} has no {', '.join(lacking)} in its config.json; download "
+                "the model again"
+            )
+        family_of(config["model_type"])
+        return config, AutoTokenizer.from_pretrained(_where(path_or_hf_repo))
+
+
 def load(
     path_or_hf_repo: str, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> TorchModel:
     """Load a model, frozen, by folder, Hub id, or the name of an embedded one.
 
     Raises:
-        MissingModelError: There is no such model, or it is incomplete.
-        UnsupportedModelError: Its family cannot be trained.
+        MissingModelError: There is no such model, or it is incomplete or damaged.
+        UnsupportedModelError: Its family cannot be trained, or mlx-lm rotates its keys
+            differently.
     """
-    if path_or_hf_repo in zoo_names():
-        path_or_hf_repo = str(zoo(path_or_hf_repo))
-    try:
-        config, _ = PretrainedConfig.get_config_dict(path_or_hf_repo)
-        family_of(config.get("model_type", "none"))
-        tokenizer = AutoTokenizer.from_pretrained(path_or_hf_repo)
-        with _no_progress_bar():
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                path_or_hf_repo, dtype=dtype, attn_implementation="sdpa"
-            )
-    except (OSError, json.JSONDecodeError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise MissingModelError(
-            f"{path_or_hf_repo} cannot be loaded ({first}); give a model folder or a Hub id"
-        ) from None
+    config, tokenizer = read_config(path_or_hf_repo)
+    with _damage(path_or_hf_repo), _no_progress_bar():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            _where(path_or_hf_repo), dtype=dtype, attn_implementation="sdpa",
+            use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
+        )  # fmt: skip
+        model, report = loaded
+        _check_weights(path_or_hf_repo, report)
+        family_of(config["model_type"]).check_rope(model, config, path_or_hf_repo)
     model = model.to(device).eval().requires_grad_(False)
-    path = Path(path_or_hf_repo)
+    path = Path(_where(path_or_hf_repo))
     name = path.name if path.parent == MODELS else str(path_or_hf_repo)
     return TorchModel(model, tokenizer, config, name, config.get("_commit_hash"))
+
+
+def _where(name: str) -> str:
+    return str(zoo(name)) if name in zoo_names() else name
+
+
+@contextlib.contextmanager
+def _damage(name: str) -> Iterator[None]:
+    """transformers raises whatever a damaged folder makes it trip over."""
+    try:
+        yield
+    except KVLingoError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
+        raise MissingModelError(
+            f"{name} cannot be loaded ({why}); give a whole model folder or a Hub id"
+        ) from None
+
+
+def _check_weights(name: str, report: Mapping[str, Collection[Any]]) -> None:
+    """Refuse weights that do not cover the model: transformers makes up what is missing.
+
+    What a tied or a derived tensor (a second head, RoPE's frequencies) leaves over or out is
+    not in its report.
+    """
+    shapes = [f"{n} {tuple(found)}, not {tuple(wanted)}"
+              for n, found, wanted in report["mismatched_keys"]]  # fmt: skip
+    kinds = ("missing", report["missing_keys"]), ("unexpected", report["unexpected_keys"])
+    for what, names in (*kinds, ("misshapen", shapes)):
+        if names:
+            listed = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            raise MissingModelError(
+                f"{name}: {len(names)} {what} weight(s) for its config.json: {listed}; download "
+                "the model again"
+            )

@@ -251,6 +251,10 @@ def _write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
+def _card_value(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
 def model_card(config: TranslatorConfig, weights: Weights) -> str:
     """The README.md that travels with a translator."""
     parameters = sum(array.size for array in weights.arrays.values())
@@ -269,7 +273,7 @@ def model_card(config: TranslatorConfig, weights: Weights) -> str:
         f" captured {config.capture.replace('_', '-')}",
         f"- source layers per target layer: {config.nu}",
         f"- parameters: {parameters:,} in {weights.dtype}",
-        *(f"- {key}: {value}" for key, value in config.provenance.items()),
+        *(f"- {key}: {_card_value(value)}" for key, value in config.provenance.items()),
         "",
         "```",
         f"kvlingo-mlx generate --prefill-model {config.source.name} \\",

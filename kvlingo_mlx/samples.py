@@ -158,7 +158,8 @@ def _render(
     if not getattr(tokenizer, "has_chat_template", tokenizer.chat_template is not None):
         name = getattr(tokenizer, "name_or_path", "")
         raise ValueError(
-            f'the tokenizer {name} has no chat template; give {{"text": ...}} records instead'
+            f'the tokenizer {name} has no chat template; give {{"text": ...}} records instead '
+            "(train: --plain-text)"
         )
     try:
         return tokenizer.apply_chat_template(

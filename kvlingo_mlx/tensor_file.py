@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -163,7 +164,9 @@ def write_tensors(path: Path, weights: Weights) -> None:
     try:
         serialize_file(specs, path, {"format": "kvlingo"})
     except SafetensorError as error:  # its own class, though it means the disk
-        raise OSError(f"{path} cannot be written: {error}") from None
+        number = re.search(r"os error (\d+)", str(error))
+        reason = os.strerror(int(number[1])) if number else str(error)
+        raise OSError(int(number[1]) if number else None, reason, str(path)) from None
     path.chmod(0o644)
     with open(path, "rb") as file:
         os.fsync(file.fileno())

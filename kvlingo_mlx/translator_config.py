@@ -110,6 +110,16 @@ def head_map_of(config: TranslatorConfig) -> tuple[int, ...]:
     return tuple(head // (heads // sources) for head in range(heads))
 
 
+def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
+    """Refuse (ValueError) head counts that new head-wise maps cannot pair evenly."""
+    heads, sources = target.layers[0].kv_heads, source.layers[0].kv_heads
+    if heads % sources:
+        raise ValueError(
+            f"head-wise maps need target heads ({heads}) to be a multiple of source heads "
+            f"({sources}); use head-mixing ones"
+        )
+
+
 def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str, tuple]:
     """Name and shape of every tensor a file of this config holds.
 

@@ -1545,3 +1545,18 @@ def test_the_only_copy_survives_when_it_cannot_be_moved_back(
     monkeypatch.undo()
     left = contents(tmp_path)
     assert sorted(left.values()) == sorted(old.values())
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an error class of its own; the command line knows OSError."""
+
+    def full(*_: object) -> None:
+        raise safetensors.SafetensorError(
+            "Error while serializing: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(tensor_file, "serialize_file", full)
+    weights = Weights("float32", {"a": np.zeros(2, np.float32)})
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        tensor_file.write_tensors(tmp_path / "w.safetensors", weights)
+    assert caught.value.errno == 28

@@ -44,7 +44,7 @@ def command(
     from kvlingo_mlx.loading import load, resolve_translator
 
     keep_stdout_for_json(json_file)
-    models = load(source or zoo("tiny-qwen3-s")), load(target or zoo("tiny-qwen3-l"))
+    models = load(source or zoo("tiny-qwen3-s")), load(target or zoo("tiny-qwen3-moe"))
     loaded = resolve_translator(translator, *models)
     results = []
     with progress_bar("timing", len(lengths) * num_trials) as step:

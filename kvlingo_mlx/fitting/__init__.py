@@ -27,7 +27,7 @@ from kvlingo_mlx.pairing import check_tokenizers
 from kvlingo_mlx.samples import Sample, to_samples
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import SIDES, TranslatorConfig
+from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, check_head_ratio
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
@@ -70,7 +70,8 @@ def fit(
     if capture not in POINTS:
         raise ValueError(f"capture is {capture!r}; it must be one of {', '.join(POINTS)}")
     check_tokenizers(source, target)
-    _check_heads(source, target, head_mixing)
+    if not head_mixing:
+        check_head_ratio(source.spec(), target.spec())
     depths = (len(source.attentions), len(target.attentions))
     assignment = assignment or assignments.relative_depth(*depths, nu)
     config = TranslatorConfig(
@@ -96,15 +97,6 @@ def fit(
     }
     config = TranslatorConfig(**{**vars(config), "provenance": provenance})
     return build(config, Weights.from_float32(weights, "float32"))
-
-
-def _check_heads(source: LanguageModel, target: LanguageModel, head_mixing: bool) -> None:
-    heads = [model.geometry.layers[0].kv_heads for model in (source, target)]
-    if not head_mixing and heads[1] % heads[0]:
-        raise ValueError(
-            f"head-wise maps need target heads ({heads[1]}) to be a multiple of source heads "
-            f"({heads[0]}); use head-mixing ones"
-        )
 
 
 def _accumulate(

@@ -36,7 +36,7 @@ from kvlingo_mlx.training.interruption import Interruption, postponed
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.torch_model import POINTS, TorchModel
 from kvlingo_mlx.training.translator import initial_mlp
-from kvlingo_mlx.translator_config import KINDS, TranslatorConfig
+from kvlingo_mlx.translator_config import KINDS, TranslatorConfig, check_head_ratio
 
 # Best rates of the paper's linear translators, head-mixing (table "lrs"), by the two models'
 # names without their owner.
@@ -142,12 +142,8 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
             f"the tokenizers of {source.name} and {target.name} differ: this pair needs a "
             "cross-tokenizer translator"
         )
-    heads = [spec.layers[0].kv_heads for spec in ends]
-    if not plan.head_mixing and heads[1] % heads[0]:
-        raise ValueError(
-            f"head-wise maps need target heads ({heads[1]}) to be a multiple of source heads "
-            f"({heads[0]}); use head-mixing ones"
-        )
+    if not plan.head_mixing:
+        check_head_ratio(*ends)
     assignment = relative_depth(len(source.attentions), len(target.attentions), plan.nu)
     return TranslatorConfig(
         *ends, assignment, kind=plan.kind, head_mixing=plan.head_mixing, joint=plan.joint,

@@ -1,25 +1,29 @@
-"""Recall and continuation KL of closed-form translators on held-out dialogues.
+"""Recall and continuation KL of translators between the zoo's models on held-out dialogues.
 
-    python benchmarks/quality.py [--pairs tiny-qwen3-s:tiny-qwen3-l ...] [--json FILE]
+    python benchmarks/quality.py --nu --json FILE            # the package's own translators
+    python benchmarks/quality.py --nu 1 2 4 --json FILE      # closed forms fitted here as well
 
-For every pair of zoo models: the target's native cache, translations fitted here under
-both norms at several nu, the prefix hidden and a shuffled translator (controls). Only
-the first asking of each fact is scored; standard errors are over questions for recall
-and over dialogues for KL.
+For every pair: the target's native cache, the package's translator, closed forms under both
+norms at each nu given, and the controls: the prefix hidden, and every translator with its
+layers shuffled. Only the first asking of each fact is scored; standard errors are over
+questions for recall and over dialogues for KL.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from kvlingo_mlx import measure
-from kvlingo_mlx.embedded import dialogues, zoo
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.fitting import fit
-from kvlingo_mlx.loading import load
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.loading import load, load_translator
+from kvlingo_mlx.translators.base import Translator
 
 PAIRS = (
     "tiny-qwen3-s:tiny-qwen3-l",
@@ -33,20 +37,15 @@ NORMS = ("frobenius", "attention_mass")
 
 
 def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
-    source, target = (load(zoo(name)) for name in pair.split(":"))
-    records = [
-        {"messages": talk.conversation()} for talk in dialogues.for_fitting(args.fit_dialogues)
-    ]
+    names = pair.split(":")
+    source, target = (load(zoo(name)) for name in names)
     talks = dialogues.held_out(args.dialogues)
     samples = [quality.recall_sample(target, talk) for talk in talks]
     makers = {"prefix hidden": conditions.hidden(target)}
-    for nu in args.nu:
-        for norm in NORMS:
-            translator = fit(source, target, records, norm=norm, nu=nu)
-            name = f"{norm} nu={nu}"
-            makers[name] = conditions.translated(source, target, translator)
-    control = conditions.shuffled(translator)
-    makers[f"shuffled {name}"] = conditions.translated(source, target, control)
+    for name, translator in translators(names, source, target, args):
+        control = conditions.shuffled(translator)
+        makers[name] = conditions.translated(source, target, translator)
+        makers[f"{name}, shuffled"] = conditions.translated(source, target, control)
     scores = quality.score(target, samples, makers)
     lengths = [len(sample.prefix) for sample in samples]
     print(
@@ -56,6 +55,20 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
         print(f"  {name:28s} recall {mean(score.hits)}   KL {mean(score.kl)}   "
               f"KL on values {mean(score.value_kl)}")  # fmt: skip
     return {name: summary(score) for name, score in scores.items()}
+
+
+def translators(
+    names: Sequence[str], source: LanguageModel, target: LanguageModel, args: argparse.Namespace
+) -> Iterator[tuple[str, Translator]]:
+    folder = TRANSLATORS / "--".join(names)
+    if folder.exists():
+        yield "package", load_translator(folder)
+    records = [
+        {"messages": talk.conversation()} for talk in dialogues.for_fitting(args.fit_dialogues)
+    ]
+    for nu in args.nu:
+        for norm in NORMS:
+            yield f"{norm} nu={nu}", fit(source, target, records, norm=norm, nu=nu)
 
 
 def mean(values: tuple) -> str:
@@ -77,7 +90,7 @@ def summary(score: quality.Score) -> dict[str, float | int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", nargs="+", default=PAIRS)
-    parser.add_argument("--nu", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--nu", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--dialogues", type=int, default=64)
     parser.add_argument("--fit-dialogues", type=int, default=400)
     parser.add_argument("--json", help="append the record to this file")

@@ -27,8 +27,8 @@ from kvlingo_mlx.translators.linear import LinearTranslator
 
 CACHE_TOLERANCE = 1e-5  # Frobenius norm, relative, of every layer and side
 LOGITS_TOLERANCE = 1e-4  # absolute
-# Fitted maps cancel large terms: PyTorch's own float32 is up to 1e-5 from its float64 there.
-ZOO_TOLERANCE = 1e-4
+# Fitted maps enlarge the source's own rounding; PyTorch's float32 is as far from its float64.
+ZOO_TOLERANCE = 2e-5
 WRONG = 1e-2  # what a mistake must exceed
 TOKENS = 33
 STEPS = (2048, 16, 7)  # of 32 tokens: one chunk, two full ones, four and a short one

@@ -1,6 +1,6 @@
 """Fit and self-distil the zoo's translators, and write them into the package.
 
-    python tools/fit_zoo.py [--pairs tiny-qwen3-s:tiny-qwen3-l ...] [--nu 1] [--steps 1500]
+    python tools/fit_zoo.py [--pairs tiny-qwen3-s:tiny-qwen3-l ...] [--nu 1] [--steps 600]
 
 Every target layer reads the relative-depth band of ``nu`` source layers. The closed form (its
 norm: ``--norm``) comes first; ``--steps 0`` keeps it. Dialogues are drawn apart from those
@@ -44,6 +44,7 @@ def train(source: str, target: str, plan: Plan, work: Path) -> None:
         out = Training(
             *(torch_model.load(str(zoo(name)), dtype=torch.float32) for name in (source, target)),
             DialogueStream(load(zoo(target))), plan, work / f"{source}--{target}", progress=show,
+            settings={"data": ["kvlingo_mlx.embedded.dialogues"]},
         ).run()  # fmt: skip
     folder = TRANSLATORS / f"{source}--{target}"
     config = import_translator(str(out), out=folder).config
@@ -59,9 +60,9 @@ def main() -> None:
     parser.add_argument("--nu", type=int, default=1)
     parser.add_argument("--norm", default="frobenius")
     parser.add_argument("--dialogues", type=int, default=200)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("build/zoo"))
     args = parser.parse_args()

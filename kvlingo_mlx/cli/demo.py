@@ -16,15 +16,24 @@ from kvlingo_mlx.cli.output import (
 )
 
 SAMPLES, SHOWN = 12, 4
+# From dense to mixture of experts, and between two dense models, both ways.
+PAIRS = (
+    ("tiny-qwen3-s", "tiny-qwen3-moe"),
+    ("tiny-qwen3-s", "tiny-qwen3-l"),
+    ("tiny-qwen3-l", "tiny-qwen3-s"),
+)
 
 
-def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> None:
+def command(
+    every_pair: bool = typer.Option(False, "--every-pair", help="All six pairs, not three."),
+    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
+) -> None:
     """Answer questions from a translated cache, beside native and hidden-prefix answers."""
     from kvlingo_mlx import measure
     from kvlingo_mlx.embedded import zoo_pairs
 
     keep_stdout_for_json(json_file)
-    pairs = zoo_pairs()
+    pairs = zoo_pairs() if every_pair else PAIRS
     say("Each dialogue tells 12 to 28 facts, then asks about some. One tiny model reads it; a")
     say("second one answers from the first one's translated cache, without reading it again.")
     results = {}

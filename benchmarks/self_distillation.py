@@ -1,7 +1,7 @@
 """What self-distillation earns on the zoo: closed form, cross-entropy, KL, mixed; by seed.
 
     python benchmarks/self_distillation.py --pair tiny-qwen3-s:tiny-qwen3-l --nu 1 \\
-        --seeds 0 1 2 --steps 1500 --json FILE
+        --seeds 0 1 2 --steps 600 --json FILE
 
 For each seed: both closed forms are fitted in PyTorch, then four translators are trained in
 lockstep on one stream of dialogues (they share both readings without gradient): KL from
@@ -160,9 +160,9 @@ def main() -> None:
     parser.add_argument("--pair", default="tiny-qwen3-s:tiny-qwen3-l")
     parser.add_argument("--nu", type=int, default=1)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=6e-3)
+    parser.add_argument("--lr", type=float, default=1e-2)
     parser.add_argument("--ce-lr", type=float, default=6e-3)
     parser.add_argument("--train", nargs="+", default=[name for name, _, _ in TRAINED])
     parser.add_argument("--every", type=int, default=100)

@@ -66,15 +66,15 @@ def at_hand(name: str, revision: str | None = None) -> LanguageModel:
         revision: The snapshot to prefer; another one will do where it is not here.
 
     Raises:
-        MissingModelError: It is not here.
+        MissingModelError: It is not here, or damaged.
         UnsupportedModelError: Its family is not supported.
     """
     for wanted in (revision, None):
         try:
             path, commit = resolve(name, wanted, MODEL_FILES, MissingModelError, offline=True)
-            return _open(path, name, commit, lazy=True)
         except MissingModelError:
             continue
+        return _open(path, name, commit, lazy=True)
     raise MissingModelError(f"{name} is not on this machine")
 
 

@@ -21,6 +21,9 @@ from huggingface_hub.errors import (
 from kvlingo_mlx.embedded import zoo, zoo_names
 from kvlingo_mlx.errors import KVLingoError, printable
 
+# A model's files beside its weights, and all of them.
+SMALL_FILES = ("*.json", "tokenizer.model", "*.txt", "*.jinja")
+MODEL_FILES = (*SMALL_FILES, "model*.safetensors")
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PROBLEMS = (
     HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RevisionResolutionError, OSError,

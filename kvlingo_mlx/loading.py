@@ -22,14 +22,11 @@ from kvlingo_mlx.errors import (
     MissingTranslatorError,
 )
 from kvlingo_mlx.families import family_of
-from kvlingo_mlx.hub import resolve
+from kvlingo_mlx.hub import MODEL_FILES, resolve
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.pairing import check_pair, matches
 from kvlingo_mlx.translators import build, check_applicable
 from kvlingo_mlx.translators.base import Translator
-
-MODEL_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.txt", "*.jinja"]
-
 
 # ---- models ---------------------------------------------------------------------------
 

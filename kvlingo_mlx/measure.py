@@ -60,6 +60,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
         "fast_blas": _fast_blas(),
+        "cuda": _cuda(),
         "versions": versions,
     }
 
@@ -74,8 +75,10 @@ def machine_line() -> str:
     env = environment()
     versions = ", ".join(f"{name} {v}" for name, v in env["versions"].items())
     blas = "" if env["fast_blas"] is None else f", {env['fast_blas']}"
+    cuda = "" if env["cuda"] is None else f", {env['cuda']}"
     return (
-        f"{env['chip']}, {env['cores']} cores, {env['system']}, {env['device']}{blas}; {versions}"
+        f"{env['chip']}, {env['cores']} cores, {env['system']}, {env['device']}{blas}{cuda}; "
+        f"{versions}"
     )
 
 
@@ -112,6 +115,12 @@ def _chip() -> str:
         return platform.processor() or platform.machine()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def _cuda() -> str | None:
+    """The GPU that PyTorch computes on, where PyTorch was used at all."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None
 
 
 def _fast_blas() -> str | None:

@@ -195,6 +195,17 @@ def test_a_rotation_that_mlx_lm_runs_otherwise_is_not_trained(
         torch_model.load(str(folder), dtype=torch.float32)
 
 
+def test_a_window_that_mlx_lm_does_not_run_is_not_trained(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    folder = altered(folders["dense"], tmp_path / "windowed", **window)
+    with pytest.raises(UnsupportedModelError, match="windowed has use_sliding_window"):
+        torch_model.load(str(folder))
+    folder = altered(folders["dense"], tmp_path / "off", **window | {"use_sliding_window": False})
+    torch_model.load(str(folder))
+
+
 HEAD = {"lm_head.weight": np.zeros((tiny.VOCAB, 64), np.float32)}
 K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 
@@ -869,8 +880,13 @@ def test_the_command_trains_a_folder_that_imports(
 ) -> None:
     out = str(tmp_path / "t")
     options = ["--out", out, "--steps", "3", "--lr", "1e-4,1e-3", "--val-every", "1"]
-    assert run(arguments(folders, jsonl, *options)) == 0
-    assert f"wrote {out}: held-out KL" in capsys.readouterr().out
+    assert run(arguments(folders, jsonl, *options, "--json", "-")) == 0
+    said = capsys.readouterr()
+    assert f"wrote {out}: held-out KL" in said.err
+    record = json.loads(said.out)
+    assert record["kind"] == "train" and record["config"]["learning_rates"] == [1e-4, 1e-3]
+    assert [line["step"] for line in record["results"]["curve"]] == [0, 1, 2, 3]
+    assert record["results"]["provenance"]["held_out"] == 3
     assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 1, 2, 3]
     provenance = checkpoint.read_config(out).provenance
     assert (provenance["data"], provenance["held_out"]) == ([str(jsonl)], 3)
@@ -948,8 +964,11 @@ def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
     rows = [(1, 2, 345, 678)]
     monkeypatch.setattr(command_line, "prefix_histogram", lambda stream: rows)
     pair = {"dense": "tiny-qwen3-s", "wide": "tiny-qwen3-l"}
-    assert run(arguments(pair, jsonl, "--histogram")) == 0
-    assert "678" in capsys.readouterr().out
+    assert run(arguments(pair, jsonl, "--histogram", "--json", "-")) == 0
+    said = capsys.readouterr()
+    assert "678" in said.err
+    wanted = [{"from": 1, "below": 2, "reasoning": 345, "without": 678}]
+    assert json.loads(said.out)["results"] == wanted
 
 
 def test_the_command_shows_prefix_lengths(

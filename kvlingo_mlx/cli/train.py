@@ -6,7 +6,14 @@ from typing import Any
 
 import typer
 
-from kvlingo_mlx.cli.output import progress_bar, say, table, warn
+from kvlingo_mlx.cli.output import (
+    JSON_HELP,
+    keep_stdout_for_json,
+    progress_bar,
+    say,
+    table,
+    warn,
+)
 
 
 def command(
@@ -38,11 +45,13 @@ def command(
     device: str = typer.Option(None, help="cuda, cuda:N or cpu; default: cuda where it is."),
     plot: str = typer.Option(None, help="Draw the held-out KL into this file (the [plot] extra)."),
     histogram: bool = typer.Option(False, help="Only show the data's prefix lengths."),
+    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Train a translator: closed form, then self-distillation (needs the [cuda] extra)."""
     from kvlingo_mlx import training
 
     training.check_extra()
+    keep_stdout_for_json(json_file)
     rates = _rates(lr)
     if out is None and not histogram:
         raise ValueError("--out is missing; name the translator folder to write")
@@ -54,7 +63,11 @@ def command(
         plain_text=plain_text, packed_share=packed_share,
     )  # fmt: skip
     if histogram:
-        _print_histogram(command_line.histogram(options))
+        rows = command_line.histogram(options)
+        _print_histogram(rows)
+        if json_file:
+            results = [dict(zip(HISTOGRAM, row, strict=True)) for row in rows]
+            _record(json_file, "prefix_lengths", vars(options), results)
         return
     if plot:
         command_line.check_picture(plot, steps)
@@ -83,12 +96,25 @@ def command(
         return
     if done.log is None:
         say(f"wrote {done.folder}: stage 1 alone, as --steps is 0")
-        return
-    say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.last:.4f} at last")
-    say(f"the log is {done.log}")
-    if plot:
-        command_line.draw(done.log, plot)
-        say(f"drew {plot}")
+    else:
+        say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.last:.4f} at last")
+        say(f"the log is {done.log}")
+        if plot:
+            command_line.draw(done.log, plot)
+            say(f"drew {plot}")
+    if json_file:
+        curve = [] if done.log is None else command_line.read_log(done.log)
+        results = {"provenance": command_line.provenance(done.folder), "curve": curve}
+        _record(json_file, "train", vars(options) | plan | recipe, results)
+
+
+HISTOGRAM = ("from", "below", "reasoning", "without")
+
+
+def _record(json_file: str, kind: str, config: dict[str, Any], results: Any) -> None:
+    from kvlingo_mlx import measure
+
+    measure.append_json(json_file, measure.record(kind, config, results))
 
 
 def _rates(text: str | None) -> tuple[float, ...]:

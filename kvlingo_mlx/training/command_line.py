@@ -140,6 +140,11 @@ def histogram(options: Options) -> list[tuple[int, int, int, int]]:
     return prefix_histogram(options.stream(tokenizer, context))
 
 
+def provenance(folder: Path) -> dict[str, Any]:
+    """What a finished translator's folder says of its making."""
+    return dict(checkpoint.read_config(folder).provenance)
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a finished training's log."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -56,14 +56,19 @@ class TorchFamily:
         """How mlx-lm rotates the keys of a model with this config."""
         return configured_rope(config, dims, scaled=self.scaled_rope)
 
-    def check_rope(self, model: Any, config: Mapping[str, Any], name: str) -> None:
-        """Refuse a model that transformers would rotate otherwise than mlx-lm does.
+    def check_agreement(self, model: Any, config: Mapping[str, Any], name: str) -> None:
+        """Refuse a model that transformers would run otherwise than mlx-lm does.
 
-        Its translator would be trained for another rotation than it meets on a Mac.
+        Its translator would be trained for another model than it meets on a Mac.
 
         Raises:
-            UnsupportedModelError: Names the model and its RoPE.
+            UnsupportedModelError: Names the model, and its window or its RoPE.
         """
+        if config.get("use_sliding_window") and config.get("sliding_window"):
+            raise UnsupportedModelError(
+                f"{name} has use_sliding_window in its config.json: transformers runs its upper "
+                "layers with a window, mlx-lm without; set it to false there"
+            )
         dims = self.attentions(model)[0].head_dim
         try:
             ours = self.rope(config, dims)

@@ -17,9 +17,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging
 
-from kvlingo_mlx.embedded import MODELS, zoo, zoo_names
+from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
+from kvlingo_mlx.hub import MODEL_FILES, SMALL_FILES, resolve
 from kvlingo_mlx.training.families import TorchFamily, family_of
 from kvlingo_mlx.translator_config import ModelSpec
 
@@ -192,16 +193,20 @@ def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
         MissingModelError: There is no such model, or one of the two is damaged.
         UnsupportedModelError: Its family cannot be trained.
     """
-    with _damage(path_or_hf_repo):
-        config, _ = PretrainedConfig.get_config_dict(_where(path_or_hf_repo))
+    path, _ = resolve(path_or_hf_repo, None, SMALL_FILES, MissingModelError)
+    return _read_config(path_or_hf_repo, path)
+
+
+def _read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
+    with _damage(name):
+        config, _ = PretrainedConfig.get_config_dict(path)
         lacking = [name for name in NEEDED if name not in config]
         if lacking:
             raise MissingModelError(
-                f"{path_or_hf_repo} has no {', '.join(lacking)} in its config.json; download "
-                "the model again"
+                f"{name} has no {', '.join(lacking)} in its config.json; download the model again"
             )
         family_of(config["model_type"])
-        return config, AutoTokenizer.from_pretrained(_where(path_or_hf_repo))
+        return config, AutoTokenizer.from_pretrained(path)
 
 
 def load(
@@ -211,26 +216,21 @@ def load(
 
     Raises:
         MissingModelError: There is no such model, or it is incomplete or damaged.
-        UnsupportedModelError: Its family cannot be trained, or mlx-lm rotates its keys
-            differently.
+        UnsupportedModelError: Its family cannot be trained, or mlx-lm runs it differently.
     """
-    config, tokenizer = read_config(path_or_hf_repo)
+    path, commit = resolve(path_or_hf_repo, None, MODEL_FILES, MissingModelError)
+    config, tokenizer = _read_config(path_or_hf_repo, path)
     with _damage(path_or_hf_repo), _no_progress_bar():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            _where(path_or_hf_repo), dtype=dtype, attn_implementation="sdpa",
+            path, dtype=dtype, attn_implementation="sdpa",
             use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
         )  # fmt: skip
         model, report = loaded
         _check_weights(path_or_hf_repo, report)
-        family_of(config["model_type"]).check_rope(model, config, path_or_hf_repo)
+        family_of(config["model_type"]).check_agreement(model, config, path_or_hf_repo)
     model = model.to(device).eval().requires_grad_(False)
-    path = Path(_where(path_or_hf_repo))
     name = path.name if path.parent == MODELS else str(path_or_hf_repo)
-    return TorchModel(model, tokenizer, config, name, config.get("_commit_hash"))
-
-
-def _where(name: str) -> str:
-    return str(zoo(name)) if name in zoo_names() else name
+    return TorchModel(model, tokenizer, config, name, commit)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from kvlingo_mlx.errors import (  # noqa: E402
     UnsupportedModelError,
 )
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
-from kvlingo_mlx.evaluation import continuation as quality  # noqa: E402
+from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities  # noqa: E402
 from kvlingo_mlx.geometry import canonical_json, configured_rope  # noqa: E402
 from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.norms import NORMS  # noqa: E402
@@ -313,11 +313,11 @@ def test_kl_equals_the_devices(
 def device_kl(source: LanguageModel, target: LanguageModel, translator, sample: Sample) -> float:
     caches = conditions.native(target), conditions.translated(source, target, translator)
     native, translated = (
-        quality.log_probabilities(
+        np.concatenate([np.array(block, np.float64) for block in log_probabilities(
             target, make(sample.prefix), sample.prefix[-1], sample.continuation
-        ).astype(np.float64)
+        )])
         for make in caches
-    )
+    )  # fmt: skip
     return float((np.exp(native) * (native - translated)).sum(axis=-1).mean())
 
 

@@ -66,8 +66,8 @@ def command(
         rows = command_line.histogram(options)
         _print_histogram(rows)
         if json_file:
-            results = [dict(zip(HISTOGRAM, row, strict=True)) for row in rows]
-            _record(json_file, "prefix_lengths", vars(options), results)
+            bins = [dict(zip(HISTOGRAM, row, strict=True)) for row in rows]
+            _record(json_file, "prefix_lengths", vars(options), bins)
         return
     if plot:
         command_line.check_picture(plot, steps)

@@ -31,6 +31,17 @@ def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
     return lambda tokens: prefill_layers(target, tokens[:-1], step_size, len(target.attentions))
 
 
+def text(source: LanguageModel, target: LanguageModel) -> CacheMaker:
+    """The target reads what the source's tokens spell, in its own tokens (a hand-over as text)."""
+
+    def make(tokens: Sequence[int]) -> list:
+        spelled = source.tokenizer.decode(list(tokens[:-1]))
+        own = target.tokenizer.encode(spelled, add_special_tokens=False)
+        return prefill_layers(target, own, 2048, len(target.attentions))
+
+    return make
+
+
 def hidden(target: LanguageModel) -> CacheMaker:
     """Control: the prefix is hidden altogether."""
     return lambda tokens: make_prompt_cache(target.model)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvlingo_mlx.backend import mx
-
 import numpy as np
 
 from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
 from kvlingo_mlx.evaluation.conditions import CacheMaker, native
+from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
 from kvlingo_mlx.generation import encode
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.samples import Sample
@@ -104,18 +103,6 @@ class DialogueStream:
         return Sample(sample.prefix, sample.continuation)
 
 
-def log_probabilities(
-    target: LanguageModel, cache: list, last: int, continuation: Sequence[int]
-) -> np.ndarray:
-    """The target's log probabilities at each continuation token, (M, V).
-
-    ``cache`` holds the tokens before ``last``, and is used up.
-    """
-    tokens = mx.array([last, *continuation[:-1]])
-    logits = target.model(tokens[None], cache=cache)[0].astype(mx.float32)
-    return np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-
-
 def score(
     target: LanguageModel,
     samples: Sequence[RecallSample],
@@ -130,23 +117,21 @@ def score(
     makers = {"native": native(target), **conditions}
     sums: dict[str, tuple[list, list, list]] = {name: ([], [], []) for name in makers}
     for sample in samples:
-        reference = None
+        reference: list = []
         for name, make in makers.items():
-            logs = log_probabilities(
-                target, make(sample.prefix), sample.prefix[-1], sample.continuation
-            )
-            reference = logs if reference is None else reference
+            last, continuation = sample.prefix[-1], sample.continuation
+            logs = log_probabilities(target, make(sample.prefix), last, continuation)
+            reference = reference or list(logs)
+            found = per_token(reference, reference if name == "native" else logs, continuation)
             hits, kls, value_kls = sums[name]
-            kl = (np.exp(reference) * (reference - logs)).sum(axis=-1)
-            values = [index for indices in sample.recalled for index in indices]
-            hits += _hits(logs, sample)
-            kls.append(float(kl.mean()))
-            value_kls.append(float(kl[values].mean()))
+            hits += hits_of(found, sample)
+            kls.append(float(found.kl.mean()))
+            value_kls.append(float(found.kl[[i for row in sample.recalled for i in row]].mean()))
         progress()
     return {name: Score(*(tuple(part) for part in parts)) for name, parts in sums.items()}
 
 
-def _hits(logs: np.ndarray, sample: RecallSample) -> list[bool]:
-    best = logs.argmax(axis=-1)
-    wanted = np.array(sample.continuation)
-    return [bool((best[list(i)] == wanted[list(i)]).all()) for i in sample.recalled]
+def hits_of(found: PerToken, sample: RecallSample) -> list[bool]:
+    """Per question, whether every token of the value was the first choice."""
+    right = found.best == np.array(sample.continuation)
+    return [bool(right[list(indices)].all()) for indices in sample.recalled]

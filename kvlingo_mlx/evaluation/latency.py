@@ -8,7 +8,7 @@ source's prefill (paper, appendix "Dense-to-MoE", paragraph "Timing").
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx
@@ -50,7 +50,7 @@ class Paths:
     ) -> None:
         self.source, self.target, self.translator = source, target, translator
         self.tokens, self.step_size = list(tokens), step_size
-        self.states = list(capture.prefill(source, self.tokens[:-1], step_size))
+        self.translate = translation(source, target, translator, self.tokens, step_size)
         self._cache = self.translate()
 
     def source_prefill(self) -> None:
@@ -58,27 +58,19 @@ class Paths:
         for _ in capture.prefill(self.source, self.tokens[:-1], self.step_size):
             pass
 
-    def translate(self) -> list:
-        """Translate the recorded states into a fresh cache."""
-        cache = caches.allocate(self.target, len(self.tokens) - 1)
-        for states in self.states:
-            translate_span(cache, states, self.source, self.target, self.translator)
-        mx.eval(caches.arrays(cache))
-        return cache
-
     def target_step(self) -> None:
         """One step of the target over the last prompt token."""
         for cache in self._cache:
             cache.trim(cache.offset - len(self.tokens) + 1)
-        self._first_token(self.tokens[-1:], self._cache)
+        first_token(self.target, self.tokens[-1:], self._cache)
 
     def native(self) -> None:
         """The target reads the prompt itself."""
-        self._first_token(self.tokens, None)
+        first_token(self.target, self.tokens, None, self.step_size)
 
     def switch(self) -> None:
         """Translation and the target's step: what a switch costs."""
-        self._first_token(self.tokens[-1:], self.translate())
+        first_token(self.target, self.tokens[-1:], self.translate())
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
@@ -89,18 +81,74 @@ class Paths:
             translator=self.translator,
             prefill_step_size=self.step_size,
         )
-        self._first_token(self.tokens[-1:], cache)
+        first_token(self.target, self.tokens[-1:], cache)
 
-    def _first_token(self, tokens: Sequence[int], cache: list | None) -> None:
-        steps = generate_step(
-            mx.array(list(tokens)),
-            self.target.model,
-            max_tokens=1,
-            prompt_cache=cache,
-            prefill_step_size=self.step_size,
-        )
-        next(steps)
-        steps.close()
+
+def translation(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    tokens: Sequence[int],
+    step_size: int = 2048,
+) -> Callable[[], list]:
+    """What is left to do at a switch once the source has read ``tokens[:-1]``: to translate.
+
+    Returns:
+        A function that fills a fresh cache of the target from the recorded states.
+    """
+    recorded = list(capture.prefill(source, tokens[:-1], step_size))
+
+    def translate() -> list:
+        cache = caches.allocate(target, len(tokens) - 1)
+        for states in recorded:
+            translate_span(cache, states, source, target, translator)
+        mx.eval(caches.arrays(cache))
+        return cache
+
+    return translate
+
+
+def first_token(
+    target: LanguageModel, tokens: Sequence[int], cache: list | None, step_size: int = 2048
+) -> None:
+    """Run ``tokens`` from a cache and wait for the token after them."""
+    steps = generate_step(
+        mx.array(list(tokens)),
+        target.model,
+        max_tokens=1,
+        prompt_cache=cache,
+        prefill_step_size=step_size,
+    )
+    next(steps)
+    steps.close()
+
+
+def switch_times(
+    target: LanguageModel,
+    actions: Mapping[str, Callable[[], list]],
+    last: int,
+    *,
+    trials: int = 5,
+) -> dict[str, list[float]]:
+    """Seconds to the first token by several ways to fill a cache, interleaved.
+
+    Args:
+        target: Who decodes.
+        actions: By name, what makes a cache of all but the last token.
+        last: That token.
+        trials: How often each is timed.
+    """
+    runs = {
+        name: (lambda make=make: first_token(target, [last], make()))
+        for name, make in actions.items()
+    }
+    for run in runs.values():
+        _warm_up(run)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(trials):
+        for name, run in runs.items():
+            samples[name].append(seconds(run))
+    return samples
 
 
 PHASES = ("source_prefill", "translate", "target_step", "native", "switch", "accelerator")

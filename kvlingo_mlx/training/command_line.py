@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,8 +12,7 @@ from typing import Any
 
 import torch
 
-from kvlingo_mlx import checkpoint
-from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx import checkpoint, pictures
 from kvlingo_mlx.training import distributed, torch_model
 from kvlingo_mlx.training.data import Stream, prefix_histogram
 from kvlingo_mlx.training.distill import Recipe
@@ -157,15 +155,9 @@ def check_picture(picture: str, steps: int) -> None:
         MissingExtraError: matplotlib is not installed.
         ValueError: There will be no curve, no such folder, or no such kind of picture.
     """
-    figure = _figure()
-    path = Path(picture)
-    known = sorted(figure.canvas.get_supported_filetypes())
+    pictures.check(picture)
     if steps == 0:
         raise ValueError("--plot draws stage 2, and --steps 0 leaves it out; drop one of the two")
-    if path.suffix[1:].lower() not in known:
-        raise ValueError(f"--plot is {picture!r}; its suffix must be one of {', '.join(known)}")
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--plot is {picture!r}; name a file in a folder that can be written")
 
 
 def draw(log: Path, picture: str) -> None:
@@ -175,21 +167,11 @@ def draw(log: Path, picture: str) -> None:
         MissingExtraError: matplotlib is not installed.
     """
     lines = read_log(log)
-    figure = _figure()
+    figure = pictures.figure()
     axes = figure.add_subplot(xlabel="step", ylabel="held-out KL (nats per token)", yscale="log")
     for index, rate in enumerate(lines[-1]["learning_rates"]):
         points = [(line["step"], line["held_out"][index]) for line in lines]
         sound = [point for point in points if point[1] is not None]
         axes.plot(*zip(*sound, strict=True), label=f"{rate:g}")
     axes.legend(title="learning rate")
-    figure.savefig(picture)
-
-
-def _figure() -> Any:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError(
-            '--plot needs matplotlib: pip install "kvlingo-mlx[plot]"'
-        ) from None
-    return Figure(figsize=(6, 4), layout="constrained")
+    pictures.save(figure, picture)

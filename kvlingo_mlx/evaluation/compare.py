@@ -1,0 +1,127 @@
+"""Every condition on every item of every task, and what comes out, with error bars."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+
+from kvlingo_mlx import __version__
+from kvlingo_mlx.evaluation import tasks
+from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters
+from kvlingo_mlx.evaluation.journal import Journal, Scores
+from kvlingo_mlx.evaluation.lineup import Condition, identity_of
+from kvlingo_mlx.evaluation.tasks import Task
+from kvlingo_mlx.language_model import LanguageModel
+
+NATIVE = "native"
+ALL = "mean"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One item's scores under one condition, averaged over its seeds."""
+
+    item: str
+    group: str
+    cluster: str
+    scores: Scores
+
+
+Results = dict[str, dict[str, list[Scored]]]  # by task, then by condition
+
+
+def evaluate(
+    target: LanguageModel,
+    questions: Sequence[Task],
+    conditions: Sequence[Condition],
+    journal: Journal,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Results:
+    """Score every condition on every item; what the journal has is taken from there.
+
+    Args:
+        target: Who decodes.
+        questions: The tasks.
+        conditions: Their names must differ; the target's own cache goes by ``NATIVE``.
+        journal: Where scores are kept as they are made.
+        progress: Called before each item.
+    """
+    results: Results = {task.name: {c.name: [] for c in conditions} for task in questions}
+    for task in questions:
+        keys = {c.name: journal.run(_settings(target, task, c)) for c in conditions}
+        for item in task.items:
+            progress(task.name)
+            name = f"{item.name} {tasks.fingerprint(item)[:16]}"
+            score: tasks.Scorer | None = None
+            for condition in conditions:
+                found = journal.find(keys[condition.name], name)
+                if found is None:
+                    score = score or task.scorer(target, item)
+                    own = condition.name == NATIVE
+                    found = _mean([score(None if own else make) for make in condition.makers])
+                    journal.keep(keys[condition.name], name, found)
+                    mx.clear_cache()
+                scored = Scored(item.name, item.group, item.cluster, found)
+                results[task.name][condition.name].append(scored)
+    return results
+
+
+def _settings(target: LanguageModel, task: Task, condition: Condition) -> dict:
+    return {
+        "kvlingo-mlx": __version__,
+        "task": task.name,
+        **task.settings,
+        "target": identity_of(target),
+        "condition": condition.name,
+        **condition.identity,
+    }
+
+
+def _mean(runs: Sequence[Scores]) -> Scores:
+    """Each item is averaged over seeds first (appendix "Seeds and error bars")."""
+    return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
+
+
+Table = dict[str, dict[str, Mean]]  # by group, then by metric
+
+
+def summarise(task: Task, scored: Sequence[Scored]) -> Table:
+    """Means over the items of each group, and over all where there are several groups.
+
+    Perplexity is of all tokens; it has no error bar.
+    """
+    groups: dict[str, list[Scored]] = {}
+    for entry in scored:
+        groups.setdefault(entry.group, []).append(entry)
+    if len(groups) > 1:
+        groups[ALL] = list(scored)
+    return {
+        group: {metric: _over(metric, found) for metric in task.metrics}
+        for group, found in groups.items()
+    }
+
+
+def _over(metric: str, found: Sequence[Scored]) -> Mean:
+    if metric == "perplexity":
+        return Mean(tasks.perplexity([s.scores for s in found]), float("nan"), len(found))
+    return over_clusters([s.scores[metric] for s in found], [s.cluster for s in found])
+
+
+def _finite(mean: Mean) -> dict[str, float | int | None]:
+    return {n: None if math.isnan(value) else value for n, value in vars(mean).items()}
+
+
+def plain(tables: Mapping[str, Table]) -> dict:
+    """A task's tables, by condition, as JSON holds them."""
+    return {
+        condition: {
+            group: {metric: _finite(mean) for metric, mean in means.items()}
+            for group, means in table.items()
+        }
+        for condition, table in tables.items()
+    }

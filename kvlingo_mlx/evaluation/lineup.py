@@ -1,0 +1,133 @@
+"""Who is compared: each way to fill a cache with its name, its identity and its cost."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlingo_mlx.evaluation import conditions, droidspeak
+from kvlingo_mlx.evaluation.conditions import CacheMaker
+from kvlingo_mlx.evaluation.latency import translation
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.translators.base import Translator
+
+Action = Callable[[], list]
+BASELINES = ("hidden", "shuffled", "reuse", "droidspeak", "text")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One way to fill the target's cache with a prefix.
+
+    Attributes:
+        name: What tables call it.
+        makers: One a seed; an item's scores are averaged over them.
+        identity: What its results depend on, beside the target; JSON-able.
+        at_switch: From a prefix, what is left to do once the source has read it; None for
+            controls, whose time means nothing.
+    """
+
+    name: str
+    makers: tuple[CacheMaker, ...]
+    identity: dict[str, Any] = field(default_factory=dict)
+    at_switch: Callable[[Sequence[int]], Action] | None = None
+
+
+def native(target: LanguageModel) -> Condition:
+    """The target reads the prefix itself: also what a full re-prefill gives."""
+    make = conditions.native(target)
+    return Condition("native", (make,), at_switch=lambda tokens: lambda: make(tokens))
+
+
+def translated(
+    name: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator]
+) -> Condition:
+    """Translated from the source's cache; several translators are seeds of one method."""
+    return Condition(
+        name,
+        tuple(conditions.translated(source, target, t) for t in translators),
+        {"source": identity_of(source), "translators": [digest(t) for t in translators]},
+        lambda tokens: translation(source, target, translators[0], tokens),
+    )
+
+
+def baseline(
+    spec: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator]
+) -> Condition:
+    """A control or an alternative, by name.
+
+    Args:
+        spec: ``hidden``; ``shuffled`` (the first translator's maps at wrong layers); ``reuse``
+            (the source's cache as it is); ``droidspeak`` (its profiler chooses how many layers
+            the target recomputes) or ``droidspeak:J``; ``text`` (the target reads what the
+            source's tokens spell).
+        source: Whose cache is at hand.
+        target: Who decodes.
+        translators: What ``shuffled`` shuffles.
+
+    Raises:
+        ValueError: No such baseline.
+        IncompatibleTranslatorError: Reuse between caches of different shape.
+    """
+    name, _, argument = spec.partition(":")
+    theirs = {"source": identity_of(source)}
+    if name not in BASELINES or (argument and (name != "droidspeak" or not argument.isdecimal())):
+        raise ValueError(
+            f"--baselines names {spec!r}; known are {', '.join(BASELINES)}, and droidspeak:J"
+        )
+    if name == "hidden":
+        return Condition("prefix hidden", (conditions.hidden(target),))
+    if name == "text":
+        make = conditions.text(source, target)
+        return Condition("text", (make,), theirs, lambda tokens: lambda: make(tokens))
+    if name == "shuffled":
+        control = conditions.shuffled(translators[0])
+        make = conditions.translated(source, target, control)
+        return Condition("shuffled", (make,), theirs | {"translators": [digest(control)]})
+    layers = len(target.attentions)
+    if name == "reuse":
+        recomputed = 0
+    elif argument:
+        recomputed = int(argument)
+    else:
+        recomputed = droidspeak.choose(source, target)
+    label = "reuse" if name == "reuse" else f"DroidSpeak, {recomputed} of {layers} recomputed"
+    make = conditions.reused(source, target, recomputed)
+
+    def at_switch(tokens: Sequence[int]) -> Action:
+        theirs = conditions.native(source)(tokens)
+
+        def recompute() -> list:
+            own = conditions.prefill_layers(target, tokens[:-1], 2048, recomputed)
+            return own[:recomputed] + theirs[recomputed:]
+
+        return recompute
+
+    return Condition(label, (make,), theirs | {"recomputed": recomputed}, at_switch)
+
+
+def identity_of(model: LanguageModel) -> dict[str, Any]:
+    """What tells one loaded model from another in a record."""
+    quantization = model.config.get("quantization")
+    return {
+        "model": model.name,
+        "revision": model.revision,
+        **model.spec().fingerprint,
+        "dtype": str(model.cache_dtype),
+        "quantization": quantization,
+    }
+
+
+def digest(translator: Translator) -> str:
+    """Sha256 of a translator's tensors, their names and its capture point."""
+    return _digest(translator.config.capture, translator.to_weights().arrays.items())
+
+
+def _digest(capture_point: str, arrays: Iterable) -> str:
+    found = hashlib.sha256(capture_point.encode())
+    for name, array in sorted(arrays):
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(array.tobytes())
+    return found.hexdigest()

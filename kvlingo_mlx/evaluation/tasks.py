@@ -1,0 +1,262 @@
+"""What is asked of every condition: continuations to predict, facts to recall, needles to find.
+
+A task is a list of items and how one is scored. Items of one group (a length, a kind of record)
+are averaged together; a task's mean is over all items, those of one question taken together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.generate import stream_generate
+
+from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.evaluation import needles
+from kvlingo_mlx.evaluation.conditions import CacheMaker, native
+from kvlingo_mlx.evaluation.continuation import RecallSample, hits_of, recall_sample
+from kvlingo_mlx.evaluation.journal import Scores
+from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities, per_token
+from kvlingo_mlx.generation import encode
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.samples import reasons, to_samples
+
+Scorer = Callable[[CacheMaker | None], Scores]
+
+
+class Item(Protocol):
+    """One question.
+
+    Attributes:
+        name: Its name within the task.
+        group: What it is averaged with.
+        cluster: What it shares with items of other groups: the same question at another length.
+        prefix: Token ids whose cache the conditions fill.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def group(self) -> str: ...
+    @property
+    def cluster(self) -> str: ...
+    @property
+    def prefix(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Task:
+    """A list of items and how they are scored.
+
+    Attributes:
+        name: What tables and the command line call it.
+        metrics: The scores of an item that tables show, in order.
+        items: What is asked.
+        scorer: From the target and an item, a function of a condition's cache maker (None
+            for the target's own cache) that returns the item's scores.
+        settings: What scores depend on beside the items themselves; JSON-able.
+    """
+
+    name: str
+    metrics: tuple[str, ...]
+    items: Sequence[Item]
+    scorer: Callable[[LanguageModel, Any], Scorer]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+# ---- a known continuation ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Known:
+    """A prefix with its continuation, and where in it recalled values stand, if any."""
+
+    name: str
+    group: str
+    sample: RecallSample
+
+    @property
+    def cluster(self) -> str:
+        """Every record is a question of its own."""
+        return self.name
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The sample's."""
+        return self.sample.prefix
+
+
+def _teacher_forced(target: LanguageModel, item: Known) -> Scorer:
+    """KL, log loss, agreement with the target's own first choice, and recall."""
+    sample = item.sample
+    last, continuation = sample.prefix[-1], sample.continuation
+
+    def read(make: CacheMaker) -> Iterable:
+        return log_probabilities(target, make(sample.prefix), last, continuation)
+
+    reference = list(read(native(target)))
+    own = per_token(reference, reference, continuation)
+
+    def score(make: CacheMaker | None) -> Scores:
+        found = own if make is None else per_token(reference, read(make), continuation)
+        scores = {
+            "kl": float(found.kl.mean()),
+            "nll": float(found.nll.mean()),
+            "agreement": float((found.best == own.best).mean()),
+            "tokens": len(continuation),
+        }
+        if sample.recalled:
+            hits = hits_of(found, sample)
+            scores["recall"] = sum(hits) / len(hits)
+        return scores
+
+    return score
+
+
+def continuation(
+    target: LanguageModel,
+    records: Sequence[Mapping[str, Any]],
+    limit: int,
+    context_length: int,
+) -> Task:
+    """Predict what follows in held-out conversations, with reasoning and without.
+
+    Args:
+        target: Whose tokenizer and template cut the records.
+        records: ``{"messages": [...]}`` or ``{"text": ...}``.
+        limit: Most items.
+        context_length: The shorter of both models'.
+
+    Raises:
+        ValueError: No record has a continuation.
+    """
+    items: list[Known] = []
+    for number, record in enumerate(records):
+        if len(items) == limit:
+            break
+        for sample in to_samples([record], target.tokenizer, context_length):
+            if sample.continuation:
+                whole = RecallSample(sample.prefix, sample.continuation, ())
+                items.append(Known(str(number), _kind(record), whole))
+    if not items:
+        raise ValueError("no record of the data has both a prefix that fits and a continuation")
+    return Task("continuation", ("kl", "perplexity", "agreement"), items, _teacher_forced)
+
+
+def _kind(record: Mapping[str, Any]) -> str:
+    replies = [m for m in record.get("messages") or () if m["role"] == "assistant"]
+    if not replies:
+        return "text"
+    return "reasoning" if reasons(replies[-1]) else "no reasoning"
+
+
+def recall(target: LanguageModel, limit: int, seed: int) -> Task:
+    """Recall facts of generated dialogues: six questions each, first askings only."""
+    items = [
+        Known(f"{seed}/{number}", "dialogues", recall_sample(target, talk))
+        for number, talk in enumerate(dialogues.held_out(limit, seed=seed))
+    ]
+    return Task("recall", ("recall", "kl"), items, _teacher_forced)
+
+
+# ---- needles ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Needle:
+    """A haystack's question, tokenised."""
+
+    name: str
+    group: str
+    cluster: str
+    prefix: tuple[int, ...]
+    references: tuple[str, ...]
+
+
+def find_needles(
+    target: LanguageModel,
+    variants: Sequence[str],
+    lengths: Sequence[int],
+    limit: int,
+    *,
+    seed: int = 0,
+    style: str = "magic",
+    text: str | None = None,
+    max_tokens: int = 128,
+    thinking: bool = False,
+) -> Task:
+    """RULER's needles at several lengths: the share of wanted values in the answer.
+
+    Args:
+        target: Whose template and tokenizer the lengths count.
+        variants: Of ``needles.VARIANTS``.
+        lengths: In tokens, the whole prompt.
+        limit: Items a variant and length.
+        seed: Another seed gives other items.
+        style: Of ``needles.STYLES``.
+        text: The haystack; default: generated sentences.
+        max_tokens: Most tokens of an answer.
+        thinking: The chat template's switch.
+
+    Raises:
+        ValueError: An unknown variant or style, or a length that is too short.
+    """
+    for what, names, known in (
+        ("variant", variants, needles.VARIANTS),
+        ("style", [style], needles.STYLES),
+    ):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{name!r} is no needle {what}; known are {', '.join(known)}")
+
+    def count(messages: Sequence[dict[str, str]]) -> int:
+        return len(encode(target, list(messages), thinking))
+
+    items = []
+    for length in lengths:
+        for variant in variants:
+            for index in range(limit):
+                item = needles.make_item(
+                    index, needles.VARIANTS[variant], length, count, seed=seed,
+                    style=needles.STYLES[style], text=text,
+                )  # fmt: skip
+                prefix = tuple(encode(target, list(item.messages), thinking))
+                question = f"{variant}/{seed}/{index}"
+                name, group = f"{question}/{length}", f"{variant}, {length}"
+                items.append(Needle(name, group, question, prefix, item.references))
+
+    def scorer(target: LanguageModel, item: Needle) -> Scorer:
+        own = native(target)
+
+        def score(make: CacheMaker | None) -> Scores:
+            answer = _answer(target, (make or own)(item.prefix), item.prefix[-1], max_tokens)
+            return {"recall": needles.recall(answer, item.references)}
+
+        return score
+
+    return Task("needles", ("recall",), items, scorer, {"max_tokens": max_tokens})
+
+
+def _answer(target: LanguageModel, cache: list, last: int, max_tokens: int) -> str:
+    """What the target says, greedily, without its reasoning trace."""
+    responses = stream_generate(
+        target.model, target.tokenizer, [last], max_tokens=max_tokens, prompt_cache=cache
+    )
+    text = "".join(response.text for response in responses)
+    return text.rpartition("</think>")[2]
+
+
+def fingerprint(item: Any) -> str:
+    """Sha256 of all that an item holds: scores of another item are not its own."""
+    return hashlib.sha256(repr(item).encode()).hexdigest()
+
+
+def perplexity(scores: Sequence[Scores]) -> float:
+    """Of all tokens of some items, e to the mean log loss."""
+    tokens = sum(s["tokens"] for s in scores)
+    return math.exp(sum(s["nll"] * s["tokens"] for s in scores) / tokens)

@@ -1,0 +1,62 @@
+"""A known continuation, read token by token from a cache: what the target predicts at each.
+
+Logits are made a block of tokens at a time; of a whole continuation only the target's own
+predictions are kept, (M, V) in float32, since every condition is compared with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+
+from kvlingo_mlx.language_model import LanguageModel
+
+BLOCK = 256  # tokens; at a vocabulary of 150k one block is 150 MB
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """What was predicted at each of M continuation tokens.
+
+    Attributes:
+        kl: (M,) KL(native || this), in nats.
+        nll: (M,) minus the log probability of the true token, in nats.
+        best: (M,) the token id of the highest probability.
+    """
+
+    kl: np.ndarray
+    nll: np.ndarray
+    best: np.ndarray
+
+
+def log_probabilities(
+    target: LanguageModel, cache: list, last: int, continuation: Sequence[int]
+) -> Iterator[mx.array]:
+    """The target's log probabilities at each continuation token, (at most BLOCK, V) at a time.
+
+    ``cache`` holds the tokens before ``last``, and is used up.
+    """
+    tokens = [last, *continuation[:-1]]
+    for start in range(0, len(tokens), BLOCK):
+        block = mx.array(tokens[start : start + BLOCK])
+        logits = target.model(block[None], cache=cache)[0].astype(mx.float32)
+        yield logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def per_token(
+    reference: Iterable[mx.array], blocks: Iterable[mx.array], continuation: Sequence[int]
+) -> PerToken:
+    """Compare a condition's predictions with the target's own (``reference``)."""
+    parts: list[tuple[np.ndarray, ...]] = []
+    start = 0
+    for native, logs in zip(reference, blocks, strict=True):
+        true = mx.array(list(continuation[start : start + len(logs)]))[:, None]
+        kl = (mx.exp(native) * (native - logs)).sum(axis=-1)
+        nll = -mx.take_along_axis(logs, true, axis=-1)[:, 0]
+        parts.append(tuple(np.array(a) for a in (kl, nll, mx.argmax(logs, axis=-1))))
+        start += len(logs)
+    return PerToken(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

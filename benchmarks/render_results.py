@@ -1,0 +1,145 @@
+"""Render benchmarks/RESULTS.md from the records under benchmarks/results.
+
+    python benchmarks/render_results.py
+
+Every number on that page comes from a record, beside the command that made it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).parent
+PAGE = HERE / "RESULTS.md"
+HEAD = """# Results
+
+Rendered by `python benchmarks/render_results.py` from the records under results/. The models are
+the tiny embedded ones (`kvlingo_mlx/embedded`), so this page says how methods compare, not how well
+they do on models that people use. Nothing here was measured on Apple hardware.
+"""
+
+
+def records(name: str) -> list[dict]:
+    """The records of one file, oldest first; none where it is absent."""
+    path = HERE / "results" / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
+
+
+def source(record: dict) -> str:
+    """Where numbers come from: command, machine, versions."""
+    machine, versions = record["environment"], record["environment"]["versions"]
+    listed = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return (
+        f"`python benchmarks/{record['command']}`, {record['date']}; {machine['chip']}, "
+        f"{machine['cores']} cores, {machine['system']}; {listed}.\n"
+    )
+
+
+def with_error(values: Sequence[float]) -> str:
+    """Mean and standard error over seeds."""
+    if len(values) < 2:
+        return f"{np.mean(values):.3f}"
+    return f"{np.mean(values):.3f} ± {np.std(values, ddof=1) / np.sqrt(len(values)):.3f}"
+
+
+# ---- closed forms ------------------------------------------------------------------------
+
+
+def closed_forms() -> str:
+    """Recall and KL of closed forms and of the package's translators, beside the controls."""
+    whole = [r for r in records("quality") if r["config"]["nu"]]
+    if not whole:
+        return ""
+    record = whole[-1]
+    parts = [
+        "## Closed forms beside controls\n\n"
+        "Recall of first askings on held-out dialogues, and KL (nats per token) over their\n"
+        "continuation; standard errors over questions and over dialogues. `shuffled` is the same\n"
+        "translator with its maps at wrong layers.\n"
+    ]
+    for pair, scores in record["results"].items():
+        rows = [
+            [name, *(f"{s[m]:.3f} ± {s[f'{m}_se']:.3f}" for m in ("hits", "kl"))]
+            for name, s in scores.items()
+        ]
+        parts.append(f"### {pair.replace(':', ' to ')}\n\n{table(['cache', 'recall', 'KL'], rows)}")
+    return "\n".join([*parts, source(record)])
+
+
+# ---- objectives --------------------------------------------------------------------------
+
+
+def steps_to_reach(curve: Sequence[float], goal: float) -> float:
+    """Where a curve first falls to ``goal``, in its own intervals, interpolated; NaN if never."""
+    for index in range(1, len(curve)):
+        before, after = curve[index - 1], curve[index]
+        if after <= goal:
+            return index - 1 + (before - goal) / (before - after)
+    return float("nan")
+
+
+def objectives() -> str:
+    """What self-distillation earns, over seeds; and the attention-mass start's head start."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records("self_distillation"):
+        config = record["config"]
+        groups.setdefault((config["pair"], config["nu"], config["steps"]), []).append(record)
+    if not groups:
+        return ""
+    parts = [
+        "## What self-distillation earns\n\n"
+        "From one stream of dialogues, in lockstep: KL from either closed form, cross-entropy and\n"
+        "mixed from the better one. Means over seeds (of the dialogues drawn), with standard errors\n"
+        "over seeds.\n"
+    ]
+    for (pair, nu, steps), found in groups.items():
+        seeds = [record["results"] for record in found]
+        native = np.mean([seed["scores"]["native"]["recall"] for seed in seeds])
+        rows = []
+        for name in seeds[0]["scores"]:
+            recalls = [seed["scores"][name]["recall"] for seed in seeds]
+            kls = [seed["scores"][name]["kl"] for seed in seeds]
+            rows.append([name, with_error(recalls), f"{np.mean(recalls) / native:.2f}",
+                         with_error(kls)])  # fmt: skip
+        parts.append(
+            f"### {pair.replace(':', ' to ')}, nu = {nu}, {steps} steps of "
+            f"{found[0]['config']['batch']}, {len(seeds)} seeds\n\n"
+            + table(["cache", "recall", "of native", "KL"], rows)
+        )
+        parts.append(head_start(seeds, steps))
+        parts.append(source(found[-1]))
+    return "\n".join(parts)
+
+
+def head_start(seeds: Sequence[dict], steps: int) -> str:
+    """The share of steps after which one start has the other's final held-out KL."""
+    starts = ("kl from frobenius", "kl from attention_mass")
+    if any(name not in seed["curves"] for seed in seeds for name in starts):
+        return ""
+    shares = []
+    for seed in seeds:
+        final = seed["curves"][starts[0]][-1]
+        shares.append(steps_to_reach(seed["curves"][starts[1]], final) * seed["every"] / steps)
+    text = ", ".join("never" if np.isnan(share) else f"{share:.2f}" for share in shares)
+    return (
+        "The attention-mass start reaches the Frobenius start's final held-out KL after this share\n"
+        f"of the steps, by seed: {text}.\n"
+    )
+
+
+def main() -> None:
+    sections = [HEAD, closed_forms(), objectives()]
+    PAGE.write_text("\n".join(section for section in sections if section))
+
+
+if __name__ == "__main__":
+    main()

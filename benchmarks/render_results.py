@@ -98,8 +98,8 @@ def objectives() -> str:
     parts = [
         "## What self-distillation earns\n\n"
         "From one stream of dialogues, in lockstep: KL from either closed form, cross-entropy and\n"
-        "mixed from the better one. Means over seeds (of the dialogues drawn), with standard errors\n"
-        "over seeds.\n"
+        "mixed from the better one. Means over seeds (of the dialogues drawn), with standard\n"
+        "errors over seeds.\n"
     ]
     for (pair, nu, steps), found in groups.items():
         seeds = [record["results"] for record in found]
@@ -131,8 +131,8 @@ def head_start(seeds: Sequence[dict], steps: int) -> str:
         shares.append(steps_to_reach(seed["curves"][starts[1]], final) * seed["every"] / steps)
     text = ", ".join("never" if np.isnan(share) else f"{share:.2f}" for share in shares)
     return (
-        "The attention-mass start reaches the Frobenius start's final held-out KL after this share\n"
-        f"of the steps, by seed: {text}.\n"
+        "The attention-mass start reaches the Frobenius start's final held-out KL after this\n"
+        f"share of the steps, by seed: {text}.\n"
     )
 
 

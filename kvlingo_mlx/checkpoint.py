@@ -269,8 +269,7 @@ def model_card(config: TranslatorConfig, weights: Weights) -> str:
         "A KV-Lingo translator: it turns the key-value cache of the first model into one",
         "that the second can decode from.",
         "",
-        f"- kind: {config.kind}, {'head-mixing' if config.head_mixing else 'head-wise'},"
-        f" captured {config.capture.replace('_', '-')}",
+        f"- kind: {config.form}, captured {config.capture.replace('_', '-')}",
         f"- source layers per target layer: {config.nu}",
         f"- parameters: {parameters:,} in {weights.dtype}",
         *(f"- {key}: {_card_value(value)}" for key, value in config.provenance.items()),

@@ -143,7 +143,7 @@ def load_translator(path_or_hf_repo: str | os.PathLike[str]) -> Translator:
     Raises:
         MissingTranslatorError: No such folder or repository.
         MalformedTranslatorError: The folder breaks the format.
-        IncompatibleTranslatorError: A kind that this version cannot apply.
+        IncompatibleTranslatorError: A sound one that this version cannot apply.
     """
     name = os.fspath(path_or_hf_repo)
     path, _ = resolve(name, None, list(OUR_FILES), MissingTranslatorError)

@@ -43,7 +43,7 @@ class KVStates:
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """One side of several target layers that went through one matmul.
+    """One side of several target layers that were mapped together.
 
     Attributes:
         layers: The G target cache layers, in the order of the first axis.

@@ -16,6 +16,7 @@ from kvlingo_mlx.geometry import LayerGeometry
 FORMAT_VERSION = 1
 SIDES = ("keys", "values")
 KINDS = ("linear", "mlp", "linear_mlp")
+MATRICES = ("weight", "w1", "w2")  # last names of tensors that are multiplied by
 CAPTURES = ("pre_norm", "post_norm", "post_rope", "latent")
 MAX_CONFIG_BYTES = 2**20
 MAX_LAYERS, MAX_HEADS, MAX_DIM, MAX_WINDOW = 1024, 1024, 65536, 2**31
@@ -51,6 +52,12 @@ class TranslatorConfig:
     def nu(self) -> int:
         """Source layers that a target layer reads for its keys (the largest, if they differ)."""
         return max(len(layers) for layers in self.assignment.keys)
+
+    @property
+    def form(self) -> str:
+        """What its maps compute, in words."""
+        mixing = "head-mixing" if self.head_mixing else "head-wise"
+        return f"{self.kind}, {mixing}" + (", keys and values joint" if self.joint else "")
 
     def to_json(self) -> dict[str, Any]:
         """The object that is written to ``translator_config.json``."""
@@ -143,6 +150,15 @@ def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str,
         if any(name.endswith(".bias") for name in found):
             shapes[f"{m.name}.bias"] = (full,)
     return shapes
+
+
+def flops_of(sizes: Iterable[tuple[str, int]]) -> int:
+    """Floating-point operations per token of tensors given by name and size.
+
+    Two for every number of a matrix (appendix "Computational gains"); what biases, gates
+    and GELU add is not counted.
+    """
+    return 2 * sum(size for name, size in sizes if name.rsplit(".", 1)[-1] in MATRICES)
 
 
 # ---- strict reading --------------------------------------------------------------------

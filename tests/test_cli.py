@@ -298,17 +298,44 @@ def test_unfinished_and_inapplicable_folders_block_nobody(
     shutil.copy(sound / "translator_config.json", killed)
     shutil.copytree(sound, store / "half")
     (store / "half" / "translator.safetensors").unlink()
-    mlp = tiny.write_mlp_translator(store / "mlp", fitted)
+    beyond = store / "beyond"
+    shutil.copytree(sound, beyond)
+    facts = json.loads((beyond / "translator_config.json").read_text())
+    facts["alignment"] = "minimal_groups"
+    (beyond / "translator_config.json").write_text(json.dumps(facts))
     capsys.readouterr()
-    assert run(["show", str(mlp)]) == 0
+    assert run(["show", str(beyond)]) == 0
     assert "can be applied" in (out := capsys.readouterr().out) and "no: this version" in out
-    fails(generate_arguments(folders, "--prompt", "abc", "--translator", str(mlp)),
+    fails(generate_arguments(folders, "--prompt", "abc", "--translator", str(beyond)),
           "cannot apply", capsys)  # fmt: skip
     assert run(generate_arguments(folders, "--prompt", "abc")) == 0
-    assert run(["import", str(mlp)]) == 0
+    assert run(["import", str(beyond)]) == 0
     captured = capsys.readouterr()
     assert "cannot apply" in captured.err and "try:" not in captured.out
     assert run(generate_arguments(folders, "--prompt", "abc")) == 0
+
+
+def test_a_translator_of_two_layers_is_shown_imported_and_used(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    mlp = tiny.write_mlp_translator(tmp_path / "mlp", fitted)
+    capsys.readouterr()
+    assert run(["show", str(mlp)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["kind", "mlp,", "head-mixing"] in rows and ["can", "be", "applied", "yes"] in rows
+    # Four layers and two sides, 64 numbers to 8 hidden ones to 64; biases and gates aside.
+    assert ["MFLOP", "per", "token", f"{2 * 8 * 2 * 64 * 8 / 1e6:.3g}"] in rows
+    assert run(["import", str(mlp)]) == 0
+    captured = capsys.readouterr()
+    assert "try: kvlingo-mlx generate" in captured.out and "cannot apply" not in captured.err
+    assert "(mlp, head-mixing, pre_norm, nu = 1, bfloat16)" in captured.out
+    generate = generate_arguments(folders, "--prompt", "abc")
+    assert run(generate) == 0
+    stored = capsys.readouterr().out
+    (imported,) = store.iterdir()
+    assert run([*generate, "--translator", str(imported)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == stored.splitlines()[0]
 
 
 def test_imports_of_other_models_or_forms_stand_side_by_side(

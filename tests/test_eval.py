@@ -19,7 +19,7 @@ from test_identity import identity_of
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.evaluation import conditions, droidspeak, lineup, tasks, teacher_forcing
+from kvlingo_mlx.evaluation import conditions, droidspeak, lineup, probes, teacher_forcing
 from kvlingo_mlx.evaluation.compare import Scored, evaluate, summarise
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.language_model import LanguageModel
@@ -31,8 +31,8 @@ TALKS = [
 
 
 @pytest.fixture
-def task(models: dict[str, LanguageModel]) -> tasks.Task:
-    return tasks.continuation(models["dense"], TALKS, 3, 512)
+def task(models: dict[str, LanguageModel]) -> probes.Task:
+    return probes.continuation(models["dense"], TALKS, 3, 512)
 
 
 def counted(condition: lineup.Condition, calls: list[int]) -> lineup.Condition:
@@ -72,7 +72,7 @@ def line_of(model: LanguageModel) -> list[lineup.Condition]:
     return [lineup.native(model), same, lineup.baseline("hidden", model, model, [])]
 
 
-def test_identity_scores_as_native(models: dict[str, LanguageModel], task: tasks.Task) -> None:
+def test_identity_scores_as_native(models: dict[str, LanguageModel], task: probes.Task) -> None:
     found = evaluate(models["dense"], [task], line_of(models["dense"]), Journal())["continuation"]
     for own, same, hidden in zip(*found.values(), strict=True):
         assert own == same
@@ -85,7 +85,7 @@ class Stop(Exception):
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(
-    models: dict[str, LanguageModel], task: tasks.Task, tmp_path: Path
+    models: dict[str, LanguageModel], task: probes.Task, tmp_path: Path
 ) -> None:
     model, journal = models["dense"], tmp_path / "scores.jsonl"
     whole = evaluate(model, [task], line_of(model), Journal())
@@ -111,25 +111,25 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 
 
 def test_another_translator_or_item_is_another_run(
-    models: dict[str, LanguageModel], task: tasks.Task, tmp_path: Path
+    models: dict[str, LanguageModel], task: probes.Task, tmp_path: Path
 ) -> None:
     model, journal, calls = models["dense"], tmp_path / "scores.jsonl", []
     same = identity_of(model)
     other = kv.fit(model, model, [Sample(tuple(tiny.random_tokens(40)), ())])
 
-    def scores(translator: Any, asked: tasks.Task) -> list[float]:
+    def scores(translator: Any, asked: probes.Task) -> list[float]:
         condition = counted(lineup.translated("same", model, model, [translator]), calls)
         found = evaluate(model, [asked], [condition], Journal(journal))
         return [s.scores["kl"] for s in found["continuation"]["same"]]
 
     assert scores(same, task) == [0.0] * 3 and len(calls) == 3
     assert min(scores(other, task)) > 0.0 and len(calls) == 6
-    shorter = tasks.continuation(model, [*TALKS[:2], TALKS[0]], 3, 512)  # the third differs
+    shorter = probes.continuation(model, [*TALKS[:2], TALKS[0]], 3, 512)  # the third differs
     assert scores(same, shorter) == [0.0] * 3 and len(calls) == 7
 
 
 def test_seeds_are_averaged_item_by_item(
-    models: dict[str, LanguageModel], task: tasks.Task
+    models: dict[str, LanguageModel], task: probes.Task
 ) -> None:
     model = models["dense"]
     maps = [kv.fit(model, model, [Sample(tuple(tiny.random_tokens(30 + i)), ())]) for i in range(2)]
@@ -144,7 +144,7 @@ def test_seeds_are_averaged_item_by_item(
     assert mean.error == pytest.approx(np.std(both, ddof=1) / math.sqrt(3))
 
 
-def test_perplexity_is_of_all_tokens(models: dict[str, LanguageModel], task: tasks.Task) -> None:
+def test_perplexity_is_of_all_tokens(models: dict[str, LanguageModel], task: probes.Task) -> None:
     found = evaluate(models["dense"], [task], line_of(models["dense"])[:1], Journal())
     scored = found["continuation"]["native"]
     losses = [(s.scores["nll"], s.scores["tokens"]) for s in scored]
@@ -154,7 +154,7 @@ def test_perplexity_is_of_all_tokens(models: dict[str, LanguageModel], task: tas
 
 
 def test_one_question_at_every_length_is_one_cluster(models: dict[str, LanguageModel]) -> None:
-    task = tasks.find_needles(models["dense"], ["single"], [300, 400], 2, max_tokens=2)
+    task = probes.find_needles(models["dense"], ["single"], [300, 400], 2, max_tokens=2)
     assert [item.group for item in task.items] == ["single, 300"] * 2 + ["single, 400"] * 2
     assert all(len(i.prefix) <= 300 for i in task.items[:2])
     assert task.items[0].references == task.items[2].references
@@ -172,12 +172,12 @@ def test_kinds_of_records_are_told_apart(models: dict[str, LanguageModel]) -> No
     plain = {"messages": [*turns, {"role": "assistant", "content": "c d"}]}
     trace = {"role": "assistant", "content": "c d", "reasoning_content": "e f"}
     records = [plain, {"messages": [*turns, trace]}, {"messages": turns}, {"text": "one two three"}]
-    task = tasks.continuation(models["dense"], records, 9, 512)
+    task = probes.continuation(models["dense"], records, 9, 512)
     assert [(i.name, i.group) for i in task.items] == [
         ("0", "no reasoning"), ("1", "reasoning"), ("3", "text")
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no record of the data has"):
-        tasks.continuation(models["dense"], records[2:3], 9, 512)
+        probes.continuation(models["dense"], records[2:3], 9, 512)
 
 
 @pytest.mark.parametrize("text", ["not json\n", '{"a": 1}\n', "[]\n", '{"run": "x", "item": 3'])

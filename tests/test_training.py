@@ -476,7 +476,12 @@ def test_distillation_lowers_the_kl_and_writes_a_folder_that_mlx_reads(
 
 
 @pytest.mark.parametrize("kind", [k for k in KINDS if "mlp" in k] + ["joint", "head-wise"])
-def test_every_kind_trains(torch_models: dict[str, TorchModel], tmp_path: Path, kind: str) -> None:
+def test_every_kind_trains_and_runs_on_the_device(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    tmp_path: Path,
+    kind: str,
+) -> None:
     stage1_recipe = distill.Recipe(
         steps=12, batch=2, learning_rates=(1e-2,), objective="reconstruction", validate_every=12
     )
@@ -488,6 +493,12 @@ def test_every_kind_trains(torch_models: dict[str, TorchModel], tmp_path: Path, 
     config, weights = checkpoint.read(out)
     assert config.kind == KINDS[kind].get("kind", "linear")
     assert set(weights.arrays) == set(expected_shapes(config, weights.arrays))
+    device, pair = kv.load_translator(out), (models["dense"], models["wide"])
+    kls = [device_kl(*pair, device, sample) for sample in Random().held_out(3)]
+    assert np.mean(kls) == pytest.approx(config.provenance["held_out_kl"], abs=1e-4)
+    shuffled = conditions.shuffled(device)
+    wrong = [device_kl(*pair, shuffled, sample) for sample in Random().held_out(3)]
+    assert np.mean(wrong) > np.mean(kls) + 0.01
 
 
 def test_an_mlp_beside_a_linear_map_starts_at_it(torch_models: dict[str, TorchModel]) -> None:

@@ -263,7 +263,7 @@ def write_translator(
 
 
 def write_mlp_translator(folder: Path, like: Path, hidden: int = 8) -> Path:
-    """A translator of two-layer maps between the models of another one, random."""
+    """Write gated two-layer maps between the models of another translator, random."""
     config = json.loads((like / "translator_config.json").read_text())
     config |= {"kind": "mlp", "provenance": {}}
     rng = np.random.RandomState(SEED)
@@ -274,10 +274,11 @@ def write_mlp_translator(folder: Path, like: Path, hidden: int = 8) -> Path:
                   for end in ("source", "target")]  # fmt: skip
         for t, sources in enumerate(config["assignment"][side]):
             inputs, outputs = sum(widths[0][s] for s in sources), widths[1][t]
+            heads = config["target"]["layers"][t]["kv_heads"]
             shapes = {"w1": (hidden, inputs), "b1": (hidden,), "w2": (outputs, hidden),
-                      "b2": (outputs,)}  # fmt: skip
+                      "b2": (outputs,), "gate": (heads,)}  # fmt: skip
             for name, shape in shapes.items():
-                tensors[f"{side}.{t}.{name}"] = rng.normal(size=shape).astype(np.float32)
+                tensors[f"{side}.{t}.{name}"] = _random_map(rng, shape)
     folder.mkdir(parents=True)
     (folder / "translator_config.json").write_text(json.dumps(config))
     write_tensors(folder / "translator.safetensors", tensors)

@@ -17,7 +17,7 @@ from kvlingo_mlx.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.evaluation.tasks import Task
+    from kvlingo_mlx.evaluation.probes import Task
     from kvlingo_mlx.language_model import LanguageModel
 
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -151,7 +151,7 @@ def _text(path: str | None) -> str | None:
 
 def _task(name: str, source: LanguageModel, target: LanguageModel, **options: Any) -> Task:
     from kvlingo_mlx.embedded import dialogues
-    from kvlingo_mlx.evaluation import tasks
+    from kvlingo_mlx.evaluation import probes
     from kvlingo_mlx.samples import read_jsonl
 
     limit, seed = options["limit"], options["seed"]
@@ -162,13 +162,13 @@ def _task(name: str, source: LanguageModel, target: LanguageModel, **options: An
         else:
             talks = dialogues.held_out(limit, seed=seed)
             records = [{"messages": talk.conversation()} for talk in talks]
-        return tasks.continuation(target, records, limit, context)
+        return probes.continuation(target, records, limit, context)
     if name == "recall":
-        return tasks.recall(target, limit, seed)
+        return probes.recall(target, limit, seed)
     if name == "needles":
         room = context - options["max_tokens"]
         lengths = _lengths(options["lengths"], room)
-        return tasks.find_needles(
+        return probes.find_needles(
             target, options["variants"], lengths, limit, seed=seed, style=options["style"],
             text=options["text"], max_tokens=options["max_tokens"], thinking=options["thinking"],
         )  # fmt: skip

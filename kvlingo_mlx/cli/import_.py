@@ -41,8 +41,7 @@ def command(
     config = done.config
     for name, reason in done.unchecked.items():
         warn(f"not checked against {name}: {reason}")
-    mixing = "head-mixing" if config.head_mixing else "head-wise"
-    what = f"{config.kind}, {mixing}, {config.capture}, nu = {config.nu}, {dtype}"
+    what = f"{config.form}, {config.capture}, nu = {config.nu}, {dtype}"
     ends = f"{config.source.name} to {config.target.name}"
     say(printable(f"imported {ends} into {done.folder} ({what})"))
     if done.replaced:

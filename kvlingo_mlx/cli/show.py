@@ -36,6 +36,7 @@ def command(
 def _translator_facts(folder: Path) -> dict[str, Any]:
     from kvlingo_mlx import checkpoint
     from kvlingo_mlx.errors import IncompatibleTranslatorError
+    from kvlingo_mlx.translator_config import flops_of
     from kvlingo_mlx.translators import check_applicable
 
     config, weights = checkpoint.read(folder)
@@ -44,18 +45,17 @@ def _translator_facts(folder: Path) -> dict[str, Any]:
         applicable = "yes"
     except IncompatibleTranslatorError as error:
         applicable = f"no: {error}"
-    parameters = sum(array.size for array in weights.arrays.values())
+    sizes = {name: array.size for name, array in weights.arrays.items()}
     return {
         "source": _spec_line(config.source),
         "target": _spec_line(config.target),
-        "kind": f"{config.kind}, {'head-mixing' if config.head_mixing else 'head-wise'}"
-        + (", keys and values joint" if config.joint else ""),
+        "kind": config.form,
         "capture": config.capture,
         "source layers per target layer": config.nu,
         "keys read": _assignment_line(config.assignment.keys),
         "values read": _assignment_line(config.assignment.values),
-        "parameters": f"{parameters:,} in {weights.dtype}",
-        "MFLOP per token": f"{2 * parameters / 1e6:.3g}",
+        "parameters": f"{sum(sizes.values()):,} in {weights.dtype}",
+        "MFLOP per token": f"{flops_of(sizes.items()) / 1e6:.3g}",
         "can be applied": applicable,
         "can be folded": "yes" if config.capture == "post_rope" else "no: not post-RoPE",
         **config.provenance,

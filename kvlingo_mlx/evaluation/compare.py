@@ -11,11 +11,11 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx import __version__
-from kvlingo_mlx.evaluation import tasks
+from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters
 from kvlingo_mlx.evaluation.journal import Journal, Scores
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
-from kvlingo_mlx.evaluation.tasks import Task
+from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.language_model import LanguageModel
 
 NATIVE = "native"
@@ -56,8 +56,8 @@ def evaluate(
         keys = {c.name: journal.run(_settings(target, task, c)) for c in conditions}
         for item in task.items:
             progress(task.name)
-            name = f"{item.name} {tasks.fingerprint(item)[:16]}"
-            score: tasks.Scorer | None = None
+            name = f"{item.name} {probes.fingerprint(item)[:16]}"
+            score: probes.Scorer | None = None
             for condition in conditions:
                 found = journal.find(keys[condition.name], name)
                 if found is None:
@@ -108,7 +108,7 @@ def summarise(task: Task, scored: Sequence[Scored]) -> Table:
 
 def _over(metric: str, found: Sequence[Scored]) -> Mean:
     if metric == "perplexity":
-        return Mean(tasks.perplexity([s.scores for s in found]), float("nan"), len(found))
+        return Mean(probes.perplexity([s.scores for s in found]), float("nan"), len(found))
     return over_clusters([s.scores[metric] for s in found], [s.cluster for s in found])
 
 

@@ -8,6 +8,7 @@ shuffling the translator's layers, costs little, the data do not need the prefix
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from kvlingo_mlx.backend import mx
@@ -19,7 +20,7 @@ from kvlingo_mlx.generation import hand_over
 from kvlingo_mlx.geometry import layer_differences
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import SIDES
+from kvlingo_mlx.translator_config import maps_of
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
@@ -53,19 +54,34 @@ def translated(source: LanguageModel, target: LanguageModel, translator: Transla
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:
-    """Control: a translator whose maps sit at wrong target layers (of equal shape)."""
-    weights = translator.to_weights()
-    count = len(translator.config.target.layers)
+    """Control: a translator whose maps sit at wrong target layers of equal shape.
+
+    Raises:
+        ValueError: A layer's maps fit no other layer.
+    """
+    config, weights = translator.config, translator.to_weights()
+    alike: dict[tuple, list[int]] = defaultdict(list)
+    for layer, geometry in enumerate(config.target.layers):
+        outputs = (geometry.kv_heads, geometry.key_dim, geometry.value_dim)
+        inputs = (m.inputs for m in maps_of(config) if m.layer == layer)
+        alike[(*outputs, *inputs)].append(layer)
     rng = random.Random(seed)
-    order = list(range(count))
-    while any(i == j for i, j in enumerate(order)):
-        rng.shuffle(order)
+    moved: dict[int, int] = {}
+    for layers in alike.values():
+        if len(layers) == 1:
+            raise ValueError(
+                f"the maps of target layer {layers[0]} fit no other layer, so the translator "
+                "cannot be shuffled"
+            )
+        order = list(layers)
+        while any(i == j for i, j in zip(layers, order, strict=True)):
+            rng.shuffle(order)
+        moved.update(zip(layers, order, strict=True))
     arrays = {}
     for name, array in weights.arrays.items():
-        side, layer, rest = name.split(".", 2)
-        arrays[f"{side}.{order[int(layer)]}.{rest}"] = array
-    assert set(arrays) == {f"{s}.{i}.weight" for s in SIDES for i in range(count)}
-    return build(translator.config, Weights(weights.dtype, arrays))
+        side, place, last = name.split(".")
+        arrays[f"{side}.{moved[int(place)]}.{last}"] = array
+    return build(config, Weights(weights.dtype, arrays))
 
 
 def reused(

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlingo_mlx import pictures
 from kvlingo_mlx.evaluation.compare import ALL, Table
-from kvlingo_mlx.evaluation.tasks import Task
+from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.measure import median
 
 

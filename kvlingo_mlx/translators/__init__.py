@@ -9,18 +9,29 @@ from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
 
-KINDS = {"linear": ("linear", "LinearTranslator")}
+KINDS = {
+    "linear": ("linear", "LinearTranslator"),
+    "mlp": ("mlp", "MLPTranslator"),
+    "linear_mlp": ("linear_mlp", "LinearMLPTranslator"),
+    "joint": ("joint", "JointTranslator"),
+}
 
 
-def build(config: TranslatorConfig, weights: Weights) -> Translator:
+def build(config: TranslatorConfig, weights: Weights, *, batched: bool | None = None) -> Translator:
     """Make the translator that ``config`` and ``weights`` describe.
 
+    Args:
+        config: Its facts.
+        weights: Its tensors, as the format stores them.
+        batched: Cut its products as on a GPU (True) or a CPU; None asks the machine.
+
     Raises:
-        IncompatibleTranslatorError: A sound translator of a kind this version lacks.
+        IncompatibleTranslatorError: A sound translator that this version cannot apply.
     """
     check_applicable(config)
-    module, name = KINDS[config.kind]
-    return getattr(importlib.import_module(f"{__name__}.{module}"), name).build(config, weights)
+    module, name = KINDS["joint" if config.joint else config.kind]
+    kind = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    return kind.build(config, weights, batched=batched)
 
 
 def check_applicable(config: TranslatorConfig) -> None:
@@ -29,10 +40,12 @@ def check_applicable(config: TranslatorConfig) -> None:
     Raises:
         IncompatibleTranslatorError: Names what is beyond this version.
     """
-    kind = "joint" if config.joint else config.kind
-    if kind not in KINDS or config.capture == "latent" or config.alignment is not None:
-        what = f"kind {kind}, capture {config.capture}, alignment {config.alignment}"
-        raise IncompatibleTranslatorError(
-            f"this version cannot apply a translator with {what}; "
-            f"it applies kinds {', '.join(KINDS)} within one tokenizer: upgrade kvlingo-mlx"
-        )
+    if config.capture == "latent":
+        what = "of latents (capture latent)"
+    elif config.alignment is not None:
+        what = f"between two tokenizers (alignment {config.alignment})"
+    else:
+        return
+    raise IncompatibleTranslatorError(
+        f"this version cannot apply a translator {what}: upgrade kvlingo-mlx"
+    )

@@ -1,16 +1,22 @@
-"""What every translator kind offers. A kind is one file and one line in the table."""
+"""What every translator kind shares; a kind adds what its maps compute."""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Self
+
+from kvlingo_mlx.backend import mx, on_gpu
 
 from kvlingo_mlx import checkpoint
-from kvlingo_mlx.states import KVStates, TranslatedStates
+from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.tensor_file import DType, Weights
-from kvlingo_mlx.translator_config import TranslatorConfig
+from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, flops_of, head_map_of
+from kvlingo_mlx.translators.products import Group, Read, plan
 
 
 @dataclass(frozen=True)
@@ -20,33 +26,85 @@ class Translator(ABC):
     Attributes:
         config: Who can use it, what it computes, where it came from.
         dtype: The dtype its weights are stored in on disk.
+        groups: The maps as they are laid out for this machine, by target side.
     """
 
     config: TranslatorConfig
     dtype: DType
+    groups: dict[str, tuple[Group, ...]]
+
+    @classmethod
+    def build(
+        cls, config: TranslatorConfig, weights: Weights, *, batched: bool | None = None
+    ) -> Self:
+        """Lay the weights out for this machine (``batched``: as on a GPU)."""
+        batched = on_gpu() if batched is None else batched
+        groups = {side: plan(config, weights, side, batched) for side in SIDES}
+        translator = cls(config, weights.dtype, groups)
+        mx.eval([array for _, array in translator._arrays()])
+        return translator
 
     @abstractmethod
+    def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
+        """A group's maps but for their bias, (G, B, H, T, D), of what its cuts read."""
+
     def __call__(self, states: KVStates) -> TranslatedStates:
         """Translate a span, keys taken at ``config.capture``; nothing is evaluated."""
+        keys, values = (
+            tuple(LayerGroup(g.layers, self._apply(g, states)) for g in self.groups[side])
+            for side in SIDES
+        )
+        return TranslatedStates(keys, values, states.capture, states.start)
 
-    @abstractmethod
+    def _apply(self, group: Group, states: KVStates) -> mx.array:
+        result = self._map(group, group.inputs(partial(self._read, states))).astype(mx.float32)
+        return result + group.vector("bias") if "bias" in group.tensors else result
+
+    def _read(self, states: KVStates, read: Read) -> mx.array:
+        """(B, T, Hs * d) as (B, 1, T, Hs * d), or each target head's own (B, H, T, d)."""
+        side, layer = read
+        array = states.side(side)[layer]
+        if self.config.head_mixing:
+            return array[:, None]
+        batch, tokens, _ = array.shape
+        heads = self.config.source.layers[layer].kv_heads
+        split = array.reshape(batch, tokens, heads, -1).swapaxes(1, 2)
+        return split if self._head_index is None else mx.take(split, self._head_index, axis=1)
+
+    @cached_property
+    def _head_index(self) -> mx.array | None:
+        head_map = head_map_of(self.config)
+        sources = self.config.source.layers[0].kv_heads
+        return None if head_map == tuple(range(sources)) else mx.array(head_map)
+
     def to_weights(self) -> Weights:
-        """The tensors as the format stores them."""
+        """The tensors as the format stores them, equal to those loaded bit by bit."""
+        arrays = {
+            f"{side}.{layer}.{name}": array
+            for side in SIDES
+            for group in self.groups[side]
+            for (layer, name), array in group.stored(self.config.head_mixing).items()
+        }
+        return Weights.from_float32(arrays, self.dtype)
 
     @property
-    @abstractmethod
     def num_parameters(self) -> int:
         """Numbers in all maps."""
+        return sum(array.size for _, array in self._arrays())
 
     @property
-    @abstractmethod
     def nbytes(self) -> int:
         """Bytes the maps take in memory."""
+        return sum(array.nbytes for _, array in self._arrays())
 
     @property
     def flops_per_token(self) -> int:
         """Floating-point operations per token (appendix "Computational gains")."""
-        return 2 * self.num_parameters
+        return flops_of((name, array.size) for name, array in self._arrays())
+
+    def _arrays(self) -> Iterator[tuple[str, mx.array]]:
+        for group in (group for side in SIDES for group in self.groups[side]):
+            yield from ((name, part) for name, parts in group.tensors.items() for part in parts)
 
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write a translator folder, all of it or nothing.

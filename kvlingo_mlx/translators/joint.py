@@ -1,0 +1,44 @@
+"""Linear maps over keys and values together: one from [K; V] to [K; V] a layer.
+
+Its upper rows write keys and its lower rows values, so on the device it is two linear maps
+which read both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translator_config import SIDES, TranslatorConfig
+from kvlingo_mlx.translators.linear import LinearTranslator
+
+
+@dataclass(frozen=True)
+class JointTranslator(LinearTranslator):
+    """One linear map a layer, head-mixing, over keys and values stacked."""
+
+    @classmethod
+    def build(
+        cls, config: TranslatorConfig, weights: Weights, *, batched: bool | None = None
+    ) -> Self:
+        """Lay the weights out for this machine (``batched``: as on a GPU)."""
+        apart: dict[str, np.ndarray] = {}
+        for name, array in weights.arrays.items():
+            _, layer, last = name.split(".")
+            rows = np.split(array, [config.target.layers[int(layer)].key_width])
+            apart |= {f"{side}.{layer}.{last}": r for side, r in zip(SIDES, rows, strict=True)}
+        return super().build(config, Weights(weights.dtype, apart), batched=batched)
+
+    def to_weights(self) -> Weights:
+        """The tensors as the format stores them, equal to those loaded bit by bit."""
+        apart = super().to_weights()
+        together = {}
+        for name in apart.arrays:
+            side, layer, last = name.split(".")
+            if side == SIDES[0]:
+                rows = [apart.arrays[f"{s}.{layer}.{last}"] for s in SIDES]
+                together[f"joint.{layer}.{last}"] = np.concatenate(rows)
+        return Weights(apart.dtype, together)

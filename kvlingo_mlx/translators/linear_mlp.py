@@ -1,0 +1,20 @@
+"""Linear maps with a two-layer branch beside them (appendix "A non-linear translator")."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.mlp import two_layers
+from kvlingo_mlx.translators.products import Group
+
+
+@dataclass(frozen=True)
+class LinearMLPTranslator(Translator):
+    """The sum of a linear and a two-layer map, a layer and side."""
+
+    def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
+        return group.project("weight", inputs) + two_layers(group, inputs)

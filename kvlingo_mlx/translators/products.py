@@ -1,0 +1,161 @@
+"""Maps as batched matmuls: how they are cut for this machine, and what each one reads.
+
+Legend: G layers of a group, B batch, H target heads, T tokens, D head width.
+
+Every product is (G, B, 1 or H, T, in) @ (G, 1, 1 or H, in, rows). A head-mixing map
+broadcasts a token's whole width over the target heads; a head-wise one hands each target
+head its own source head. Either way the result is laid out as caches store it,
+(G, B, H, T, D), so no transpose follows. Hidden units of a head-mixing map belong to no
+head: they have one in place of H.
+
+How the products are cut depends on the machine, and only ``plan`` knows:
+
+- On a GPU all target layers of equal shape go through one matmul, the source layers of
+  each concatenated: separate matmuls would be launch-bound.
+- On a CPU each layer and each of its source layers has a matmul of its own, summed in
+  place: stacking the inputs costs more than launching (benchmarks/LOG.md).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx, on_gpu
+
+import numpy as np
+
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.translator_config import MATRICES, SIDES, TranslatorConfig
+
+Read = tuple[str, int]  # a side and a source layer
+HIDDEN = ("w1", "b1")  # tensors whose rows are hidden units
+# Hidden numbers a token of one group: half a gigabyte in float32 for a chunk of 2048 tokens.
+MAX_HIDDEN = 2**16
+
+
+@dataclass(frozen=True)
+class Group:
+    """Target layers of one side that share their matmuls.
+
+    Attributes:
+        layers: The G target layers.
+        cuts: What each matmul over a source's states reads: for each layer, the sides and
+            source layers whose widths are concatenated.
+        tensors: By the format's last name: matrices (G, 1, 1 or H, rows, in), those over
+            a source's states one a cut, and vectors (G, 1, 1 or H, 1, numbers) in float32.
+    """
+
+    layers: tuple[int, ...]
+    cuts: tuple[tuple[tuple[Read, ...], ...], ...]
+    tensors: dict[str, tuple[mx.array, ...]]
+
+    def inputs(self, read: Callable[[Read], mx.array]) -> list[mx.array]:
+        """What each cut reads, (G, B, 1 or H, T, in); ``read`` gives (B, 1 or H, T, in)."""
+        inputs = []
+        for cut in self.cuts:
+            layers = [_join([read(r) for r in reads]) for reads in cut]
+            inputs.append(mx.stack(layers) if len(layers) > 1 else layers[0][None])
+        return inputs
+
+    def project(self, name: str, inputs: Sequence[mx.array]) -> mx.array:
+        """The products of ``inputs`` and a matrix's parts, summed.
+
+        In float32, or in 16 bits where both are (ARCHITECTURE.md, decision 9).
+        """
+        result: mx.array | None = None
+        for array, part in zip(inputs, self.tensors[name], strict=True):
+            matrix = part.swapaxes(-1, -2)
+            result = array @ matrix if result is None else mx.addmm(result, array, matrix)
+        assert result is not None  # every matrix has a part
+        return result
+
+    def vector(self, name: str) -> mx.array:
+        """A bias or gate in float32, to be broadcast over tokens."""
+        return self.tensors[name][0]
+
+    def stored(self, head_mixing: bool) -> dict[tuple[int, str], np.ndarray]:
+        """By layer and last name, float32 arrays shaped as the format stores them."""
+        out = {}
+        for name, parts in self.tensors.items():
+            joined = _join(parts).astype(mx.float32)
+            for index, layer in enumerate(self.layers):
+                array = np.array(joined[index, 0])  # (heads, rows, in) or (heads, 1, numbers)
+                if name not in MATRICES:
+                    flat = head_mixing or name in ("gate", "bias")
+                    array = array.reshape(-1) if flat else array[:, 0]
+                elif head_mixing:
+                    array = array.reshape(-1, array.shape[-1])
+                out[layer, name] = array
+        return out
+
+
+def plan(config: TranslatorConfig, weights: Weights, side: str, batched: bool) -> tuple[Group, ...]:
+    """Cut the maps to one target side, named ``{side}.{t}.*``, into groups and products."""
+    alike: dict[tuple, list[int]] = defaultdict(list)
+    for layer, geometry in enumerate(config.target.layers):
+        widths = tuple(_width(config, read) for read in _reads(config, side, layer))
+        hidden = _hidden(weights, side, layer)
+        shape = (geometry.kv_heads, geometry.head_dim(side), geometry.window, widths, hidden)
+        alike[shape if batched else (layer,)].append(layer)
+    groups = []
+    for layers in alike.values():
+        most = max(1, MAX_HIDDEN // max(1, _hidden(weights, side, layers[0])))
+        for start in range(0, len(layers), most):
+            groups.append(_group(config, weights, side, layers[start : start + most], batched))
+    return tuple(groups)
+
+
+def _reads(config: TranslatorConfig, side: str, layer: int) -> tuple[Read, ...]:
+    """What the map to one side of a target layer reads, in the order of its columns."""
+    sides = SIDES if config.joint else (side,)
+    return tuple((s, source) for s in sides for source in config.assignment.side(s)[layer])
+
+
+def _width(config: TranslatorConfig, read: Read) -> int:
+    side, layer = read
+    geometry = config.source.layers[layer]
+    return geometry.width(side) if config.head_mixing else geometry.head_dim(side)
+
+
+def _hidden(weights: Weights, side: str, layer: int) -> int:
+    """Hidden numbers a token of one map, in all heads; 0 where there are none."""
+    name = f"{side}.{layer}.b1"
+    return weights.arrays[name].size if name in weights.arrays else 0
+
+
+def _group(
+    config: TranslatorConfig, weights: Weights, side: str, layers: list[int], batched: bool
+) -> Group:
+    reads = [_reads(config, side, layer) for layer in layers]
+    widths = [_width(config, read) for read in reads[0]]
+    edges = [] if batched else np.cumsum(widths)[:-1].tolist()
+    heads = config.target.layers[layers[0]].kv_heads
+    prefix = f"{side}.{layers[0]}."
+    tensors: dict[str, tuple[mx.array, ...]] = {}
+    for name in (n.removeprefix(prefix) for n in weights.arrays if n.startswith(prefix)):
+        own = [f"{side}.{layer}.{name}" for layer in layers]
+        lead = (len(layers), 1, 1 if config.head_mixing and name in HIDDEN else heads)
+        if name not in MATRICES:
+            rows = np.stack([weights.as_float32(n) for n in own])
+            tensors[name] = (mx.array(rows.reshape(*lead, 1, -1)),)
+            continue
+        stacked = np.stack([weights.arrays[n] for n in own])
+        stacked = stacked.reshape(*lead, -1, stacked.shape[-1])
+        parts = [stacked] if name == "w2" else np.split(stacked, edges, axis=-1)
+        tensors[name] = tuple(_device(part, weights) for part in parts)
+    cuts = (tuple(reads),) if batched else tuple(((read,),) for read in reads[0])
+    return Group(tuple(layers), cuts, tensors)
+
+
+def _device(array: np.ndarray, weights: Weights) -> mx.array:
+    """To MLX; 16-bit weights become float32 on a CPU, where 16-bit matmuls are slow."""
+    out = mx.array(np.ascontiguousarray(array))
+    if weights.dtype == "bfloat16":
+        out = out.view(mx.bfloat16)
+    return out if on_gpu() else out.astype(mx.float32)
+
+
+def _join(arrays: Sequence[mx.array]) -> mx.array:
+    return arrays[0] if len(arrays) == 1 else mx.concatenate(list(arrays), axis=-1)

@@ -16,7 +16,7 @@ import typer
 from kvlingo_mlx import __version__
 from kvlingo_mlx.errors import KVLingoError, printable
 
-VERBS = ("generate", "demo", "fit", "train", "import", "show", "bench")
+VERBS = ("generate", "demo", "fit", "train", "import", "show", "bench", "analyze")
 
 app = typer.Typer(
     name="kvlingo-mlx",

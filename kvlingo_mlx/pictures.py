@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.errors import MissingExtraError
 
 WIDTH, HEIGHT = 6.0, 4.0  # inches
+DPI = 150
 
 
 def figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
@@ -41,12 +44,48 @@ def check(picture: str) -> None:
         raise ValueError(f"--plot is {picture!r}; name a file in a folder that can be written")
 
 
-def save(drawn: Any, picture: str) -> None:
+def check_folder(folder: str) -> None:
+    """Refuse before any work a folder into which nothing could be drawn after it.
+
+    Raises:
+        MissingExtraError: matplotlib is not installed.
+        ValueError: The folder cannot be made or written.
+    """
+    figure()
+    path = Path(folder).absolute()
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"--plot is {folder!r}, which is a file; name a folder")
+    nearest = next(p for p in (path, *path.parents) if p.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK)):
+        raise ValueError(f"--plot is {folder!r}, but {nearest} cannot be written")
+
+
+def save(drawn: Any, picture: str | os.PathLike[str]) -> None:
     """Write a figure, all of it or nothing."""
-    path = Path(picture)
-    partial = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
-        drawn.savefig(partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    save_all({Path(picture): drawn})
+
+
+def save_all(figures: Mapping[Path, Any]) -> None:
+    """Write several figures: all are drawn before any is written, each at once."""
+    pictures = {path: _drawn(figure, path.suffix[1:]) for path, figure in figures.items()}
+    for path, picture in pictures.items():
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            partial.write_bytes(picture)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _drawn(figure: Any, kind: str) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format=kind, dpi=DPI)
+    return buffer.getvalue()
+
+
+def whole_numbers(*axes: Any) -> None:
+    """Ticks at whole numbers alone: layers, heads."""
+    from matplotlib.ticker import MaxNLocator
+
+    for axis in axes:
+        axis.set_major_locator(MaxNLocator(integer=True))

@@ -5,7 +5,7 @@ Keys or values of a layer are (T, d): T tokens, all heads side by side.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,13 +27,28 @@ def cka(x: np.ndarray, y: np.ndarray) -> float:
     return float(np.linalg.norm(x.T @ y) ** 2 / size) if size > 0 else float("nan")
 
 
-def cka_grid(source: Sequence[np.ndarray], target: Sequence[np.ndarray]) -> np.ndarray:
-    """CKA of every target layer (rows) with every source layer (columns)."""
-    source, target = [_centred(x) for x in source], [_centred(y) for y in target]
-    own = [np.array([np.linalg.norm(a.T @ a) for a in side]) for side in (target, source)]
-    cross = [[np.linalg.norm(x.T @ y) ** 2 for x in source] for y in target]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.array(cross) / np.outer(own[0], own[1])
+def cka_grid(
+    source: Sequence[np.ndarray],
+    target: Sequence[np.ndarray],
+    progress: Callable[[], None] = lambda: None,
+) -> np.ndarray:
+    """CKA of every target layer (rows) with every source layer (columns).
+
+    One layer of each side is held in float64 at a time, whatever the sequences keep;
+    ``progress`` is called after each row.
+    """
+    own = np.array([_gram_norm(_centred(x)) for x in source])
+    rows = []
+    for y in map(_centred, target):
+        cross = np.array([np.linalg.norm(_centred(x).T @ y) ** 2 for x in source])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rows.append(cross / (own * _gram_norm(y)))
+        progress()
+    return np.array(rows)
+
+
+def _gram_norm(x: np.ndarray) -> float:
+    return float(np.linalg.norm(x.T @ x))
 
 
 def diagonal_of(rows: int, columns: int) -> np.ndarray:

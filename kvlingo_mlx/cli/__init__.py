@@ -16,7 +16,9 @@ import typer
 from kvlingo_mlx import __version__
 from kvlingo_mlx.errors import KVLingoError, printable
 
-VERBS = ("generate", "demo", "fit", "train", "import", "show", "eval", "bench")
+VERBS = (
+    "generate", "demo", "fit", "train", "import", "show", "eval", "analyze", "bench"
+)  # fmt: skip
 
 app = typer.Typer(
     name="kvlingo-mlx",

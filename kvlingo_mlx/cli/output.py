@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -69,9 +71,19 @@ _on_stderr = False
 
 
 def keep_stdout_for_json(json_file: str | None) -> None:
-    """Send what is for people to standard error where ``--json -`` takes standard output."""
+    """Send what is for people to standard error where ``--json -`` takes standard output.
+
+    Raises:
+        ValueError: The record could not be written after the work.
+    """
     global _on_stderr
     _on_stderr = json_file == "-"
+    if json_file in (None, "-"):
+        return
+    path = Path(json_file)
+    place = path if path.exists() else path.absolute().parent
+    if path.is_dir() or not os.access(place, os.W_OK):
+        raise ValueError(f"--json is {json_file!r}; name a file in a folder that can be written")
 
 
 def say(text: str, *, end: str = "\n") -> None:

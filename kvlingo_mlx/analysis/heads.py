@@ -1,0 +1,70 @@
+"""Which target heads a source's heads are sent to (appendix "Head alignment")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from kvlingo_mlx.analysis.states import States
+from kvlingo_mlx.analysis.statistics import HeadAlignment, head_alignment
+from kvlingo_mlx.closed_form import Moments, solve
+from kvlingo_mlx.geometry import CacheGeometry
+from kvlingo_mlx.translator_config import SIDES
+from kvlingo_mlx.translators.base import Translator
+
+
+def closed_form_alignment(
+    source: States,
+    target: States,
+    source_layers: Sequence[int],
+    heads: tuple[int, int],
+    seed: int,
+    progress: Callable[[], None] = lambda: None,
+) -> dict[str, HeadAlignment]:
+    """Alignment of the closed-form joint map [K; V] of all tokens, by side.
+
+    Args:
+        source: Its states.
+        target: Its states, over the same tokens.
+        source_layers: What each target layer reads.
+        heads: KV heads of the source and of the target.
+        seed: Of the null's permutations.
+        progress: Called after each layer.
+    """
+    maps: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
+    for layer, source_layer in enumerate(source_layers):
+        x = [source.side(side)[source_layer] for side in SIDES]
+        y = [target.side(side)[layer] for side in SIDES]
+        moments = Moments(x[0].shape[1] + x[1].shape[1], y[0].shape[1] + y[1].shape[1])
+        moments.add(np.concatenate(x, axis=1), np.concatenate(y, axis=1))
+        weight = solve(moments).weight
+        keys_in, keys_out = x[0].shape[1], y[0].shape[1]
+        maps["keys"].append(weight[:keys_out, :keys_in])
+        maps["values"].append(weight[keys_out:, keys_in:])
+        progress()
+    return {side: head_alignment(maps[side], *heads, seed=seed) for side in SIDES}
+
+
+def translator_alignment(
+    translator: Translator, heads: tuple[int, int], seed: int
+) -> dict[str, HeadAlignment]:
+    """Alignment of a head-mixing translator's own maps, by side.
+
+    A source head's block holds its columns of every layer read.
+    """
+    weights = translator.to_weights()
+    aligned = {}
+    for side in SIDES:
+        maps = []
+        for layer, read in enumerate(translator.config.assignment.side(side)):
+            weight = weights.as_float32(f"{side}.{layer}.weight")
+            columns = weight.reshape(len(weight), len(read), heads[0], -1)
+            maps.append(columns.swapaxes(1, 2).reshape(weight.shape))
+        aligned[side] = head_alignment(maps, *heads, seed=seed)
+    return aligned
+
+
+def head_counts(geometry: CacheGeometry) -> set[int]:
+    """The numbers of KV heads that a model's layers have."""
+    return {layer.kv_heads for layer in geometry.layers}

@@ -1,0 +1,351 @@
+"""The whole analysis of a pair: from two models and records to one report."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+import numpy as np
+
+from kvlingo_mlx.analysis import corpus as texts
+from kvlingo_mlx.analysis.corpus import Corpus
+from kvlingo_mlx.analysis.heads import (
+    closed_form_alignment,
+    head_counts,
+    translator_alignment,
+)
+from kvlingo_mlx.analysis.linearity import (
+    TOKENS_PER_WIDTH,
+    Bucket,
+    LayerFit,
+    by_position,
+    fit_layer,
+    translator_r2,
+)
+from kvlingo_mlx.analysis.network import Recipe
+from kvlingo_mlx.analysis.random_init import randomly_initialised
+from kvlingo_mlx.analysis.states import States, check_memory, collect
+from kvlingo_mlx.analysis.statistics import (
+    Correspondence,
+    HeadAlignment,
+    cka_grid,
+    correspondence,
+    effective_rank,
+    spectrum,
+    top_share,
+)
+from kvlingo_mlx.assignment import relative_depth
+from kvlingo_mlx.keys import POINTS
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.pairing import check_pair, check_tokenizers
+from kvlingo_mlx.translator_config import SIDES
+from kvlingo_mlx.translators.base import Translator
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure, and on how much text.
+
+    Attributes:
+        capture: Where keys are taken: pre_norm, post_norm or post_rope.
+        documents: Records to read, the first ones.
+        tokens: Tokens in all; each document is cut at ``tokens`` / ``documents``.
+        seed: Of the split by document, the MLPs, the permutations and random weights.
+        random_init: Give both models random weights first: the null.
+        cka: Whether to compare every pair of layers.
+        mlp: Whether to fit an MLP a layer and side.
+        heads: Whether to fit the joint map and align its heads.
+        hidden: The MLP's hidden width; None is twice its input's.
+        epochs: Most epochs that it is trained for.
+    """
+
+    capture: str = "pre_norm"
+    documents: int = 64
+    tokens: int = 16_384
+    seed: int = 0
+    random_init: bool = False
+    cka: bool = True
+    mlp: bool = True
+    heads: bool = True
+    hidden: int | None = None
+    epochs: int = 10
+
+    def __post_init__(self) -> None:
+        if self.capture not in POINTS:
+            raise ValueError(f"capture is {self.capture!r}; it must be one of {', '.join(POINTS)}")
+        if self.documents < 2:
+            raise ValueError(
+                f"documents is {self.documents}; it must be at least 2, since some are fitted on "
+                "and others scored"
+            )
+        if self.tokens < self.documents:
+            raise ValueError(
+                f"tokens is {self.tokens}; it must be at least one a document ({self.documents})"
+            )
+        if self.hidden is not None and self.hidden < 1:
+            raise ValueError(f"hidden is {self.hidden}; it must be at least 1")
+        if self.epochs < 1:
+            raise ValueError(f"epochs is {self.epochs}; it must be at least 1")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed is {self.seed}; it must be 0 to 2**32 - 1")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """CKA of every target layer (rows) with every source layer (columns)."""
+
+    cka: np.ndarray
+    summary: Correspondence
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How much of its width a layer's cache occupies."""
+
+    effective: float
+    top_share: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What two models' caches have in common over one corpus.
+
+    Attributes:
+        capture: Where keys were taken.
+        documents: How many were read.
+        fitted: Tokens of the documents fitted on.
+        scored: Tokens of those held out.
+        source_layers: The source layer that each target layer is predicted from: the one at
+            its relative depth.
+        linearity: By side, for each target layer.
+        translator: R2 of the given translator's maps by side, for each target layer.
+        rank: By model ("source", "target") and side, for each layer.
+        cka: By side; empty if not asked for.
+        heads: By map ("closed form", "translator") and side; empty if not asked for.
+        positions: Linear R2 by position.
+        notes: What was left out or is not to be trusted, and why; a sentence each.
+    """
+
+    capture: str
+    documents: int
+    fitted: int
+    scored: int
+    source_layers: list[int]
+    linearity: dict[str, list[LayerFit]]
+    translator: dict[str, list[float]]
+    rank: dict[str, dict[str, list[Rank]]]
+    cka: dict[str, Grid]
+    heads: dict[str, dict[str, HeadAlignment]]
+    positions: list[Bucket]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain lists and numbers; what is not a number is None."""
+        return _plain(asdict(self))
+
+
+def analyze(
+    source: LanguageModel,
+    target: LanguageModel,
+    records: Iterable[Mapping[str, Any]],
+    settings: Settings,
+    *,
+    translator: Translator | None = None,
+    progress: Progress = lambda text: None,
+) -> Report:
+    """Measure what two models' caches have in common (appendix "Motivating measurements").
+
+    Args:
+        source: Whose cache would be translated.
+        target: Whose cache is wanted.
+        records: {"messages": [...]} or {"text": ...}.
+        settings: What to measure.
+        translator: One whose own maps are scored and aligned beside the closed form's.
+        progress: Called with a word on what was done, after each part.
+
+    Raises:
+        ValueError: A bad argument, or no usable text.
+        IncompatibleTranslatorError: The tokenizers differ, or the translator is another pair's.
+    """
+    check_tokenizers(source, target)
+    if translator is not None:
+        check_translator(translator, source, target, settings)
+    corpus = texts.split(
+        texts.read(
+            records,
+            target.tokenizer,
+            documents=settings.documents,
+            tokens=settings.tokens,
+            context_length=min(source.context_length, target.context_length),
+        ),
+        settings.seed,
+    )
+    check_memory((source, target), corpus.num_tokens)
+    if settings.random_init:
+        source = randomly_initialised(source, 2 * settings.seed)
+        target = randomly_initialised(target, 2 * settings.seed + 1)
+    read, wanted = (
+        collect(model, corpus, settings.capture, lambda: progress("reading"))
+        for model in (source, target)
+    )
+    heads = [head_counts(model.geometry) for model in (source, target)]
+    return compare(read, wanted, corpus, settings, heads, translator, progress)
+
+
+def check_translator(
+    translator: Translator, source: LanguageModel, target: LanguageModel, settings: Settings
+) -> None:
+    """Refuse a translator that cannot be scored on what ``settings`` ask for.
+
+    Raises:
+        ValueError: Another capture point, or random weights.
+        IncompatibleTranslatorError: It is another pair's.
+    """
+    check_pair(translator.config, source, target)
+    if settings.random_init:
+        raise ValueError("a translator says nothing about random weights; drop one of the two")
+    if settings.capture != translator.config.capture:
+        raise ValueError(
+            f"capture is {settings.capture}, but the translator reads and writes "
+            f"{translator.config.capture} keys; drop one of the two"
+        )
+
+
+def compare(
+    source: States,
+    target: States,
+    corpus: Corpus,
+    settings: Settings,
+    heads: Sequence[set[int]],
+    translator: Translator | None = None,
+    progress: Progress = lambda text: None,
+) -> Report:
+    """All statistics of two models' states over ``corpus``; ``heads`` are their KV heads."""
+    depths = len(source.keys), len(target.keys)
+    source_layers = [layers[0] for layers in relative_depth(*depths).keys]
+    recipe = Recipe(settings.hidden, settings.epochs, seed=settings.seed) if settings.mlp else None
+    linearity: dict[str, list[LayerFit]] = {side: [] for side in SIDES}
+    for side in SIDES:
+        for layer, source_layer in enumerate(source_layers):
+            x, y = source.side(side)[source_layer], target.side(side)[layer]
+            linearity[side].append(fit_layer(x, y, corpus.scored, recipe))
+            progress("linearity")
+    rank = {
+        name: {side: [_rank(x) for x in states.side(side)] for side in SIDES}
+        for name, states in (("source", source), ("target", target))
+    }
+    progress("rank")
+    grids = {}
+    for side in SIDES if settings.cka else ():
+        grid = cka_grid(source.side(side), target.side(side), lambda: progress("CKA"))
+        grids[side] = Grid(grid, correspondence(grid))
+    own = {} if translator is None else translator_r2(translator, source, target, corpus.scored)
+    aligned, notes = _align(
+        source, target, source_layers, heads, settings, translator, lambda: progress("heads")
+    )
+    positions = by_position(
+        source, target, corpus, source_layers, settings.seed, lambda: progress("positions")
+    )
+    scored = int(corpus.scored.sum())
+    fitted = corpus.num_tokens - scored
+    widest = max(x.shape[1] for side in SIDES for x in source.side(side))
+    return Report(
+        settings.capture,
+        len(corpus.documents),
+        fitted,
+        scored,
+        source_layers,
+        linearity,
+        own,
+        rank,
+        grids,
+        aligned,
+        positions,
+        [
+            *_scarce(fitted, widest),
+            *_unfinished(linearity, settings.epochs),
+            *notes,
+            *_skipped(positions),
+        ],
+    )
+
+
+def _rank(x: np.ndarray) -> Rank:
+    eigenvalues = spectrum(x)
+    return Rank(effective_rank(eigenvalues), top_share(eigenvalues))
+
+
+def _align(
+    source: States,
+    target: States,
+    source_layers: Sequence[int],
+    heads: Sequence[set[int]],
+    settings: Settings,
+    translator: Translator | None,
+    progress: Callable[[], None],
+) -> tuple[dict[str, dict[str, HeadAlignment]], list[str]]:
+    """Head alignments, and notes on those left out."""
+    if not settings.heads:
+        return {}, []
+    if any(len(counts) > 1 for counts in heads):
+        return {}, ["no head alignment: the layers of a model differ in their KV heads"]
+    counts = (min(heads[0]), min(heads[1]))
+    notes = []
+    if counts[0] != counts[1]:
+        notes.append(
+            f"{counts[0]} source heads have no counterparts of their own among {counts[1]} target "
+            "heads: the grid shows where they go, its diagonal and p say little"
+        )
+    joint = closed_form_alignment(source, target, source_layers, counts, settings.seed, progress)
+    if translator is None:
+        return {"closed form": joint}, notes
+    if not translator.config.head_mixing:
+        notes.append("no head alignment of the translator: it is head-wise")
+        return {"closed form": joint}, notes
+    own = translator_alignment(translator, counts, settings.seed)
+    return {"closed form": joint, "translator": own}, notes
+
+
+def _scarce(fitted: int, widest: int) -> list[str]:
+    if fitted >= TOKENS_PER_WIDTH * widest:
+        return []
+    return [
+        f"{fitted} tokens to fit on are few for inputs {widest} wide: R2 is low for lack of text; "
+        "raise --tokens"
+    ]
+
+
+def _unfinished(linearity: Mapping[str, Sequence[LayerFit]], epochs: int) -> list[str]:
+    fits = [fit for fits in linearity.values() for fit in fits]
+    count = sum(fit.epochs == epochs for fit in fits)
+    if not count:
+        return []
+    return [
+        f"{count} of {len(fits)} MLPs were best after their last epoch ({epochs}), so more can be "
+        "explained than they do; raise --epochs"
+    ]
+
+
+def _skipped(positions: Sequence[Bucket]) -> list[str]:
+    return [
+        f"no R2 for positions {b.start} to {b.stop - 1}: {b.available} tokens to fit on and "
+        f"{b.scored} to score are too few; raise --tokens or lower --documents"
+        for b in positions
+        if b.r2 is None
+    ]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

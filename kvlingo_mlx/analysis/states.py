@@ -1,0 +1,106 @@
+"""Both models' keys and values over one corpus, layer by layer.
+
+States are kept in memory, in the models' own dtype: tokens x (sum of all layers' key and
+value widths) x 2 bytes for 16-bit models, so that 16,384 tokens of two models of 36 layers and
+1024 wide take 4.8 GB, beside the models' weights. Statistics take one layer at a time as
+float32 and compute in float64. Summing moments while the models run would keep no states,
+but takes more memory as soon as every pair of layers is asked about: 21 GB for the cross
+moments of that pair's CKA grids alone; and the MLP needs the states anyway.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+
+from kvlingo_mlx.analysis.corpus import Corpus
+from kvlingo_mlx.capture import move, prefill
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.translator_config import SIDES
+
+
+class Layers(Sequence[np.ndarray]):
+    """One side of a model: layer i as (T, width) float32, made from its own dtype when asked."""
+
+    def __init__(self, arrays: Sequence[mx.array]) -> None:
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __getitem__(self, layer):
+        return np.array(self._arrays[layer].astype(mx.float32))
+
+
+@dataclass(frozen=True)
+class States:
+    """A model's keys and values at one capture point: per cache layer (T, width)."""
+
+    keys: Sequence[np.ndarray]
+    values: Sequence[np.ndarray]
+
+    def side(self, side: str) -> Sequence[np.ndarray]:
+        """The layers of ``"keys"`` or ``"values"``."""
+        return self.keys if side == "keys" else self.values
+
+
+def check_memory(models: Sequence[LanguageModel], num_tokens: int) -> None:
+    """Refuse (ValueError) states that would fill more than half of this machine's memory."""
+    per_token = [model.geometry.bytes_per_token(model.cache_dtype.size) for model in models]
+    needed = sum(per_token) * num_tokens
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory / 2:
+        raise ValueError(
+            f"the states of {num_tokens} tokens take {needed / 1e9:.1f} GB, more than half of "
+            f"this machine's {memory / 1e9:.1f} GB; lower --tokens"
+        )
+
+
+def collect(
+    model: LanguageModel,
+    corpus: Corpus,
+    capture: str,
+    progress: Callable[[], None] = lambda: None,
+) -> States:
+    """Run a model over every document, each from an empty cache.
+
+    Raises:
+        ValueError: A token id is not the model's.
+        KVLingoError: Its states are not finite.
+    """
+    layers = len(model.attentions)
+    parts: list[list[mx.array]] = [[] for _ in range(2 * layers)]
+    for document in corpus.documents:
+        model.check_tokens(document)
+        with contextlib.closing(prefill(model, document)) as spans:
+            for span in spans:
+                arrays = [array[0] for array in move(span, model, capture).arrays]
+                mx.eval(arrays)
+                for part, array in zip(parts, arrays, strict=True):
+                    part.append(array)
+        progress()
+    joined = [_join(parts[index]) for index in range(2 * layers)]
+    keys, values = joined[:layers], joined[layers:]
+    for layer, pair in enumerate(zip(keys, values, strict=True)):
+        for side, array in zip(SIDES, pair, strict=True):
+            if not mx.isfinite(array).all().item():
+                raise KVLingoError(
+                    f"the {side} of layer {layer} of {model.name} hold NaN or Inf; "
+                    "are its weights sound?"
+                )
+    return States(Layers(keys), Layers(values))
+
+
+def _join(parts: list[mx.array]) -> mx.array:
+    """One array of a layer's spans, which it lets go of."""
+    joined = mx.concatenate(parts)
+    mx.eval(joined)
+    parts.clear()
+    return joined

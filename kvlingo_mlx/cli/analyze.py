@@ -1,0 +1,175 @@
+"""kvlingo-mlx analyze: what two models' caches have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvlingo_mlx.cli.output import (
+    JSON_HELP,
+    keep_stdout_for_json,
+    progress_bar,
+    say,
+    table,
+    warn,
+)
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.analysis.report import Report
+
+SIDES = ("keys", "values")
+
+
+def command(
+    source: str = typer.Option(..., help="Whose cache would be translated: a folder or Hub id."),
+    target: str = typer.Option(..., help="Whose cache is wanted: a folder or Hub id."),
+    data: str = typer.Option(
+        None, help='JSONL of {"messages": [...]} or {"text": ...}; default: bundled dialogues.'
+    ),
+    translator: str = typer.Option(
+        None, help="A folder or Hub id: its own maps are scored and aligned as well."
+    ),
+    capture: str = typer.Option(
+        None, help="pre_norm, post_norm or post_rope; default: the translator's, else pre_norm."
+    ),
+    documents: int = typer.Option(64, help="Read the first N records; a fifth is held out."),
+    tokens: int = typer.Option(
+        16384, help="Tokens in all; each document is cut at this over the number of documents."
+    ),
+    random_init: bool = typer.Option(
+        False, "--random-init", help="Give both models random weights first: the null."
+    ),
+    cka: bool = typer.Option(True, help="Compare every pair of layers."),
+    mlp: bool = typer.Option(True, help="Fit a two-layer MLP beside each linear map."),
+    heads: bool = typer.Option(True, help="Align the heads of the closed-form joint map."),
+    hidden: int = typer.Option(None, help="The MLP's hidden width; default: twice its input's."),
+    epochs: int = typer.Option(10, help="Most epochs an MLP is trained for."),
+    seed: int = typer.Option(0, help="Of the split, the MLPs, the permutations, random weights."),
+    plot: str = typer.Option(None, help="Draw figures into this folder (the [plot] extra)."),
+    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
+) -> None:
+    """Measure what two models' caches have in common: CKA, R2, effective rank, heads."""
+    from kvlingo_mlx import measure, pictures
+    from kvlingo_mlx.analysis import figures
+    from kvlingo_mlx.analysis.corpus import bundled
+    from kvlingo_mlx.analysis.report import Settings, analyze
+    from kvlingo_mlx.loading import load, load_translator
+    from kvlingo_mlx.samples import read_jsonl
+
+    keep_stdout_for_json(json_file)
+    chosen: dict[str, Any] = {
+        "documents": documents, "tokens": tokens, "seed": seed, "random_init": random_init,
+        "cka": cka, "mlp": mlp, "heads": heads, "hidden": hidden, "epochs": epochs,
+    }  # fmt: skip
+    settings = Settings(capture or "pre_norm", **chosen)
+    if plot:
+        pictures.check_folder(plot)
+    records = read_jsonl(data) if data else bundled(documents)
+    given = load_translator(translator) if translator else None
+    if given is not None and not capture:
+        settings = Settings(given.config.capture, **chosen)
+    models = load(source, lazy=True), load(target, lazy=True)
+    with progress_bar("analyzing", None) as step:
+
+        def done(text: str) -> None:
+            step(text=text)
+            step()
+
+        report = analyze(*models, records, settings, translator=given, progress=done)
+    text = data or "bundled dialogues (no --data was given)"
+    say(
+        f"{models[0].name} to {models[1].name}"
+        + (", both with random weights" if random_init else "")
+        + f": keys {report.capture}, {report.documents} documents of {text}, "
+        f"{report.fitted} tokens to fit on and {report.scored} held out"
+    )
+    _print(report)
+    for note in report.notes:
+        warn(note)
+    if plot:
+        written = figures.write(report, plot)
+        say(f"drew {', '.join(path.name for path in written)} into {plot}")
+    say(measure.machine_line())
+    if json_file:
+        config = {
+            "source": models[0].name, "target": models[1].name, "data": text,
+            "translator": translator, **vars(settings),
+        }  # fmt: skip
+        measure.append_json(json_file, measure.record("analyze", config, report.to_json()))
+
+
+# ---- tables -----------------------------------------------------------------------------
+
+
+def _print(report: Report) -> None:
+    for side in SIDES:
+        _print_layers(report, side)
+    _print_rank(report)
+    if report.heads:
+        _print_heads(report)
+    _print_positions(report)
+
+
+def _print_layers(report: Report, side: str) -> None:
+    """A row for each target layer: what it resembles, and how much of it can be predicted."""
+    columns = ["layer", "reads", *(["CKA", "most alike"] if report.cka else [])]
+    scores = {kind: [getattr(fit, kind) for fit in report.linearity[side]]
+              for kind in ("linear", "affine", "mlp")}  # fmt: skip
+    if scores["mlp"][0] is None:
+        del scores["mlp"]
+    if report.translator:
+        scores["translator"] = report.translator[side]
+    rows = []
+    for layer, reads in enumerate(report.source_layers):
+        row = [str(layer), str(reads)]
+        if report.cka:
+            line = report.cka[side].cka[layer]
+            row += [f"{line[reads]:.2f}", str(int(line.argmax()))]
+        rows.append(row + [f"{values[layer]:.3f}" for values in scores.values()])
+    means = [f"{sum(values) / len(values):.3f}" for values in scores.values()]
+    title = f"{side.capitalize()}: target layers from source layers, held-out R2"
+    table(title, columns + ["MLP" if kind == "mlp" else kind for kind in scores],
+          [*rows, ["mean", *[""] * (len(columns) - 1), *means]])  # fmt: skip
+    if report.cka:
+        found = report.cka[side].summary
+        say(
+            f"CKA of {side} is higher by {found.contrast:.3f} on the diagonal than off it; a row's "
+            f"largest is {found.offset:.1f} layers from it\n"
+        )
+
+
+def _print_rank(report: Report) -> None:
+    rows = []
+    for model, sides in report.rank.items():
+        for side in SIDES:
+            layers = sides[side]
+            shown = (layers[0], layers[len(layers) // 2], layers[-1])
+            rows.append([
+                f"{model} {side}",
+                *(f"{layer.effective:.1f}" for layer in shown),
+                *(f"{layer.top_share:.2f}" for layer in (shown[0], shown[-1])),
+            ])  # fmt: skip
+    columns = ["", "first", "middle", "last", "top, first", "top, last"]
+    table("Effective rank, and the top direction's share of variance", columns, rows)
+
+
+def _print_heads(report: Report) -> None:
+    rows = [
+        [f"{name}, {side}", f"{a.diagonal:.3f}", f"{a.null[0]:.3f} ± {a.null[1]:.3f}", f"{a.p:.3f}"]
+        for name, sides in report.heads.items()
+        for side, a in sides.items()
+    ]
+    table("Share of a source head's map in its own target head", ["map", "share", "permuted", "p"],
+          rows)  # fmt: skip
+
+
+def _print_positions(report: Report) -> None:
+    rows = [
+        [f"{b.start} to {b.stop - 1}", str(b.fitted), str(b.scored),
+         *(f"{sum(b.r2[side]) / len(b.r2[side]):.3f}" for side in SIDES)]
+        for b in report.positions if b.r2 is not None
+    ]  # fmt: skip
+    if rows:
+        columns = ["positions", "tokens fitted", "held out", "R2 keys", "R2 values"]
+        table("Linear map by position, mean over layers", columns, rows)

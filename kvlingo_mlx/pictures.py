@@ -69,6 +69,7 @@ def save_all(figures: Mapping[Path, Any]) -> None:
     """Write several figures: all are drawn before any is written, each at once."""
     pictures = {path: _drawn(figure, path.suffix[1:]) for path, figure in figures.items()}
     for path, picture in pictures.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.partial")
         try:
             partial.write_bytes(picture)

@@ -19,7 +19,6 @@ def write(report: Report, folder: str) -> list[Path]:
     """Draw what the report holds; returns the files written, each of them at once."""
     figures = {name: figure for name, draw in FIGURES.items() if (figure := draw(report))}
     root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
     pictures.save_all({root / name: figure for name, figure in figures.items()})
     return [root / name for name in figures]
 

@@ -1,6 +1,6 @@
 # `make demo` and `make test` set up what they need: a virtual environment each.
 PYTHON ?= python3
-TORCH ?=
+WITH ?=
 
 .PHONY: demo test clean
 
@@ -17,11 +17,11 @@ test: .venv-test/ready
 	.venv/bin/python -m pip install --quiet --editable .
 	touch $@
 
-# TORCH="torch==2.13.0 transformers" adds the parity tests against PyTorch.
+# WITH="torch==2.13.0 lm-eval==0.4.13" adds the tests against PyTorch and those of lm-eval's tasks.
 .venv-test/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-test
 	.venv-test/bin/python -m pip install --quiet --upgrade pip
-	$(if $(TORCH),.venv-test/bin/python -m pip install --quiet $(TORCH))
+	$(if $(WITH),.venv-test/bin/python -m pip install --quiet $(WITH))
 	.venv-test/bin/python -m pip install --quiet --editable ".[test]"
 	touch $@
 

@@ -20,6 +20,11 @@ class Mean:
     def __str__(self) -> str:
         return f"{self.value:.3f} +- {self.error:.3f}"
 
+    def as_json(self) -> dict[str, float | int | None]:
+        """The three as JSON has them: None for NaN."""
+        numbers = {"value": self.value, "error": self.error, "count": self.count}
+        return {name: None if math.isnan(x) else x for name, x in numbers.items()}
+
 
 def over_items(scores: Sequence[float]) -> Mean:
     """The mean of per-item scores: sample standard deviation over the root of their number.

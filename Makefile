@@ -17,7 +17,7 @@ test: .venv-test/ready
 	.venv/bin/python -m pip install --quiet --editable .
 	touch $@
 
-# WITH="torch==2.13.0 lm-eval==0.4.13" adds the tests against PyTorch and those of lm-eval's tasks.
+# WITH="torch==2.13.0 lm-eval==0.4.13 matplotlib" adds the tests that need them.
 .venv-test/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-test
 	.venv-test/bin/python -m pip install --quiet --upgrade pip

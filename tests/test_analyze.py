@@ -364,6 +364,7 @@ def fails(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_verb_on_the_zoo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
     translator = str(kv.zoo("tiny-qwen3-s").parents[1] / "translators/tiny-qwen3-s--tiny-qwen3-moe")
     out = tmp_path / "deep" / "figures"
     more = ["--translator", translator, "--json", "-", "--plot", str(out)]
@@ -410,6 +411,8 @@ def test_verb_on_a_file(
 def test_bad_input_is_refused_before_any_work(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("matplotlib")
+
     def unreachable(*arguments: Any, **options: Any) -> None:
         raise AssertionError("work began")
 
@@ -459,6 +462,7 @@ def test_interrupt_leaves_nothing(
     request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Ctrl-C in the middle, and as the second figure is drawn: no folder, no record."""
+    pytest.importorskip("matplotlib")
     from kvlingo_mlx import pictures
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

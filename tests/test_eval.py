@@ -253,7 +253,7 @@ def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     assert status == 0 and plot.read_bytes().startswith(b"\x89PNG")
     means = found["means"]
     assert set(means["recall"]) == {"native", "translated", "prefix hidden", "reuse"}
-    assert set(means["needles"]["native"]) == {"single, 100", "single, 300", "mean"}
+    assert set(means["needles"]["native"]) == {"single, 100", "single, 200", "mean"}
     assert means["recall"]["native"]["dialogues"]["recall"]["value"] > 0.9
     assert means["recall"]["prefix hidden"]["dialogues"]["recall"]["value"] < 0.3
     assert means["needles"]["native"]["mean"]["recall"]["value"] > 0.7

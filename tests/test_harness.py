@@ -423,7 +423,7 @@ def test_scores_errors_and_groups(models: dict[str, LanguageModel], task_folder:
 def test_interrupted_runs_go_on(
     models: dict[str, LanguageModel], task_folder: Path, tmp_path: Path
 ) -> None:
-    model, file = models["dense"], tmp_path / "kept" / "responses.jsonl"
+    model, file = models["dense"], tmp_path / "responses.jsonl"
     calls: list[int] = []
 
     def run(stop: int | None = None, condition: str = "one", **options: Any) -> dict[str, Any]:
@@ -457,7 +457,7 @@ def test_interrupted_runs_go_on(
     run(responses=file, apply_chat_template=False)
     assert len(calls) == count
     file.write_text("my notes\n")
-    with pytest.raises(KVLingoError, match="line 1, is no kept response"):
+    with pytest.raises(ValueError, match="line 1: not a line of kept responses"):
         run(responses=file)
 
 

@@ -5,7 +5,8 @@
 Every target layer reads the relative-depth band of ``nu`` source layers. The closed form (its
 norm: ``--norm``) comes first; ``--steps 0`` keeps it. Dialogues are drawn apart from those
 that judge quality. Work under way lies in WORK (``--work``); the same command resumes it. Maps
-are stored in bfloat16, which halves the package.
+are stored in bfloat16, which halves the package. With ``--out`` they go to a folder of their
+own: alternatives (``--kind``, ``--capture``, ``--head-wise``) that an evaluation compares.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from kvlingo_mlx.importing import import_translator
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.training import torch_model
 from kvlingo_mlx.training.distill import Recipe, Report
-from kvlingo_mlx.training.pipeline import Plan, Training
+from kvlingo_mlx.training.pipeline import MLP_STAGE1_RATE, Plan, Training
 
 
-def train(source: str, target: str, plan: Plan, work: Path) -> None:
-    """One pair, both stages, into the package."""
+def train(source: str, target: str, plan: Plan, work: Path, out: Path) -> None:
+    """One pair, both stages, into a folder of ``out``."""
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     total = plan.fit_samples + plan.recipe.steps
     with Progress(*columns) as bar:
@@ -41,13 +42,13 @@ def train(source: str, target: str, plan: Plan, work: Path) -> None:
             text = f"{source} to {target}: KL {done.kl:.4f}, held out {done.held_out:.4f}"
             bar.update(task, completed=plan.fit_samples + done.step, description=text)
 
-        out = Training(
+        trained = Training(
             *(torch_model.load(str(zoo(name)), dtype=torch.float32) for name in (source, target)),
             DialogueStream(load(zoo(target))), plan, work / f"{source}--{target}", progress=show,
             settings={"data": ["kvlingo_mlx.embedded.dialogues"]},
         ).run()  # fmt: skip
-    folder = TRANSLATORS / f"{source}--{target}"
-    config = import_translator(str(out), out=folder).config
+    folder = out / f"{source}--{target}"
+    config = import_translator(str(trained), out=folder).config
     size = (folder / checkpoint.WEIGHTS_FILE).stat().st_size
     kl = config.provenance.get("held_out_kl")
     print(f"{folder.name}: {size / 1e6:.2f} MB, nu = {plan.nu}, held-out KL {kl}", flush=True)
@@ -59,18 +60,31 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=[":".join(pair) for pair in names])
     parser.add_argument("--nu", type=int, default=1)
     parser.add_argument("--norm", default="frobenius")
+    parser.add_argument("--kind", default="linear")
+    parser.add_argument("--capture", default="pre_norm")
+    parser.add_argument("--head-wise", action="store_true")
+    parser.add_argument("--hidden", type=int, default=256, help="an MLP's width")
     parser.add_argument("--dialogues", type=int, default=200)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=1e-2)
+    parser.add_argument("--lr", type=float, nargs="+", default=[1e-2], help="the best one wins")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("build/zoo"))
+    parser.add_argument("--out", type=Path, default=TRANSLATORS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    recipe = Recipe(steps=args.steps, batch=args.batch, learning_rates=(args.lr,))
-    plan = Plan(nu=args.nu, norm=args.norm, fit_samples=args.dialogues, held_out=16, recipe=recipe)
+    recipe = Recipe(steps=args.steps, batch=args.batch, learning_rates=tuple(args.lr))
+    first = Recipe(
+        objective="reconstruction", steps=args.steps, batch=args.batch,
+        learning_rates=(MLP_STAGE1_RATE,),
+    )  # fmt: skip
+    plan = Plan(
+        kind=args.kind, capture=args.capture, head_mixing=not args.head_wise, hidden=args.hidden,
+        nu=args.nu, norm=args.norm, fit_samples=args.dialogues, held_out=16, recipe=recipe,
+        stage1_recipe=first,
+    )  # fmt: skip
     for pair in args.pairs:
-        train(*pair.split(":"), plan, args.work)
+        train(*pair.split(":"), plan, args.work, args.out)
 
 
 if __name__ == "__main__":

@@ -88,14 +88,18 @@ def collect(
         progress()
     joined = [_join(parts[index]) for index in range(2 * layers)]
     keys, values = joined[:layers], joined[layers:]
-    for layer, pair in enumerate(zip(keys, values, strict=True)):
-        for side, array in zip(SIDES, pair, strict=True):
-            if not mx.isfinite(array).all().item():
-                raise KVLingoError(
-                    f"the {side} of layer {layer} of {model.name} hold NaN or Inf; "
-                    "are its weights sound?"
-                )
+    for side, arrays in zip(SIDES, (keys, values), strict=True):
+        _check_finite(model, side, arrays)
     return States(Layers(keys), Layers(values))
+
+
+def _check_finite(model: LanguageModel, side: str, arrays: Sequence[mx.array]) -> None:
+    for layer, array in enumerate(arrays):
+        if not mx.isfinite(array).all().item():
+            raise KVLingoError(
+                f"the {side} of layer {layer} of {model.name} hold NaN or Inf; "
+                "are its weights sound?"
+            )
 
 
 def _join(parts: list[mx.array]) -> mx.array:

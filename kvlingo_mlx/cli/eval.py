@@ -88,11 +88,6 @@ def command(
     for task in asked:
         _print(task, tables[task.name])
     times = _times(models[1], line, asked) if compare else {}
-    if times:
-        rows = [[name, ms(measure.median(samples))] for name, samples in times.items()]
-        table("Time to first token at a switch (ms, median)", ["cache", "first token"], rows)
-        if not measure.is_apple():
-            say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
     say(measure.machine_line())
     say(f"every item's scores are in {out}")
     if json_file:
@@ -115,7 +110,8 @@ def command(
 
 
 def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+    """The parts of a list, each once."""
+    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def _named(translators: list[str] | None) -> dict[str, list[str | None]]:
@@ -215,11 +211,17 @@ def _cell(mean: Any) -> str:
 
 
 def _times(target: LanguageModel, line: list, asked: list[Task]) -> dict[str, list[float]]:
-    """Seconds to the first token on the item of median length."""
+    """Print and return the seconds to the first token on the item of median length."""
+    from kvlingo_mlx import measure
     from kvlingo_mlx.evaluation.latency import switch_times
 
     prefixes = sorted((item.prefix for task in asked for item in task.items), key=len)
     prefix = prefixes[len(prefixes) // 2]
     say(f"timing a switch at {len(prefix)} tokens")
     actions = {c.name: c.at_switch(prefix) for c in line if c.at_switch is not None}
-    return switch_times(target, actions, prefix[-1])
+    times = switch_times(target, actions, prefix[-1])
+    rows = [[name, ms(measure.median(samples))] for name, samples in times.items()]
+    table("Time to first token at a switch (ms, median)", ["cache", "first token"], rows)
+    if not measure.is_apple():
+        say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
+    return times

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -56,19 +55,34 @@ def evaluate(
         keys = {c.name: journal.run(_settings(target, task, c)) for c in conditions}
         for item in task.items:
             progress(task.name)
-            name = f"{item.name} {probes.fingerprint(item)[:16]}"
-            score: probes.Scorer | None = None
-            for condition in conditions:
-                found = journal.find(keys[condition.name], name)
-                if found is None:
-                    score = score or task.scorer(target, item)
-                    own = condition.name == NATIVE
-                    found = _mean([score(None if own else make) for make in condition.makers])
-                    journal.keep(keys[condition.name], name, found)
-                    mx.clear_cache()
-                scored = Scored(item.name, item.group, item.cluster, found)
-                results[task.name][condition.name].append(scored)
+            for name, scores in _score(target, task, item, conditions, keys, journal).items():
+                scored = Scored(item.name, item.group, item.cluster, scores)
+                results[task.name][name].append(scored)
     return results
+
+
+def _score(
+    target: LanguageModel,
+    task: Task,
+    item: probes.Item,
+    conditions: Sequence[Condition],
+    keys: Mapping[str, str],
+    journal: Journal,
+) -> dict[str, Scores]:
+    """One item's scores by condition; the target reads it only where something is missing."""
+    name = f"{item.name} {probes.fingerprint(item)[:16]}"
+    kept: dict[str, Scores] = {}
+    score: probes.Scorer | None = None
+    for condition in conditions:
+        found = journal.find(keys[condition.name], name)
+        if found is None:
+            score = score or task.scorer(target, item)
+            own = condition.name == NATIVE
+            found = _mean([score(None if own else make) for make in condition.makers])
+            journal.keep(keys[condition.name], name, found)
+            mx.clear_cache()
+        kept[condition.name] = found
+    return kept
 
 
 def _settings(target: LanguageModel, task: Task, condition: Condition) -> dict:
@@ -77,7 +91,6 @@ def _settings(target: LanguageModel, task: Task, condition: Condition) -> dict:
         "task": task.name,
         **task.settings,
         "target": identity_of(target),
-        "condition": condition.name,
         **condition.identity,
     }
 
@@ -112,15 +125,11 @@ def _over(metric: str, found: Sequence[Scored]) -> Mean:
     return over_clusters([s.scores[metric] for s in found], [s.cluster for s in found])
 
 
-def _finite(mean: Mean) -> dict[str, float | int | None]:
-    return {n: None if math.isnan(value) else value for n, value in vars(mean).items()}
-
-
 def plain(tables: Mapping[str, Table]) -> dict:
     """A task's tables, by condition, as JSON holds them."""
     return {
         condition: {
-            group: {metric: _finite(mean) for metric, mean in means.items()}
+            group: {metric: mean.as_json() for metric, mean in means.items()}
             for group, means in table.items()
         }
         for condition, table in tables.items()

@@ -24,7 +24,8 @@ class Condition:
     Attributes:
         name: What tables call it.
         makers: One a seed; an item's scores are averaged over them.
-        identity: What its results depend on, beside the target; JSON-able.
+        identity: What its results depend on, beside the target, and what tells it from other
+            conditions, whatever their names; JSON-able.
         at_switch: From a prefix, what is left to do once the source has read it; None for
             controls, whose time means nothing.
     """
@@ -78,7 +79,7 @@ def baseline(
             f"--baselines names {spec!r}; known are {', '.join(BASELINES)}, and droidspeak:J"
         )
     if name == "hidden":
-        return Condition("prefix hidden", (conditions.hidden(target),))
+        return Condition("prefix hidden", (conditions.hidden(target),), {"hidden": True})
     if name == "text":
         make = conditions.text(source, target)
         return Condition("text", (make,), theirs, lambda tokens: lambda: make(tokens))

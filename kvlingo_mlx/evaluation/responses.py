@@ -7,26 +7,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.evaluation.lines import Lines
 
 
 class Responses:
     """Responses by key: in a JSONL file, each appended as soon as it is known, or in memory.
 
-    A run that was killed in the middle of a line loses that line alone.
-
     Args:
-        path: The file, made when the first response comes; None keeps them in memory.
+        path: The file; None keeps them in memory.
 
     Raises:
-        KVLingoError: The file holds something else.
+        ValueError: The file holds something else, or cannot be read or written.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path
         self._known: dict[str, Any] = {}
-        if path is not None and path.exists():
-            self._read(path)
+        self._lines = Lines(path, self._take, "kept responses")
 
     def __contains__(self, key: str) -> bool:
         return key in self._known
@@ -36,26 +32,11 @@ class Responses:
 
     def add(self, key: str, response: Any) -> None:
         """Keep a response, which JSON must be able to hold."""
+        self._lines.append({"key": key, "response": response})
         self._known[key] = response
-        if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"key": key, "response": response}) + "\n")
 
-    def _read(self, path: Path) -> None:
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        for number, line in enumerate(data[:whole].splitlines(), 1):
-            try:
-                entry = json.loads(line)
-                self._known[entry["key"]] = entry["response"]
-            except (ValueError, KeyError, TypeError):
-                raise KVLingoError(
-                    f"{path}, line {number}, is no kept response; name another file, or delete it"
-                ) from None
-        if whole < len(data):  # a line that was being written when the run was killed
-            with path.open("r+b") as file:
-                file.truncate(whole)
+    def _take(self, entry: dict[str, Any]) -> None:
+        self._known[entry["key"]] = entry["response"]
 
 
 def key_of(*parts: Any) -> str:

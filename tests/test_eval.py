@@ -269,7 +269,6 @@ def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tasks", "recal"], "--tasks names 'recal'"),
         (["--baselines", "droid"], "--baselines names 'droid'"),
         (["--tasks", "needles", "--lengths", "10,99999"], "--lengths is '10,99999'"),
         (["--tasks", "needles", "--lengths", "20"], "the needles alone take"),

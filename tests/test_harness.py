@@ -406,7 +406,11 @@ def test_scores_errors_and_groups(models: dict[str, LanguageModel], task_folder:
         squares.append(error**2)
         counts.append(len(scores))
     weights = np.array(counts) / sum(counts)
-    group = found["groups"]["tiny_group"]
+    assert found["groups"]["tiny_group"]["weights"]["acc_norm"] == {
+        "tiny_choice": 1,
+        "tiny_other": 1,
+    }
+    group = found["groups"]["tiny_group"]["metrics"]
     assert group["acc"]["error"] == pytest.approx(np.sqrt((weights**2 * squares).sum()))
     values = [
         found["tasks"][n]["metrics"]["acc_norm"]["value"] for n in ("tiny_choice", "tiny_other")

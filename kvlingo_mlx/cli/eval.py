@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from kvlingo_mlx.cli import eval_options as options
+from kvlingo_mlx.cli.eval_options import words
 from kvlingo_mlx.cli.output import (
     JSON_HELP,
     keep_stdout_for_json,
@@ -14,13 +17,17 @@ from kvlingo_mlx.cli.output import (
     progress_bar,
     say,
     table,
+    warn,
 )
 
 if TYPE_CHECKING:
+    from kvlingo_mlx.evaluation.compare import Outcome
+    from kvlingo_mlx.evaluation.error_bars import Mean
+    from kvlingo_mlx.evaluation.lineup import Condition
     from kvlingo_mlx.evaluation.probes import Task
     from kvlingo_mlx.language_model import LanguageModel
 
-LENGTHS = (4096, 8192, 16384, 32768)
+ANSWER_TOKENS = 128
 
 
 def command(
@@ -30,7 +37,9 @@ def command(
     source: str = typer.Option(..., help="Whose cache is translated: a folder or Hub id."),
     target: str = typer.Option(..., help="Who decodes from it: a folder or Hub id."),
     compare: bool = typer.Option(False, "--compare", help="Also time each one's first token."),
-    tasks: str = typer.Option("continuation,recall", help="continuation, recall, needles."),
+    tasks: str = typer.Option(
+        "continuation,recall", help="continuation, recall, needles, and any that lm-eval has."
+    ),
     baselines: str = typer.Option(
         "hidden,shuffled", help="hidden, shuffled, reuse, droidspeak, droidspeak:J, text; or none."
     ),
@@ -41,22 +50,44 @@ def command(
     lengths: str = typer.Option(None, help="Lengths of haystacks in tokens: 4096,8192."),
     style: str = typer.Option("magic", help="Needles: magic numbers, or facts (the zoo's)."),
     haystack: str = typer.Option(None, help="A text file to hide the needles in."),
-    max_tokens: int = typer.Option(128, "--max-tokens", "-m", help="Longest answer."),
+    max_tokens: int = typer.Option(
+        None,
+        "--max-tokens",
+        "-m",
+        help="Longest answer; default: 128, or as lm-eval's task has it.",
+    ),
     thinking: bool = typer.Option(False, help="The chat template's thinking switch."),
+    num_shots: int = typer.Option(None, help="lm-eval: examples shown; default: the task's own."),
+    chat: bool = typer.Option(
+        None,
+        "--apply-chat-template/--no-apply-chat-template",
+        help="lm-eval: prompts as chats; default: if the target has a template.",
+    ),
+    include_path: str = typer.Option(None, help="lm-eval: a folder of further task files."),
+    task_data: list[str] = typer.Option(
+        None, help="NAME=FILE: local records for a task of ours, such as quac."
+    ),
+    metadata: str = typer.Option(None, help='lm-eval: JSON for tasks that ask: {"key": ...}.'),
+    judge: str = typer.Option(None, help="A model that judges free answers: a folder or Hub id."),
+    unsafe_code: bool = typer.Option(
+        False, "--confirm-run-unsafe-code", help="lm-eval: allow tasks that run generated code."
+    ),
     out: str = typer.Option("kvlingo-eval.jsonl", help="Items' scores; the same command resumes."),
     plot: str = typer.Option(None, help="Draw score against first-token time (with --compare)."),
     allow_mismatch: bool = typer.Option(False, help="Accept another checkpoint's translator."),
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Compare translated caches with native ones, controls and alternatives."""
-    if limit < 1 or max_tokens < 1:
+    if limit < 1 or (max_tokens is not None and max_tokens < 1):
         raise ValueError(f"--limit is {limit}, --max-tokens {max_tokens}; both are at least 1")
     if plot and not compare:
         raise ValueError("--plot draws score against time to first token; add --compare")
+    own, public = options.split_tasks(words(tasks), judge)
+    local, facts = options.named_files(task_data), options.json_object(metadata)
 
     from kvlingo_mlx import measure, pictures
+    from kvlingo_mlx.evaluation import compare as comparison
     from kvlingo_mlx.evaluation import lineup
-    from kvlingo_mlx.evaluation.compare import evaluate, plain, summarise
     from kvlingo_mlx.evaluation.journal import Journal
     from kvlingo_mlx.loading import load, resolve_translator
 
@@ -64,158 +95,128 @@ def command(
     if plot:
         pictures.check(plot)
     journal = Journal(out)
-    read = _text(haystack)
+    read = options.haystack_text(haystack)
     models = load(source), load(target)
     named = {
         name: [resolve_translator(f, *models, allow_mismatch=allow_mismatch) for f in folders]
-        for name, folders in _named(translators).items()
+        for name, folders in options.named_translators(translators).items()
     }
     asked = [
-        _task(name, *models, data=data, limit=limit, seed=seed, variants=_words(needles),
-              lengths=lengths, style=style, text=read, max_tokens=max_tokens, thinking=thinking)
-        for name in _words(tasks)
+        options.make_task(name, *models, data=data, limit=limit, seed=seed, variants=words(needles),
+              lengths=lengths, style=style, text=read, max_tokens=max_tokens or ANSWER_TOKENS,
+              thinking=thinking)
+        for name in own
     ]  # fmt: skip
     every = [t for folders in named.values() for t in folders]
     line = [lineup.native(models[1])]
     line += [lineup.translated(name, *models, found) for name, found in named.items()]
-    line += [lineup.baseline(spec, *models, every) for spec in _words(baselines) if spec != "none"]
+    line += [lineup.baseline(spec, *models, every) for spec in words(baselines) if spec != "none"]
+    outcomes: list[Outcome] = []
+    if public:  # first: their data may be out of reach
+        outcomes += _public(
+            public, *models, line, judge, limit=limit, seed=seed, num_fewshot=num_shots,
+            apply_chat_template=chat, enable_thinking=thinking, max_gen_toks=max_tokens,
+            include_path=include_path, data=local, metadata=facts, unsafe_code=unsafe_code,
+            responses=_beside(out),
+        )  # fmt: skip
     with progress_bar("evaluating", sum(len(task.items) for task in asked)) as step:
-        results = evaluate(models[1], asked, line, journal, lambda name: step())
-    tables = {
-        task.name: {c: summarise(task, found) for c, found in results[task.name].items()}
-        for task in asked
-    }
-    for task in asked:
-        _print(task, tables[task.name])
-    times = _times(models[1], line, asked) if compare else {}
+        results = comparison.evaluate(models[1], asked, line, journal, lambda name: step())
+    outcomes += [comparison.outcome(task, results[task.name]) for task in asked]
+    for outcome in outcomes:
+        _print(outcome)
+    times = _times(models[1], line, asked, outcomes) if compare else {}
     say(measure.machine_line())
-    say(f"every item's scores are in {out}")
+    if asked:
+        say(f"every item's scores are in {out}")
+    if public:
+        say(f"every response is in {_beside(out)}")
     if json_file:
-        items = {
-            task: {name: [vars(item) for item in found] for name, found in by_name.items()}
-            for task, by_name in results.items()
-        }
         config = {
             "source": models[0].name, "target": models[1].name, "data": data, "limit": limit,
-            "seed": seed, "thinking": thinking, "max_tokens": max_tokens,
+            "seed": seed, "thinking": thinking, "max_tokens": max_tokens, "num_shots": num_shots,
+            "apply_chat_template": chat, "judge": judge, "task_data": local,
         }  # fmt: skip
-        found = {"means": {t: plain(by_name) for t, by_name in tables.items()},
-                 "first_token_s": times, "items": items}  # fmt: skip
+        found = {
+            "means": {o.task: comparison.plain(o.tables) for o in outcomes},
+            "first_token_s": times,
+            "items": {
+                o.task: {name: [vars(item) for item in items] for name, items in o.items.items()}
+                for o in outcomes
+            },
+        }
         measure.append_json(json_file, measure.record("eval", config, found))
     if plot:
         from kvlingo_mlx.evaluation.figures import score_against_time
 
-        pictures.save(score_against_time(asked[0], tables[asked[0].name], times), plot)
+        pictures.save(score_against_time(outcomes[0], times), plot)
         say(f"drew {plot}")
 
 
-def _words(text: str) -> list[str]:
-    """The parts of a list, each once."""
-    return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+def _beside(out: str) -> str:
+    """Where lm-eval's responses go, which are long."""
+    return f"{out.removesuffix('.jsonl')}.responses.jsonl"
 
 
-def _named(translators: list[str] | None) -> dict[str, list[str | None]]:
-    """What each argument is called: NAME= before it, else its last part, else "translated"."""
-    if not translators:
-        return {"translated": [None]}
-    named: dict[str, list[str | None]] = {}
-    for text in translators:
-        name, equals, listed = text.rpartition("=")
-        folders = _words(listed)
-        if not folders:
-            raise ValueError(f"{text!r} names no translator; give FOLDER or NAME=FOLDER")
-        if not equals:
-            name = "translated" if len(translators) == 1 else folders[0].rstrip("/").split("/")[-1]
-        if name in named or name in ("native", "shuffled", "prefix hidden", "reuse", "text"):
-            raise ValueError(f"{name!r} is taken; name the translators: NAME=FOLDER")
-        named[name] = list(folders)
-    return named
+def _public(
+    names: list[str], source: LanguageModel, target: LanguageModel, line: list[Condition],
+    judge: str | None, **settings: Any,
+) -> list[Outcome]:  # fmt: skip
+    from kvlingo_mlx.evaluation import benchmarks
+    from kvlingo_mlx.evaluation.judge import Judge
 
-
-def _text(path: str | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--haystack {path} cannot be read ({error})") from None
-    if not text.strip():
-        raise ValueError(f"--haystack {path} is empty; give a text, or none for generated prose")
-    return text
-
-
-def _task(name: str, source: LanguageModel, target: LanguageModel, **options: Any) -> Task:
-    from kvlingo_mlx.embedded import dialogues
-    from kvlingo_mlx.evaluation import probes
-    from kvlingo_mlx.samples import read_jsonl
-
-    limit, seed = options["limit"], options["seed"]
-    context = min(source.context_length, target.context_length)
-    if name == "continuation":
-        if options["data"]:
-            records = read_jsonl(options["data"])
-        else:
-            talks = dialogues.held_out(limit, seed=seed)
-            records = [{"messages": talk.conversation()} for talk in talks]
-        return probes.continuation(target, records, limit, context)
-    if name == "recall":
-        return probes.recall(target, limit, seed)
-    if name == "needles":
-        room = context - options["max_tokens"]
-        lengths = _lengths(options["lengths"], room)
-        return probes.find_needles(
-            target, options["variants"], lengths, limit, seed=seed, style=options["style"],
-            text=options["text"], max_tokens=options["max_tokens"], thinking=options["thinking"],
+    with progress_bar("lm-eval", None) as step:
+        outcomes = benchmarks.evaluate(
+            target, names, line,
+            judge=None if judge is None else lambda: Judge(judge, responses=settings["responses"]),
+            progress=lambda text, done, total: step(done, total, text),
+            max_length=min(source.context_length, target.context_length), **settings,
         )  # fmt: skip
-    raise ValueError(f"--tasks names {name!r}; known are continuation, recall, needles")
+    for outcome in outcomes:
+        for note in outcome.notes:
+            warn(note)
+    return outcomes
 
 
-def _lengths(text: str | None, room: int) -> list[int]:
-    if text is None:
-        return [length for length in LENGTHS if length <= room] or [room]
-    try:
-        lengths = [int(word) for word in _words(text)]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1 or max(lengths) > room:
-        raise ValueError(
-            f"--lengths is {text!r}; give numbers from 1 to {room}, which the shorter context "
-            "leaves for a prompt: 1024,2048"
-        )
-    return lengths
-
-
-def _print(task: Task, tables: dict) -> None:
+def _print(outcome: Outcome) -> None:
     """One metric: a column a group. Several: a table a group, a column a metric."""
+    title, tables, metrics = outcome.task, outcome.tables, outcome.metrics
     groups = list(next(iter(tables.values())))
-    if len(task.metrics) == 1:
-        metric = task.metrics[0]
-        rows = [
-            [name, *(_cell(found[group][metric]) for group in groups)]
+    if len(metrics) == 1:
+        title += f": {metrics[0]}, {outcome.count} items"
+        table(title, ["cache", *groups], [
+            [name, *(_cell(found[group][metrics[0]]) for group in groups)]
             for name, found in tables.items()
-        ]
-        table(f"{task.name}: {metric}, {len(task.items)} items", ["cache", *groups], rows)
+        ])  # fmt: skip
         return
     for group in groups:
-        rows = [
-            [name, *(_cell(found[group][metric]) for metric in task.metrics)]
+        first = next(iter(tables.values()))[group]
+        count = max(mean.count for mean in first.values())
+        table(f"{title} ({group}), {count} items", ["cache", *metrics], [
+            [name, *(_cell(found[group][metric]) for metric in metrics)]
             for name, found in tables.items()
-        ]
-        count = next(iter(tables.values()))[group][task.metrics[0]].count
-        table(f"{task.name} ({group}), {count} items", ["cache", *task.metrics], rows)
+        ])  # fmt: skip
 
 
-def _cell(mean: Any) -> str:
+def _cell(mean: Mean) -> str:
+    if not mean.count:
+        return "none"
     return f"{mean.value:.3f}" if math.isnan(mean.error) else str(mean)
 
 
-def _times(target: LanguageModel, line: list, asked: list[Task]) -> dict[str, list[float]]:
-    """Print and return the seconds to the first token on the item of median length."""
+def _times(
+    target: LanguageModel, line: list[Condition], asked: list[Task], outcomes: list[Outcome]
+) -> dict[str, list[float]]:
+    """Print and return the seconds to the first token on the item of median length.
+
+    lm-eval's items are not at hand: prose as long as they are stands for them.
+    """
     from kvlingo_mlx import measure
     from kvlingo_mlx.evaluation.latency import switch_times
+    from kvlingo_mlx.evaluation.needles import prose
 
     prefixes = sorted((item.prefix for task in asked for item in task.items), key=len)
+    if not prefixes:
+        prefixes = [prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))]
     prefix = prefixes[len(prefixes) // 2]
     say(f"timing a switch at {len(prefix)} tokens")
     actions = {c.name: c.at_switch(prefix) for c in line if c.at_switch is not None}

@@ -49,7 +49,7 @@ def progress_bar(text: str, total: int | None) -> Iterator[Callable[..., None]]:
             done: int | None = None, total: int | None = None, text: str | None = None
         ) -> None:
             one = 1 if done is None and text is None else None
-            bar.update(task, advance=one, completed=done, description=text)
+            bar.update(task, advance=one, completed=done, total=total, description=text)
 
         yield step
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -101,6 +102,36 @@ def _mean(runs: Sequence[Scores]) -> Scores:
 
 
 Table = dict[str, dict[str, Mean]]  # by group, then by metric
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of one task.
+
+    Attributes:
+        task: Its name.
+        metrics: What its tables show, in order.
+        count: How many items it has.
+        prefix_tokens: The median length of their prefixes.
+        tables: By condition.
+        items: Every item's scores, by condition.
+        notes: What a reader of the tables has to know.
+    """
+
+    task: str
+    metrics: tuple[str, ...]
+    count: int
+    prefix_tokens: int
+    tables: dict[str, Table]
+    items: dict[str, list[Scored]]
+    notes: tuple[str, ...] = ()
+
+
+def outcome(task: Task, scored: Mapping[str, list[Scored]]) -> Outcome:
+    """A task's items under every condition, averaged."""
+    tables = {name: summarise(task, found) for name, found in scored.items()}
+    length = statistics.median_low([len(item.prefix) for item in task.items])
+    return Outcome(task.name, task.metrics, len(task.items), length, tables, dict(scored))
 
 
 def summarise(task: Task, scored: Sequence[Scored]) -> Table:

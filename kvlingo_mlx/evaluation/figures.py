@@ -7,22 +7,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx import pictures
-from kvlingo_mlx.evaluation.compare import ALL, Table
-from kvlingo_mlx.evaluation.probes import Task
+from kvlingo_mlx.evaluation.compare import ALL, Outcome
 from kvlingo_mlx.measure import median
 
 
-def score_against_time(
-    task: Task, tables: Mapping[str, Table], times: Mapping[str, Sequence[float]]
-) -> Any:
+def score_against_time(outcome: Outcome, times: Mapping[str, Sequence[float]]) -> Any:
     """A task's first metric over time to first token, a point for each condition.
 
     Conditions without a time are lines across: a control costs nothing that could be compared.
     """
-    metric = task.metrics[0]
+    metric = outcome.metrics[0]
     figure = pictures.figure()
-    axes = figure.add_subplot(xlabel="time to first token (ms)", ylabel=f"{task.name}: {metric}")
-    for name, table in tables.items():
+    axes = figure.add_subplot(xlabel="time to first token (ms)", ylabel=f"{outcome.task}: {metric}")
+    for name, table in outcome.tables.items():
         mean = table.get(ALL, next(iter(table.values())))[metric]
         error = 0.0 if math.isnan(mean.error) else mean.error
         if name in times:

@@ -82,7 +82,8 @@ def run(
         Plain data for JSON: ``condition``, ``target``, ``settings``, ``tasks`` and, where lm-eval
         aggregates, ``groups``. A task has ``metrics`` (name to value, standard error over items
         and count; the error is None where the score is no mean over items), ``higher_is_better``,
-        ``num_fewshot``, ``version`` and ``items``. An item has its ``id``, ``prefix_tokens``,
+        ``num_fewshot``, ``version`` and ``items``; a group has ``metrics`` and, by metric, the
+        ``weights`` of its tasks. An item has its ``id``, ``prefix_tokens``,
         ``scores`` by metric and raw ``responses``; one of our tasks also ``cluster`` and
         ``subset``, and where a judge is needed ``answer`` (no reasoning) and ``to_judge``:
         pass the result to :func:`kvlingo_mlx.evaluation.judge.judge_answers`. Metrics of a

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.language_model import LanguageModel
 
 ADJECTIVES = (
     "amber brave calm clever cold dusty early faint gentle golden hidden hollow humble icy "
@@ -217,6 +218,13 @@ class _Sentences:
             else:
                 self.drawn.append(self.style.prose(self.rng))
         return self.drawn[:count]
+
+
+def prose(model: LanguageModel, length: int) -> tuple[int, ...]:
+    """Generated sentences, so many tokens of them."""
+    rng = random.Random(length)
+    text = " ".join(MAGIC.prose(rng) for _ in range(length))
+    return tuple(model.tokenizer.encode(text)[:length])
 
 
 def recall(answer: str, references: Sequence[str]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,29 +80,34 @@ def _means(values: Mapping[str, Any], items: list[dict[str, Any]]) -> Means:
             continue
         name = _name(metric, kind)
         scores = [item["scores"][name] for item in items if name in item["scores"]]
-        mean = Mean(float(value), math.nan, len(scores))
-        if scores and all(isinstance(score, float) for score in scores):
-            own = over_items(scores)
-            if math.isclose(own.value, mean.value, rel_tol=1e-9, abs_tol=1e-12):
-                mean = own
-        found[name] = mean
+        found[name] = with_error(float(value), scores)
     return found
 
 
+def with_error(value: float, scores: Sequence[Any]) -> Mean:
+    """A task's score, with its standard error if it is the mean of its items' scores."""
+    if scores and all(isinstance(score, float) for score in scores):
+        own = over_items(scores)
+        if math.isclose(own.value, value, rel_tol=1e-9, abs_tol=1e-12):
+            return own
+    return Mean(value, math.nan, len(scores))
+
+
 def _group(group: Any, values: Mapping[str, Any], means: Mapping[str, Means]) -> dict[str, Any]:
-    found = {}
+    """A group's scores, and by metric the weights of the tasks that they are means over."""
+    found: dict[str, Any] = {"metrics": {}, "weights": {}}
     for config in group.aggregate_metric_list:
         for key in values:
             metric, comma, kind = key.partition(",")
             if not comma or metric != config.metric:
                 continue
             name = _name(metric, kind)
-            parts = [means[t.task_name][name] for t in group.get_all_tasks()
-                     if name in means[t.task_name]]  # fmt: skip
-            weights = [part.count for part in parts] if config.weight_by_size else None
-            error = over_sets(parts, weights).error
-            count = sum(part.count for part in parts)
-            found[name] = Mean(float(values[key]), error, count).as_json()
+            parts = {t.task_name: means[t.task_name][name] for t in group.get_all_tasks()
+                     if name in means[t.task_name]}  # fmt: skip
+            weights = {t: part.count if config.weight_by_size else 1 for t, part in parts.items()}
+            whole = over_sets(list(parts.values()), list(weights.values()))
+            mean = Mean(float(values[key]), whole.error, whole.count)
+            found["metrics"][name], found["weights"][name] = mean.as_json(), weights
     return found
 
 

@@ -6,3 +6,4 @@ field names are those of the public data cards, and were tried on small local fi
 """
 
 NAMES = ("quac", "mt_bench_101", "longmemeval", "repliqa", "repliqa_facts", "multichallenge")
+JUDGED = NAMES[1:]  # a model says how good a free answer is

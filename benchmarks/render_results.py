@@ -38,8 +38,11 @@ def source(record: dict) -> str:
     """Where numbers come from: command, machine, versions."""
     machine, versions = record["environment"], record["environment"]["versions"]
     listed = ", ".join(f"{name} {number}" for name, number in versions.items())
+    command = record["command"]
+    if not command.startswith("kvlingo-mlx "):
+        command = f"python benchmarks/{command}"
     return (
-        f"`python benchmarks/{record['command']}`, {record['date']}; {machine['chip']}, "
+        f"`{command}`, {record['date']}; {machine['chip']}, "
         f"{machine['cores']} cores, {machine['system']}; {listed}.\n"
     )
 
@@ -136,8 +139,102 @@ def head_start(seeds: Sequence[dict], steps: int) -> str:
     )
 
 
+# ---- evaluations and analyses ------------------------------------------------------------
+
+
+def mean(entry: dict) -> str:
+    """A mean of the verb eval, with its standard error over items."""
+    if entry["value"] is None:
+        return "none"
+    error = entry["error"]
+    return f"{entry['value']:.3f}" + ("" if error is None else f" ± {error:.3f}")
+
+
+def evaluations() -> str:
+    """What ``kvlingo-mlx eval`` found: a table a task, and the times beside the first one."""
+    parts = []
+    for record in records("eval"):
+        config, found = record["config"], record["results"]
+        parts.append(f"### {config['source']} to {config['target']}\n")
+        if found["first_token_s"]:
+            rows = [[name, f"{1e3 * np.median(samples):.1f}"]
+                    for name, samples in found["first_token_s"].items()]  # fmt: skip
+            parts.append("Time to first token at a switch, median:\n")
+            parts.append(table(["cache", "ms"], rows))
+        for task, conditions in found["means"].items():
+            groups = list(next(iter(conditions.values())))
+            metrics = list(next(iter(conditions.values()))[groups[0]])
+            if len(metrics) == 1:
+                rows = [[name, *(mean(scores[g][metrics[0]]) for g in groups)]
+                        for name, scores in conditions.items()]  # fmt: skip
+                parts.append(f"{task}, {metrics[0]}:\n\n{table(['cache', *groups], rows)}")
+                continue
+            for group in groups:
+                rows = [[name, *(mean(scores[group][m]) for m in metrics)]
+                        for name, scores in conditions.items()]  # fmt: skip
+                parts.append(f"{task} ({group}):\n\n{table(['cache', *metrics], rows)}")
+        parts.append(source(record))
+    return "\n".join(["## Methods compared\n", *parts]) if parts else ""
+
+
+def analyses() -> str:
+    """What ``kvlingo-mlx analyze`` found, before anything is trained."""
+    rows, sources = [], []
+    for record in records("analyze"):
+        config, found = record["config"], record["results"]
+        pair = f"{config['source']} to {config['target']}"
+        pair += ", random weights" if config["random_init"] else ""
+        for side, fits in found["linearity"].items():
+            r2 = [f"{np.mean([fit[kind] for fit in fits]):.3f}"
+                  for kind in ("linear", "affine", "mlp")]  # fmt: skip
+            summary = found["cka"][side]["summary"]
+            diagonal = np.mean(np.diag(np.array(found["cka"][side]["cka"])))
+            ranks = [np.mean([layer["effective"] for layer in found["rank"][end][side]])
+                     for end in ("source", "target")]  # fmt: skip
+            rows.append([pair, side, *r2, f"{diagonal:.2f}", f"{summary['contrast']:.2f}",
+                         f"{summary['offset']:.1f}", *(f"{r:.1f}" for r in ranks)])  # fmt: skip
+        sources.append(source(record))
+    if not rows:
+        return ""
+    columns = ["pair", "side", "R² linear", "affine", "MLP", "CKA diagonal", "contrast", "offset",
+               "rank, source", "rank, target"]  # fmt: skip
+    parts = ["## What two caches have in common\n",
+             "Means over layers, on held-out documents; effective ranks.\n",
+             table(columns, rows)]  # fmt: skip
+    for name, title in (("trained", "Linear CKA of every pair of layers, trained"),
+                        ("random", "The same with random weights")):  # fmt: skip
+        if (HERE / "figures" / f"cka-{name}.png").exists():
+            parts.append(f"![{title}](figures/cka-{name}.png)\n")
+    return "\n".join([*parts, *sources])
+
+
+def throughput() -> str:
+    """What a training step costs beside the passes that it cannot do without."""
+    rows, sources = [], []
+    for record in records("training_throughput"):
+        config, found = record["config"], record["results"]
+        step = float(np.median(found["times"]["step"]))
+        prefix, continuation = config["prefix"], config["continuation"]
+        rows.append([
+            f"{config['source']} to {config['target']}", str(config["layers"] or "all"),
+            f"{prefix} + {continuation}", found.get("gpu", "CPU"), f"{step:.1f}",
+            f"{(prefix + continuation) / step:.0f}",
+            f"{found['ratio']:.2f} ({min(found['ratios']):.2f} to {max(found['ratios']):.2f})",
+        ])  # fmt: skip
+        sources.append(source(record))
+    if not rows:
+        return ""
+    columns = ["widths of", "layers", "tokens", "on", "step (s)", "tokens/s", "of bare passes"]
+    return "\n".join([
+        "## What a training step costs\n",
+        "Beside the sum of the source's prefix, the target's prefix and one pass forward and\n"
+        "backward over the continuation, in one run; random weights.\n",
+        table(columns, rows), *sources,
+    ])  # fmt: skip
+
+
 def main() -> None:
-    sections = [HEAD, closed_forms(), objectives()]
+    sections = [HEAD, closed_forms(), objectives(), throughput(), evaluations(), analyses()]
     PAGE.write_text("\n".join(section for section in sections if section))
 
 

@@ -266,6 +266,25 @@ def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     assert "native" in capsys.readouterr().out
 
 
+def test_an_interruption_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep, kept = Journal.keep, []
+
+    def keep_and_stop(self: Journal, *entry: Any) -> None:
+        keep(self, *entry)
+        kept.append(entry)
+        if len(kept) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "keep", keep_and_stop)
+    options = [*PAIR, "--limit", "2", "--tasks", "recall", "--baselines", "none"]
+    assert run(options) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert run(options) == 0 and len(kept) == 4  # two items, native and translated
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -112,15 +114,16 @@ def command(
     line += [lineup.translated(name, *models, found) for name, found in named.items()]
     line += [lineup.baseline(spec, *models, every) for spec in words(baselines) if spec != "none"]
     outcomes: list[Outcome] = []
-    if public:  # first: their data may be out of reach
-        outcomes += _public(
-            public, *models, line, judge, limit=limit, seed=seed, num_fewshot=num_shots,
-            apply_chat_template=chat, enable_thinking=thinking, max_gen_toks=max_tokens,
-            include_path=include_path, data=local, metadata=facts, unsafe_code=unsafe_code,
-            responses=_beside(out),
-        )  # fmt: skip
-    with progress_bar("evaluating", sum(len(task.items) for task in asked)) as step:
-        results = comparison.evaluate(models[1], asked, line, journal, lambda name: step())
+    with _resumable():
+        if public:  # first: their data may be out of reach
+            outcomes += _public(
+                public, *models, line, judge, limit=limit, seed=seed, num_fewshot=num_shots,
+                apply_chat_template=chat, enable_thinking=thinking, max_gen_toks=max_tokens,
+                include_path=include_path, data=local, metadata=facts, unsafe_code=unsafe_code,
+                responses=_beside(out),
+            )  # fmt: skip
+        with progress_bar("evaluating", sum(len(task.items) for task in asked)) as step:
+            results = comparison.evaluate(models[1], asked, line, journal, lambda name: step())
     outcomes += [comparison.outcome(task, results[task.name]) for task in asked]
     for outcome in outcomes:
         _print(outcome)
@@ -150,6 +153,15 @@ def command(
 
         pictures.save(score_against_time(outcomes[0], times), plot)
         say(f"drew {plot}")
+
+
+@contextlib.contextmanager
+def _resumable() -> Iterator[None]:
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        warn("interrupted; what was scored is kept, and the same command goes on from there")
+        raise
 
 
 def _beside(out: str) -> str:

@@ -82,7 +82,7 @@ def run(tokens: int, layers: int, trials: int) -> dict:
 
     def translate() -> None:
         cache = caches.allocate(target, tokens)
-        translate_span(cache, states, source, target, translator)
+        translate_span(cache, states, source, target, translator, tokens)
         mx.eval(caches.arrays(cache))
 
     bare(), translate()

@@ -6,7 +6,11 @@ whose widths are concatenated into its input. Keys and values have one each.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.geometry import LayerGeometry
 
 Layers = tuple[tuple[int, ...], ...]
 
@@ -43,6 +47,51 @@ def relative_depth(num_source: int, num_target: int, nu: int = 1) -> Assignment:
         raise ValueError(f"nu is {nu}; it must be 1 to {num_source}, the source's layers")
     bands = tuple(_band(index, num_source, num_target, nu) for index in range(num_target))
     return Assignment(bands, bands)
+
+
+def by_depth(
+    source: Sequence[LayerGeometry], target: Sequence[LayerGeometry], nu: int = 1
+) -> Assignment:
+    """Relative depth within each attention group (section 4.4, "Gemma pairs").
+
+    Local target layers read local source layers only, global ones global ones. A group
+    of fewer than ``nu`` source layers gives all it has.
+
+    Raises:
+        ValueError: ``nu`` is not between 1 and the largest group's source layers.
+        IncompatibleTranslatorError: The source has no layer of a target layer's kind.
+    """
+    found: list[tuple[int, ...]] = [()] * len(target)
+    groups = attention_groups(source, target)
+    largest = max(len(theirs) for theirs, _ in groups)
+    if not 1 <= nu <= largest:
+        raise ValueError(f"nu is {nu}; it must be 1 to {largest}, the source's layers of one kind")
+    for theirs, ours in groups:
+        bands = relative_depth(len(theirs), len(ours), min(nu, len(theirs))).keys
+        for layer, band in zip(ours, bands, strict=True):
+            found[layer] = tuple(theirs[index] for index in band)
+    return Assignment(tuple(found), tuple(found))
+
+
+def attention_groups(
+    source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
+) -> list[tuple[list[int], list[int]]]:
+    """Source and target cache layers of each kind of attention that the target has.
+
+    Raises:
+        IncompatibleTranslatorError: The source has none of a kind.
+    """
+    groups = []
+    for kind in dict.fromkeys(layer.attention for layer in target):
+        theirs = [index for index, layer in enumerate(source) if layer.attention == kind]
+        if not theirs:
+            kinds = " and ".join(dict.fromkeys(layer.attention for layer in source))
+            raise IncompatibleTranslatorError(
+                f"the target has layers of {kind} attention, the source only of {kinds}: a layer "
+                "reads source layers of its own kind, so this pair cannot be translated"
+            )
+        groups.append((theirs, [i for i, layer in enumerate(target) if layer.attention == kind]))
+    return groups
 
 
 def _band(index: int, num_source: int, num_target: int, nu: int) -> tuple[int, ...]:

@@ -8,13 +8,15 @@ back on exit (research: bit-exact on every family tried).
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx.keys import Rotation, advance
+from kvlingo_mlx.geometry import LayerGeometry
+from kvlingo_mlx.keys import Rotation, advance, normalise_values
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
 
@@ -82,14 +84,18 @@ def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStat
 
     The function gets the span's first position and returns its pre-norm ``KVStates``.
     """
-    attentions = model.attentions
-    modules = [a.k_proj for a in attentions] + [a.v_proj for a in attentions]
-    with tap(modules) as recorder:
+    family, attentions = model.family, model.attentions
+    taps = [family.taps(attention) for attention in attentions]
+    with tap([module for modules in taps for module in modules]) as recorder:
 
         def take(start: int) -> KVStates:
-            outputs = recorder.take()
-            half = len(attentions)
-            return KVStates(tuple(outputs[:half]), tuple(outputs[half:]), "pre_norm", start)
+            outputs = iter(recorder.take())
+            pairs = [
+                family.states(attention, list(itertools.islice(outputs, len(modules))))
+                for attention, modules in zip(attentions, taps, strict=True)
+            ]
+            keys, values = zip(*pairs, strict=True)
+            return KVStates(keys, values, "pre_norm", start)
 
         yield take
 
@@ -115,15 +121,29 @@ def prefill(
 
 
 def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
-    """Take a span's keys on to the capture point ``goal`` with the model's own k_norm and RoPE."""
-    if states.capture == goal:
+    """Take a span on to the capture point ``goal`` with the model's own norms and RoPE."""
+    origin = states.capture
+    if origin == goal:
         return states
-    rotation, keys = Rotation(states.start), []
-    for array, layer, finish in zip(
-        states.keys, model.geometry.layers, model.key_finishes, strict=True
-    ):
-        batch, tokens, width = array.shape
-        heads = array.reshape(1, batch, tokens, layer.kv_heads, -1).swapaxes(2, 3)
-        heads = advance(heads, [finish], rotation, states.capture, goal)
-        keys.append(heads[0].swapaxes(1, 2).reshape(batch, tokens, width))
-    return KVStates(tuple(keys), states.values, goal, states.start)
+    rotation, keys, values = Rotation(states.start), [], []
+    layers = zip(model.geometry.layers, model.finishes, strict=True)
+    for index, (layer, finish) in enumerate(layers):
+        heads = advance(_heads(states.keys[index], layer), [finish], rotation, origin, goal)
+        keys.append(_flat(heads))
+        array = states.values[index]
+        if finish.value_eps is not None:
+            array = _flat(normalise_values(_heads(array, layer), [finish], origin))
+        values.append(array)
+    return KVStates(tuple(keys), tuple(values), goal, states.start)
+
+
+def _heads(array: mx.array, layer: LayerGeometry) -> mx.array:
+    """(B, T, H * D) as (1, B, H, T, D)."""
+    batch, tokens, _ = array.shape
+    return array.reshape(1, batch, tokens, layer.kv_heads, -1).swapaxes(2, 3)
+
+
+def _flat(heads: mx.array) -> mx.array:
+    """(1, B, H, T, D) as (B, T, H * D)."""
+    _, batch, _, tokens, _ = heads.shape
+    return heads[0].swapaxes(1, 2).reshape(batch, tokens, -1)

@@ -135,10 +135,15 @@ def translate_span(
     source: LanguageModel,
     target: LanguageModel,
     translator: Translator,
+    num_tokens: int,
 ) -> None:
-    """Append one span of a source's keys and values to a target's cache; lazily."""
+    """Write one span of a source's keys and values into a target's cache; lazily.
+
+    ``num_tokens`` is the number of tokens that the cache will hold: layers with a window
+    take its last positions alone.
+    """
     states = capture.move(states, source, translator.config.capture)
-    caches.write(cache, translator(states), target)
+    caches.write(cache, translator(states, caches.first_kept(target, num_tokens)), target)
 
 
 def _hand_over(
@@ -163,7 +168,7 @@ def _hand_over(
         with contextlib.closing(capture.prefill(source, prefix, step_size)) as spans:
             for states in spans:
                 clock.lap("prefill")
-                translate_span(cache, states, source, target, translator)
+                translate_span(cache, states, source, target, translator, len(prefix))
                 del states
                 mx.eval(caches.arrays(cache))
                 clock.lap("translate")
@@ -252,7 +257,7 @@ def stream_generate(
     if len(tokens) > 1:
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
     clock.lap("prepare")
-    with wired_limit(target.model, [generation_stream]):
+    with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
         cache = _hand_over(source, target, tokens, resolved, prefill_step_size, clock)
         responses = mlx_stream_generate(
             target.model,

@@ -1,7 +1,8 @@
-"""k_norm and RoPE between capture points, batched over layers.
+"""Norms and RoPE between capture points, batched over layers.
 
 One function serves both ends: it takes a source's pre-norm keys to the point where a
-translator reads, and translated keys on to what the target's cache stores.
+translator reads, and translated keys on to what the target's cache stores. Where a family
+norms its values too, a capture point before the norm is before both.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from collections.abc import Sequence
 
 from kvlingo_mlx.backend import mx, on_gpu
 
-from kvlingo_mlx.families.base import KeyFinish
+from kvlingo_mlx.families.base import POINTS, Finish
 from kvlingo_mlx.geometry import RopeSpec
 
-POINTS = ("pre_norm", "post_norm", "post_rope")
+# Rotations that multiply keys by nothing but cosines and sines.
+SHARED = ("default", "linear", "llama3", "proportional")
 
 
 class Rotation:
@@ -29,11 +31,12 @@ class Rotation:
         self.start = start
         self._tables: dict[RopeSpec, tuple[mx.array, mx.array]] = {}
 
-    def __call__(self, keys: mx.array, finish: KeyFinish) -> mx.array:
+    def __call__(self, keys: mx.array, finish: Finish) -> mx.array:
         """Rotate (..., H, T, D)."""
         spec, (tokens, dim) = finish.rope_spec, keys.shape[-2:]
         flat = keys.reshape(-1, *keys.shape[-3:])
-        if on_gpu() or spec.traditional or spec.dims != dim or keys.dtype != mx.float32:
+        shared = spec.type in SHARED and not spec.traditional and spec.dims == dim
+        if on_gpu() or not shared or keys.dtype != mx.float32:
             return finish.rope(flat, offset=self.start).reshape(keys.shape)
         if spec not in self._tables:
             unit = mx.repeat(mx.array([1.0, 0.0]), dim // 2)
@@ -47,7 +50,7 @@ class Rotation:
 
 
 def advance(
-    keys: mx.array, finishes: Sequence[KeyFinish], rotation: Rotation, origin: str, goal: str
+    keys: mx.array, finishes: Sequence[Finish], rotation: Rotation, origin: str, goal: str
 ) -> mx.array:
     """Take the keys of G layers from one capture point to a later one.
 
@@ -75,7 +78,7 @@ def advance(
     return keys
 
 
-def _normalise(keys: mx.array, finishes: Sequence[KeyFinish]) -> mx.array:
+def _normalise(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
     first = finishes[0]
     if first.norm_weight is None:
         return keys
@@ -85,7 +88,17 @@ def _normalise(keys: mx.array, finishes: Sequence[KeyFinish]) -> mx.array:
     return mx.fast.rms_norm(keys, None, first.norm_eps) * weights[:, None, None, None]
 
 
-def _alike(a: KeyFinish, b: KeyFinish) -> bool:
+def normalise_values(values: mx.array, finishes: Sequence[Finish], origin: str) -> mx.array:
+    """Take the values of G layers, (G, B, H, T, D), from a capture point to the cache."""
+    epsilons = {finish.value_eps for finish in finishes}
+    assert len(epsilons) == 1  # layers of one family
+    (eps,) = epsilons
+    if eps is None or origin != "pre_norm":
+        return values
+    return mx.fast.rms_norm(values, None, eps)
+
+
+def _alike(a: Finish, b: Finish) -> bool:
     """Whether two layers' keys can be finished in one batch."""
     return (
         a.rope_spec == b.rope_spec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvlingo_mlx.families import family_of
-from kvlingo_mlx.families.base import Family, KeyFinish
+from kvlingo_mlx.families.base import Family, Finish
 from kvlingo_mlx.geometry import (
     CacheGeometry,
     norms_fingerprint,
@@ -60,9 +60,14 @@ class LanguageModel:
         return self.family.geometry(self.model, self.config)
 
     @cached_property
-    def key_finishes(self) -> list[KeyFinish]:
-        """What happens to each cache layer's keys after their projection."""
-        return [self.family.key_finish(a, self.config) for a in self.attentions]
+    def facts(self) -> Mapping[str, Any]:
+        """The config of the text model, whatever wraps it."""
+        return self.family.facts(self.model, self.config)
+
+    @cached_property
+    def finishes(self) -> list[Finish]:
+        """What happens to each cache layer's keys and values after their projections."""
+        return [self.family.finish(a, self.facts) for a in self.attentions]
 
     @cached_property
     def cache_dtype(self) -> mx.Dtype:
@@ -74,7 +79,7 @@ class LanguageModel:
     @property
     def context_length(self) -> int:
         """Most tokens the model was made for."""
-        return self.config["max_position_embeddings"]
+        return self.facts["max_position_embeddings"]
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:

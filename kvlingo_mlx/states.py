@@ -47,10 +47,12 @@ class LayerGroup:
 
     Attributes:
         layers: The G target cache layers, in the order of the first axis.
+        start: Position of the first token.
         states: (G, B, H, T, D), head-major as caches store them.
     """
 
     layers: tuple[int, ...]
+    start: int
     states: mx.array
 
 
@@ -61,4 +63,3 @@ class TranslatedStates:
     keys: tuple[LayerGroup, ...]
     values: tuple[LayerGroup, ...]
     capture: str
-    start: int

@@ -77,7 +77,7 @@ def test_positions_shifted_by_one_decode_something_else(models) -> None:
     """The negative control: were positions ignored, the tests above would still pass."""
     model = models["dense"]
     cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model))
-    for layer, finish in zip(cache, model.key_finishes, strict=True):
+    for layer, finish in zip(cache, model.finishes, strict=True):
         layer.keys = finish.rope(layer.keys * 1.0, offset=0)  # rotates every key once more
     assert decode(model, cache) != decode(model, None)
 
@@ -98,7 +98,7 @@ def test_captures_become_exactly_the_models_own_cache(model: LanguageModel, step
             shape = (1, span.num_tokens, heads, -1)
             raw = span.keys[layer].reshape(shape).swapaxes(1, 2)[None]
             at = Rotation(span.start)
-            finished = advance(raw, [model.key_finishes[layer]], at, "pre_norm", "post_rope")
+            finished = advance(raw, [model.finishes[layer]], at, "pre_norm", "post_rope")
             keys.append(finished[0])
             values.append(span.values[layer].reshape(shape).swapaxes(1, 2))
         own_keys, own_values = own.keys_and_values()

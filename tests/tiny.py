@@ -62,10 +62,12 @@ def write_tiny_model(
     vocab: int = VOCAB,
     rope_theta: float = 10000.0,
     dtype: str = "float32",
+    **more: Any,
 ) -> Path:
     """Write a random model with its tokenizer, as Qwen releases its own; returns the folder.
 
-    ``model_type`` is "qwen3" or "qwen3_moe". The same arguments give the same weights.
+    ``model_type`` is one of ``COMMON``; ``more`` goes into its config. The same arguments give
+    the same weights.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -78,7 +80,8 @@ def write_tiny_model(
         "vocab_size": vocab,
         "rope_theta": rope_theta,
         "torch_dtype": dtype,
-        **_common_config(model_type, hidden),
+        **COMMON[model_type](hidden),
+        **more,
     }
     tokenizer = byte_tokenizer()
     config["eos_token_id"] = tokenizer.token_to_id("<|im_end|>")
@@ -89,10 +92,9 @@ def write_tiny_model(
     return folder
 
 
-def _common_config(model_type: str, hidden: int) -> dict[str, Any]:
-    dense = model_type == "qwen3"
-    common = {
-        "architectures": ["Qwen3ForCausalLM" if dense else "Qwen3MoeForCausalLM"],
+def _common(architecture: str, hidden: int, *, tied: bool = True) -> dict[str, Any]:
+    return {
+        "architectures": [architecture],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "hidden_act": "silu",
@@ -100,24 +102,49 @@ def _common_config(model_type: str, hidden: int) -> dict[str, Any]:
         "max_position_embeddings": CONTEXT,
         "rms_norm_eps": 1e-6,
         "rope_scaling": None,
-        "sliding_window": None,
-        "use_sliding_window": False,
         "use_cache": True,
         "bos_token_id": None,
-        "tie_word_embeddings": dense,  # as the small released models, and the large ones
+        "tie_word_embeddings": tied,  # as the small released models, and not the large ones
     }
-    if dense:
-        return common
-    return common | {
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": ACTIVE_EXPERTS,
-        "norm_topk_prob": True,
-        "moe_intermediate_size": hidden // 2,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
+
+
+def _qwen3(hidden: int) -> dict[str, Any]:
+    windows = {"sliding_window": None, "use_sliding_window": False}
+    return _common("Qwen3ForCausalLM", hidden) | windows
+
+
+def _qwen3_moe(hidden: int) -> dict[str, Any]:
+    return (
+        _qwen3(hidden)
+        | _common("Qwen3MoeForCausalLM", hidden, tied=False)
+        | {
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": ACTIVE_EXPERTS,
+            "norm_topk_prob": True,
+            "moe_intermediate_size": hidden // 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "output_router_logits": False,
+            "router_aux_loss_coef": 0.001,
+        }
+    )
+
+
+def _gemma3(hidden: int) -> dict[str, Any]:
+    """Two local layers of 16 tokens before each global one; scales of its own everywhere."""
+    return _common("Gemma3ForCausalLM", hidden) | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 5000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
     }
+
+
+COMMON = {"qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "gemma3_text": _gemma3}
+GEMMAS = ("gemma3_text",)  # norms by (1 + weight), four of them a layer
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
@@ -129,6 +156,8 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     tensors = {}
     for name, shape in _weight_shapes(config):
         low, high = (0.7, 1.3) if name.endswith("norm.weight") else (-bound, bound)
+        if high != bound and config["model_type"] in GEMMAS:
+            low, high = low - 1, high - 1
         tensors[name] = rng.uniform(low, high, shape).astype(np.float32)
     return tensors
 
@@ -146,6 +175,7 @@ def _weight_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
 
 def _attention_shapes(config: dict[str, Any]) -> list[tuple[str, Shape]]:
     hidden, dim = config["hidden_size"], config["head_dim"]
+    gemma = config["model_type"] in GEMMAS
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     return [
         ("self_attn.q_proj", (queries, hidden)),
@@ -156,12 +186,13 @@ def _attention_shapes(config: dict[str, Any]) -> list[tuple[str, Shape]]:
         ("self_attn.k_norm", (dim,)),
         ("input_layernorm", (hidden,)),
         ("post_attention_layernorm", (hidden,)),
+        *((f"{side}_feedforward_layernorm", (hidden,)) for side in ("pre", "post") if gemma),
     ]
 
 
 def _mlp_shapes(config: dict[str, Any]) -> list[tuple[str, Shape]]:
     hidden = config["hidden_size"]
-    if config["model_type"] == "qwen3":
+    if "num_experts" not in config:
         prefixes, width, router = ["mlp"], config["intermediate_size"], []
     else:
         prefixes = [f"mlp.experts.{e}" for e in range(config["num_experts"])]
@@ -397,6 +428,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense4x16": ("qwen3", dict(seed=1, layers=4, kv_heads=4, head_dim=16)),
     "dense2x32": ("qwen3", dict(seed=2, layers=3, kv_heads=2, head_dim=32, rope_theta=1e6)),
     "moe2x32": ("qwen3_moe", dict(seed=3, layers=5, kv_heads=2, head_dim=32)),
+}
+# One of each family, for what must hold to the bit.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", dict(seed=1, layers=3, kv_heads=2, head_dim=32)),
+    "qwen3_moe": ("qwen3_moe", dict(seed=2, layers=3, kv_heads=2, head_dim=32)),
+    "gemma3": ("gemma3_text", dict(seed=3, layers=5, kv_heads=2, head_dim=32)),
 }
 GOLDEN_CASES = (
     Case("dense4x16", "moe2x32", nu=2),

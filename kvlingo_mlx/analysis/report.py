@@ -38,8 +38,8 @@ from kvlingo_mlx.analysis.statistics import (
     spectrum,
     top_share,
 )
-from kvlingo_mlx.assignment import relative_depth
-from kvlingo_mlx.keys import POINTS
+from kvlingo_mlx.assignment import by_depth, relative_depth
+from kvlingo_mlx.families.base import POINTS
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.pairing import check_pair, check_tokenizers
 from kvlingo_mlx.translator_config import SIDES
@@ -195,7 +195,8 @@ def analyze(
         for model in (source, target)
     )
     heads = [head_counts(model.geometry) for model in (source, target)]
-    return compare(read, wanted, corpus, settings, heads, translator, progress)
+    reads = [layers[0] for layers in by_depth(source.geometry.layers, target.geometry.layers).keys]
+    return compare(read, wanted, corpus, settings, heads, translator, progress, reads)
 
 
 def check_translator(
@@ -225,10 +226,14 @@ def compare(
     heads: Sequence[set[int]],
     translator: Translator | None = None,
     progress: Progress = lambda text: None,
+    reads: Sequence[int] | None = None,
 ) -> Report:
-    """All statistics of two models' states over ``corpus``; ``heads`` are their KV heads."""
+    """All statistics of two models' states over ``corpus``; ``heads`` are their KV heads.
+
+    ``reads`` are the source layers that explain each target layer; default: by relative depth.
+    """
     depths = len(source.keys), len(target.keys)
-    source_layers = [layers[0] for layers in relative_depth(*depths).keys]
+    source_layers = list(reads or (layers[0] for layers in relative_depth(*depths).keys))
     recipe = Recipe(settings.hidden, settings.epochs, seed=settings.seed) if settings.mlp else None
     linearity: dict[str, list[LayerFit]] = {side: [] for side in SIDES}
     for side in SIDES:

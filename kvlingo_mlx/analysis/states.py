@@ -88,13 +88,14 @@ def collect(
         progress()
     joined = [_join(parts[index]) for index in range(2 * layers)]
     keys, values = joined[:layers], joined[layers:]
-    for side, arrays in zip(SIDES, (keys, values), strict=True):
-        _check_finite(model, side, arrays)
+    for layer, pair in enumerate(zip(keys, values, strict=True)):
+        _check_finite(model, layer, pair)
     return States(Layers(keys), Layers(values))
 
 
-def _check_finite(model: LanguageModel, side: str, arrays: Sequence[mx.array]) -> None:
-    for layer, array in enumerate(arrays):
+def _check_finite(model: LanguageModel, layer: int, pair: Sequence[mx.array]) -> None:
+    """The first layer that overflows is at fault: those after it read its output."""
+    for side, array in zip(SIDES, pair, strict=True):
         if not mx.isfinite(array).all().item():
             raise KVLingoError(
                 f"the {side} of layer {layer} of {model.name} hold NaN or Inf; "

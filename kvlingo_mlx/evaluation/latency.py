@@ -7,6 +7,7 @@ source's prefill (paper, appendix "Dense-to-MoE", paragraph "Timing").
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,9 +61,8 @@ class Paths:
 
     def target_step(self) -> None:
         """One step of the target over the last prompt token."""
-        for cache in self._cache:
-            cache.trim(cache.offset - len(self.tokens) + 1)
-        first_token(self.target, self.tokens[-1:], self._cache)
+        # Of the cache the objects alone: the step writes where the last one did.
+        first_token(self.target, self.tokens[-1:], [copy.copy(c) for c in self._cache])
 
     def native(self) -> None:
         """The target reads the prompt itself."""
@@ -101,7 +101,7 @@ def translation(
     def translate() -> list:
         cache = caches.allocate(target, len(tokens) - 1)
         for states in recorded:
-            translate_span(cache, states, source, target, translator)
+            translate_span(cache, states, source, target, translator, len(tokens) - 1)
         mx.eval(caches.arrays(cache))
         return cache
 

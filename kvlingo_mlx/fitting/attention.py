@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx
 
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx.capture import tap
+from kvlingo_mlx.capture import move, tap, tap_keys_and_values
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.samples import Sample
 
@@ -18,30 +18,43 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
     """Attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
 
     The target reads prefix and continuation natively; each layer's attention is
-    averaged over the continuation's queries and over heads.
+    averaged over the continuation's queries and over heads. What lies before a window gets
+    none.
 
     Returns:
         (N layers, T prefix tokens), float64.
     """
     cache = make_prompt_cache(target.model)
     prefix, continuation = sample.prefix, sample.continuation
-    for start in range(0, len(prefix), step_size):
-        chunk = mx.array(prefix[start : start + step_size])
-        target.model(chunk[None], cache=cache)
-        mx.eval([c.state for c in cache])
-    with tap([attention.q_proj for attention in target.attentions]) as recorder:
-        target.model(mx.array(continuation)[None], cache=cache)
-        projected = recorder.take()
+    keys: list[list[mx.array]] = [[] for _ in target.attentions]
+    with tap_keys_and_values(target) as take:
+
+        def read(tokens: tuple[int, ...], start: int) -> None:
+            target.model(mx.array(tokens)[None], cache=cache)
+            states = move(take(start), target, "post_rope")
+            mx.eval([c.state for c in cache], states.keys)
+            for parts, array in zip(keys, states.keys, strict=True):
+                parts.append(array)
+
+        for start in range(0, len(prefix), step_size):
+            read(prefix[start : start + step_size], start)
+        with tap([attention.q_proj for attention in target.attentions]) as recorder:
+            read(continuation, len(prefix))
+            projected = recorder.take()
     rows = []
-    for attention, queries, layer_cache in zip(target.attentions, projected, cache, strict=True):
-        queries = target.family.queries(attention, queries, len(prefix))
-        keys, _ = layer_cache.keys_and_values()
-        rows.append(_mean_attention(attention, queries[0], keys[0], len(prefix)))
+    for layer, parts in enumerate(keys):
+        attention, geometry = target.attentions[layer], target.geometry.layers[layer]
+        queries = target.family.queries(attention, projected[layer], len(prefix))
+        whole = mx.concatenate(parts, axis=1)[0]  # (T + M, H * D)
+        heads = whole.reshape(len(whole), geometry.kv_heads, -1).swapaxes(0, 1)
+        rows.append(
+            _mean_attention(queries[0], heads, attention.scale, len(prefix), geometry.window)
+        )
     return np.stack(rows)
 
 
 def _mean_attention(
-    attention: nn.Module, queries: mx.array, keys: mx.array, num_prefix: int
+    queries: mx.array, keys: mx.array, scale: float, num_prefix: int, window: int | None
 ) -> np.ndarray:
     """Mean over queries and heads of softmax(q k) on the prefix, in blocks of queries.
 
@@ -56,9 +69,12 @@ def _mean_attention(
     for start in range(0, count, block):
         part = queries[:, start : start + block].astype(mx.float32)
         size = part.shape[1]
-        scores = part.reshape(kv_heads, -1, dim) @ keys * attention.scale
+        scores = part.reshape(kv_heads, -1, dim) @ keys * scale
         scores = scores.reshape(heads, size, total)
-        seen = positions <= mx.arange(start, start + size)[:, None] + num_prefix
+        own = mx.arange(start, start + size)[:, None] + num_prefix
+        seen = positions <= own
+        if window is not None:
+            seen = seen & (positions > own - window)
         weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
         mass += np.array(weights[..., :num_prefix].sum(axis=(0, 1)), np.float64)
     return mass / (heads * count)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvlingo_mlx import __version__, checkpoint
-from kvlingo_mlx.assignment import relative_depth
+from kvlingo_mlx.assignment import by_depth
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.norms import norm_named
 from kvlingo_mlx.samples import Sample
@@ -144,7 +144,7 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
         )
     if not plan.head_mixing:
         check_head_ratio(*ends)
-    assignment = relative_depth(len(source.attentions), len(target.attentions), plan.nu)
+    assignment = by_depth(source.geometry.layers, target.geometry.layers, plan.nu)
     return TranslatorConfig(
         *ends, assignment, kind=plan.kind, head_mixing=plan.head_mixing, joint=plan.joint,
         capture=plan.capture,

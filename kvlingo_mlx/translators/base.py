@@ -48,22 +48,33 @@ class Translator(ABC):
     def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
         """A group's maps but for their bias, (G, B, H, T, D), of what its cuts read."""
 
-    def __call__(self, states: KVStates) -> TranslatedStates:
-        """Translate a span, keys taken at ``config.capture``; nothing is evaluated."""
+    def __call__(self, states: KVStates, first: Sequence[int] | None = None) -> TranslatedStates:
+        """Translate a span, keys taken at ``config.capture``; nothing is evaluated.
+
+        Args:
+            states: What the source wrote.
+            first: For each target cache layer, the first position that it will hold: a
+                window's layer needs nothing before. Default: all positions.
+        """
         keys, values = (
-            tuple(LayerGroup(g.layers, self._apply(g, states)) for g in self.groups[side])
+            tuple(
+                LayerGroup(group.layers, start, self._apply(group, states, start))
+                for group in self.groups[side]
+                if (start := _start(group, states, first)) < states.start + states.num_tokens
+            )
             for side in SIDES
         )
-        return TranslatedStates(keys, values, states.capture, states.start)
+        return TranslatedStates(keys, values, states.capture)
 
-    def _apply(self, group: Group, states: KVStates) -> mx.array:
-        result = self._map(group, group.inputs(partial(self._read, states))).astype(mx.float32)
+    def _apply(self, group: Group, states: KVStates, start: int) -> mx.array:
+        read = partial(self._read, states, start - states.start)
+        result = self._map(group, group.inputs(read)).astype(mx.float32)
         return result + group.vector("bias") if "bias" in group.tensors else result
 
-    def _read(self, states: KVStates, read: Read) -> mx.array:
+    def _read(self, states: KVStates, skip: int, read: Read) -> mx.array:
         """(B, T, Hs * d) as (B, 1, T, Hs * d), or each target head's own (B, H, T, d)."""
         side, layer = read
-        array = states.side(side)[layer]
+        array = states.side(side)[layer][:, skip:]
         if self.config.head_mixing:
             return array[:, None]
         batch, tokens, _ = array.shape
@@ -113,3 +124,8 @@ class Translator(ABC):
             ValueError: ``folder`` exists and is not a translator of ours.
         """
         return checkpoint.write(folder, self.config, self.to_weights())
+
+
+def _start(group: Group, states: KVStates, first: Sequence[int] | None) -> int:
+    """The first position of a span that a group's layers hold: they share a window."""
+    return states.start if first is None else max(states.start, first[group.layers[0]])

@@ -1,0 +1,37 @@
+"""Gemma-3, text: local and global layers, k_norm by (1 + weight), a rotation for each kind."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from kvlingo_mlx.backend import nn
+
+from kvlingo_mlx.families.base import Family, Finish, key_dim
+from kvlingo_mlx.geometry import RopeSpec, configured_rope
+
+
+class Gemma3(Family):
+    """Facts come from what mlx-lm made of the config: released ones leave most of it out."""
+
+    def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The text model's arguments, defaults filled in."""
+        return vars(model.get("language_model", model).args)
+
+    def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
+        """The norm's weight is stored as its distance from 1."""
+        finish = super().finish(attention, facts)
+        return dataclasses.replace(finish, norm_weight=1.0 + attention.k_norm.weight)
+
+    def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec:
+        """Local layers have a base of their own and no scaling."""
+        dims = key_dim(attention)
+        if attention.is_sliding:
+            return RopeSpec("default", float(facts["rope_local_base_freq"]), dims)
+        return configured_rope(
+            {"rope_theta": facts["rope_theta"], "rope_scaling": facts["rope_scaling"]}, dims
+        )
+
+
+FAMILY = Gemma3("gemma3_text")

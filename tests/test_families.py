@@ -1,0 +1,137 @@
+"""Every family: what is captured, written and decoded is the model's own, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+import tiny
+from conftest import quantised
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from test_identity import identity_of
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches, capture
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.language_model import LanguageModel
+
+TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(60)]
+WINDOW = 16
+STEPS = 40
+LENGTHS = [WINDOW - 5, WINDOW + 1, len(TOKENS)]  # before, at and far beyond a window's wrap
+
+
+@pytest.fixture(scope="session")
+def family_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+    """One tiny model of each family, and its 4-bit copy, by name."""
+    root = tmp_path_factory.mktemp("families")
+    found = {}
+    for name, (model_type, options) in tiny.FAMILIES.items():
+        found[name] = kv.load(tiny.write_tiny_model(root / name, model_type, **options))
+        found[f"{name} 4-bit"] = quantised(found[name], root / f"{name}-4bit")
+    return found
+
+
+@pytest.fixture(params=[f"{n}{bits}" for n in tiny.FAMILIES for bits in ("", " 4-bit")])
+def model(request: pytest.FixtureRequest, family_models: dict[str, LanguageModel]) -> LanguageModel:
+    return family_models[request.param]
+
+
+def native(model: LanguageModel, tokens: list[int], step: int) -> list[Any]:
+    """The cache that mlx-lm's own prefill leaves."""
+    cache = make_prompt_cache(model.model)
+    for start in range(0, len(tokens), step):
+        model.model(mx.array([tokens[start : start + step]]), cache=cache)
+        mx.eval([c.state for c in cache])
+    return cache
+
+
+def held(cache: Any) -> list[np.ndarray]:
+    """The keys and values that decoding still sees, oldest first."""
+    arrays = cache.keys_and_values()
+    if isinstance(cache, RotatingKVCache):
+        kept = min(cache.offset, cache.max_size)
+        arrays = [cache._temporal_order(a)[..., -kept:, :] for a in (cache.keys, cache.values)]
+    return [np.array(array.astype(mx.float32)) for array in arrays]
+
+
+def logits(model: LanguageModel, cache: list[Any], first: int) -> np.ndarray:
+    """Logits of ``STEPS`` greedy steps."""
+    rows, token = [], first
+    for _ in range(STEPS):
+        row = model.model(mx.array([[token]]), cache=cache)[0, -1]
+        rows.append(np.array(row.astype(mx.float32)))
+        token = int(rows[-1].argmax())
+    return np.stack(rows)
+
+
+@pytest.mark.parametrize("step", [7, 2048])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_identity_writes_the_models_own_cache(model: LanguageModel, step: int, length: int) -> None:
+    tokens = TOKENS[:length]
+    own = native(model, tokens[:-1], step)
+    for point in model.family.points:
+        translator = identity_of(model, capture=point)
+        cache = kv.hand_over(model, model, tokens, translator=translator, prefill_step_size=step)
+        for mine, theirs in zip(cache, own, strict=True):
+            for a, b in zip(held(mine), held(theirs), strict=True):
+                np.testing.assert_array_equal(a, b)
+        assert np.array_equal(logits(model, cache, tokens[-1]), logits(model, own, tokens[-1]))
+        own = native(model, tokens[:-1], step)
+
+
+def test_shifted_positions_are_noticed(family_models: dict[str, LanguageModel]) -> None:
+    """The negative control: the comparison above does see positions."""
+    for name in tiny.FAMILIES:
+        model = family_models[name]
+        cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model))
+        expected = logits(model, native(model, TOKENS[:-1], 2048), TOKENS[-1])
+        for layer, finish in zip(cache, model.finishes, strict=True):
+            layer.keys = finish.rope(layer.keys, offset=1) * 1.0
+        assert np.abs(logits(model, cache, TOKENS[-1]) - expected).max() > 0.05, name
+
+
+def test_a_window_is_all_that_is_translated(
+    family_models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family_models["gemma3"]
+    translator = identity_of(model)
+    whole = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
+    (states,) = capture.prefill(model, TOKENS[:-1])
+    kept = caches.first_kept(model, len(TOKENS) - 1)
+    found = translator(states, kept)
+    for group in (*found.keys, *found.values):
+        (layer,) = group.layers
+        window = model.geometry.layers[layer].window
+        assert group.states.shape[3] == (len(TOKENS) - 1 if window is None else WINDOW)
+        assert group.start == kept[layer]
+    monkeypatch.setattr(caches, "first_kept", lambda model, count: [0] * 5)
+    with pytest.raises(ValueError, match="broadcast"):  # the ring has no room for more
+        kv.hand_over(model, model, TOKENS, translator=translator)
+    assert [c.keys.shape[2] for c in whole if isinstance(c, RotatingKVCache)] == [WINDOW] * 4
+
+
+def test_a_window_larger_than_the_sources_is_refused(
+    family_models: dict[str, LanguageModel], tmp_path: Path
+) -> None:
+    model_type, options = tiny.FAMILIES["gemma3"]
+    folder = tiny.write_tiny_model(
+        tmp_path / "wide", model_type, **options | {"sliding_window": 24}
+    )
+    with pytest.raises(IncompatibleTranslatorError, match="window of 24 tokens.* hold 16"):
+        kv.fit(family_models["gemma3"], kv.load(folder), [{"text": "a b c"}])
+
+
+def test_layers_read_their_own_kind(family_models: dict[str, LanguageModel]) -> None:
+    model = family_models["gemma3"]
+    translator = kv.fit(model, model, [{"text": "the you and use is of an other " * 8}], nu=2)
+    kinds = [layer.attention for layer in model.geometry.layers]
+    assert kinds == ["sliding", "sliding", "full", "sliding", "sliding"]
+    # Two of the four local layers each; the single global layer has no other to read.
+    assert translator.config.assignment.keys == ((0, 1), (1, 3), (2,), (3, 4), (3, 4))
+    with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
+        kv.fit(family_models["qwen3"], model, [{"text": "a b c"}])

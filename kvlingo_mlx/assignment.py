@@ -26,6 +26,11 @@ class Assignment:
         """The list of ``"keys"`` or ``"values"``."""
         return self.keys if side == "keys" else self.values
 
+    def to_json(self) -> dict[str, list[list[int]]]:
+        """As ``translator_config.json`` has it."""
+        sides = {"keys": self.keys, "values": self.values}
+        return {name: [list(layers) for layers in side] for name, side in sides.items()}
+
 
 def identity(num_layers: int) -> Assignment:
     """Layer to layer, for models of equal depth."""

@@ -154,7 +154,9 @@ def _gemma4(hidden: int) -> dict[str, Any]:
             "partial_rotary_factor": 0.5,
         },
     }
-    return _common("Gemma4ForCausalLM", hidden) | {
+    common = _common("Gemma4ForCausalLM", hidden)
+    del common["rope_scaling"]  # as released; transformers takes it for rope_parameters
+    return common | {
         "hidden_activation": "gelu_pytorch_tanh",
         "global_head_dim": 64,
         "rope_parameters": kinds,

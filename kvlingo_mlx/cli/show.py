@@ -63,9 +63,7 @@ def _translator_facts(folder: Path) -> dict[str, Any]:
 
 
 def _spec_line(spec) -> str:
-    return (
-        f"{spec.name} ({spec.model_type}, {len(spec.layers)} layers, {_heads(spec.layers[0])})"
-    )
+    return f"{spec.name} ({spec.model_type}, {len(spec.layers)} layers, {_heads(spec.layers[0])})"
 
 
 def _heads(layer) -> str:

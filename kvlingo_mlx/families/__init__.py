@@ -11,7 +11,6 @@ import pkgutil
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import Family
 
-
 SHARED = ("base", "latent")  # what families are made of
 
 

@@ -49,9 +49,7 @@ class Gemma4(Family):
 
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
         """Values have a norm as well, without a weight."""
-        return dataclasses.replace(
-            super().finish(attention, facts), value_eps=attention.v_norm.eps
-        )
+        return dataclasses.replace(super().finish(attention, facts), value_eps=attention.v_norm.eps)
 
     def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec:
         """Each kind of layer has parameters of its own."""

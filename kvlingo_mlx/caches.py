@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -10,9 +10,10 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.families.base import Finish
 from kvlingo_mlx.keys import Rotation, advance, normalise_values
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import TranslatedStates
+from kvlingo_mlx.states import LayerGroup, TranslatedStates
 
 GROW = KVCache.step
 
@@ -28,7 +29,7 @@ def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
     """
     caches = make_prompt_cache(model.model)
     capacity = (num_tokens // GROW + 1) * GROW
-    for cache, layer in zip(caches, model.geometry.layers, strict=True):
+    for index, (cache, layer) in enumerate(zip(caches, model.geometry.layers, strict=True)):
         if type(cache) not in (KVCache, RotatingKVCache):
             raise UnsupportedModelError(
                 f"layer {layer.layer} of {model.name} uses {type(cache).__name__}, "
@@ -36,9 +37,11 @@ def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
             )
         if not num_tokens:
             continue
-        shape = (1, layer.kv_heads, min(capacity, layer.window or capacity))
-        cache.keys = mx.zeros((*shape, layer.key_dim), model.cache_dtype)
-        cache.values = mx.zeros((*shape, layer.value_dim), model.cache_dtype)
+        room = min(capacity, layer.window or capacity)
+        cache.keys, cache.values = (
+            mx.zeros((1, heads, room, dim), model.cache_dtype)
+            for heads, dim in stored_shape(model, index)
+        )
         cache.offset = num_tokens
         if layer.window is not None:  # in temporal order, so the next one replaces the oldest
             cache._idx = min(num_tokens, layer.window)
@@ -51,22 +54,57 @@ def first_kept(model: LanguageModel, num_tokens: int) -> list[int]:
 
 
 def write(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
-    """Write a translated span at its positions: norms and RoPE, cast, one slice a layer and side.
+    """Write a translated span at its positions: norms, RoPE, cast, one slice a layer and side.
 
     Nothing is evaluated here.
     """
     rotations: dict[int, Rotation] = {}
-    for group in states.keys:
+
+    def finish_keys(array: mx.array, finishes: Sequence[Finish], start: int) -> mx.array:
+        rotation = rotations.setdefault(start, Rotation(start))
+        return advance(array, finishes, rotation, states.capture, "post_rope")
+
+    def finish_values(array: mx.array, finishes: Sequence[Finish], start: int) -> mx.array:
+        return normalise_values(array, finishes, states.capture)
+
+    keys = _finished(states.keys, model, finish_keys)
+    values = _finished(states.values, model, finish_values)
+    for layer, (start, array) in keys.items():
+        attention, cache = model.attentions[layer], caches[layer]
+        stored = model.family.stored(attention, array, values[layer][1])
+        place = _place(cache, start, array)
+        cache.keys[..., place, :], cache.values[..., place, :] = stored
+
+
+def _finished(
+    groups: Sequence[LayerGroup],
+    model: LanguageModel,
+    finish: Callable[[mx.array, Sequence[Finish], int], mx.array],
+) -> dict[int, tuple[int, mx.array]]:
+    """By layer, the first position and (B, H, T, D) in the cache's dtype."""
+    found = {}
+    for group in groups:
         finishes = [model.finishes[layer] for layer in group.layers]
-        rotation = rotations.setdefault(group.start, Rotation(group.start))
-        done = advance(group.states, finishes, rotation, states.capture, "post_rope")
-        for layer, array in zip(group.layers, done.astype(model.cache_dtype), strict=True):
-            caches[layer].keys[..., _place(caches[layer], group.start, array), :] = array
-    for group in states.values:
-        finishes = [model.finishes[layer] for layer in group.layers]
-        done = normalise_values(group.states, finishes, states.capture)
-        for layer, array in zip(group.layers, done.astype(model.cache_dtype), strict=True):
-            caches[layer].values[..., _place(caches[layer], group.start, array), :] = array
+        done = finish(group.states, finishes, group.start).astype(model.cache_dtype)
+        found |= {layer: (group.start, a) for layer, a in zip(group.layers, done, strict=True)}
+    return found
+
+
+def stored_shape(model: LanguageModel, layer: int) -> list[tuple[int, int]]:
+    """Heads and width of the keys and of the values that one cache layer stores."""
+    geometry, dtype = model.geometry.layers[layer], model.cache_dtype
+    keys, values = (
+        mx.zeros((1, geometry.kv_heads, 1, dim), dtype)
+        for dim in (geometry.key_dim, geometry.value_dim)
+    )
+    stored = model.family.stored(model.attentions[layer], keys, values)  # never evaluated
+    return [(array.shape[1], array.shape[3]) for array in stored]
+
+
+def bytes_per_token(model: LanguageModel) -> int:
+    """Bytes that one token takes in a model's cache."""
+    shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
+    return model.cache_dtype.size * sum(heads * dim for both in shapes for heads, dim in both)
 
 
 def _place(cache: Any, start: int, array: mx.array) -> slice:

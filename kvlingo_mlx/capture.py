@@ -82,7 +82,8 @@ def tap(modules: Sequence[nn.Module]) -> Iterator[Recorder]:
 def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStates]]:
     """Tap a model's key and value projections; yields a function that takes a span.
 
-    The function gets the span's first position and returns its pre-norm ``KVStates``.
+    The function gets the span's first position and returns its ``KVStates``, at the first of
+    the family's capture points.
     """
     family, attentions = model.family, model.attentions
     taps = [family.taps(attention) for attention in attentions]
@@ -95,7 +96,7 @@ def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStat
                 for attention, modules in zip(attentions, taps, strict=True)
             ]
             keys, values = zip(*pairs, strict=True)
-            return KVStates(keys, values, "pre_norm", start)
+            return KVStates(keys, values, family.points[0], start)
 
         yield take
 
@@ -103,7 +104,7 @@ def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStat
 def prefill(
     model: LanguageModel, tokens: Sequence[int], step_size: int = 2048
 ) -> Generator[KVStates, None, None]:
-    """Prefill a model in chunks; yield what each chunk wrote, evaluated, pre-norm.
+    """Prefill a model in chunks; yield what each chunk's projections wrote, evaluated.
 
     The model's own cache lives only as long as the iteration. Each chunk costs one
     synchronisation, as in mlx-lm's own prefill.
@@ -128,16 +129,16 @@ def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
     rotation, keys, values = Rotation(states.start), [], []
     layers = zip(model.geometry.layers, model.finishes, strict=True)
     for index, (layer, finish) in enumerate(layers):
-        heads = advance(_heads(states.keys[index], layer), [finish], rotation, origin, goal)
+        heads = advance(to_heads(states.keys[index], layer), [finish], rotation, origin, goal)
         keys.append(_flat(heads))
         array = states.values[index]
         if finish.value_eps is not None:
-            array = _flat(normalise_values(_heads(array, layer), [finish], origin))
+            array = _flat(normalise_values(to_heads(array, layer), [finish], origin))
         values.append(array)
     return KVStates(tuple(keys), tuple(values), goal, states.start)
 
 
-def _heads(array: mx.array, layer: LayerGeometry) -> mx.array:
+def to_heads(array: mx.array, layer: LayerGeometry) -> mx.array:
     """(B, T, H * D) as (1, B, H, T, D)."""
     batch, tokens, _ = array.shape
     return array.reshape(1, batch, tokens, layer.kv_heads, -1).swapaxes(2, 3)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvlingo_mlx.backend import mx, on_gpu
 
-from kvlingo_mlx.families.base import POINTS, Finish
+from kvlingo_mlx.families.base import LATENT, POINTS, Finish
 from kvlingo_mlx.geometry import RopeSpec
 
 # Rotations that multiply keys by nothing but cosines and sines.
@@ -58,7 +58,7 @@ def advance(
         keys: (G, B, H, T, D), heads normalised one by one and rotated by position.
         finishes: The G layers' norms and rotations.
         rotation: The span's positions.
-        origin: The point ``keys`` are at.
+        origin: The point ``keys`` are at; those of latents await their rotation alone.
         goal: The point wanted, at or after ``origin``.
 
     Returns:
@@ -70,6 +70,7 @@ def advance(
             for i, finish in enumerate(finishes)
         ]
         return mx.concatenate(parts)
+    origin = "post_norm" if origin == LATENT else origin
     steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
     if "pre_norm" in steps:
         keys = _normalise(keys, finishes)

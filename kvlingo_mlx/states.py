@@ -17,7 +17,8 @@ class KVStates:
     Attributes:
         keys: N arrays (B, T, H * D), heads stacked in head order.
         values: N arrays (B, T, H * D).
-        capture: Where the keys were taken: "pre_norm", "post_norm" or "post_rope".
+        capture: Where they were taken: "pre_norm", "post_norm", "post_rope" or "latent" (MLA:
+            keys are k_R before RoPE, values c_KV).
         start: Position of the first token.
     """
 

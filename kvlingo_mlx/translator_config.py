@@ -119,6 +119,13 @@ def head_map_of(config: TranslatorConfig) -> tuple[int, ...]:
 
 def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
     """Refuse (ValueError) head counts that new head-wise maps cannot pair evenly."""
+    for spec in (source, target):
+        counts = sorted({layer.kv_heads for layer in spec.layers})
+        if len(counts) > 1:
+            raise ValueError(
+                f"head-wise maps need one KV-head count per model, {spec.name} has layers of "
+                f"{' and '.join(map(str, counts))}; use head-mixing ones"
+            )
     heads, sources = target.layers[0].kv_heads, source.layers[0].kv_heads
     if heads % sources:
         raise ValueError(
@@ -222,6 +229,7 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
         provenance=_typed(path, "provenance", data["provenance"], dict),
     )
     _check_joint(path, config)
+    _check_latent(path, config)
     if config.head_mixing and "head_map" in data:
         raise malformed(path, "head_map belongs to head-wise translators only")
     if not config.head_mixing:
@@ -341,6 +349,17 @@ def _check_joint(path: Path, config: TranslatorConfig) -> None:
         raise malformed(path, "joint is true, expected kind linear with head_mixing true")
     if config.assignment.keys != config.assignment.values:
         raise malformed(path, "joint is true, but keys and values have different assignments")
+
+
+def _check_latent(path: Path, config: TranslatorConfig) -> None:
+    for end, spec in (("source", config.source), ("target", config.target)):
+        for layer in spec.layers:
+            if (layer.attention == "latent") != (config.capture == "latent"):
+                raise malformed(
+                    path,
+                    f"capture is {config.capture!r}, but layer {layer.layer} of the {end} has "
+                    f"{layer.attention} attention: latents are captured at 'latent' alone",
+                )
 
 
 def _parse_head_map(path: Path, data: Any, config: TranslatorConfig) -> tuple[int, ...] | None:

@@ -419,7 +419,7 @@ def test_bad_input_is_refused_before_any_work(
     monkeypatch.setattr("kvlingo_mlx.loading.load", unreachable)
     (tmp_path / "file").write_text("mine")
     fails(["analyze", "--source", "x"], "--target", capsys)
-    fails([*ZOO, "--capture", "latent"], "capture is 'latent'", capsys)
+    fails([*ZOO, "--capture", "middle"], "capture is 'middle'", capsys)
     fails([*ZOO, "--documents", "1"], "documents is 1", capsys)
     fails([*ZOO, "--tokens", "63"], "tokens is 63", capsys)
     fails([*ZOO, "--hidden", "0"], "hidden is 0", capsys)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,7 +144,104 @@ def _gemma3(hidden: int) -> dict[str, Any]:
     }
 
 
-COMMON = {"qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "gemma3_text": _gemma3}
+def _gemma4(hidden: int) -> dict[str, Any]:
+    """Local layers before each global one, which is wider and rotates half of its width."""
+    kinds = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+        "full_attention": {
+            "rope_type": "proportional",
+            "rope_theta": 1e6,
+            "partial_rotary_factor": 0.5,
+        },
+    }
+    common = _common("Gemma4ForCausalLM", hidden)
+    del common["rope_scaling"]  # as released; transformers takes it for rope_parameters
+    return common | {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "global_head_dim": 64,
+        "rope_parameters": kinds,
+        "sliding_window": 16,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": VOCAB,
+        "final_logit_softcapping": 30.0,
+    }
+
+
+def _latent(architecture: str, hidden: int) -> dict[str, Any]:
+    """Multi-head latent attention; all widths differ, and are fit for 4 bits where they must."""
+    return _common(architecture, hidden, tied=False) | {
+        "q_lora_rank": 32,
+        "kv_lora_rank": 64,
+        "qk_nope_head_dim": 32,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 32,
+    }
+
+
+def _deepseek_v3(hidden: int) -> dict[str, Any]:
+    """A dense layer, then experts."""
+    return _latent("DeepseekV3ForCausalLM", hidden) | {
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 1,
+        "n_routed_experts": EXPERTS,
+        "num_experts_per_tok": ACTIVE_EXPERTS,
+        "routed_scaling_factor": 1.5,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "norm_topk_prob": True,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_layer_freq": 1,
+        "first_k_dense_replace": 1,
+    }
+
+
+def _glm4_moe_lite(hidden: int) -> dict[str, Any]:
+    return _deepseek_v3(hidden) | {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "q_lora_rank": None,
+        "n_group": 1,
+        "num_nextn_predict_layers": 0,
+    }
+
+
+def _deepseek_v2(hidden: int) -> dict[str, Any]:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+            "mscale": 1.2, "mscale_all_dim": 0.7}  # fmt: skip
+    return _deepseek_v3(hidden) | {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "scoring_func": "softmax",
+        "topk_method": "greedy",
+        "n_group": 1,
+        "rope_scaling": yarn,
+    }
+
+
+def _minicpm3(hidden: int) -> dict[str, Any]:
+    factors = [1.0 + 0.25 * i for i in range(8)]
+    return _latent("MiniCPM3ForCausalLM", hidden) | {
+        "v_head_dim": hidden // 4,  # mlx-lm has no other
+        "dim_model_base": 32,
+        "scale_depth": 1.4,
+        "scale_emb": 2.0,
+        "rope_scaling": {"type": "longrope", "long_factor": factors, "short_factor": factors,
+                         "original_max_position_embeddings": 64},
+    }  # fmt: skip
+
+
+COMMON = {
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "deepseek_v2": _deepseek_v2,
+    "minicpm3": _minicpm3,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "gemma3_text": _gemma3,
+    "gemma4_text": _gemma4,
+}
+SCALES = r"norm(_\d)?\.weight$|scalar$|scale$"  # of the order of 1
 GEMMAS = ("gemma3_text",)  # norms by (1 + weight), four of them a layer
 
 
@@ -155,7 +253,7 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     bound = WEIGHT_STD * math.sqrt(3)
     tensors = {}
     for name, shape in _weight_shapes(config):
-        low, high = (0.7, 1.3) if name.endswith("norm.weight") else (-bound, bound)
+        low, high = (0.7, 1.3) if re.search(SCALES, name) else (-bound, bound)
         if high != bound and config["model_type"] in GEMMAS:
             low, high = low - 1, high - 1
         tensors[name] = rng.uniform(low, high, shape).astype(np.float32)
@@ -165,7 +263,10 @@ def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
 def _weight_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
     hidden, vocab = config["hidden_size"], config["vocab_size"]
     yield "model.embed_tokens.weight", (vocab, hidden)
-    for layer in range(config["num_hidden_layers"]):
+    own = OWN_SHAPES.get(config["model_type"])
+    if own is not None:
+        yield from own(config)
+    for layer in range(config["num_hidden_layers"] if own is None else 0):
         for name, shape in (*_attention_shapes(config), *_mlp_shapes(config)):
             yield f"model.layers.{layer}.{name}.weight", shape
     yield "model.norm.weight", (hidden,)
@@ -204,6 +305,100 @@ def _mlp_shapes(config: dict[str, Any]) -> list[tuple[str, Shape]]:
         "down_proj": (hidden, width),
     }
     return router + [(f"{p}.{n}", shape) for p in prefixes for n, shape in projections.items()]
+
+
+def _gemma4_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
+    """Shared layers have no keys and values; global ones may have no value projection."""
+    hidden, extra = config["hidden_size"], config["hidden_size_per_layer_input"]
+    depth, experts = config["num_hidden_layers"], config.get("num_experts")
+    owners = depth - config["num_kv_shared_layers"]
+    if extra:
+        yield "model.embed_tokens_per_layer.weight", (VOCAB, depth * extra)
+        yield "model.per_layer_model_projection.weight", (depth * extra, hidden)
+        yield "model.per_layer_projection_norm.weight", (extra,)
+    for layer, kind in enumerate(config["layer_types"]):
+        whole, width = kind == "full_attention", config["intermediate_size"]
+        dim = config["global_head_dim" if whole else "head_dim"]
+        same = whole and config.get("attention_k_eq_v", False)
+        heads = config["num_global_key_value_heads" if same else "num_key_value_heads"]
+        queries = config["num_attention_heads"] * dim
+        modules: dict[str, Shape] = {
+            "self_attn.q_proj": (queries, hidden),
+            "self_attn.o_proj": (hidden, queries),
+            "self_attn.q_norm": (dim,),
+        }
+        if layer < owners:
+            modules |= {"self_attn.k_proj": (heads * dim, hidden), "self_attn.k_norm": (dim,)}
+            modules |= {} if same else {"self_attn.v_proj": (heads * dim, hidden)}
+        else:
+            width *= 2
+        norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"]
+        modules |= {f"{name}_layernorm": (hidden,) for name in norms}
+        modules |= {f"mlp.{name}_proj": (width, hidden) for name in ("gate", "up")}
+        modules["mlp.down_proj"] = (hidden, width)
+        if extra:
+            modules |= {
+                "per_layer_input_gate": (extra, hidden),
+                "per_layer_projection": (hidden, extra),
+                "post_per_layer_input_norm": (hidden,),
+            }
+        shapes: dict[str, Shape] = {f"{name}.weight": shape for name, shape in modules.items()}
+        shapes["layer_scalar"] = (1,)
+        if experts:
+            names = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2",
+                     "pre_feedforward_layernorm_2")  # fmt: skip
+            width = config["moe_intermediate_size"]
+            shapes |= {f"{name}.weight": (hidden,) for name in names} | {
+                "router.proj.weight": (experts, hidden),
+                "router.scale": (hidden,),
+                "router.per_expert_scale": (experts,),
+                "experts.gate_up_proj": (experts, 2 * width, hidden),
+                "experts.down_proj": (experts, hidden, width),
+            }
+        yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in shapes.items())
+
+
+def _latent_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    latent, queries = config["kv_lora_rank"], config["q_lora_rank"]
+    plain, rotary, value = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    experts = config.get("n_routed_experts")
+    for layer in range(config["num_hidden_layers"]):
+        modules: dict[str, Shape] = {
+            "self_attn.kv_a_proj_with_mqa": (latent + rotary, hidden),
+            "self_attn.kv_a_layernorm": (latent,),
+            "self_attn.kv_b_proj": (heads * (plain + value), latent),
+            "self_attn.o_proj": (hidden, heads * value),
+            "input_layernorm": (hidden,),
+            "post_attention_layernorm": (hidden,),
+        }
+        full = heads * (plain + rotary)
+        if queries:
+            modules |= {
+                "self_attn.q_a_proj": (queries, hidden),
+                "self_attn.q_a_layernorm": (queries,),
+                "self_attn.q_b_proj": (full, queries),
+            }
+        else:
+            modules["self_attn.q_proj"] = (full, hidden)
+        blocks = {"mlp": config["intermediate_size"]}
+        if experts and layer >= config["first_k_dense_replace"]:
+            names = [f"mlp.experts.{e}" for e in range(experts)] + ["mlp.shared_experts"]
+            blocks = dict.fromkeys(names, config["moe_intermediate_size"])
+            modules["mlp.gate"] = (experts, hidden)
+            if config["topk_method"] == "noaux_tc":
+                yield f"model.layers.{layer}.mlp.gate.e_score_correction_bias", (experts,)
+        for block, width in blocks.items():
+            modules |= {f"{block}.{name}_proj": (width, hidden) for name in ("gate", "up")}
+            modules[f"{block}.down_proj"] = (hidden, width)
+        yield from ((f"model.layers.{layer}.{n}.weight", shape) for n, shape in modules.items())
+
+
+LATENT = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2", "minicpm3")
+# Layers unlike the common one.
+OWN_SHAPES = {"gemma4_text": _gemma4_shapes, **dict.fromkeys(LATENT, _latent_shapes)}
 
 
 # ---- tokenizer ------------------------------------------------------------------------
@@ -429,11 +624,43 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense2x32": ("qwen3", dict(seed=2, layers=3, kv_heads=2, head_dim=32, rope_theta=1e6)),
     "moe2x32": ("qwen3_moe", dict(seed=3, layers=5, kv_heads=2, head_dim=32)),
 }
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # One of each family, for what must hold to the bit.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", dict(seed=1, layers=3, kv_heads=2, head_dim=32)),
     "qwen3_moe": ("qwen3_moe", dict(seed=2, layers=3, kv_heads=2, head_dim=32)),
     "gemma3": ("gemma3_text", dict(seed=3, layers=5, kv_heads=2, head_dim=32)),
+    # The small ones: the last three layers read the caches of the second and the third.
+    "gemma4": (
+        "gemma4_text",
+        dict(
+            seed=4,
+            layers=6,
+            kv_heads=2,
+            head_dim=32,
+            layer_types=[LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL],
+            num_kv_shared_layers=3,
+            hidden_size_per_layer_input=32,
+        ),
+    ),
+    # The large ones: global layers of fewer heads, whose keys are their values; experts.
+    "gemma4_moe": (
+        "gemma4_text",
+        dict(
+            seed=5,
+            layers=4,
+            kv_heads=2,
+            head_dim=32,
+            layer_types=[LOCAL, GLOBAL, LOCAL, GLOBAL],
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            enable_moe_block=True,
+            num_experts=EXPERTS,
+            top_k_experts=ACTIVE_EXPERTS,
+            moe_intermediate_size=32,
+        ),
+    ),
+    **{name: (name, dict(seed=6, layers=3, kv_heads=4, head_dim=16)) for name in LATENT},
 }
 GOLDEN_CASES = (
     Case("dense4x16", "moe2x32", nu=2),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
@@ -39,10 +39,9 @@ from kvlingo_mlx.analysis.statistics import (
     top_share,
 )
 from kvlingo_mlx.assignment import by_depth, relative_depth
-from kvlingo_mlx.families.base import POINTS
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.pairing import check_pair, check_tokenizers
-from kvlingo_mlx.translator_config import SIDES
+from kvlingo_mlx.pairing import capture_point, check_pair, check_tokenizers
+from kvlingo_mlx.translator_config import CAPTURES, SIDES
 from kvlingo_mlx.translators.base import Translator
 
 Progress = Callable[[str], None]
@@ -53,7 +52,8 @@ class Settings:
     """What to measure, and on how much text.
 
     Attributes:
-        capture: Where keys are taken: pre_norm, post_norm or post_rope.
+        capture: Where keys are taken: pre_norm, post_norm or post_rope, or latent (MLA); None
+            is the translator's point, else pre_norm, or latent for models that cache latents.
         documents: Records to read, the first ones.
         tokens: Tokens in all; each document is cut at ``tokens`` / ``documents``.
         seed: Of the split by document, the MLPs, the permutations and random weights.
@@ -65,7 +65,7 @@ class Settings:
         epochs: Most epochs that it is trained for.
     """
 
-    capture: str = "pre_norm"
+    capture: str | None = None
     documents: int = 64
     tokens: int = 16_384
     seed: int = 0
@@ -77,8 +77,10 @@ class Settings:
     epochs: int = 10
 
     def __post_init__(self) -> None:
-        if self.capture not in POINTS:
-            raise ValueError(f"capture is {self.capture!r}; it must be one of {', '.join(POINTS)}")
+        if self.capture not in (None, *CAPTURES):
+            raise ValueError(
+                f"capture is {self.capture!r}; it must be one of {', '.join(CAPTURES)}"
+            )
         if self.documents < 2:
             raise ValueError(
                 f"documents is {self.documents}; it must be at least 2, since some are fitted on "
@@ -117,7 +119,7 @@ class Report:
     """What two models' caches have in common over one corpus.
 
     Attributes:
-        capture: Where keys were taken.
+        capture: Where keys were taken, as far as the settings said.
         documents: How many were read.
         fitted: Tokens of the documents fitted on.
         scored: Tokens of those held out.
@@ -132,7 +134,7 @@ class Report:
         notes: What was left out or is not to be trusted, and why; a sentence each.
     """
 
-    capture: str
+    capture: str | None
     documents: int
     fitted: int
     scored: int
@@ -176,6 +178,8 @@ def analyze(
     check_tokenizers(source, target)
     if translator is not None:
         check_translator(translator, source, target, settings)
+    asked = settings.capture or (translator.config.capture if translator else None)
+    settings = replace(settings, capture=capture_point(source, target, asked))
     corpus = texts.split(
         texts.read(
             records,
@@ -191,7 +195,7 @@ def analyze(
         source = randomly_initialised(source, 2 * settings.seed)
         target = randomly_initialised(target, 2 * settings.seed + 1)
     read, wanted = (
-        collect(model, corpus, settings.capture, lambda: progress("reading"))
+        collect(model, corpus, str(settings.capture), lambda: progress("reading"))
         for model in (source, target)
     )
     heads = [head_counts(model.geometry) for model in (source, target)]
@@ -211,7 +215,7 @@ def check_translator(
     check_pair(translator.config, source, target)
     if settings.random_init:
         raise ValueError("a translator says nothing about random weights; drop one of the two")
-    if settings.capture != translator.config.capture:
+    if settings.capture not in (None, translator.config.capture):
         raise ValueError(
             f"capture is {settings.capture}, but the translator reads and writes "
             f"{translator.config.capture} keys; drop one of the two"

@@ -31,7 +31,9 @@ def command(
         None, help="A folder or Hub id: its own maps are scored and aligned as well."
     ),
     capture: str = typer.Option(
-        None, help="pre_norm, post_norm or post_rope; default: the translator's, else pre_norm."
+        None,
+        help="pre_norm, post_norm, post_rope or latent (MLA); default: the translator's, "
+        "else pre_norm or latent.",
     ),
     documents: int = typer.Option(64, help="Read the first N records; a fifth is held out."),
     tokens: int = typer.Option(
@@ -62,13 +64,11 @@ def command(
         "documents": documents, "tokens": tokens, "seed": seed, "random_init": random_init,
         "cka": cka, "mlp": mlp, "heads": heads, "hidden": hidden, "epochs": epochs,
     }  # fmt: skip
-    settings = Settings(capture or "pre_norm", **chosen)
+    settings = Settings(capture, **chosen)
     if plot:
         pictures.check_folder(plot)
     records = read_jsonl(data) if data else bundled(documents)
     given = load_translator(translator) if translator else None
-    if given is not None and not capture:
-        settings = Settings(given.config.capture, **chosen)
     models = load(source, lazy=True), load(target, lazy=True)
     with progress_bar("analyzing", None) as step:
 

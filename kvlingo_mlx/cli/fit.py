@@ -19,7 +19,9 @@ def command(
     data: str = typer.Option(..., help='JSONL of {"messages": [...]} or {"text": ...}.'),
     out: str = typer.Option(..., help="The translator folder to write."),
     norm: str = typer.Option("frobenius", help="frobenius, attention, sink_2 ... sink_32."),
-    capture: str = typer.Option("pre_norm", help="pre_norm, post_norm or post_rope."),
+    capture: str = typer.Option(
+        None, help="pre_norm (default), post_norm or post_rope; latent for MLA models."
+    ),
     assignment: str = typer.Option(
         "relative_depth",
         help='relative_depth, r2, greedy, or a JSON file {"keys": [[0], ...], "values": ...}.',

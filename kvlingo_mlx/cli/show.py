@@ -63,11 +63,13 @@ def _translator_facts(folder: Path) -> dict[str, Any]:
 
 
 def _spec_line(spec) -> str:
-    layer = spec.layers[0]
-    return (
-        f"{spec.name} ({spec.model_type}, {len(spec.layers)} layers, "
-        f"{layer.kv_heads} KV heads of {layer.key_dim})"
-    )
+    return f"{spec.name} ({spec.model_type}, {len(spec.layers)} layers, {_heads(spec.layers[0])})"
+
+
+def _heads(layer) -> str:
+    if layer.attention == "latent":
+        return f"latents of {layer.value_dim}, rotary keys of {layer.key_dim}"
+    return f"{layer.kv_heads} KV heads of {layer.key_dim}"
 
 
 def _assignment_line(layers: tuple[tuple[int, ...], ...]) -> str:
@@ -75,6 +77,7 @@ def _assignment_line(layers: tuple[tuple[int, ...], ...]) -> str:
 
 
 def _model_facts(name: str) -> dict[str, Any]:
+    from kvlingo_mlx.caches import bytes_per_token
     from kvlingo_mlx.loading import load
 
     model = load(name, lazy=True)
@@ -84,9 +87,9 @@ def _model_facts(name: str) -> dict[str, Any]:
         "model": model.name,
         "model_type": geometry.model_type,
         "cache layers": len(geometry.layers),
-        "first layer": f"{layer.kv_heads} KV heads of {layer.key_dim}, {layer.attention}",
+        "first layer": f"{_heads(layer)}, {layer.attention}",
         "cache dtype": model.cache_dtype,
-        "cache bytes per token": geometry.bytes_per_token(model.cache_dtype.size),
+        "cache bytes per token": bytes_per_token(model),
         "context": model.context_length,
         "geometry": geometry.fingerprint,
         "norms": model.norms_fingerprint,

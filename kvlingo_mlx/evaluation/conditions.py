@@ -15,6 +15,7 @@ from kvlingo_mlx.backend import mx
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from kvlingo_mlx import caches
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.generation import hand_over
 from kvlingo_mlx.geometry import layer_differences
@@ -98,6 +99,11 @@ def reused(
     """
     layers = len(target.attentions)
     differ = layer_differences(target.geometry.layers, source.geometry.layers)
+    for layer in range(0 if differ else layers):
+        ours, theirs = (caches.stored_shape(model, layer) for model in (target, source))
+        if ours != theirs:
+            differ = [f"layer {layer} stores (heads, width) {theirs}, expected {ours}"]
+            break
     if differ:
         raise IncompatibleTranslatorError(
             f"the cache of {source.name} cannot be reused by {target.name}: {differ[0]}"
@@ -128,22 +134,9 @@ def prefill_layers(
         return cache
     for start in range(0, len(tokens), step_size):
         chunk = mx.array(list(tokens[start : start + step_size]))
-        model.model(chunk[None], cache=[*cache[:layers], *_unfilled(model, start)[layers:]])
+        # Later layers' true caches would drag along what was left unfinished of earlier chunks:
+        # they get zeros of the right length, which nobody computes.
+        later = caches.allocate(model, start)[layers:]
+        model.model(chunk[None], cache=[*cache[:layers], *later])
         mx.eval([c.state for c in cache[:layers]])
     return cache
-
-
-def _unfilled(model: LanguageModel, length: int) -> list:
-    """Caches of the right length whose zeros nobody will compute.
-
-    Later layers' true caches would drag along what was left unfinished of earlier chunks.
-    """
-    caches = make_prompt_cache(model.model)
-    for cache, layer in zip(caches, model.geometry.layers, strict=True):
-        if length:
-            shape = (1, layer.kv_heads, length)
-            cache.update_and_fetch(
-                mx.zeros((*shape, layer.key_dim), model.cache_dtype),
-                mx.zeros((*shape, layer.value_dim), model.cache_dtype),
-            )
-    return caches

@@ -11,10 +11,12 @@ import pkgutil
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import Family
 
+SHARED = ("base", "latent")  # what families are made of
+
 
 def known_families() -> list[str]:
     """The model types that have an adapter file."""
-    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name != "base")
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in SHARED)
 
 
 def family_of(model_type: str) -> Family:

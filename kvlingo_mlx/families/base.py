@@ -17,6 +17,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, RopeSpec, configured_rope
 
 POINTS = ("pre_norm", "post_norm", "post_rope")
+LATENT = "latent"
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Family:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Where its keys can be captured."""
+        """Where its keys can be captured; the projections' outputs are at the first."""
         return POINTS
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -61,6 +62,10 @@ class Family:
         """The attention modules that own a cache, in cache order."""
         return [layer.self_attn for layer in model.layers]
 
+    def readers(self, model: nn.Module) -> list[tuple[nn.Module, ...]]:
+        """The attention modules that read each cache, its owner first."""
+        return [(attention,) for attention in self.attentions(model)]
+
     def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
         """The modules whose outputs hold a layer's keys and values."""
         return attention.k_proj, attention.v_proj
@@ -68,7 +73,7 @@ class Family:
     def states(
         self, attention: nn.Module, outputs: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """Keys and values (B, T, H * D), before any norm, of what ``taps`` put out."""
+        """Keys and values (B, T, H * D), at the first of ``points``, of what ``taps`` put out."""
         keys, values = outputs
         return keys, values
 
@@ -85,6 +90,24 @@ class Family:
     def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec:
         """How a layer rotates its keys."""
         return configured_rope(facts, key_dim(attention), scaled=self.scaled_rope)
+
+    def stored(
+        self, attention: nn.Module, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """What a layer's cache stores, (B, H, T, D) twice, of finished keys and values."""
+        return keys, values
+
+    def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
+        """The keys that ``queries`` meet, (B, H, T, D), of finished keys and values."""
+        return keys
+
+    def query_projection(self, attention: nn.Module) -> nn.Module:
+        """The module whose output ``queries`` takes."""
+        return attention.q_proj
+
+    def scale(self, attention: nn.Module) -> float:
+        """What the products of queries and keys are multiplied by."""
+        return attention.scale
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
         """Queries as attention uses them: (B, T, Hq * D) projected to (B, Hq, T, D)."""

@@ -19,12 +19,11 @@ from kvlingo_mlx import __version__
 from kvlingo_mlx.assignment import Assignment, by_depth
 from kvlingo_mlx.capture import move, prefill
 from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
-from kvlingo_mlx.families.base import POINTS
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
-from kvlingo_mlx.pairing import check_tokenizers, check_windows
+from kvlingo_mlx.pairing import capture_point, check_tokenizers, check_windows
 from kvlingo_mlx.samples import Sample, to_samples
 from kvlingo_mlx.selection import METHODS, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.states import KVStates
@@ -49,7 +48,7 @@ def fit(
     target: LanguageModel | str,
     samples: Iterable[Mapping[str, Any] | Sample],
     *,
-    capture: str = "pre_norm",
+    capture: str | None = None,
     norm: str = "frobenius",
     assignment: Assignment | str | None = None,
     nu: int = 1,
@@ -63,7 +62,8 @@ def fit(
         source: Whose cache will be translated.
         target: Who will decode from the translation.
         samples: Records {"messages": [...]} or {"text": ...}, or ``Sample`` objects.
-        capture: Where keys are read and written: pre_norm, post_norm or post_rope.
+        capture: Where keys are read and written: pre_norm, post_norm or post_rope, or latent
+            (MLA). None is pre_norm, or latent for models that cache latents.
         norm: frobenius, sink_2 to sink_32, attention_mass (or attention) or
             attention_fisher.
         assignment: Source layers of each target layer, or how they are chosen:
@@ -77,13 +77,13 @@ def fit(
 
     Raises:
         ValueError: A bad argument, or no usable sample.
-        IncompatibleTranslatorError: The tokenizers differ, or the layers have no counterpart.
+        IncompatibleTranslatorError: The tokenizers differ, the layers have no counterpart, or the
+            models are of kinds that no translator connects.
         MalformedTranslatorError: An ``Assignment`` that does not fit these models.
     """
     source, target = load(source), load(target)
     norm = norm_named(norm)
-    if capture not in POINTS:
-        raise ValueError(f"capture is {capture!r}; it must be one of {', '.join(POINTS)}")
+    capture = capture_point(source, target, capture)
     check_tokenizers(source, target)
     if not head_mixing:
         check_head_ratio(source.spec(), target.spec())

@@ -7,7 +7,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx.capture import move, tap, tap_keys_and_values
+from kvlingo_mlx.capture import move, tap, tap_keys_and_values, to_heads
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.samples import Sample
 
@@ -18,38 +18,55 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
     """Attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
 
     The target reads prefix and continuation natively; each layer's attention is
-    averaged over the continuation's queries and over heads. What lies before a window gets
-    none.
+    averaged over the continuation's queries, over heads, and over the layers that read this
+    cache where several do. What lies before a window gets none.
 
     Returns:
         (N layers, T prefix tokens), float64.
     """
     cache = make_prompt_cache(target.model)
     prefix, continuation = sample.prefix, sample.continuation
+    family, readers = target.family, target.family.readers(target.model)
     keys: list[list[mx.array]] = [[] for _ in target.attentions]
     with tap_keys_and_values(target) as take:
 
         def read(tokens: tuple[int, ...], start: int) -> None:
             target.model(mx.array(tokens)[None], cache=cache)
             states = move(take(start), target, "post_rope")
-            mx.eval([c.state for c in cache], states.keys)
-            for parts, array in zip(keys, states.keys, strict=True):
+            met = [
+                family.attended(attention, *(to_heads(a, layer)[0] for a in pair))
+                for attention, layer, *pair in zip(
+                    target.attentions,
+                    target.geometry.layers,
+                    states.keys,
+                    states.values,
+                    strict=True,
+                )
+            ]
+            mx.eval([c.state for c in cache], met)
+            for parts, array in zip(keys, met, strict=True):
                 parts.append(array)
 
         for start in range(0, len(prefix), step_size):
             read(prefix[start : start + step_size], start)
-        with tap([attention.q_proj for attention in target.attentions]) as recorder:
+        with tap([family.query_projection(a) for group in readers for a in group]) as recorder:
             read(continuation, len(prefix))
-            projected = recorder.take()
+            projected = iter(recorder.take())
     rows = []
     for layer, parts in enumerate(keys):
-        attention, geometry = target.attentions[layer], target.geometry.layers[layer]
-        queries = target.family.queries(attention, projected[layer], len(prefix))
-        whole = mx.concatenate(parts, axis=1)[0]  # (T + M, H * D)
-        heads = whole.reshape(len(whole), geometry.kv_heads, -1).swapaxes(0, 1)
-        rows.append(
-            _mean_attention(queries[0], heads, attention.scale, len(prefix), geometry.window)
-        )
+        whole = mx.concatenate(parts, axis=2)[0]  # (H, T + M, D)
+        window = target.geometry.layers[layer].window
+        masses = [
+            _mean_attention(
+                family.queries(attention, next(projected), len(prefix))[0],
+                whole,
+                family.scale(attention),
+                len(prefix),
+                window,
+            )
+            for attention in readers[layer]
+        ]
+        rows.append(np.mean(masses, axis=0))
     return np.stack(rows)
 
 

@@ -40,12 +40,8 @@ def check_applicable(config: TranslatorConfig) -> None:
     Raises:
         IncompatibleTranslatorError: Names what is beyond this version.
     """
-    if config.capture == "latent":
-        what = "of latents (capture latent)"
-    elif config.alignment is not None:
-        what = f"between two tokenizers (alignment {config.alignment})"
-    else:
-        return
-    raise IncompatibleTranslatorError(
-        f"this version cannot apply a translator {what}: upgrade kvlingo-mlx"
-    )
+    if config.alignment is not None:
+        raise IncompatibleTranslatorError(
+            "this version cannot apply a translator between two tokenizers (alignment "
+            f"{config.alignment}): upgrade kvlingo-mlx"
+        )

@@ -1,0 +1,123 @@
+"""Multi-head latent attention (MLA): a token's keys and values are one latent and one rotary key.
+
+Whatever mlx-lm's cache stores, ``values`` are c_KV as kv_a_layernorm leaves it and ``keys`` k_R
+before its rotation, one head of each (section 4.5, "MLA"; the format page's "latent").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+from kvlingo_mlx.families.base import LATENT, Family
+from kvlingo_mlx.geometry import LayerGeometry, RopeSpec, configured_rope
+
+
+@dataclass(frozen=True)
+class LatentFamily(Family):
+    """What both ways to cache latents share; facts are mlx-lm's arguments, defaults filled in.
+
+    ``traditional`` tells whether neighbouring numbers are rotated together; ``rope_type`` is
+    what mlx-lm builds where it builds the same whatever the config's own type is.
+    """
+
+    traditional: bool = True
+    rope_type: str | None = None
+
+    @property
+    def points(self) -> tuple[str, ...]:
+        """Latents have one point."""
+        return (LATENT,)
+
+    def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The model's arguments, defaults filled in."""
+        return vars(model.args)
+
+    def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
+        """One projection holds the latent and the rotary key."""
+        return (attention.kv_a_proj_with_mqa,)
+
+    def states(
+        self, attention: nn.Module, outputs: Sequence[mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """Rotary keys (B, T, dr) and normed latents (B, T, r)."""
+        (projected,) = outputs
+        latent, keys = mx.split(projected, [attention.kv_lora_rank], axis=-1)
+        return keys, attention.kv_a_layernorm(latent)
+
+    def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec:
+        """How the rotary keys are rotated."""
+        scaling = facts["rope_scaling"]
+        if self.rope_type is not None:
+            scaling = {**(scaling or {}), "type": self.rope_type}
+        spec = configured_rope(
+            {"rope_theta": facts["rope_theta"], "rope_scaling": scaling},
+            attention.qk_rope_head_dim,
+        )
+        return dataclasses.replace(spec, traditional=self.traditional)
+
+    def query_projection(self, attention: nn.Module) -> nn.Module:
+        """Queries may have a latent of their own."""
+        return attention.q_b_proj if "q_b_proj" in attention else attention.q_proj
+
+    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
+        """The part without a position, then the rotated one: (B, Hq, T, nope + dr)."""
+        batch, tokens, _ = projected.shape
+        heads = projected.reshape(batch, tokens, attention.num_heads, -1).transpose(0, 2, 1, 3)
+        plain, rotary = mx.split(heads, [attention.qk_nope_head_dim], axis=-1)
+        return mx.concatenate([plain, attention.rope(rotary, offset=offset)], axis=-1)
+
+    def layer_geometry(self, index: int, attention: nn.Module, cache: Any) -> LayerGeometry:
+        """One head: rotary keys, and latents as values."""
+        return LayerGeometry(
+            layer=index,
+            kv_heads=1,
+            key_dim=attention.qk_rope_head_dim,
+            value_dim=attention.kv_lora_rank,
+            attention=LATENT,
+        )
+
+
+@dataclass(frozen=True)
+class AbsorbedFamily(LatentFamily):
+    """The cache stores the latent as its keys and the rotated key as its values."""
+
+    def stored(
+        self, attention: nn.Module, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Latents (B, 1, T, r), rotary keys (B, 1, T, dr)."""
+        return values, keys
+
+    def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
+        """Queries are taken to the latent, so one head of keys serves all of theirs."""
+        return mx.concatenate([values, keys], axis=-1)
+
+    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
+        """(B, Hq, T, r + dr)."""
+        heads = super().queries(attention, projected, offset)
+        plain, rotary = mx.split(heads, [attention.qk_nope_head_dim], axis=-1)
+        return mx.concatenate([attention.embed_q(plain), rotary], axis=-1)
+
+
+@dataclass(frozen=True)
+class ExpandedFamily(LatentFamily):
+    """The cache stores every head's keys and values, made from the latent by ``kv_b_proj``."""
+
+    def stored(
+        self, attention: nn.Module, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Keys (B, H, T, nope + dr), of which all heads share the last dr; values."""
+        batch, _, tokens, _ = values.shape
+        both = attention.kv_b_proj(values[:, 0])
+        both = both.reshape(batch, tokens, attention.num_heads, -1).transpose(0, 2, 1, 3)
+        plain, expanded = mx.split(both, [attention.qk_nope_head_dim], axis=-1)
+        rotary = mx.repeat(keys, attention.num_heads, axis=1)
+        return mx.concatenate([plain, rotary], axis=-1), expanded
+
+    def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
+        """The expanded keys."""
+        return self.stored(attention, keys, values)[0]

@@ -78,9 +78,9 @@ def at_hand(name: str, revision: str | None = None) -> LanguageModel:
 def _open(path: Path, name: str, commit: str | None, lazy: bool) -> LanguageModel:
     _check_model_folder(path)
     config = load_config(path)
-    family_of(config["model_type"])
+    overrides = family_of(config["model_type"]).overrides(config)
     try:
-        model, config = load_model(path, lazy=lazy, trust_remote_code=False)
+        model, config = load_model(path, lazy=lazy, trust_remote_code=False, model_config=overrides)
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )

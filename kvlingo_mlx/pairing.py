@@ -80,6 +80,11 @@ def check_end(
         raise IncompatibleTranslatorError(
             f"{_title(config)} does not fit the {role} model {model.name}: {text}"
         )
+    if config.capture not in model.family.points:
+        raise IncompatibleTranslatorError(
+            f"{_title(config)} is for {config.capture} keys, which the {role} model {model.name} "
+            f"does not have; its capture points are {', '.join(model.family.points)}"
+        )
 
 
 def _title(config: TranslatorConfig) -> str:
@@ -99,6 +104,32 @@ def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
                 f"layer {layer.layer} of the target attends to a window of {layer.window} tokens, "
                 f"the source's windows hold {min(windows)}: what lies between is lost"
             )
+
+
+def capture_point(source: LanguageModel, target: LanguageModel, asked: str | None = None) -> str:
+    """Where a translator between two models reads and writes keys: ``asked``, or the usual point.
+
+    The usual one is the first that both have: before k_norm, or MLA's latents.
+
+    Raises:
+        IncompatibleTranslatorError: One model caches latents, the other does not.
+        ValueError: The models cannot be captured at ``asked``.
+    """
+    theirs, ours = source.family.points, target.family.points
+    common = [point for point in theirs if point in ours]
+    if not common:
+        raise IncompatibleTranslatorError(
+            f"{source.name} is captured at {', '.join(theirs)}, {target.name} at "
+            f"{', '.join(ours)}: latents (MLA) translate into latents only"
+        )
+    if asked is None:
+        return common[0]
+    if asked not in common:
+        raise ValueError(
+            f"capture is {asked!r}; for {source.name} and {target.name} it must be one of "
+            f"{', '.join(common)}"
+        )
+    return asked
 
 
 def check_tokenizers(source: LanguageModel, target: LanguageModel) -> None:

@@ -41,7 +41,7 @@ from kvlingo_mlx.analysis.statistics import (
 from kvlingo_mlx.assignment import by_depth, relative_depth
 from kvlingo_mlx.families.base import POINTS
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.pairing import check_pair, check_tokenizers
+from kvlingo_mlx.pairing import capture_point, check_pair, check_tokenizers
 from kvlingo_mlx.translator_config import SIDES
 from kvlingo_mlx.translators.base import Translator
 
@@ -174,6 +174,7 @@ def analyze(
         IncompatibleTranslatorError: The tokenizers differ, or the translator is another pair's.
     """
     check_tokenizers(source, target)
+    capture_point(source, target, settings.capture)
     if translator is not None:
         check_translator(translator, source, target, settings)
     corpus = texts.split(

@@ -17,12 +17,11 @@ from kvlingo_mlx import __version__
 from kvlingo_mlx.assignment import Assignment, by_depth
 from kvlingo_mlx.capture import move, prefill
 from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
-from kvlingo_mlx.families.base import POINTS
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
-from kvlingo_mlx.pairing import check_tokenizers, check_windows
+from kvlingo_mlx.pairing import capture_point, check_tokenizers, check_windows
 from kvlingo_mlx.samples import Sample, to_samples
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.tensor_file import Weights
@@ -62,12 +61,11 @@ def fit(
 
     Raises:
         ValueError: A bad argument, or no usable sample.
-        IncompatibleTranslatorError: The tokenizers differ.
+        IncompatibleTranslatorError: The tokenizers differ, or keys cannot be captured there.
     """
     source, target = load(source), load(target)
     norm = norm_named(norm)
-    if capture not in POINTS:
-        raise ValueError(f"capture is {capture!r}; it must be one of {', '.join(POINTS)}")
+    capture = capture_point(source, target, capture)
     check_tokenizers(source, target)
     if not head_mixing:
         check_head_ratio(source.spec(), target.spec())

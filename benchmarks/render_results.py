@@ -165,9 +165,10 @@ def evaluations() -> str:
             groups = list(next(iter(conditions.values())))
             metrics = list(next(iter(conditions.values()))[groups[0]])
             if len(metrics) == 1:
-                rows = [[name, *(mean(scores[g][metrics[0]]) for g in groups)]
-                        for name, scores in conditions.items()]  # fmt: skip
-                parts.append(f"{task}, {metrics[0]}:\n\n{table(['cache', *groups], rows)}")
+                (metric,) = metrics
+                rows = [[group, *(mean(scores[group][metric]) for scores in conditions.values())]
+                        for group in groups]  # fmt: skip
+                parts.append(f"{task}, {metrics[0]}:\n\n{table(['', *conditions], rows)}")
                 continue
             for group in groups:
                 rows = [[name, *(mean(scores[group][m]) for m in metrics)]

@@ -6,7 +6,7 @@ whose widths are concatenated into its input. Keys and values have one each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError
@@ -25,6 +25,17 @@ class Assignment:
     def side(self, side: str) -> Layers:
         """The list of ``"keys"`` or ``"values"``."""
         return self.keys if side == "keys" else self.values
+
+    @classmethod
+    def from_json(cls, lists: Mapping[str, Sequence[Sequence[int]]]) -> Assignment:
+        """What :meth:`to_json` gave."""
+        keys, values = (tuple(tuple(found) for found in lists[n]) for n in ("keys", "values"))
+        return cls(keys, values)
+
+    def to_json(self) -> dict[str, list[list[int]]]:
+        """As ``translator_config.json`` has it."""
+        sides = {"keys": self.keys, "values": self.values}
+        return {name: [list(layers) for layers in side] for name, side in sides.items()}
 
 
 def identity(num_layers: int) -> Assignment:

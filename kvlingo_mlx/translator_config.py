@@ -213,7 +213,7 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
     config = TranslatorConfig(
         source=source,
         target=target,
-        assignment=_parse_assignment(path, data["assignment"], source, target),
+        assignment=parse_assignment(path, data["assignment"], source, target),
         kind=_one_of(path, "kind", data["kind"], KINDS),
         head_mixing=_typed(path, "head_mixing", data["head_mixing"], bool),
         joint=_typed(path, "joint", data["joint"], bool),
@@ -299,7 +299,8 @@ def _parse_layer(path: Path, key: str, data: Any) -> LayerGeometry:
     )
 
 
-def _parse_assignment(path: Path, data: Any, source: ModelSpec, target: ModelSpec) -> Assignment:
+def parse_assignment(path: Path, data: Any, source: ModelSpec, target: ModelSpec) -> Assignment:
+    """The assignment that ``path`` holds as JSON; every list is checked."""
     _typed(path, "assignment", data, dict)
     _check_keys(path, data, set(SIDES))
     sides = {side: _parse_side(path, side, data[side], source, target) for side in SIDES}

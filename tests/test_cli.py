@@ -166,7 +166,7 @@ def test_bad_models(
     (half / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
     (half / "model.safetensors.index.json").unlink()
     (half / "model.safetensors").write_bytes(weights)
-    fails(with_model(half), "supported families: qwen3, qwen3_moe", capsys)
+    fails(with_model(half), "supported families: ", capsys)
     (half / "config.json").write_text("{")
     fails(with_model(half), "not valid JSON", capsys)
     no_epsilon = {name: value for name, value in config.items() if name != "rms_norm_eps"}

@@ -22,7 +22,11 @@ from test_identity import identity_of
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import pairing
-from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
+from kvlingo_mlx.errors import (
+    IncompatibleTranslatorError,
+    MissingModelError,
+    UnsupportedModelError,
+)
 from kvlingo_mlx.families import family_of, known_families, plain, refused
 from kvlingo_mlx.families.base import Finish
 from kvlingo_mlx.fitting.attention import attention_mass
@@ -357,6 +361,12 @@ def test_variants_that_are_refused(name: str, more: dict, message: str, tmp_path
     folder = plain_models.write_plain_model(tmp_path, name, **more)
     with pytest.raises(UnsupportedModelError, match=message):
         _ = kv.load(folder).geometry
+
+
+def test_a_malformed_rotation_is_one_line(tmp_path: Path) -> None:
+    folder = plain_models.write_plain_model(tmp_path, "seed_oss", rope_parameters=[1.0])
+    with pytest.raises(MissingModelError, match="cannot be loaded"):
+        kv.load(folder)
 
 
 def test_mistral4_in_its_wrapper_is_refused(opened: Opener, tmp_path: Path) -> None:

@@ -272,6 +272,73 @@ def test_closed_form_equals_the_devices(
         assert error < 1e-5, (name, error)
 
 
+@pytest.mark.parametrize("norm", ["frobenius", "sink_8", "attention_mass"])
+@pytest.mark.parametrize("method", ["r2", "greedy"])
+def test_chosen_layers_equal_the_devices(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    tmp_path: Path,
+    method: str,
+    norm: str,
+) -> None:
+    """The whole of stage 1: the same source layers, the same maps."""
+    stream = Random(60, different=99)
+    data = [stream.sample(i) for i in range(6)]
+    device = kv.fit(models["narrow_moe"], models["dense"], data, nu=2, norm=norm, assignment=method)
+    out = training(
+        torch_models, tmp_path / "t", pair=("narrow_moe", "dense"), stream=stream, steps=0, nu=2,
+        norm=norm, assignment=method,
+    ).run()  # fmt: skip
+    found = kv.load_translator(out)
+    assert found.config.assignment == device.config.assignment
+    assert (
+        found.config.assignment
+        != linear_config(torch_models["narrow_moe"], torch_models["dense"], nu=2).assignment
+    )  # the data chose otherwise
+    assert found.config.provenance["assignment"] == method
+    expected = device.to_weights()
+    for name, array in found.to_weights().arrays.items():
+        error = np.linalg.norm(array - expected.arrays[name]) / np.linalg.norm(array)
+        assert error < 1e-5, (name, error)
+
+
+@pytest.mark.parametrize("sample", [4, 9])
+def test_a_stopped_choice_goes_on(
+    torch_models: dict[str, TorchModel],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    sample: int,
+) -> None:
+    """Stopped as it reads for the choice, or afterwards for the maps: no prefix is read twice."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    options: dict[str, Any] = {
+        "pair": ("narrow_moe", "dense"), "steps": 0, "nu": 2, "assignment": "greedy",
+        "norm": "attention_mass",
+    }  # fmt: skip
+    whole = training(torch_models, tmp_path / "whole", **options).run()
+    stream = Signalled(sample, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        training(torch_models, tmp_path / "t", stream=stream, **options).run()
+    rest = training(torch_models, tmp_path / "t", stream=stream, **options).run()
+    assert stream.drawn == [*range(6), *range(6)]
+    for name in ("translator.safetensors", "selftest.safetensors"):
+        assert (rest / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_an_mlp_reads_chosen_layers(torch_models: dict[str, TorchModel], tmp_path: Path) -> None:
+    first = distill.Recipe(objective="reconstruction", steps=2, batch=2, validate_every=2)
+    out = training(
+        torch_models, tmp_path / "t", pair=("narrow_moe", "dense"), steps=2, kind="mlp", hidden=8,
+        assignment="r2", stage1_recipe=first,
+    ).run()  # fmt: skip
+    linear = training(
+        torch_models, tmp_path / "u", pair=("narrow_moe", "dense"), steps=0, assignment="r2"
+    ).run()
+    configs = [checkpoint.read_config(folder) for folder in (out, linear)]
+    assert configs[0].assignment == configs[1].assignment and configs[0].kind == "mlp"
+
+
 def test_a_joint_closed_form_equals_least_squares(torch_models: dict[str, TorchModel]) -> None:
     source, target = torch_models["moe"], torch_models["dense"]
     config = linear_config(source, target, joint=True)
@@ -841,6 +908,10 @@ def test_plans_that_make_no_sense() -> None:
         Plan(kind="conv")
     with pytest.raises(ValueError, match="a joint map is linear"):
         Plan(joint=True, head_mixing=False)
+    with pytest.raises(ValueError, match="r2 chooses for keys and values apart"):
+        Plan(joint=True, assignment="r2")
+    with pytest.raises(ValueError, match="assignment is 'best'"):
+        Plan(assignment="best")
     for options in ({"warmup": 1.5}, {"warmup": -0.1}, {"clip": 0.0}, {"learning_rates": ()}):
         with pytest.raises(ValueError, match="expected"):
             distill.Recipe(**options)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvlingo_mlx.language_model import LanguageModel
 
 ANSWER_TOKENS = 128
+MOST_COLUMNS = 4
 
 
 def command(
@@ -190,15 +191,17 @@ def _public(
 
 
 def _print(outcome: Outcome) -> None:
-    """One metric: a column a group. Several: a table a group, a column a metric."""
+    """One metric: a column a group, or a row where there are many. Several: a table a group."""
     title, tables, metrics = outcome.task, outcome.tables, outcome.metrics
     groups = list(next(iter(tables.values())))
     if len(metrics) == 1:
         title += f": {metrics[0]}, {outcome.count} items"
-        table(title, ["cache", *groups], [
-            [name, *(_cell(found[group][metrics[0]]) for group in groups)]
-            for name, found in tables.items()
-        ])  # fmt: skip
+        cells = {g: [_cell(found[g][metrics[0]]) for found in tables.values()] for g in groups}
+        if len(groups) > MOST_COLUMNS:
+            table(title, ["", *tables], [[group, *row] for group, row in cells.items()])
+        else:
+            rows = zip(tables, *cells.values(), strict=True)
+            table(title, ["cache", *groups], [list(row) for row in rows])
         return
     for group in groups:
         first = next(iter(tables.values()))[group]

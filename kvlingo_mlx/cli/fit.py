@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import typer
 
 from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, progress_bar, say
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.assignment import Assignment
+    from kvlingo_mlx.language_model import LanguageModel
 
 
 def command(
@@ -14,14 +20,20 @@ def command(
     out: str = typer.Option(..., help="The translator folder to write."),
     norm: str = typer.Option("frobenius", help="frobenius, attention, sink_2 ... sink_32."),
     capture: str = typer.Option("pre_norm", help="pre_norm, post_norm or post_rope."),
-    assignment: str = typer.Option("relative_depth", help="How source layers are chosen."),
+    assignment: str = typer.Option(
+        "relative_depth",
+        help='relative_depth, r2, greedy, or a JSON file {"keys": [[0], ...], "values": ...}.',
+    ),
     nu: int = typer.Option(1, help="Source layers per target layer."),
     head_mixing: bool = typer.Option(True, help="Off: block-diagonal maps, head by head."),
+    memory_gb: float = typer.Option(
+        8.0, help="Most GB of sums at once; with less, the data are read several times."
+    ),
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Fit a translator in closed form on your own text."""
-    if assignment != "relative_depth":
-        raise ValueError(f"--assignment is {assignment!r}; this version knows relative_depth")
+    if memory_gb <= 0:
+        raise ValueError(f"--memory-gb is {memory_gb}; give a positive number")
 
     from kvlingo_mlx import checkpoint, measure
     from kvlingo_mlx.fitting import fit
@@ -38,7 +50,9 @@ def command(
             records,
             norm=norm,
             capture=capture,
+            assignment=_assignment(assignment, *models),
             nu=nu,
+            memory=int(memory_gb * 2**30),
             head_mixing=head_mixing,
             progress=step,
         )
@@ -54,3 +68,19 @@ def command(
         config = {"source": models[0].name, "target": models[1].name, "data": data}
         results = {"parameters": translator.num_parameters, "skipped": skipped, **made}
         measure.append_json(json_file, measure.record("fit", config, results))
+
+
+def _assignment(text: str, source: LanguageModel, target: LanguageModel) -> Assignment | str:
+    """A rule's name as it is, a file as what it lists."""
+    if not text.endswith(".json"):
+        return text
+    from pathlib import Path
+
+    from kvlingo_mlx.translator_config import parse_assignment, parse_json
+
+    path = Path(text)
+    try:
+        blob = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"--assignment {text} cannot be read: {error.strerror}") from None
+    return parse_assignment(path, parse_json(path, blob), source.spec(), target.spec())

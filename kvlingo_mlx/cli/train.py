@@ -28,6 +28,9 @@ def command(
     joint: bool = typer.Option(False, help="One map over keys and values together."),
     capture: str = typer.Option("pre_norm", help="pre_norm, post_norm or post_rope."),
     nu: int = typer.Option(1, help="Source layers per target layer."),
+    assignment: str = typer.Option(
+        "relative_depth", help="How they are chosen: relative_depth, r2 or greedy."
+    ),
     norm: str = typer.Option("frobenius", help="The closed form's: frobenius, attention, sink_8."),
     fit_samples: int = typer.Option(400, help="Conversations for the closed form."),
     hidden: int = typer.Option(2048, help="Hidden width of an MLP."),
@@ -77,7 +80,8 @@ def command(
     }  # fmt: skip
     plan = {
         "kind": kind, "head_mixing": head_mixing, "joint": joint, "capture": capture, "nu": nu,
-        "norm": norm, "fit_samples": fit_samples, "held_out": held_out, "hidden": hidden,
+        "assignment": assignment, "norm": norm, "fit_samples": fit_samples,
+        "held_out": held_out, "hidden": hidden,
     }  # fmt: skip
     with progress_bar("training", steps) as step:
 

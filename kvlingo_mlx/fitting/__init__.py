@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -23,13 +25,22 @@ from kvlingo_mlx.loading import load
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.pairing import capture_point, check_tokenizers, check_windows
 from kvlingo_mlx.samples import Sample, to_samples
+from kvlingo_mlx.selection import METHODS, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, check_head_ratio
+from kvlingo_mlx.translator_config import (
+    SIDES,
+    TranslatorConfig,
+    check_head_ratio,
+    parse_assignment,
+)
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
 Progress = Callable[[int, int | None], None]
+# Called with both models' states of a span, and the tokens' weights (layers or 1, tokens).
+AddSpan = Callable[[KVStates, KVStates, np.ndarray | None], None]
+MEMORY = 8 * 2**30  # bytes of sums alive at once: a 16 GB machine has room for models beside
 
 
 def fit(
@@ -39,9 +50,10 @@ def fit(
     *,
     capture: str = "pre_norm",
     norm: str = "frobenius",
-    assignment: Assignment | None = None,
+    assignment: Assignment | str | None = None,
     nu: int = 1,
     head_mixing: bool = True,
+    memory: int = MEMORY,
     progress: Progress | None = None,
 ) -> Translator:
     """Fit a translator in closed form (section 3.2, stage 1).
@@ -53,15 +65,19 @@ def fit(
         capture: Where keys are read and written: pre_norm, post_norm or post_rope.
         norm: frobenius, sink_2 to sink_32, attention_mass (or attention) or
             attention_fisher.
-        assignment: Source layers of each target layer; None takes the relative-depth
-            band of ``nu`` layers (layer to layer for equal depth and nu = 1).
+        assignment: Source layers of each target layer, or how they are chosen:
+            relative_depth (None; layer to layer for equal depth and nu = 1), r2 or greedy,
+            which weigh every token alike under the attention norms.
         nu: Source layers that each target layer reads.
         head_mixing: False for block-diagonal maps, head by head.
+        memory: Most bytes of sums alive at once; where they would take more, the samples are
+            read several times, some layers at a time.
         progress: Called with (samples done, samples in all or None).
 
     Raises:
         ValueError: A bad argument, or no usable sample.
-        IncompatibleTranslatorError: The tokenizers differ, or keys cannot be captured there.
+        IncompatibleTranslatorError: The tokenizers differ, or the layers have no counterpart.
+        MalformedTranslatorError: An ``Assignment`` that does not fit these models.
     """
     source, target = load(source), load(target)
     norm = norm_named(norm)
@@ -69,62 +85,158 @@ def fit(
     check_tokenizers(source, target)
     if not head_mixing:
         check_head_ratio(source.spec(), target.spec())
-    check_windows(source.geometry.layers, target.geometry.layers)
-    if assignment is None:
-        assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
-    config = TranslatorConfig(
-        source.spec(), target.spec(), assignment, head_mixing=head_mixing, capture=capture
-    )
-    moments = {name: Moments(*widths) for name, widths in moment_widths(config).items()}
-    used = _accumulate(moments, config, source, target, samples, norm, progress)
-    if used == 0:
+    ends = source.geometry.layers, target.geometry.layers
+    check_windows(*ends)
+    method = assignment if isinstance(assignment, str) else None
+    if method not in (None, "relative_depth", *METHODS):
         raise ValueError(
-            "the data hold no usable sample: every prefix is empty or too long"
-            + (", or nothing follows it" if norm in ATTENTION_NORMS else "")
+            f"assignment is {method!r}; it must be relative_depth, {' or '.join(METHODS)}, or an "
+            "Assignment"
         )
-    weights, ranks = solve_maps(config, moments)
+    specs = source.spec(), target.spec()
+    if isinstance(assignment, Assignment):
+        chosen = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
+    else:
+        chosen = by_depth(*ends, nu)
+    config = TranslatorConfig(*specs, chosen, head_mixing=head_mixing, capture=capture)
+    reader = _Reader(source, target, samples, config.capture, norm, progress)
+    weights: dict[str, np.ndarray] = {}
+    ranks: list[int] = []
+    if method in METHODS:
+        config, weights, ranks = _select(config, reader, method, nu, memory)
+    if not weights:
+        weights, ranks = _solve(config, reader, memory)
     provenance = {
         "stage": 1,
         "norm": norm,
-        "samples": used,
-        "prefix_tokens": moments["keys.0"].tokens,
+        "assignment": method or ("explicit" if assignment else "relative_depth"),
+        "samples": reader.used,
+        "prefix_tokens": reader.tokens,
         "lowest_rank": min(ranks),
         "kvlingo_mlx": __version__,
         "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
     }
-    config = TranslatorConfig(**{**vars(config), "provenance": provenance})
+    config = dataclasses.replace(config, provenance=provenance)
     return build(config, Weights.from_float32(weights, "float32"))
 
 
-def _accumulate(
-    moments: dict[str, Moments],
-    config: TranslatorConfig,
-    source: LanguageModel,
-    target: LanguageModel,
-    samples: Iterable[Mapping[str, Any] | Sample],
-    norm: str,
-    progress: Progress | None,
-) -> int:
-    """Run both models over every sample's prefix; returns how many samples were used."""
-    total = len(samples) if isinstance(samples, Sequence) else None
-    used = 0
-    context = min(source.context_length, target.context_length)
-    for sample in to_samples(samples, target.tokenizer, context):
-        for model in (source, target):
-            model.check_tokens((*sample.prefix, *sample.continuation))
-        if norm in ATTENTION_NORMS and not sample.continuation:
-            continue  # nothing attends to this prefix
-        weights = token_weights(norm, len(sample.prefix), partial(attention_mass, target, sample))
-        with contextlib.closing(_spans(source, target, sample.prefix)) as spans:
-            for read, wanted in spans:
-                read = move(read, source, config.capture)
-                wanted = move(wanted, target, config.capture)
-                _add_span(moments, config.assignment, read, wanted, weights)
-        used += 1
-        if progress is not None:
-            progress(used, total)
-    return used
+@dataclasses.dataclass
+class _Reader:
+    """Runs both models over every sample's prefix, as often as it is asked to."""
+
+    source: LanguageModel
+    target: LanguageModel
+    samples: Iterable[Mapping[str, Any] | Sample]
+    capture: str
+    norm: str
+    progress: Progress | None
+    used: int = 0
+    tokens: int = 0
+
+    def passes(self, count: int) -> None:
+        """Announce how often the samples will be read."""
+        if count > 1 and not isinstance(self.samples, Sequence):
+            self.samples = list(self.samples)
+        self.total = len(self.samples) * count if isinstance(self.samples, Sequence) else None
+        self.done = 0
+
+    def read(self, add: AddSpan, *, weighted: bool = True) -> None:
+        """Hand every span's states to ``add``; ``weighted``: with the norm's weights."""
+        norm = self.norm if weighted else "frobenius"
+        self.used = self.tokens = 0
+        context = min(self.source.context_length, self.target.context_length)
+        for sample in to_samples(self.samples, self.target.tokenizer, context):
+            for model in (self.source, self.target):
+                model.check_tokens((*sample.prefix, *sample.continuation))
+            if self.norm in ATTENTION_NORMS and not sample.continuation:
+                continue  # nothing attends to this prefix
+            mass = partial(attention_mass, self.target, sample)
+            weights = token_weights(norm, len(sample.prefix), mass)
+            with contextlib.closing(_spans(self.source, self.target, sample.prefix)) as spans:
+                for read, wanted in spans:
+                    span = slice(read.start, read.start + read.num_tokens)
+                    add(
+                        move(read, self.source, self.capture),
+                        move(wanted, self.target, self.capture),
+                        None if weights is None else weights[:, span],
+                    )
+            self.used += 1
+            self.done += 1
+            self.tokens += len(sample.prefix)
+            if self.progress is not None:
+                self.progress(self.done, self.total)
+        if self.used == 0:
+            raise ValueError(
+                "the data hold no usable sample: every prefix is empty or too long"
+                + (", or nothing follows it" if self.norm in ATTENTION_NORMS else "")
+            )
+
+
+def _solve(
+    config: TranslatorConfig, reader: _Reader, memory: int
+) -> tuple[dict[str, np.ndarray], list[int]]:
+    """All maps of a config whose assignment stands, and their ranks."""
+    widths = moment_widths(config)
+    sizes = {name: 8 * inputs * (inputs + outputs) for name, (inputs, outputs) in widths.items()}
+    weights: dict[str, np.ndarray] = {}
+    ranks: list[int] = []
+    batches = list(_batches(sizes, memory))
+    reader.passes(len(batches))
+    for names in batches:
+        moments = {name: Moments(*widths[name]) for name in names}
+        reader.read(partial(_add_maps, moments, config.assignment))
+        solved, found = solve_maps(config, moments)
+        weights |= solved
+        ranks += found
+    return weights, ranks
+
+
+def _select(
+    config: TranslatorConfig, reader: _Reader, method: str, nu: int, memory: int
+) -> tuple[TranslatorConfig, dict[str, np.ndarray], list[int]]:
+    """The config with source layers chosen from data, and its maps.
+
+    The tiles that choose also solve, but for norms that weigh tokens otherwise in each layer:
+    there the maps are left to :func:`_solve`.
+    """
+    source = config.source.layers
+    reads = candidates(source, config.target.layers)
+    lists = {side: list(config.assignment.side(side)) for side in SIDES}
+    weights: dict[str, np.ndarray] = {}
+    ranks: list[int] = []
+    parts = []
+    for side in SIDES:
+        between, each = tile_bytes(source, reads, side)
+        parts += [(side, batch) for batch in _batches(each, memory - between)]
+    reader.passes(len(parts))
+    for side, batch in parts:
+        tiles = Tiles({t: reads[t] for t in batch})
+        reader.read(partial(_add_tiles, tiles, side), weighted=reader.norm not in ATTENTION_NORMS)
+        for t, layers in choose(tiles, method, nu).items():
+            lists[side][t] = layers
+            config = dataclasses.replace(
+                config, assignment=Assignment(*(tuple(lists[s]) for s in SIDES))
+            )
+            if reader.norm not in ATTENTION_NORMS:
+                solved, found = solve_maps(config, {f"{side}.{t}": tiles.moments(t, layers)})
+                weights |= solved
+                ranks += found
+    return config, weights, ranks
+
+
+def _batches(sizes: Mapping[Any, int], memory: int) -> Iterator[list[Any]]:
+    """Names in order, as many together as fit into ``memory``, at least one."""
+    batch: list[Any] = []
+    room = memory
+    for name, size in sizes.items():
+        if batch and size > room:
+            yield batch
+            batch, room = [], memory
+        batch.append(name)
+        room -= size
+    if batch:
+        yield batch
 
 
 def _spans(
@@ -139,20 +251,30 @@ def _spans(
             yield from zip(read, wanted, strict=True)
 
 
-def _add_span(
+def _add_maps(
     moments: dict[str, Moments],
     assignment: Assignment,
     read: KVStates,
     wanted: KVStates,
     weights: np.ndarray | None,
 ) -> None:
-    span = slice(read.start, read.start + read.num_tokens)
-    for side in SIDES:
-        inputs = [_rows(array) for array in read.side(side)]
-        for layer, array in enumerate(wanted.side(side)):
-            x = np.concatenate([inputs[s] for s in assignment.side(side)[layer]], axis=1)
-            layer_weights = None if weights is None else weights[layer % len(weights), span]
-            moments[f"{side}.{layer}"].add(x, _rows(array), layer_weights)
+    rows: dict[tuple[str, int], np.ndarray] = {}
+    for name, sums in moments.items():
+        side, layer = name.split(".")[0], int(name.split(".")[1])
+        sources = assignment.side(side)[layer]
+        for s in sources:
+            if (side, s) not in rows:
+                rows[side, s] = _rows(read.side(side)[s])
+        x = np.concatenate([rows[side, s] for s in sources], axis=1)
+        own = None if weights is None else weights[layer % len(weights)]
+        sums.add(x, _rows(wanted.side(side)[layer]), own)
+
+
+def _add_tiles(
+    tiles: Tiles, side: str, read: KVStates, wanted: KVStates, weights: np.ndarray | None
+) -> None:
+    xs, ys = ([_rows(a).astype(np.float64) for a in states.side(side)] for states in (read, wanted))
+    tiles.add(xs, ys, None if weights is None else weights[0])
 
 
 def _rows(array: mx.array) -> np.ndarray:

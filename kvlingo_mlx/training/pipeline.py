@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file
 
 from kvlingo_mlx import __version__, checkpoint
-from kvlingo_mlx.assignment import by_depth
+from kvlingo_mlx.assignment import Assignment, by_depth
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.norms import norm_named
 from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.selection import METHODS
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.training import stage1
 from kvlingo_mlx.training.checkpoints import (
@@ -77,6 +78,7 @@ class Plan:
         joint: One map over keys and values together.
         capture: Where keys are read and written.
         nu: Source layers that each target layer reads.
+        assignment: How they are chosen: ``relative_depth``, ``r2`` or ``greedy``.
         norm: The closed form's.
         fit_samples: Conversations the closed form is fitted on.
         held_out: Conversations that choose the learning rate.
@@ -92,6 +94,7 @@ class Plan:
     joint: bool = False
     capture: str = "pre_norm"
     nu: int = 1
+    assignment: str = "relative_depth"
     norm: str = "frobenius"
     fit_samples: int = 400
     held_out: int = 64
@@ -106,7 +109,11 @@ class Plan:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        choices = (("kind", self.kind, KINDS), ("capture", self.capture, POINTS))
+        choices = (
+            ("kind", self.kind, KINDS),
+            ("capture", self.capture, POINTS),
+            ("assignment", self.assignment, ("relative_depth", *METHODS)),
+        )
         for name, value, allowed in choices:
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
@@ -119,6 +126,11 @@ class Plan:
         require("the seed (--seed)", self.seed, 0, 2**63 - 1)
         if self.joint and (self.kind != "linear" or not self.head_mixing):
             raise ValueError("a joint map is linear and mixes heads; drop one of the options")
+        if self.joint and self.assignment in METHODS:
+            raise ValueError(
+                f"{self.assignment} chooses for keys and values apart, a joint map reads both; use "
+                "relative_depth"
+            )
 
 
 Progress = Callable[[str, Report | int], None]
@@ -196,7 +208,7 @@ class Training:
         # Whether or not this plan has a stage 2: work on one must not be dropped unseen.
         stage2 = self._checkpoints("stage2", config, self.plan.recipe)
         held_out = self._held_out()
-        arrays, provenance = self._first(config, held_out, stop)
+        config, arrays, provenance = self._first(config, held_out, stop)
         best = None
         if self.plan.recipe.steps:
             best = self._distill(stage2, config, arrays, held_out, self.plan.recipe, stop)
@@ -266,28 +278,35 @@ class Training:
 
     def _first(
         self, config: TranslatorConfig, held_out: Sequence[Sample], stop: Interruption
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
         """Where stage 2 starts: worked out once, and kept for a resumed run."""
         ready = self._initial.exists()
         self.group.wait()  # or a late process would find what the first one wrote meanwhile
         if not ready:
-            arrays, provenance = self._stage1(config, held_out, stop)
+            config, arrays, provenance = self._stage1(config, held_out, stop)
             if self.group.leads:
                 tensors = {n: torch.tensor(a, dtype=torch.float32) for n, a in arrays.items()}
-                facts = {"settings": self._settings(config), "provenance": provenance}
+                facts = {"settings": self._settings(config), "provenance": provenance,
+                         "assignment": config.assignment.to_json()}  # fmt: skip
                 write_state(self._initial, "stage 1", tensors, facts)
                 shutil.rmtree(self.partial / "stage1", ignore_errors=True)
             self.group.wait()
         arrays = {name: tensor.numpy() for name, tensor in load_file(self._initial).items()}
-        return arrays, self._check(self._initial, config)["provenance"]
+        facts = self._check(self._initial, config)
+        config = dataclasses.replace(config, assignment=Assignment.from_json(facts["assignment"]))
+        return config, arrays, facts["provenance"]
 
     def _stage1(
         self, config: TranslatorConfig, held_out: Sequence[Sample], stop: Interruption
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
         plan = self.plan
         arrays: dict[str, np.ndarray] = {}
         provenance: dict[str, Any] = {}
-        if plan.kind != "mlp":
+        if plan.assignment in METHODS:
+            config, arrays, provenance = self._select(config, stop)
+        if plan.kind == "mlp":
+            arrays = {}
+        elif not arrays:
             arrays, provenance = self._closed_form(config, stop)
         if plan.kind != "linear":
             branch = plan.kind == "linear_mlp"
@@ -299,7 +318,7 @@ class Training:
             best = self._distill(checkpoints, config, arrays, held_out, recipe, stop)
             arrays = _arrays(best)
             provenance = {"stage1_rate": best.rate, "stage1_error": best.held_out}
-        return arrays, provenance
+        return config, arrays, provenance
 
     def _closed_form(
         self, config: TranslatorConfig, stop: Interruption
@@ -310,26 +329,53 @@ class Training:
         kept = self.partial / "stage1" / "moments.safetensors"
         if kept.exists():
             sums.restore(load_file(kept), self._check(kept, config)["counts"])
+        return stage1.closed_form(
+            linear, self.source, self.target, self._fit_samples(sums.read), norm=self.plan.norm,
+            progress=lambda done: self.progress("stage 1", done), sums=sums,
+            keep=self._keeper(kept, config, stop),
+        )  # fmt: skip
+
+    def _select(
+        self, config: TranslatorConfig, stop: Interruption
+    ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
+        """The source layers that the data choose, and the maps where those come with them."""
+        plan, linear = self.plan, dataclasses.replace(config, kind="linear")
+        sums = stage1.TileSums.start(linear)
+        kept = self.partial / "stage1" / "tiles.safetensors"
+        if kept.exists():
+            counts = self._check(kept, config)["counts"]
+            sums.restore(load_file(kept), counts, self.target.device)
+        keep = self._keeper(kept, config, stop)
+        assignment, arrays, provenance = stage1.select(
+            linear, self.source, self.target, self._fit_samples(sums.read), plan.assignment,
+            plan.nu, norm=plan.norm, progress=lambda done: self.progress("selection", done),
+            sums=sums, keep=keep,
+        )  # fmt: skip
+        keep(sums, at_once=True)  # a killed run goes on after the choice, not before it
+        return dataclasses.replace(config, assignment=assignment), arrays, provenance
+
+    def _fit_samples(self, read: int) -> Iterator[Sample]:
+        return (self.data.sample(index) for index in range(read, self.plan.fit_samples))
+
+    def _keeper(
+        self, path: Path, config: TranslatorConfig, stop: Interruption
+    ) -> Callable[..., None]:
+        """A function that writes sums where they can be resumed from, every now and then."""
         last = time.monotonic()
 
-        def keep(sums: stage1.Sums) -> None:
+        def keep(sums: Any, at_once: bool = False) -> None:
             nonlocal last
-            if not stop and time.monotonic() - last < self.keep_every:
+            if not (stop or at_once) and time.monotonic() - last < self.keep_every:
                 return
             if self.group.leads:
                 what = f"stage 1 at {sums.read} conversations"
                 facts = {"settings": self._settings(config), "counts": sums.counts()}
-                write_state(kept, what, sums.tensors(), facts)
+                write_state(path, what, sums.tensors(), facts)
             last = time.monotonic()
             if stop:
                 raise stop.error()
 
-        return stage1.closed_form(
-            linear, self.source, self.target,
-            (self.data.sample(index) for index in range(sums.read, self.plan.fit_samples)),
-            norm=self.plan.norm, progress=lambda done: self.progress("stage 1", done),
-            sums=sums, keep=keep,
-        )  # fmt: skip
+        return keep
 
     def _distill(
         self,
@@ -360,6 +406,7 @@ class Training:
         }  # fmt: skip
         return {
             "stage": 1 if best is None else 2, **data, **fitted, **trained,
+            "assignment": self.plan.assignment,
             "seed": self.plan.seed, "kvlingo_mlx": __version__, "torch": torch.__version__,
             "transformers": version("transformers"), "date": time.strftime("%Y-%m-%d"),
         }  # fmt: skip

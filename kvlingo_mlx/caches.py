@@ -1,4 +1,4 @@
-"""The only file that knows mlx-lm's cache classes: make them, write them, check them."""
+"""The only file that knows mlx-lm's cache classes: make them, write them, read them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.families.base import Finish
-from kvlingo_mlx.keys import Rotation, advance, normalise_values
+from kvlingo_mlx.families.base import LATENT, Finish
+from kvlingo_mlx.keys import Rotation, advance, normalise_values, rotate_back
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import LayerGroup, TranslatedStates
+from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates, flat
 
 GROW = KVCache.step
 
@@ -82,7 +82,7 @@ def _finished(
     finish: Callable[[mx.array, Sequence[Finish], int], mx.array],
 ) -> dict[int, tuple[int, mx.array]]:
     """By layer, the first position and (B, H, T, D) in the cache's dtype."""
-    found = {}
+    found: dict[int, tuple[int, mx.array]] = {}
     for group in groups:
         finishes = [model.finishes[layer] for layer in group.layers]
         done = finish(group.states, finishes, group.start).astype(model.cache_dtype)
@@ -105,6 +105,72 @@ def bytes_per_token(model: LanguageModel) -> int:
     """Bytes that one token takes in a model's cache."""
     shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
     return model.cache_dtype.size * sum(heads * dim for both in shapes for heads, dim in both)
+
+
+def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -> KVStates:
+    """What a model's caches hold, saved ones perhaps, as its states; nothing is computed anew.
+
+    Args:
+        caches: Stock mlx-lm caches of ``model``, one a layer. A ring gives its window.
+        model: The model that wrote them.
+        goal: The capture point wanted. Keys are rotated back to be post-norm, which costs an
+            error of a rounding; keys before a norm cannot be had, for it took their lengths.
+
+    Returns:
+        Arrays (B, T, H * D); those of rings hold the last tokens alone.
+
+    Raises:
+        ValueError: No such point, another number of layers, or empty caches.
+        UnsupportedModelError: A cache of another class, or a point before a norm.
+    """
+    if LATENT in model.family.points:
+        raise UnsupportedModelError(
+            f"{model.name} caches latents, which are not read back: prefill it again"
+        )
+    if goal not in model.family.points:
+        points = ", ".join(model.family.points)
+        raise ValueError(f"goal is {goal!r}; the capture points of {model.name} are {points}")
+    normed = [f.norm_weight is not None or f.value_eps is not None for f in model.finishes]
+    if goal == "pre_norm" and any(normed):
+        raise UnsupportedModelError(
+            f"{model.name} norms its keys before they are cached, so pre_norm keys cannot be read "
+            "from a cache; prefill it again, or use a translator captured post_norm or post_rope"
+        )
+    if len(caches) != len(model.finishes) or any(getattr(c, "keys", None) is None for c in caches):
+        raise ValueError(
+            f"{len(caches)} caches, expected {len(model.finishes)} of {model.name}, all filled"
+        )
+    keys, values = [], []
+    for cache, finish in zip(caches, model.finishes, strict=True):
+        entry, value = _held(cache)
+        if goal != "post_rope":
+            entry = rotate_back(entry, finish, cache.offset - entry.shape[2])
+        keys.append(flat(entry))
+        values.append(flat(value))
+    end = {cache.offset for cache in caches}
+    if len(end) != 1:
+        raise ValueError(f"the caches end at different positions: {sorted(end)}")
+    longest = max(array.shape[1] for array in keys)
+    return KVStates(tuple(keys), tuple(values), goal, end.pop() - longest)
+
+
+def _held(cache: Any) -> tuple[mx.array, mx.array]:
+    """A cache's keys and values (B, H, T, D) up to its last position, without a gap."""
+    if type(cache) is KVCache:
+        return cache.keys_and_values()
+    if type(cache) is not RotatingKVCache:
+        raise UnsupportedModelError(
+            f"a {type(cache).__name__} cannot be read; only KVCache and RotatingKVCache can: "
+            "prefill the model again"
+        )
+    if cache.keep and cache.offset > cache.max_size:
+        raise UnsupportedModelError(
+            f"a RotatingKVCache that kept its first {cache.keep} tokens and forgot later ones "
+            "cannot be read: prefill the model again, without max_kv_size"
+        )
+    kept = min(cache.offset, cache.max_size)
+    keys, values = (cache._temporal_order(a)[..., -kept:, :] for a in (cache.keys, cache.values))
+    return keys, values
 
 
 def _place(cache: Any, start: int, array: mx.array) -> slice:

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx.geometry import LayerGeometry
 from kvlingo_mlx.keys import Rotation, advance, normalise_values
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.states import KVStates, flat
 
 
 class Recorder:
@@ -58,15 +58,17 @@ def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn
 
 
 @contextlib.contextmanager
-def tap(modules: Sequence[nn.Module]) -> Iterator[Recorder]:
+def tap(modules: Sequence[nn.Module], *, nested: bool = False) -> Iterator[Recorder]:
     """Record the outputs of ``modules`` while the context lasts.
+
+    ``nested`` allows modules that a surrounding tap records already.
 
     Raises:
         RuntimeError: A module is tapped already (one capture at a time per model).
     """
     recorder = Recorder(modules)
     classes = [type(module) for module in modules]
-    if any(cls.__qualname__.startswith("_tapped") for cls in classes):
+    if not nested and any(cls.__qualname__.startswith("_tapped") for cls in classes):
         raise RuntimeError("this model is being captured already: one capture at a time")
     try:
         for index, (module, cls) in enumerate(zip(modules, classes, strict=True)):
@@ -126,14 +128,16 @@ def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
     origin = states.capture
     if origin == goal:
         return states
-    rotation, keys, values = Rotation(states.start), [], []
+    keys, values = [], []
+    rotations = {start: Rotation(start) for start in map(states.first, range(len(states.keys)))}
     layers = zip(model.geometry.layers, model.finishes, strict=True)
     for index, (layer, finish) in enumerate(layers):
+        rotation = rotations[states.first(index)]
         heads = advance(to_heads(states.keys[index], layer), [finish], rotation, origin, goal)
-        keys.append(_flat(heads))
+        keys.append(flat(heads[0]))
         array = states.values[index]
         if finish.value_eps is not None:
-            array = _flat(normalise_values(to_heads(array, layer), [finish], origin))
+            array = flat(normalise_values(to_heads(array, layer), [finish], origin)[0])
         values.append(array)
     return KVStates(tuple(keys), tuple(values), goal, states.start)
 
@@ -142,9 +146,3 @@ def to_heads(array: mx.array, layer: LayerGeometry) -> mx.array:
     """(B, T, H * D) as (1, B, H, T, D)."""
     batch, tokens, _ = array.shape
     return array.reshape(1, batch, tokens, layer.kv_heads, -1).swapaxes(2, 3)
-
-
-def _flat(heads: mx.array) -> mx.array:
-    """(1, B, H, T, D) as (B, T, H * D)."""
-    _, batch, _, tokens, _ = heads.shape
-    return heads[0].swapaxes(1, 2).reshape(batch, tokens, -1)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from kvlingo_mlx.errors import UnsupportedModelError
 
 Attention = Literal["full", "sliding", "latent"]
+# What transformers 5 moved from the config's top into ``rope_parameters``.
+LIFTED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,9 @@ class RopeSpec:
     scaling: tuple[tuple[str, Any], ...] = ()
 
 
-def configured_rope(config: Mapping[str, Any], dims: int, *, scaled: bool = True) -> RopeSpec:
+def configured_rope(
+    config: Mapping[str, Any], dims: int, *, scaled: bool = True, traditional: bool = False
+) -> RopeSpec:
     """The rotation of ``dims`` numbers a head that a raw ``config.json`` asks for.
 
     One rotation has one description, however its config spells it: 4 is 4.0, and a linear
@@ -50,13 +54,38 @@ def configured_rope(config: Mapping[str, Any], dims: int, *, scaled: bool = True
     ignored = ("rope_type", "type", "rope_theta")
     rest = {k: _plain(v) for k, v in scaling.items() if k not in ignored and v is not None}
     if not scaled or kind == "default" or (kind == "linear" and rest.get("factor") == 1.0):
-        return RopeSpec("default", base, dims)
+        return RopeSpec("default", base, dims, traditional)
     if kind == "dynamic":
         raise UnsupportedModelError(
             "dynamic NTK RoPE rotates a key differently as the text grows, so a cache "
             "cannot be written once; use a model with another RoPE scaling"
         )
-    return RopeSpec(kind, base, dims, scaling=tuple(sorted(rest.items())))
+    return RopeSpec(kind, base, dims, traditional, scaling=tuple(sorted(rest.items())))
+
+
+def spelled_out(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What transformers 5 writes into a config's ``rope_parameters`` alone, by the older names.
+
+    mlx-lm passes over ``rope_parameters`` in most families, without a word, and rotates by its
+    defaults. Empty for parameters that differ by kind of layer, which only a family can read.
+    """
+    kind = (parameters or {}).get("rope_type") or (parameters or {}).get("type")
+    if parameters is None or kind is None:
+        return {}
+    found = {name: parameters[name] for name in LIFTED if name in parameters}
+    if kind != "default":
+        found["rope_scaling"] = {**parameters, "rope_type": kind, "type": kind}
+    return found
+
+
+def layer_period(layer_types: Sequence[str]) -> int | None:
+    """Every how many layers a global one comes; None if they do not recur so."""
+    period = [*layer_types, "full_attention"].index("full_attention") + 1
+    regular = all(
+        (kind == "full_attention") == ((index + 1) % period == 0)
+        for index, kind in enumerate(layer_types)
+    )
+    return period if regular else None
 
 
 def _plain(value: Any) -> Any:

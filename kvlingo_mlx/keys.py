@@ -34,6 +34,8 @@ class Rotation:
     def __call__(self, keys: mx.array, finish: Finish) -> mx.array:
         """Rotate (..., H, T, D)."""
         spec, (tokens, dim) = finish.rope_spec, keys.shape[-2:]
+        if spec is None:
+            return keys
         flat = keys.reshape(-1, *keys.shape[-3:])
         shared = spec.type in SHARED and not spec.traditional and spec.dims == dim
         if on_gpu() or not shared or keys.dtype != mx.float32:
@@ -55,7 +57,7 @@ def advance(
     """Take the keys of G layers from one capture point to a later one.
 
     Args:
-        keys: (G, B, H, T, D), heads normalised one by one and rotated by position.
+        keys: (G, B, H, T, D).
         finishes: The G layers' norms and rotations.
         rotation: The span's positions.
         origin: The point ``keys`` are at; those of latents await their rotation alone.
@@ -72,20 +74,45 @@ def advance(
         return mx.concatenate(parts)
     origin = "post_norm" if origin == LATENT else origin
     steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
-    if "pre_norm" in steps:
+    last = finishes[0].norm_last
+    if "pre_norm" in steps and not last:
         keys = _normalise(keys, finishes)
     if "post_norm" in steps:
         keys = rotation(keys, finishes[0])
-    return keys
+    return _normalise(keys, finishes) if last and steps else keys
+
+
+def rotate_back(keys: mx.array, finish: Finish, start: int) -> mx.array:
+    """Keys (B, H, T, D) as they were before RoPE, from a cache whose first position is ``start``.
+
+    Every module rotates by an angle proportional to the position, some with a gain: the same
+    rotation by the negative positions undoes the angle, and the gain is what is left at 0.
+    """
+    if finish.rope_spec is None:
+        return keys
+    last = start + keys.shape[-2] - 1
+    turned = finish.rope(keys.astype(mx.float32)[..., ::-1, :], offset=-last)[..., ::-1, :]
+    gain = finish.rope(mx.ones((1, 1, 1, keys.shape[-1])), offset=0)
+    return (turned / gain**2).astype(keys.dtype)
 
 
 def _normalise(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
     first = finishes[0]
     if first.norm_weight is None:
         return keys
+    if first.norm_weight.size == keys.shape[-1]:
+        return _rms_norm(keys, finishes)
+    groups, batch, heads, tokens, dim = keys.shape  # one norm over all heads
+    whole = keys.swapaxes(2, 3).reshape(groups, batch, 1, tokens, heads * dim)
+    parts = _rms_norm(whole, finishes).reshape(groups, batch, tokens, heads, dim)
+    return parts.swapaxes(2, 3)
+
+
+def _rms_norm(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
+    first = finishes[0]
     if len(finishes) == 1:
         return mx.fast.rms_norm(keys, first.norm_weight, first.norm_eps)
-    weights = mx.stack([f.norm_weight for f in finishes if f.norm_weight is not None])  # (G, D)
+    weights = mx.stack([f.norm_weight for f in finishes if f.norm_weight is not None])
     return mx.fast.rms_norm(keys, None, first.norm_eps) * weights[:, None, None, None]
 
 

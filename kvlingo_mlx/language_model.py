@@ -23,6 +23,8 @@ from kvlingo_mlx.geometry import (
 )
 from kvlingo_mlx.translator_config import ModelSpec
 
+NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the classes of norms are called
+
 
 @dataclass(frozen=True)
 class LanguageModel:
@@ -88,11 +90,11 @@ class LanguageModel:
 
     @cached_property
     def norms_fingerprint(self) -> str:
-        """Sha256 of all RMSNorm weights; it survives quantisation."""
+        """Sha256 of the weights of all norms; it survives quantisation."""
         norms = {
             name: module.weight
             for name, module in self.model.named_modules()
-            if type(module).__name__.endswith("RMSNorm") and "weight" in module
+            if type(module).__name__.endswith(NORMS) and "weight" in module
         }
         return norms_fingerprint(
             np.array(norms[name].astype(mx.float32)).tobytes() for name in sorted(norms)

@@ -78,13 +78,14 @@ def at_hand(name: str, revision: str | None = None) -> LanguageModel:
 def _open(path: Path, name: str, commit: str | None, lazy: bool) -> LanguageModel:
     _check_model_folder(path)
     config = load_config(path)
-    family_of(config["model_type"])
+    family = family_of(config["model_type"])
     try:
-        model, config = load_model(path, lazy=lazy, trust_remote_code=False)
+        overrides = family.overrides(config)
+        model, config = load_model(path, lazy=lazy, trust_remote_code=False, model_config=overrides)
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )
-    except (ValueError, TypeError, KeyError, RuntimeError, OSError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
         # What mlx-lm and transformers say about a file that is cut off or lacks a field.
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         raise MissingModelError(

@@ -80,6 +80,11 @@ def check_end(
         raise IncompatibleTranslatorError(
             f"{_title(config)} does not fit the {role} model {model.name}: {text}"
         )
+    if config.capture not in model.family.points:
+        raise IncompatibleTranslatorError(
+            f"{_title(config)} is for {config.capture} keys, which the {role} model {model.name} "
+            f"does not have; its capture points are {', '.join(model.family.points)}"
+        )
 
 
 def _title(config: TranslatorConfig) -> str:

@@ -14,6 +14,8 @@ from kvlingo_mlx.backend import mx
 class KVStates:
     """Keys and values as a model's projections write them, one array per cache layer.
 
+    A layer whose cache forgot what lies before a window has an array of the last tokens alone.
+
     Attributes:
         keys: N arrays (B, T, H * D), heads stacked in head order.
         values: N arrays (B, T, H * D).
@@ -39,7 +41,11 @@ class KVStates:
     @property
     def num_tokens(self) -> int:
         """Tokens in the span."""
-        return self.keys[0].shape[1]
+        return max(array.shape[1] for array in self.keys)
+
+    def first(self, layer: int) -> int:
+        """Position of a layer's first token."""
+        return self.start + self.num_tokens - self.keys[layer].shape[1]
 
 
 @dataclass(frozen=True)
@@ -64,3 +70,9 @@ class TranslatedStates:
     keys: tuple[LayerGroup, ...]
     values: tuple[LayerGroup, ...]
     capture: str
+
+
+def flat(heads: mx.array) -> mx.array:
+    """(B, H, T, D), as caches store it, as (B, T, H * D)."""
+    batch, _, tokens, _ = heads.shape
+    return heads.swapaxes(1, 2).reshape(batch, tokens, -1)

@@ -14,10 +14,20 @@ from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, RopeSpec, configured_rope
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.geometry import (
+    CacheGeometry,
+    LayerGeometry,
+    RopeSpec,
+    configured_rope,
+    layer_period,
+    spelled_out,
+)
 
 POINTS = ("pre_norm", "post_norm", "post_rope")
 LATENT = "latent"
+KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
+NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps")
 
 
 @dataclass(frozen=True)
@@ -25,18 +35,21 @@ class Finish:
     """What a model does to a layer's keys and values between projections and cache.
 
     Attributes:
-        norm_weight: (D,) weight of the keys' per-head RMSNorm, or None where there is none.
+        norm_weight: Weight of the keys' RMSNorm: (D,) for one a head, (H * D,) for one over all
+            heads; None where there is none.
         norm_eps: Its epsilon.
         rope: The model's own rotary module.
-        rope_spec: The same in comparable form, from the config.
+        rope_spec: The same in comparable form; None where keys are not rotated.
         value_eps: Epsilon of the values' RMSNorm, which has no weight; None: no such norm.
+        norm_last: Whether keys are rotated first and normed afterwards.
     """
 
     norm_weight: mx.array | None
     norm_eps: float
     rope: nn.Module
-    rope_spec: RopeSpec
+    rope_spec: RopeSpec | None
     value_eps: float | None = None
+    norm_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,24 @@ class Family:
     def points(self) -> tuple[str, ...]:
         """Where its keys can be captured; the projections' outputs are at the first."""
         return POINTS
+
+    def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What mlx-lm must be told of a raw config that it would misread, to go over that.
+
+        Raises:
+            UnsupportedModelError: It cannot be told.
+        """
+        text = config.get("text_config", config)
+        missing = {k: v for k, v in self.settings(text).items() if text.get(k) is None}
+        return missing if text is config or not missing else {"text_config": {**text, **missing}}
+
+    def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """What the config of the text model says in words that mlx-lm does not read, in its own.
+
+        Raises:
+            UnsupportedModelError: mlx-lm has no words for it.
+        """
+        return spelled_out(text.get("rope_parameters"))
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The config of the text model; ``config`` is the raw one, of a wrapper perhaps."""
@@ -77,19 +108,23 @@ class Family:
         keys, values = outputs
         return keys, values
 
+    def rotary(self, attention: nn.Module) -> nn.Module:
+        """The module that rotates a layer's queries and keys."""
+        return attention.rope
+
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
         """The norms and the rotation of one layer."""
         norm = attention.get("k_norm")
         return Finish(
             norm_weight=None if norm is None else norm.weight,
             norm_eps=0.0 if norm is None else norm.eps,
-            rope=attention.rope,
+            rope=self.rotary(attention),
             rope_spec=self.rope(attention, facts),
         )
 
-    def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec:
-        """How a layer rotates its keys."""
-        return configured_rope(facts, key_dim(attention), scaled=self.scaled_rope)
+    def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec | None:
+        """How a layer rotates its keys; None if it does not."""
+        return configured_rope(facts, self.key_dim(attention), scaled=self.scaled_rope)
 
     def stored(
         self, attention: nn.Module, keys: mx.array, values: mx.array
@@ -105,32 +140,39 @@ class Family:
         """The module whose output ``queries`` takes."""
         return attention.q_proj
 
+    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
+        """Queries as attention uses them: (B, T, Hq * D) projected to (B, Hq, T, D)."""
+        batch, tokens, width = projected.shape
+        norm = attention.get("q_norm")
+        if norm is not None and norm.weight.size == width:
+            projected, norm = norm(projected), None
+        heads = projected.reshape(batch, tokens, -1, self.key_dim(attention))
+        heads = heads if norm is None else norm(heads)
+        return self.rotary(attention)(heads.transpose(0, 2, 1, 3), offset=offset)
+
     def scale(self, attention: nn.Module) -> float:
         """What the products of queries and keys are multiplied by."""
         return attention.scale
-
-    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """Queries as attention uses them: (B, T, Hq * D) projected to (B, Hq, T, D)."""
-        batch, tokens, _ = projected.shape
-        heads = projected.reshape(batch, tokens, attention.n_heads, -1)
-        heads = attention.q_norm(heads) if "q_norm" in attention else heads
-        return attention.rope(heads.transpose(0, 2, 1, 3), offset=offset)
 
     def layer_geometry(self, index: int, attention: nn.Module, cache: Any) -> LayerGeometry:
         """The shape of one cache layer; ``cache`` is the one mlx-lm makes for it."""
         window = cache.max_size if isinstance(cache, RotatingKVCache) else None
         return LayerGeometry(
             layer=index,
-            kv_heads=attention.n_kv_heads,
-            key_dim=key_dim(attention),
+            kv_heads=kv_heads(attention),
+            key_dim=self.key_dim(attention),
             value_dim=self.value_dim(attention),
             attention="full" if window is None else "sliding",
             window=window,
         )
 
+    def key_dim(self, attention: nn.Module) -> int:
+        """Width of one head's keys."""
+        return key_dim(attention)
+
     def value_dim(self, attention: nn.Module) -> int:
         """Width of one head's values."""
-        return output_width(attention.v_proj) // attention.n_kv_heads
+        return output_width(attention.v_proj) // kv_heads(attention)
 
     def geometry(self, model: nn.Module, config: Mapping[str, Any]) -> CacheGeometry:
         """All facts that shape this model's cache, as loaded."""
@@ -138,12 +180,39 @@ class Family:
         attentions = self.attentions(model)
         pairs = zip(attentions, caches, strict=True)
         return CacheGeometry(
-            model_type=self.model_type,
+            model_type=self.text_type(facts),
             layers=tuple(self.layer_geometry(i, a, c) for i, (a, c) in enumerate(pairs)),
             rope=tuple(self.finish(a, facts).rope_spec for a in attentions),
-            norm_eps=facts["rms_norm_eps"],
+            norm_eps=next(facts[name] for name in NORM_EPS if name in facts),
             embedding_rows=facts["vocab_size"],
         )
+
+    def text_type(self, facts: Mapping[str, Any]) -> str:
+        """The model type of the text model, whatever wraps it."""
+        return self.model_type
+
+
+def period_setting(text: Mapping[str, Any]) -> dict[str, Any]:
+    """``sliding_window_pattern`` of a config that lists its layers' kinds instead.
+
+    Raises:
+        UnsupportedModelError: They do not recur with one period.
+    """
+    types = text.get("layer_types")
+    if types is None or "sliding_window_pattern" in text:
+        return {}
+    period = layer_period(types)
+    if period is None:
+        raise UnsupportedModelError(
+            f"the local and global layers of this {text['model_type']} do not alternate "
+            "regularly, which mlx-lm cannot run"
+        )
+    return {"sliding_window_pattern": period}
+
+
+def kv_heads(attention: nn.Module) -> int:
+    """KV heads of a layer, by whichever name mlx-lm has given them."""
+    return next(getattr(attention, name) for name in KV_HEADS if hasattr(attention, name))
 
 
 def output_width(projection: nn.Module) -> int:
@@ -153,4 +222,4 @@ def output_width(projection: nn.Module) -> int:
 
 def key_dim(attention: nn.Module) -> int:
     """Width of one head's keys."""
-    return output_width(attention.k_proj) // attention.n_kv_heads
+    return output_width(attention.k_proj) // kv_heads(attention)

@@ -8,12 +8,20 @@ from typing import Any
 
 from kvlingo_mlx.backend import nn
 
-from kvlingo_mlx.families.base import Family, Finish, key_dim
-from kvlingo_mlx.geometry import RopeSpec, configured_rope
+from kvlingo_mlx.families.base import Family, Finish, key_dim, period_setting
+from kvlingo_mlx.geometry import RopeSpec, configured_rope, spelled_out
 
 
 class Gemma3(Family):
     """Facts come from what mlx-lm made of the config: released ones leave most of it out."""
+
+    def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """The rotation of each kind of layer and their period, by the older names."""
+        kinds = text.get("rope_parameters") or {}
+        found = spelled_out(kinds.get("full_attention", kinds))
+        if "sliding_attention" in kinds:
+            found["rope_local_base_freq"] = kinds["sliding_attention"]["rope_theta"]
+        return found | period_setting(text)
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """The text model's arguments, defaults filled in."""

@@ -78,7 +78,7 @@ class LatentFamily(Family):
             kv_heads=1,
             key_dim=attention.qk_rope_head_dim,
             value_dim=attention.kv_lora_rank,
-            attention=LATENT,
+            attention="latent",
         )
 
 

@@ -49,7 +49,8 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
 
         for start in range(0, len(prefix), step_size):
             read(prefix[start : start + step_size], start)
-        with tap([family.query_projection(a) for group in readers for a in group]) as recorder:
+        modules = [family.query_projection(a) for group in readers for a in group]
+        with tap(modules, nested=True) as recorder:  # fused projections write keys as well
             read(continuation, len(prefix))
             projected = iter(recorder.take())
     rows = []
@@ -63,6 +64,8 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
                 family.scale(attention),
                 len(prefix),
                 window,
+                softcap=getattr(attention, "attn_logit_softcapping", None),
+                sinks=attention.get("sinks"),
             )
             for attention in readers[layer]
         ]
@@ -71,11 +74,19 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
 
 
 def _mean_attention(
-    queries: mx.array, keys: mx.array, scale: float, num_prefix: int, window: int | None
+    queries: mx.array,
+    keys: mx.array,
+    scale: float,
+    num_prefix: int,
+    window: int | None,
+    *,
+    softcap: float | None = None,
+    sinks: mx.array | None = None,
 ) -> np.ndarray:
     """Mean over queries and heads of softmax(q k) on the prefix, in blocks of queries.
 
-    queries (Hq, M, D) at positions num_prefix.., keys (H, T + M, D).
+    queries (Hq, M, D) at positions num_prefix.., keys (H, T + M, D). ``softcap`` bounds scores
+    by a tanh; ``sinks`` (Hq,) are scores of no key that take part in each softmax.
     """
     heads, count, dim = queries.shape
     kv_heads, total, _ = keys.shape
@@ -88,10 +99,15 @@ def _mean_attention(
         size = part.shape[1]
         scores = part.reshape(kv_heads, -1, dim) @ keys * scale
         scores = scores.reshape(heads, size, total)
+        scores = scores if softcap is None else softcap * mx.tanh(scores / softcap)
         own = mx.arange(start, start + size)[:, None] + num_prefix
         seen = positions <= own
         if window is not None:
             seen = seen & (positions > own - window)
-        weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
+        scores = mx.where(seen, scores, -mx.inf)
+        if sinks is not None:
+            column = mx.broadcast_to(sinks[:, None, None], (heads, size, 1))
+            scores = mx.concatenate([scores, column.astype(scores.dtype)], axis=-1)
+        weights = mx.softmax(scores, axis=-1)
         mass += np.array(weights[..., :num_prefix].sum(axis=(0, 1)), np.float64)
     return mass / (heads * count)

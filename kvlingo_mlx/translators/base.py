@@ -67,14 +67,19 @@ class Translator(ABC):
         return TranslatedStates(keys, values, states.capture)
 
     def _apply(self, group: Group, states: KVStates, start: int) -> mx.array:
-        read = partial(self._read, states, start - states.start)
+        read = partial(self._read, states, start)
         result = self._map(group, group.inputs(read)).astype(mx.float32)
         return result + group.vector("bias") if "bias" in group.tensors else result
 
-    def _read(self, states: KVStates, skip: int, read: Read) -> mx.array:
-        """(B, T, Hs * d) as (B, 1, T, Hs * d), or each target head's own (B, H, T, d)."""
+    def _read(self, states: KVStates, start: int, read: Read) -> mx.array:
+        """From ``start`` on, as (B, 1, T, Hs * d), or each target head's own (B, H, T, d)."""
         side, layer = read
-        array = states.side(side)[layer][:, skip:]
+        if start < states.first(layer):
+            raise ValueError(
+                f"source layer {layer} holds nothing before position {states.first(layer)}, "
+                f"and {start} is to be translated; prefill the source, or give windows' starts"
+            )
+        array = states.side(side)[layer][:, start - states.first(layer) :]
         if self.config.head_mixing:
             return array[:, None]
         batch, tokens, _ = array.shape

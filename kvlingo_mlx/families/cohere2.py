@@ -1,0 +1,20 @@
+"""Cohere 2: local layers rotate, global ones do not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvlingo_mlx.families.base import period_setting
+from kvlingo_mlx.families.plain import Plain
+
+
+class Cohere2(Plain):
+    """Which layers are global, newer configs list; mlx-lm asks for the period."""
+
+    def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """The rotation and the period, by the names that mlx-lm reads."""
+        return super().settings(text) | period_setting(text)
+
+
+FAMILY = Cohere2("cohere2", rotated_if="use_sliding_window")

@@ -1,0 +1,48 @@
+"""Phi-3 and Phi-4: one projection writes queries, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlingo_mlx.backend import mx, nn
+
+from kvlingo_mlx.families.plain import Plain
+
+
+class Phi3(Plain):
+    """Cuts the fused projection's output into its three parts."""
+
+    def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
+        """The fused projection."""
+        return (attention.qkv_proj,)
+
+    def states(
+        self, attention: nn.Module, outputs: Sequence[mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        """The last two parts."""
+        _, keys, values = self._parts(attention, outputs[0])
+        return keys, values
+
+    def query_projection(self, attention: nn.Module) -> nn.Module:
+        """The fused projection."""
+        return attention.qkv_proj
+
+    def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
+        """The first part, rotated."""
+        return super().queries(attention, self._parts(attention, projected)[0], offset)
+
+    def key_dim(self, attention: nn.Module) -> int:
+        """Width of one head's keys."""
+        return attention.head_dim
+
+    def value_dim(self, attention: nn.Module) -> int:
+        """Width of one head's values."""
+        return attention.head_dim
+
+    def _parts(self, attention: nn.Module, fused: mx.array) -> list[mx.array]:
+        queries = attention.n_heads * attention.head_dim
+        edges = [queries, queries + attention.n_kv_heads * attention.head_dim]
+        return list(mx.split(fused, edges, axis=-1))
+
+
+FAMILY = Phi3("phi3")

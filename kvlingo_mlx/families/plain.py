@@ -1,0 +1,107 @@
+"""Families whose attention is mlx-lm's common block: a table, since nothing else sets them apart.
+
+Their facts and their rotation are read off the model that mlx-lm built, which leaves out what it
+does not know of a config. ``tests/test_families.py`` runs every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvlingo_mlx.backend import nn
+
+from mlx_lm.models import rope_utils
+from mlx_lm.models.smollm3 import NoPE
+
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.families.base import Family, Finish
+from kvlingo_mlx.geometry import RopeSpec, configured_rope
+
+SCALED = (
+    rope_utils.DynamicNTKScalingRoPE,  # to be refused by name
+    rope_utils.Llama3RoPE,
+    rope_utils.ProportionalRoPE,
+    rope_utils.SuScaledRoPE,
+    rope_utils.YarnRoPE,
+)
+
+
+@dataclass(frozen=True)
+class Plain(Family):
+    """A family that is described as mlx-lm runs it.
+
+    ``rotated_if`` names the attribute that says whether a layer rotates, where some do not.
+    """
+
+    rotated_if: str | None = None
+
+    def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """The rotation, by the names that mlx-lm reads."""
+        parameters = text.get("rope_parameters") or {}
+        if any(isinstance(value, dict) for value in parameters.values()):
+            raise UnsupportedModelError(
+                f"this {self.model_type} has rope_parameters for each kind of layer, which mlx-lm "
+                "does not read in this family: it would rotate keys by other angles than trained"
+            )
+        return super().settings(text)
+
+    def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The text model's arguments, defaults filled in, over the raw config."""
+        made = vars(model.get("language_model", model).args)
+        known = {name: value for name, value in made.items() if value is not None}
+        return {**config.get("text_config", config), **known}
+
+    def rotary(self, attention: nn.Module) -> nn.Module:
+        """The layer's own module, or one that rotates nothing."""
+        if self.rotated_if is not None and not getattr(attention, self.rotated_if):
+            return NoPE()
+        return attention.rope
+
+    def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
+        """The norm must be one that keys can be taken through."""
+        norm = attention.get("k_norm", attention.get("k_layernorm"))
+        if norm is not None and type(norm) is not nn.RMSNorm:
+            raise UnsupportedModelError(
+                f"this {self.model_type} norms its keys by {type(norm).__name__}; "
+                "only RMSNorm is supported"
+            )
+        return super().finish(attention, facts)
+
+    def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec | None:
+        """What the layer's module does; its scaling's parameters are taken from the config."""
+        module = self.rotary(attention)
+        if isinstance(module, NoPE):
+            return None
+        if type(module) is nn.RoPE and module.scale == 1.0:
+            return RopeSpec("default", float(module.base), module.dims, module.traditional)
+        if type(module) is not nn.RoPE and not isinstance(module, SCALED):
+            raise UnsupportedModelError(
+                f"this {self.model_type} rotates keys by {type(module).__name__}, "
+                "which is not supported"
+            )
+        dims = module.dim if isinstance(module, rope_utils.SuScaledRoPE) else module.dims
+        return configured_rope(facts, dims, traditional=getattr(module, "traditional", False))
+
+    def scale(self, attention: nn.Module) -> float:
+        """The layer's own where it keeps it, else the usual one."""
+        names = [name for name in ("scale", "sm_scale") if hasattr(attention, name)]
+        return getattr(attention, names[0]) if names else self.key_dim(attention) ** -0.5
+
+
+# What each is called in config.json. Norms of keys, biases, widths of values, partial and
+# traditional rotations, scaled ones, windows and mixtures of experts are all read off the model.
+SAME = (
+    "Klear", "apertus", "cohere", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe",
+    "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "helium",
+    "internlm3", "iquestcoder", "llama", "mimo", "minicpm", "minimax", "minimax_m2", "mistral",
+    "mixtral", "nemotron", "olmo2", "olmoe", "phi", "phimoe", "qwen2", "qwen2_moe",
+    "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "telechat3", "xverse",
+)  # fmt: skip
+FAMILIES = {
+    **{name: Plain(name) for name in SAME},
+    "afmoe": Plain("afmoe", rotated_if="is_local_attention"),
+    "exaone4": Plain("exaone4", rotated_if="use_rope"),
+    "exaone_moe": Plain("exaone_moe", rotated_if="use_rope"),
+}

@@ -1,0 +1,7 @@
+"""Llama: no k_norm, one attention block a layer."""
+
+from __future__ import annotations
+
+from kvlingo_mlx.families.base import Family
+
+FAMILY = Family("llama")

@@ -80,8 +80,14 @@ class TorchFamily:
         """The shape of one cache layer."""
         heads = attention.k_proj.out_features // attention.head_dim
         value_dim = attention.v_proj.out_features // heads
-        kind = "full" if window is None else "sliding"
-        return LayerGeometry(index, heads, attention.head_dim, value_dim, kind, window)
+        return LayerGeometry(
+            layer=index,
+            kv_heads=heads,
+            key_dim=attention.head_dim,
+            value_dim=value_dim,
+            attention="full" if window is None else "sliding",
+            window=window,
+        )
 
     def normalise(self, attention: Any, heads: torch.Tensor, which: str = "k") -> torch.Tensor:
         """Per-head RMSNorm of (T, H, D) keys (``which="q"``: queries), where there is one."""

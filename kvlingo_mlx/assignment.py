@@ -105,6 +105,21 @@ def attention_groups(
     return groups
 
 
+def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]) -> None:
+    """Refuse a target whose windows hold more than the source's do.
+
+    Raises:
+        IncompatibleTranslatorError: Names both windows.
+    """
+    windows = [layer.window for layer in source if layer.window is not None]
+    for layer in target:
+        if layer.window is not None and windows and layer.window > min(windows):
+            raise IncompatibleTranslatorError(
+                f"layer {layer.layer} of the target attends to a window of {layer.window} tokens, "
+                f"the source's windows hold {min(windows)}: what lies between is lost"
+            )
+
+
 def _band(index: int, num_source: int, num_target: int, nu: int) -> tuple[int, ...]:
     # Integers throughout: start = floor(c - (nu - 1) / 2 + 1 / 2), with no rounding.
     steps = max(num_target - 1, 1)

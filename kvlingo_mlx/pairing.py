@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from kvlingo_mlx.assignment import check_windows
 from kvlingo_mlx.errors import IncompatibleTranslatorError
-from kvlingo_mlx.geometry import LayerGeometry, layer_differences
+from kvlingo_mlx.geometry import layer_differences
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig
 
@@ -89,21 +88,6 @@ def check_end(
 
 def _title(config: TranslatorConfig) -> str:
     return f"the translator from {config.source.name} to {config.target.name}"
-
-
-def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]) -> None:
-    """Refuse a target whose windows hold more than the source's do.
-
-    Raises:
-        IncompatibleTranslatorError: Names both windows.
-    """
-    windows = [layer.window for layer in source if layer.window is not None]
-    for layer in target:
-        if layer.window is not None and windows and layer.window > min(windows):
-            raise IncompatibleTranslatorError(
-                f"layer {layer.layer} of the target attends to a window of {layer.window} tokens, "
-                f"the source's windows hold {min(windows)}: what lies between is lost"
-            )
 
 
 def capture_point(source: LanguageModel, target: LanguageModel, asked: str | None = None) -> str:

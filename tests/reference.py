@@ -59,8 +59,10 @@ def load_model(folder: Path) -> Model:
 
 def rms_norm(module: Any, x: Tensor) -> Tensor:
     """What transformers' RMSNorm computes, in the dtype of ``x``."""
-    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
-    return module.weight * (x * scale)
+    gemma = "Gemma" in type(module).__name__  # its weight is stored as its distance from 1
+    eps = module.eps if gemma else module.variance_epsilon
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return (module.weight + 1 if gemma else module.weight) * (x * scale)
 
 
 @torch.no_grad()
@@ -179,11 +181,14 @@ def finish(
 ) -> Tensor:
     """Take (T, H, D) keys from one capture point to a later one, with the model's modules."""
     steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
-    if "pre_norm" in steps:
-        keys = model.model.layers[layer].self_attn.k_norm(keys)
+    attention = model.model.layers[layer].self_attn
+    if "pre_norm" in steps and hasattr(attention, "k_norm"):
+        keys = attention.k_norm(keys)
     if "post_norm" in steps:
         positions = torch.arange(first_position, first_position + len(keys))[None]
-        cos, sin = model.model.rotary_emb(keys, positions)
+        gemma = model.config.model_type == "gemma3_text"
+        kind = (attention.layer_type,) if gemma else ()  # a rotation for each kind of layer
+        cos, sin = model.model.rotary_emb(keys, positions, *kind)
         modeling = sys.modules[type(model).__module__]
         heads_first = keys.transpose(0, 1)[None]
         _, rotated = modeling.apply_rotary_pos_emb(heads_first, heads_first, cos, sin)
@@ -192,7 +197,10 @@ def finish(
 
 
 def decode(model: Model, keys: Sequence[Tensor], values: Sequence[Tensor], token: int) -> Reference:
-    """Run one token over (T, H, D) keys and values as the model's cache."""
+    """Run one token over (T, H, D) keys and values as the model's cache.
+
+    The cache holds every token; what lies before a window, transformers masks.
+    """
     cache = DynamicCache()
     keys = [array.transpose(0, 1).contiguous() for array in keys]
     values = [array.transpose(0, 1).contiguous() for array in values]

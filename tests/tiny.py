@@ -144,6 +144,14 @@ def _gemma3(hidden: int) -> dict[str, Any]:
     }
 
 
+def _llama(hidden: int) -> dict[str, Any]:
+    return _common("LlamaForCausalLM", hidden, tied=False)
+
+
+def _mistral(hidden: int) -> dict[str, Any]:
+    return _common("MistralForCausalLM", hidden, tied=False) | {"sliding_window": None}
+
+
 def _gemma4(hidden: int) -> dict[str, Any]:
     """Local layers before each global one, which is wider and rotates half of its width."""
     kinds = {
@@ -240,9 +248,12 @@ COMMON = {
     "qwen3_moe": _qwen3_moe,
     "gemma3_text": _gemma3,
     "gemma4_text": _gemma4,
+    "llama": _llama,
+    "mistral": _mistral,
 }
 SCALES = r"norm(_\d)?\.weight$|scalar$|scale$"  # of the order of 1
 GEMMAS = ("gemma3_text",)  # norms by (1 + weight), four of them a layer
+NO_HEAD_NORMS = ("llama", "mistral")
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
@@ -277,14 +288,14 @@ def _weight_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
 def _attention_shapes(config: dict[str, Any]) -> list[tuple[str, Shape]]:
     hidden, dim = config["hidden_size"], config["head_dim"]
     gemma = config["model_type"] in GEMMAS
+    head_norms = config["model_type"] not in NO_HEAD_NORMS
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     return [
         ("self_attn.q_proj", (queries, hidden)),
         ("self_attn.k_proj", (keys, hidden)),
         ("self_attn.v_proj", (keys, hidden)),
         ("self_attn.o_proj", (hidden, queries)),
-        ("self_attn.q_norm", (dim,)),
-        ("self_attn.k_norm", (dim,)),
+        *((f"self_attn.{side}_norm", (dim,)) for side in ("q", "k") if head_norms),
         ("input_layernorm", (hidden,)),
         ("post_attention_layernorm", (hidden,)),
         *((f"{side}_feedforward_layernorm", (hidden,)) for side in ("pre", "post") if gemma),
@@ -449,12 +460,12 @@ def write_random_translator(
 ) -> Path:
     """Write a random linear translator between two model folders; returns its folder.
 
-    Each target layer reads ``nu`` random source layers in random order, drawn anew for
-    keys and for values, so that no reading order passes for another.
+    Each target layer reads ``nu`` random source layers of its own kind of attention (or all
+    there are) in random order, drawn anew for keys and for values, so that no reading order
+    passes for another.
     """
     rng = np.random.RandomState(seed)
     source, target = _model_spec(source_folder), _model_spec(target_folder)
-    depths = len(source["layers"]), len(target["layers"])
     config = {
         "format_version": 1,
         "kind": "linear",
@@ -463,12 +474,12 @@ def write_random_translator(
         "capture": capture,
         "source": source,
         "target": target,
-        "assignment": {side: _random_layers(rng, *depths, nu) for side in SIDES},
+        "assignment": {side: _random_layers(rng, source, target, nu) for side in SIDES},
         "alignment": None,
         "provenance": {},
         **({} if head_map is None else {"head_map": list(head_map)}),
     }
-    tensors = {name: _random_map(rng, s) for name, s in _map_shapes(config, nu, bias).items()}
+    tensors = {name: _random_map(rng, s) for name, s in _map_shapes(config, bias).items()}
     write_translator(folder, config, tensors, dtype)
     return folder
 
@@ -518,24 +529,38 @@ def _model_spec(folder: Path) -> dict[str, Any]:
         "kv_heads": config["num_key_value_heads"],
         "key_dim": config["head_dim"],
         "value_dim": config["head_dim"],
-        "attention": "full",
-        "window": None,
     }
+    windows = [layer_window(config, layer) for layer in range(config["num_hidden_layers"])]
     return {
         "name": folder.name,
         "revision": None,
         "model_type": config["model_type"],
         "fingerprint": {"geometry": None, "norms": None, "tokenizer": None},
-        "layers": [{"layer": layer, **facts} for layer in range(config["num_hidden_layers"])],
+        "layers": [
+            {
+                "layer": layer,
+                **facts,
+                "attention": "full" if window is None else "sliding",
+                "window": window,
+            }
+            for layer, window in enumerate(windows)
+        ],
     }
 
 
-def _map_shapes(config: dict[str, Any], nu: int, bias: bool) -> dict[str, Shape]:
+def layer_window(config: dict[str, Any], layer: int) -> int | None:
+    """How many tokens a layer attends to, by a model's config.json; None for all."""
+    pattern = config.get("sliding_window_pattern")
+    return config["sliding_window"] if pattern and (layer + 1) % pattern else None
+
+
+def _map_shapes(config: dict[str, Any], bias: bool) -> dict[str, Shape]:
     source, target = config["source"]["layers"][0], config["target"]["layers"]
     shapes: dict[str, Shape] = {}
     for side in SIDES:
         for layer, geometry in enumerate(target):
             heads, dim = geometry["kv_heads"], geometry["key_dim"]
+            nu = len(config["assignment"][side][layer])
             mixed = (heads * dim, nu * source["kv_heads"] * source["key_dim"])
             headwise = (heads, dim, nu * source["key_dim"])
             shapes[f"{side}.{layer}.weight"] = mixed if config["head_mixing"] else headwise
@@ -545,9 +570,14 @@ def _map_shapes(config: dict[str, Any], nu: int, bias: bool) -> dict[str, Shape]
 
 
 def _random_layers(
-    rng: np.random.RandomState, sources: int, targets: int, nu: int
+    rng: np.random.RandomState, source: dict[str, Any], target: dict[str, Any], nu: int
 ) -> list[list[int]]:
-    return [rng.permutation(sources)[:nu].tolist() for _ in range(targets)]
+    kinds = [layer["attention"] for layer in source["layers"]]
+    found = []
+    for layer in target["layers"]:
+        alike = [s for s, kind in enumerate(kinds) if kind == layer["attention"]]
+        found.append([alike[index] for index in rng.permutation(len(alike))[:nu]])
+    return found
 
 
 def _random_map(rng: np.random.RandomState, shape: Shape) -> np.ndarray:
@@ -623,7 +653,42 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense4x16": ("qwen3", dict(seed=1, layers=4, kv_heads=4, head_dim=16)),
     "dense2x32": ("qwen3", dict(seed=2, layers=3, kv_heads=2, head_dim=32, rope_theta=1e6)),
     "moe2x32": ("qwen3_moe", dict(seed=3, layers=5, kv_heads=2, head_dim=32)),
-}
+    # Three local layers to one global one, or fewer; windows that a translator may shrink.
+    "gemma2x32": ("gemma3_text", dict(seed=4, layers=7, kv_heads=2, head_dim=32)),
+    "gemma4x16": (
+        "gemma3_text",
+        dict(
+            seed=5, layers=5, kv_heads=4, head_dim=16, sliding_window=12,
+            rope_local_base_freq=3000.0, rope_scaling={"rope_type": "linear", "factor": 8.0},
+        ),
+    ),
+    "gemma1x32": (
+        "gemma3_text",
+        dict(
+            seed=6, layers=8, kv_heads=1, head_dim=32, sliding_window=8, sliding_window_pattern=4,
+            rope_scaling=None,
+        ),
+    ),
+    "llama2x16": (
+        "llama",
+        dict(
+            seed=8, layers=4, kv_heads=2, head_dim=16,
+            rope_scaling={
+                "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+            },
+        ),
+    ),
+    "mistral4x24": (
+        "mistral",
+        dict(
+            seed=9, layers=3, kv_heads=4, head_dim=24,
+            rope_scaling={
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128,
+            },
+        ),
+    ),
+}  # fmt: skip
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # One of each family, for what must hold to the bit.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

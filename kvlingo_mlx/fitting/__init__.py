@@ -16,14 +16,14 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx import __version__
-from kvlingo_mlx.assignment import Assignment, by_depth
+from kvlingo_mlx.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.capture import move, prefill
 from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
-from kvlingo_mlx.pairing import capture_point, check_tokenizers, check_windows
+from kvlingo_mlx.pairing import capture_point, check_tokenizers
 from kvlingo_mlx.samples import Sample, to_samples
 from kvlingo_mlx.selection import METHODS, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.states import KVStates

@@ -65,11 +65,12 @@ def conversation_loss(
     With a ``scale`` other than 0, that multiple of its gradient is added to the
     translator's tensors. The last prefix token is run by the target.
     """
-    sample, capture = reading.sample, translator.config.capture
-    count = len(translator.config.target.layers) if reading.states.keys else 0
+    sample, num_read = reading.sample, len(reading.sample.prefix) - 1
+    # What lies before a layer's window is not translated.
+    starts = target.first_kept(num_read) if reading.states.keys else []
     with torch.no_grad():
         entries = [
-            target.entry(t, *translator.layer(t, reading.states), capture) for t in range(count)
+            _entry(target, translator, reading.states, t, start) for t, start in enumerate(starts)
         ]
     learns = scale != 0.0
     leaves = [
@@ -77,7 +78,7 @@ def conversation_loss(
         for keys, values in entries
     ]
     del entries
-    cache = target.cache(leaves)
+    cache = target.cache(leaves, num_read)
     with torch.set_grad_enabled(learns):
         student = target.hidden((sample.prefix[-1], *sample.continuation[:-1]), cache)
     loss = loss_of(
@@ -86,8 +87,16 @@ def conversation_loss(
     )  # fmt: skip
     if loss.gradient is not None and leaves:
         student.backward(loss.gradient * scale)
-        _pull_back(target, translator, reading.states, leaves)
+        _pull_back(target, translator, reading.states, leaves, starts)
     return loss
+
+
+def _entry(
+    target: TorchModel, translator: TorchTranslator, states: States, layer: int, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's cache entries from position ``start`` on, translated."""
+    keys, values = translator.layer(layer, states, start)
+    return target.entry(layer, keys, values, translator.config.capture, start)
 
 
 def _pull_back(
@@ -95,10 +104,11 @@ def _pull_back(
     translator: TorchTranslator,
     states: States,
     leaves: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    starts: Sequence[int],
 ) -> None:
     """Carry the gradients at the leaves through RoPE, k_norm and the maps."""
     for t, entry in enumerate(leaves):
-        outputs = target.entry(t, *translator.layer(t, states), translator.config.capture)
+        outputs = _entry(target, translator, states, t, starts[t])
         torch.autograd.backward(outputs, [leaf.grad for leaf in entry])
         for leaf in entry:
             leaf.grad = None

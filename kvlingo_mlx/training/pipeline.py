@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvlingo_mlx import __version__, checkpoint
-from kvlingo_mlx.assignment import Assignment, by_depth
+from kvlingo_mlx.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.norms import norm_named
 from kvlingo_mlx.samples import Sample
@@ -145,7 +145,8 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
     """The facts of the translator to train.
 
     Raises:
-        IncompatibleTranslatorError: The tokenizers differ.
+        IncompatibleTranslatorError: The tokenizers differ, the target's windows hold more than
+            the source's, or the source has no layer of a target layer's kind.
         ValueError: Head-wise maps between head counts that do not divide.
     """
     ends = source.spec(), target.spec()
@@ -156,6 +157,7 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
         )
     if not plan.head_mixing:
         check_head_ratio(*ends)
+    check_windows(source.geometry.layers, target.geometry.layers)
     assignment = by_depth(source.geometry.layers, target.geometry.layers, plan.nu)
     return TranslatorConfig(
         *ends, assignment, kind=plan.kind, head_mixing=plan.head_mixing, joint=plan.joint,

@@ -271,7 +271,8 @@ def pair(
 def attention_mass(target: TorchModel, sample: Sample) -> torch.Tensor:
     """Attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
 
-    Averaged over the continuation's queries and over heads; (N layers, T), float64.
+    Averaged over the continuation's queries and over heads; what lies before a window gets
+    none. (N layers, T), float64.
     """
     start = len(sample.prefix)
     with target.tapped("q_proj", "k_proj") as taken:
@@ -283,7 +284,8 @@ def attention_mass(target: TorchModel, sample: Sample) -> torch.Tensor:
         queries = taken["q_proj"][layer][start:].view(-1, *_query_shape(attention))
         queries = target.family.normalise(attention, queries, "q")
         queries = target.family.rotate(target.model, attention, queries, start)[0]
-        rows.append(_mean_attention(queries, keys, attention.scaling, start))
+        window = target.geometry.layers[layer].window
+        rows.append(_mean_attention(queries, keys, attention.scaling, start, window))
     return torch.stack(rows)
 
 
@@ -292,7 +294,7 @@ def _query_shape(attention: Any) -> tuple[int, int]:
 
 
 def _mean_attention(
-    queries: torch.Tensor, keys: torch.Tensor, scale: float, num_prefix: int
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, num_prefix: int, window: int | None
 ) -> torch.Tensor:
     """Mean over queries and heads of softmax(q k) on the prefix, in blocks of queries.
 
@@ -308,7 +310,9 @@ def _mean_attention(
         part = queries[:, start : start + block].float()
         size = part.shape[1]
         scores = (part.reshape(kv_heads, -1, dim) @ keys * scale).view(heads, size, total)
-        last = num_prefix + start + torch.arange(size, device=keys.device)
-        scores.masked_fill_(positions > last[:, None], -torch.inf)
+        own = num_prefix + start + torch.arange(size, device=keys.device)[:, None]
+        scores.masked_fill_(positions > own, -torch.inf)
+        if window is not None:
+            scores.masked_fill_(positions <= own - window, -torch.inf)
         mass += scores.softmax(dim=-1)[..., :num_prefix].sum(dim=(0, 1), dtype=torch.float64)
     return mass / (heads * count)

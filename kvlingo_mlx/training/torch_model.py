@@ -21,11 +21,12 @@ from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
 from kvlingo_mlx.hub import MODEL_FILES, SMALL_FILES, resolve
+from kvlingo_mlx.training.agreement import check_agreement
 from kvlingo_mlx.training.families import TorchFamily, family_of
 from kvlingo_mlx.translator_config import ModelSpec
 
 POINTS = ("pre_norm", "post_norm", "post_rope")
-# What is read from a raw config.json; transformers would fill in defaults of its own.
+# What is read from a config.json; transformers would fill in defaults of its own.
 NEEDED = ("model_type", "rms_norm_eps", "vocab_size", "max_position_embeddings")
 
 
@@ -43,7 +44,10 @@ class States:
 
 @dataclass(frozen=True)
 class TorchModel:
-    """A transformers model, frozen, with its tokenizer and the facts about its cache."""
+    """A transformers model, frozen, with its tokenizer and the facts about its cache.
+
+    ``config`` is that of its text model, as mlx-lm reads it.
+    """
 
     model: Any
     tokenizer: Any
@@ -81,11 +85,15 @@ class TorchModel:
         """What its cache is held in."""
         return self.model.dtype
 
+    def first_kept(self, num_tokens: int) -> list[int]:
+        """The first position that each cache layer still holds of ``num_tokens``."""
+        return [max(0, num_tokens - (g.window or num_tokens)) for g in self.geometry.layers]
+
     def spec(self) -> ModelSpec:
         """The description of this model that a translator carries."""
         norms = {
             name: module.weight
-            for name, module in self.model.named_modules()
+            for name, module in self.family.text(self.model).named_modules()
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
         }
         blobs = (norms[name].detach().float().cpu().numpy().tobytes() for name in sorted(norms))
@@ -106,7 +114,8 @@ class TorchModel:
     def hidden(self, tokens: Sequence[int], cache: DynamicCache | None = None) -> torch.Tensor:
         """Final hidden states (T, width) of ``tokens``, after what ``cache`` holds."""
         ids = torch.tensor([list(tokens)], device=self.device)
-        output = self.model.model(ids, past_key_values=cache, use_cache=cache is not None)
+        decoder = self.family.text(self.model)
+        output = decoder(ids, past_key_values=cache, use_cache=cache is not None)
         return output.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -143,30 +152,43 @@ class TorchModel:
 
     # ---- keys and caches --------------------------------------------------------------
 
-    def advance(self, layer: int, keys: torch.Tensor, origin: str, goal: str) -> torch.Tensor:
-        """Keys (T, d) of a cache layer from one capture point to a later one, (T, d)."""
+    def advance(
+        self, layer: int, keys: torch.Tensor, origin: str, goal: str, start: int = 0
+    ) -> torch.Tensor:
+        """Keys (T, d) of a cache layer from one capture point to a later one, (T, d).
+
+        They are those of the tokens at positions ``start`` and on.
+        """
         attention = self.attentions[layer]
         steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
         heads = keys.view(len(keys), -1, attention.head_dim)
         if "pre_norm" in steps:
             heads = self.family.normalise(attention, heads)
         if "post_norm" in steps:
-            heads = self.family.rotate(self.model, attention, heads, 0)[0].transpose(0, 1)
+            heads = self.family.rotate(self.model, attention, heads, start)[0].transpose(0, 1)
         return heads.reshape(len(keys), -1)
 
     def entry(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, capture: str
+        self, layer: int, keys: torch.Tensor, values: torch.Tensor, capture: str, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Translated keys and values (T, d) as the cache holds them, (1, H, T, D) each."""
-        keys = self.advance(layer, keys, capture, "post_rope").to(self.dtype)
+        keys = self.advance(layer, keys, capture, "post_rope", start).to(self.dtype)
         heads = self.geometry.layers[layer].kv_heads
         return _by_head(keys, heads), _by_head(values.to(self.dtype), heads)
 
-    def cache(self, entries: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> DynamicCache:
-        """A cache that holds what :meth:`entry` made for every layer."""
-        cache = DynamicCache(config=self.model.config)
+    def cache(
+        self, entries: Sequence[tuple[torch.Tensor, torch.Tensor]], num_tokens: int
+    ) -> DynamicCache:
+        """A cache of ``num_tokens`` that holds what :meth:`entry` made for every layer.
+
+        A layer with a window needs no more than its last tokens, from :meth:`first_kept` on.
+        """
+        windowed = any(g.window is not None for g in self.geometry.layers)
+        cache: Any = DynamicCache(config=self.model.config) if windowed else DynamicCache()
         for layer, (keys, values) in enumerate(entries):
             cache.update(keys, values, layer)
+            if self.geometry.layers[layer].window is not None:
+                cache.layers[layer].cumulative_length = num_tokens  # it has counted what it got
         return cache
 
 
@@ -187,7 +209,9 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
-    """A model's raw config and its tokenizer, by folder, Hub id, or an embedded model's name.
+    """A text model's config, as mlx-lm reads it, and its tokenizer.
+
+    By folder, Hub id, or an embedded model's name.
 
     Raises:
         MissingModelError: There is no such model, or one of the two is damaged.
@@ -200,12 +224,13 @@ def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
 def _read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
     with _damage(name):
         config, _ = PretrainedConfig.get_config_dict(path)
+        if "model_type" in config:
+            config = {**family_of(config["model_type"]).facts(config)}
         lacking = [name for name in NEEDED if name not in config]
         if lacking:
             raise MissingModelError(
                 f"{name} has no {', '.join(lacking)} in its config.json; download the model again"
             )
-        family_of(config["model_type"])
         return config, AutoTokenizer.from_pretrained(path)
 
 
@@ -227,7 +252,9 @@ def load(
         )  # fmt: skip
         model, report = loaded
         _check_weights(path_or_hf_repo, report)
-        family_of(config["model_type"]).check_agreement(model, config, path_or_hf_repo)
+        family = family_of(config["model_type"])
+        check_agreement(family, model, config, path_or_hf_repo)
+        family.align(model)
     model = model.to(device).eval().requires_grad_(False)
     name = path.name if path.parent == MODELS else str(path_or_hf_repo)
     return TorchModel(model, tokenizer, config, name, commit)

@@ -39,25 +39,31 @@ class TorchTranslator:
         arrays = {name: t.detach().float().cpu().numpy() for name, t in self.tensors.items()}
         return Weights.from_float32(arrays, dtype)
 
-    def layer(self, t: int, states: States) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of target layer ``t``, (T, width) each, from a source's states."""
+    def layer(self, t: int, states: States, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of target layer ``t``, (T, width) each, from a source's states.
+
+        Those of the tokens from ``start`` on alone.
+        """
         config = self.config
         if config.joint:
             layers = config.assignment.keys[t]
-            sides = [states.side(side)[s] for side in SIDES for s in layers]
+            sides = [states.side(side)[s][start:] for side in SIDES for s in layers]
             both = self._apply(f"joint.{t}", torch.cat(sides, dim=-1))
             keys, values = both.split(
                 [config.target.layers[t].key_width, config.target.layers[t].value_width], dim=-1
             )
             return keys, values
         keys, values = (
-            self._apply(f"{side}.{t}", self._inputs(side, t, states.side(side))) for side in SIDES
+            self._apply(f"{side}.{t}", self._inputs(side, t, states.side(side), start))
+            for side in SIDES
         )
         return keys, values
 
-    def _inputs(self, side: str, t: int, arrays: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _inputs(
+        self, side: str, t: int, arrays: Sequence[torch.Tensor], start: int
+    ) -> torch.Tensor:
         """The layers read, concatenated: (T, in), or for head-wise maps (H, T, in)."""
-        read = [arrays[s] for s in self.config.assignment.side(side)[t]]
+        read = [arrays[s][start:] for s in self.config.assignment.side(side)[t]]
         if self.config.head_mixing:
             return read[0] if len(read) == 1 else torch.cat(read, dim=-1)
         layers = self.config.source.layers

@@ -1,0 +1,90 @@
+"""Whether transformers runs a model as mlx-lm does: if not, it cannot be trained here.
+
+Its translator would be trained for another model than it meets on a Mac.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.geometry import RopeSpec
+from kvlingo_mlx.training.families import TorchFamily
+
+# RoPE types that transformers and mlx-lm compute alike, with the parameters both read.
+ROPES = {
+    "default": set(),
+    "linear": {"factor"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"},
+    "llama3": {
+        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+    },
+}  # fmt: skip
+
+
+def check_agreement(family: TorchFamily, model: Any, config: Mapping[str, Any], name: str) -> None:
+    """Refuse a model that transformers would run otherwise than mlx-lm does.
+
+    ``config`` is what ``family.facts`` gave.
+
+    Raises:
+        UnsupportedModelError: Names the model, and its setting, window or RoPE.
+    """
+    loaded = family.text(model).config
+    for setting in family.ignored:
+        if getattr(loaded, setting, None):
+            raise UnsupportedModelError(
+                f"{name} has {setting} in its config.json, which transformers heeds and mlx-lm "
+                "does not: a translator trained here would not fit it there; remove it there"
+            )
+    _check_windows(family, model, config, name)
+    try:
+        ropes = {
+            (family.rope(config, attention), family.rope_here(model, attention))
+            for attention in family.attentions(model)
+        }
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name}: {error}") from None
+    for ours, theirs in sorted(ropes, key=str):
+        _check_rope(ours, theirs, name)
+
+
+def _check_windows(family: TorchFamily, model: Any, config: Mapping[str, Any], name: str) -> None:
+    theirs = family.windows_here(model)
+    ours = family.windows(config, len(theirs))
+    context = config["max_position_embeddings"]
+    for layer, pair in enumerate(
+        zip(_narrow(ours, context), _narrow(theirs, context), strict=True)
+    ):
+        if pair[0] != pair[1]:
+            here, there = (f"{w} tokens" if w is not None else "all" for w in reversed(pair))
+            raise UnsupportedModelError(
+                f"{name}: layer {layer} attends to {here} in transformers and to {there} in "
+                f"mlx-lm; set {family.no_windows} in its config.json"
+            )
+
+
+def _narrow(windows: Sequence[int | None], context: int) -> list[int | None]:
+    """A window as long as the context is none."""
+    return [w if w is not None and w < context else None for w in windows]
+
+
+def _check_rope(ours: RopeSpec, theirs: RopeSpec, name: str) -> None:
+    if ours != theirs:
+        raise UnsupportedModelError(
+            f"{name} has RoPE {_in_words(theirs)}, which mlx-lm runs as {_in_words(ours)}: a "
+            "translator trained here would not fit it there; make its config.json say what "
+            "mlx-lm runs"
+        )
+    if ours.type not in ROPES or not set(dict(ours.scaling)) <= ROPES[ours.type]:
+        known = "; ".join(" ".join([kind, *sorted(ROPES[kind])]) for kind in ROPES)
+        raise UnsupportedModelError(
+            f"{name} has RoPE {_in_words(ours)}, which mlx-lm and transformers compute "
+            f"differently; training knows these types and parameters: {known}"
+        )
+
+
+def _in_words(rope: RopeSpec) -> str:
+    scaling = "".join(f", {name} {value}" for name, value in rope.scaling)
+    return f"{rope.type!r} (base {rope.base:g}{scaling})"

@@ -150,6 +150,21 @@ def mean(entry: dict) -> str:
     return f"{entry['value']:.3f}" + ("" if error is None else f" ± {error:.3f}")
 
 
+ALTERNATIVES = """Alternatives in build/variants come from `python tools/fit_zoo.py --pairs
+tiny-qwen3-s:tiny-qwen3-l --threads 1 --work build/variants/work-NAME --out build/variants/NAME`
+and
+
+- closed: `--steps 0`; closed_mass: `--steps 0 --norm attention_mass`; closed_head_wise:
+  `--steps 0 --head-wise`;
+- linear: `--steps 600 --lr 1e-2 3e-3`; post_rope: the same with `--capture post_rope`; mlp: the
+  same with `--kind mlp` (gated, 256 hidden units a map, 600 steps of reconstruction first).
+
+`native` is also what a full re-prefill gives; its time is a re-prefill's. `text` hands the
+conversation over as text: the tokenizers agree here, so it is a re-prefill too. Standard errors
+are over items.
+"""
+
+
 def evaluations() -> str:
     """What ``kvlingo-mlx eval`` found: a table a task, and the times beside the first one."""
     parts = []
@@ -175,7 +190,7 @@ def evaluations() -> str:
                         for name, scores in conditions.items()]  # fmt: skip
                 parts.append(f"{task} ({group}):\n\n{table(['cache', *metrics], rows)}")
         parts.append(source(record))
-    return "\n".join(["## Methods compared\n", *parts]) if parts else ""
+    return "\n".join(["## Methods compared\n", ALTERNATIVES, *parts]) if parts else ""
 
 
 def analyses() -> str:

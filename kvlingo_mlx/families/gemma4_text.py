@@ -14,7 +14,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
-from kvlingo_mlx.families.base import Family, Finish, key_dim
+from kvlingo_mlx.families.base import Family, Finish
 from kvlingo_mlx.geometry import RopeSpec, configured_rope
 
 
@@ -55,12 +55,16 @@ class Gemma4(Family):
         """Each kind of layer has parameters of its own."""
         return configured_rope(
             {"rope_parameters": facts["rope_parameters"].get(attention.layer_type)},
-            key_dim(attention),
+            attention.head_dim,
         )
+
+    def key_dim(self, attention: nn.Module) -> int:
+        """Width of one head's keys, in layers without a projection of them too."""
+        return attention.head_dim
 
     def value_dim(self, attention: nn.Module) -> int:
         """Width of one head's values: the keys'."""
-        return key_dim(attention)
+        return attention.head_dim
 
 
 def _text_model(model: nn.Module) -> nn.Module:

@@ -18,8 +18,8 @@ REASONS: dict[str, tuple[str, ...]] = {
         "afm7", "gemma3n", "hunyuan", "iquestloopcoder", "nanbeige",
     ),
     "it caches latents, or keys beside its keys": (
-        "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v41", "glm4_moe_lite",
-        "glm_moe_dsa", "joyai_llm_flash", "kimi_k2", "longcat_flash", "minicpm3", "minimax_m3_vl",
+        "deepseek_v32", "deepseek_v41", "glm4_moe_lite",
+        "glm_moe_dsa", "joyai_llm_flash", "kimi_k2", "longcat_flash", "minimax_m3_vl",
         "mistral4", "youtu_llm",
     ),
     "its layers forget by chunks of the text, which a translated cache cannot follow": (

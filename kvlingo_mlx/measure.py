@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ def record(kind: str, config: dict[str, Any], results: Any) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "kind": kind,
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "environment": environment(),
         "config": config,

@@ -90,9 +90,8 @@ def command(
 
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.evaluation import compare as comparison
-    from kvlingo_mlx.evaluation import lineup
     from kvlingo_mlx.evaluation.journal import Journal
-    from kvlingo_mlx.loading import load, resolve_translator
+    from kvlingo_mlx.loading import load
 
     keep_stdout_for_json(json_file)
     if plot:
@@ -100,20 +99,13 @@ def command(
     journal = Journal(out)
     read = options.haystack_text(haystack)
     models = load(source), load(target)
-    named = {
-        name: [resolve_translator(f, *models, allow_mismatch=allow_mismatch) for f in folders]
-        for name, folders in options.named_translators(translators).items()
-    }
     asked = [
         options.make_task(name, *models, data=data, limit=limit, seed=seed, variants=words(needles),
               lengths=lengths, style=style, text=read, max_tokens=max_tokens or ANSWER_TOKENS,
               thinking=thinking)
         for name in own
     ]  # fmt: skip
-    every = [t for folders in named.values() for t in folders]
-    line = [lineup.native(models[1])]
-    line += [lineup.translated(name, *models, found) for name, found in named.items()]
-    line += [lineup.baseline(spec, *models, every) for spec in words(baselines) if spec != "none"]
+    line = _line_up(*models, translators, words(baselines), allow_mismatch)
     outcomes: list[Outcome] = []
     with _resumable():
         if public:  # first: their data may be out of reach
@@ -140,20 +132,53 @@ def command(
             "seed": seed, "thinking": thinking, "max_tokens": max_tokens, "num_shots": num_shots,
             "apply_chat_template": chat, "judge": judge, "task_data": local,
         }  # fmt: skip
-        found = {
-            "means": {o.task: comparison.plain(o.tables) for o in outcomes},
-            "first_token_s": times,
-            "items": {
-                o.task: {name: [vars(item) for item in items] for name, items in o.items.items()}
-                for o in outcomes
-            },
-        }
+        found = _found(outcomes, times)
         measure.append_json(json_file, measure.record("eval", config, found))
     if plot:
         from kvlingo_mlx.evaluation.figures import score_against_time
 
         pictures.save(score_against_time(outcomes[0], times), plot)
         say(f"drew {plot}")
+
+
+def _line_up(
+    source: LanguageModel,
+    target: LanguageModel,
+    translators: list[str] | None,
+    baselines: list[str],
+    allow_mismatch: bool,
+) -> list[Condition]:
+    """Who is compared: native, every translator, then the baselines."""
+    from kvlingo_mlx.evaluation import lineup
+    from kvlingo_mlx.loading import resolve_translator
+
+    named = {
+        name: [
+            resolve_translator(folder, source, target, allow_mismatch=allow_mismatch)
+            for folder in folders
+        ]
+        for name, folders in options.named_translators(translators).items()
+    }
+    every = [translator for found in named.values() for translator in found]
+    return [
+        lineup.native(target),
+        *(lineup.translated(name, source, target, found) for name, found in named.items()),
+        *(lineup.baseline(b, source, target, every) for b in baselines if b != "none"),
+    ]
+
+
+def _found(outcomes: list[Outcome], times: dict[str, list[float]]) -> dict[str, Any]:
+    """All of it, as JSON has it."""
+    from kvlingo_mlx.evaluation.compare import plain
+
+    return {
+        "means": {o.task: plain(o.tables) for o in outcomes},
+        "first_token_s": times,
+        "items": {
+            o.task: {name: [vars(item) for item in items] for name, items in o.items.items()}
+            for o in outcomes
+        },
+    }
 
 
 @contextlib.contextmanager

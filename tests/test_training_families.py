@@ -146,7 +146,7 @@ def test_closed_form_equals_the_devices(
     pair: tuple[str, str],
     norm: str,
 ) -> None:
-    data = [Random(60, different=99).sample(i) for i in range(20)]
+    data = [Random(60, different=99).sample(i) for i in range(12)]
     device = kv.fit(*(models[n] for n in pair), data, norm=norm).to_weights()
     source, target = (torch_models[n] for n in pair)
     config = linear_config(source, target)
@@ -207,7 +207,7 @@ def decoded(
         return model.logits(model.hidden(sample.continuation, model.cache(entries, counted)))
 
 
-@pytest.mark.parametrize("length", [3, 7, 8, 9, 11, 12, 13, 15, 16, 17, 70])
+@pytest.mark.parametrize("length", [3, 8, 12, 13, 16, 17, 70])
 @pytest.mark.parametrize("name", ["gemma2x32", "gemma4x16", "gemma1x32", "stray", "wrapped"])
 def test_a_written_cache_is_read_as_the_models_own(
     torch_models: dict[str, TorchModel], name: str, length: int

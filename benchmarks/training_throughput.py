@@ -112,7 +112,7 @@ def bare_passes(source: TorchModel, target: TorchModel, sample: Sample) -> dict[
     def loss(learns: bool) -> torch.Tensor:
         leaves = [tuple(a.detach().requires_grad_(learns) for a in pair) for pair in native]
         with torch.set_grad_enabled(learns):
-            hidden = target.hidden(tokens, target.cache(leaves))
+            hidden = target.hidden(tokens, target.cache(leaves, count))
             return cross_entropy(target.logits(hidden), labels)
 
     @torch.no_grad()

@@ -48,11 +48,6 @@ def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
     return caches
 
 
-def first_kept(model: LanguageModel, num_tokens: int) -> list[int]:
-    """The first position that each cache layer still holds of ``num_tokens``."""
-    return [max(0, num_tokens - (g.window or num_tokens)) for g in model.geometry.layers]
-
-
 def write(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
     """Write a translated span at its positions: norms, RoPE, cast, one slice a layer and side.
 

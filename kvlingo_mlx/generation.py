@@ -143,7 +143,7 @@ def translate_span(
     take its last positions alone.
     """
     states = capture.move(states, source, translator.config.capture)
-    caches.write(cache, translator(states, caches.first_kept(target, num_tokens)), target)
+    caches.write(cache, translator(states, target.geometry.first_kept(num_tokens)), target)
 
 
 def _hand_over(

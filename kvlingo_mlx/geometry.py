@@ -140,6 +140,10 @@ class CacheGeometry:
         """Sha256 of the canonical JSON of these facts."""
         return _sha256(canonical_json(asdict(self)))
 
+    def first_kept(self, num_tokens: int) -> list[int]:
+        """The first position that each cache layer still holds of ``num_tokens``."""
+        return [max(0, num_tokens - (g.window or num_tokens)) for g in self.layers]
+
     def bytes_per_token(self, itemsize: int) -> int:
         """Bytes one token takes in a cache whose numbers take ``itemsize`` bytes."""
         widths = (layer.key_width + layer.value_width for layer in self.layers)

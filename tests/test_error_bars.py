@@ -10,7 +10,6 @@ from kvlingo_mlx.evaluation.error_bars import (
     Mean,
     over_clusters,
     over_items,
-    over_seeds,
     over_sets,
 )
 
@@ -37,10 +36,3 @@ def test_clusters() -> None:
     scores, questions = [1, 1, 1, 0, 0, 0], ["a", "a", "a", "b", "b", "b"]
     assert over_clusters(scores, questions) == over_items([1.0, 0.0])
     assert over_clusters(scores, range(6)) == over_items(scores)
-
-
-def test_seeds() -> None:
-    runs = [{"x": 1.0, "y": 0.0}, {"y": 1.0, "x": 1.0}]
-    assert over_seeds(runs) == over_items([1.0, 0.5])
-    with pytest.raises(ValueError, match="different items"):
-        over_seeds([{"x": 1.0}, {"z": 1.0}])

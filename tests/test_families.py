@@ -15,8 +15,9 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, capture
+from kvlingo_mlx import capture
 from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.geometry import CacheGeometry
 from kvlingo_mlx.language_model import LanguageModel
 
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(60)]
@@ -116,14 +117,14 @@ def test_a_window_is_all_that_is_translated(
     translator = identity_of(model)
     whole = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
     (states,) = capture.prefill(model, TOKENS[:-1])
-    kept = caches.first_kept(model, len(TOKENS) - 1)
+    kept = model.geometry.first_kept(len(TOKENS) - 1)
     found = translator(states, kept)
     for group in (*found.keys, *found.values):
         (layer,) = group.layers
         window = model.geometry.layers[layer].window
         assert group.states.shape[3] == (len(TOKENS) - 1 if window is None else WINDOW)
         assert group.start == kept[layer]
-    monkeypatch.setattr(caches, "first_kept", lambda model, count: [0] * 5)
+    monkeypatch.setattr(CacheGeometry, "first_kept", lambda self, count: [0] * 5)
     with pytest.raises(ValueError, match="broadcast"):  # the ring has no room for more
         kv.hand_over(model, model, TOKENS, translator=translator)
     assert [c.keys.shape[2] for c in whole if isinstance(c, RotatingKVCache)] == [WINDOW] * 4

@@ -30,6 +30,7 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # noqa: E
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx import capture  # noqa: E402
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError  # noqa: E402
+from kvlingo_mlx.geometry import CacheGeometry  # noqa: E402
 from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.samples import Sample  # noqa: E402
 from kvlingo_mlx.tensor_file import Weights  # noqa: E402
@@ -216,7 +217,7 @@ def test_a_written_cache_is_read_as_the_models_own(
     model, sample = torch_models[name], sample_of(length)
     with torch.no_grad():
         native = model.logits(model.hidden((*sample.prefix, *sample.continuation))[length:])
-    starts, none = model.first_kept(length), [0] * len(model.attentions)
+    starts, none = model.geometry.first_kept(length), [0] * len(model.attentions)
     for kept in (starts, none):
         assert (decoded(model, sample, kept, length) - native).abs().max() < 1e-5
     if starts != none:
@@ -242,7 +243,7 @@ def test_what_lies_before_a_window_has_no_part_in_a_step(
         with monkeypatch.context() as patch:
             patch.setattr(TorchTranslator, "_apply", counted)
             if whole:
-                patch.setattr(TorchModel, "first_kept", lambda self, count: [0] * 5)
+                patch.setattr(CacheGeometry, "first_kept", lambda self, count: [0] * 5)
             translator = TorchTranslator.from_arrays(config, random_arrays(config), "cpu")
             loss = conversation_loss(target, translator, reading, KL, scale=1.0)
         found.append((loss.value, translator.tensors, sum(rows)))

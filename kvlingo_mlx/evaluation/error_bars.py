@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,15 +62,3 @@ def over_clusters(scores: Sequence[float], clusters: Sequence[Hashable]) -> Mean
     for score, cluster in zip(scores, clusters, strict=True):
         groups.setdefault(cluster, []).append(score)
     return over_items([float(np.mean(group)) for group in groups.values()])
-
-
-def over_seeds(runs: Sequence[Mapping[Hashable, float]]) -> Mean:
-    """The mean of several seeds on the same items: each item is averaged over seeds first.
-
-    Raises:
-        ValueError: The seeds scored different items.
-    """
-    items = set(runs[0])
-    if any(set(run) != items for run in runs):
-        raise ValueError("the seeds scored different items; score the same ones for every seed")
-    return over_items([float(np.mean([run[item] for run in runs])) for item in runs[0]])

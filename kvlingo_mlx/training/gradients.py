@@ -67,7 +67,7 @@ def conversation_loss(
     """
     sample, num_read = reading.sample, len(reading.sample.prefix) - 1
     # What lies before a layer's window is not translated.
-    starts = target.first_kept(num_read) if reading.states.keys else []
+    starts = target.geometry.first_kept(num_read) if reading.states.keys else []
     with torch.no_grad():
         entries = [
             _entry(target, translator, reading.states, t, start) for t, start in enumerate(starts)

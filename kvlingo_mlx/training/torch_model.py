@@ -85,10 +85,6 @@ class TorchModel:
         """What its cache is held in."""
         return self.model.dtype
 
-    def first_kept(self, num_tokens: int) -> list[int]:
-        """The first position that each cache layer still holds of ``num_tokens``."""
-        return [max(0, num_tokens - (g.window or num_tokens)) for g in self.geometry.layers]
-
     def spec(self) -> ModelSpec:
         """The description of this model that a translator carries."""
         norms = {
@@ -181,7 +177,7 @@ class TorchModel:
     ) -> DynamicCache:
         """A cache of ``num_tokens`` that holds what :meth:`entry` made for every layer.
 
-        A layer with a window needs no more than its last tokens, from :meth:`first_kept` on.
+        A layer with a window needs no more than its last tokens, from ``geometry.first_kept`` on.
         """
         windowed = any(g.window is not None for g in self.geometry.layers)
         cache: Any = DynamicCache(config=self.model.config) if windowed else DynamicCache()

@@ -16,6 +16,7 @@ same command resumes it. One JSON line per log step goes to OUT.partial/log.json
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import os
@@ -25,18 +26,13 @@ import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from kvlingo_mlx.embedded import dialogues
 
@@ -81,12 +77,17 @@ STAGES = (
     Stage((3, 16), 5, 0.6, 0.1, 0.9, False, 0.6, 3000, 0.9),
     Stage((4, 28), 5, 0.8, 0.1, 0.9, False, 0.6, 3000, 0.9),
 )
+# Up to 16 facts alone, 70 to 270 tokens, in smaller steps: half the work.
+SHORT = (*STAGES[:4], dataclasses.replace(STAGES[4], tokens=2000))
 PLAIN_SHARE = 0.12
 VALUE_WEIGHT, PREFIX_WEIGHT = 4.0, 0.3
 PADDING = -1.0
-QK_NORM_START, QK_NORM_RATE = 1.5, 5.0
+SHARP_START, SHARP_RATE = 1.5, 5.0
 ENERGY = 0.02  # weight of the mean square of keys and values, where they are noisy
 LOOK_BACK, LOOK_BACK_ROWS = 4, 512
+
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+WINDOW = 64
 
 SHARED = dict(
     vocab_size=VOCAB_SIZE,
@@ -98,21 +99,88 @@ SHARED = dict(
     bos_token_id=None,
     eos_token_id=2,
     pad_token_id=0,
-    rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
 )
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+QWEN3 = dict(rope_parameters=PLAIN_ROPE)
+GEMMA3 = dict(
+    hidden_activation="gelu_pytorch_tanh", sliding_window=WINDOW,
+    rope_parameters={LOCAL: PLAIN_ROPE, GLOBAL: {"rope_type": "default", "rope_theta": 1e6}},
+)  # fmt: skip
+GEMMA4 = dict(
+    hidden_activation="gelu_pytorch_tanh", sliding_window=WINDOW, final_logit_softcapping=30.0,
+    vocab_size_per_layer_input=VOCAB_SIZE, hidden_size_per_layer_input=16,
+    use_double_wide_mlp=True, attention_k_eq_v=False, enable_moe_block=False,
+    rope_parameters={
+        LOCAL: PLAIN_ROPE,
+        GLOBAL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+)  # fmt: skip
+MLA = dict(
+    rope_parameters=PLAIN_ROPE, q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=32,
+    v_head_dim=32,
+    # No experts: what is to be shown is in the cache.
+    moe_intermediate_size=32, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2,
+    n_group=1, topk_group=1, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained, from which seed, on what.
+
+    ``noisy`` ends the names of the modules that make keys and values; ``sharp`` is in the
+    names of the norms that bound how sharply a head attends, ``start`` their first weight.
+    """
+
+    seed: int
+    model_type: str
+    shape: dict[str, Any]
+    stages: tuple[Stage, ...] = SHORT
+    noisy: tuple[str, ...] = ("k_proj", "v_proj")
+    sharp: tuple[str, ...] = ("q_norm", "k_norm")
+    start: float = SHARP_START
+
+
+LATENT = dict(noisy=("kv_a_proj_with_mqa",), sharp=("kv_a_layernorm",))
 MODELS = {
-    "tiny-qwen3-s": (11, Qwen3Config, dict(
+    "tiny-qwen3-s": Model(11, "qwen3", QWEN3 | dict(
         hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=32)),
-    "tiny-qwen3-l": (22, Qwen3Config, dict(
+        num_attention_heads=8, num_key_value_heads=4, head_dim=32), STAGES),
+    "tiny-qwen3-l": Model(22, "qwen3", QWEN3 | dict(
         hidden_size=192, intermediate_size=384, num_hidden_layers=4,
-        num_attention_heads=8, num_key_value_heads=4, head_dim=32)),
-    "tiny-qwen3-moe": (33, Qwen3MoeConfig, dict(
+        num_attention_heads=8, num_key_value_heads=4, head_dim=32), STAGES),
+    "tiny-qwen3-moe": Model(33, "qwen3_moe", QWEN3 | dict(
         hidden_size=128, intermediate_size=256, moe_intermediate_size=48,
         num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
         num_experts=16, num_experts_per_tok=2, norm_topk_prob=True,
         decoder_sparse_step=1, mlp_only_layers=[], output_router_logits=True,
-        router_aux_loss_coef=0.01)),
+        router_aux_loss_coef=0.01), STAGES),
+    "tiny-qwen3-deep": Model(44, "qwen3", QWEN3 | dict(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=7,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64)),
+    "tiny-gemma3-s": Model(55, "gemma3_text", GEMMA3 | dict(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4, sliding_window_pattern=2,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=32,
+        query_pre_attn_scalar=32), start=0.5),
+    "tiny-gemma3-l": Model(66, "gemma3_text", GEMMA3 | dict(
+        hidden_size=144, intermediate_size=288, num_hidden_layers=6, sliding_window_pattern=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=64,
+        query_pre_attn_scalar=64), start=0.5),
+    # One local layer before each global one, and two at first; the last two own no cache.
+    "tiny-gemma4-s": Model(77, "gemma4_text", GEMMA4 | dict(
+        hidden_size=128, intermediate_size=192, num_hidden_layers=6, num_kv_shared_layers=2,
+        layer_types=[LOCAL, GLOBAL] * 3, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=48, global_head_dim=64), start=0.6),
+    "tiny-gemma4-l": Model(88, "gemma4_text", GEMMA4 | dict(
+        hidden_size=144, intermediate_size=192, num_hidden_layers=7, num_kv_shared_layers=2,
+        layer_types=[LOCAL] + [LOCAL, GLOBAL] * 3, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=32, global_head_dim=40), start=0.6),
+    "tiny-mla-s": Model(99, "deepseek_v3", MLA | dict(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4, first_k_dense_replace=4,
+        num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=128), **LATENT),
+    "tiny-mla-l": Model(111, "deepseek_v3", MLA | dict(
+        hidden_size=144, intermediate_size=288, num_hidden_layers=6, first_k_dense_replace=6,
+        num_attention_heads=6, num_key_value_heads=6, kv_lora_rank=160), **LATENT),
 }  # fmt: skip
 
 
@@ -335,18 +403,18 @@ class Training:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        self.seed, config_class, shape = MODELS[args.model]
+        self.recipe = MODELS[args.model]
+        self.stages = self.recipe.stages
         self.partial = Path(f"{args.out}.partial")
         self.tokenizer = train_tokenizer()
         plain = self.tokenizer(plain_english(), add_special_tokens=False)["input_ids"]
         self.corpus = np.array(plain)
-        torch.manual_seed(self.seed)
-        config = config_class(**SHARED, **shape)
-        model_class = Qwen3MoeForCausalLM if config_class is Qwen3MoeConfig else Qwen3ForCausalLM
-        self.model = model_class(config).to(args.device)
-        self.noise = NoisyCache(self.model)
+        torch.manual_seed(self.recipe.seed)
+        config = AutoConfig.for_model(self.recipe.model_type, **SHARED, **self.recipe.shape)
+        self.model = AutoModelForCausalLM.from_config(config).to(args.device)
+        self.noise = NoisyCache(self.model, self.recipe.noisy)
         self.look_back = LookBack(config.hidden_size).to(args.device)
-        groups = parameter_groups(self.model, self.look_back)
+        groups = parameter_groups(self.model, self.look_back, self.recipe)
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98))
         self.state = {"step": 0, "stage": 0, "recall": 0.0, "seconds": 0.0, "tokens": 0}
 
@@ -408,16 +476,19 @@ class Training:
         state["step"] += 1
         if recall is not None:
             state["recall"] = 0.97 * state["recall"] + 0.03 * recall
-        if state["recall"] > STAGES[state["stage"]].goal and state["stage"] < len(STAGES) - 1:
+        if (
+            state["recall"] > self.stages[state["stage"]].goal
+            and state["stage"] < len(self.stages) - 1
+        ):
             state["stage"] += 1
             state["recall"] = 0.5
         return loss
 
     def step(self) -> tuple[float, float | None, int]:
         """One optimizer step; returns the loss, the recall (or None), the tokens."""
-        seed = self.seed * 1_000_003 + self.state["step"]
+        seed = self.recipe.seed * 1_000_003 + self.state["step"]
         torch.manual_seed(seed)  # of the noise, so that a resumed run is the same run
-        stage = STAGES[self.state["stage"]]
+        stage = self.stages[self.state["stage"]]
         batch = draw_batch(random.Random(seed), self.tokenizer, self.corpus, stage)
         batch = {k: v.to(self.args.device) for k, v in batch.items()}
         rate = learning_rate(self.state["step"], self.args.steps, self.args.lr)
@@ -456,11 +527,11 @@ class NoisyCache:
     stand out from noise, and costs by its size, is kept with a margin; the rest fades.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, modules: tuple[str, ...]) -> None:
         self.level = 0.0
         self._energies: list[torch.Tensor] = []
         for name, module in model.named_modules():
-            if name.endswith(("k_proj", "v_proj")):
+            if name.endswith(modules):
                 module.register_forward_hook(self._add)
 
     def _add(self, module, inputs, output):
@@ -475,22 +546,22 @@ class NoisyCache:
         return ENERGY * sum(energies)
 
 
-def parameter_groups(model: torch.nn.Module, look_back: LookBack) -> list[dict]:
-    """Let q_norm and k_norm start sharper and learn faster than the rest.
+def parameter_groups(model: torch.nn.Module, look_back: LookBack, recipe: Model) -> list[dict]:
+    """Let the norms of queries and keys start sharper and learn faster than the rest.
 
     They bound how sharply a head of width 32 can attend: at their usual start of 1 it
     cannot single out one token of a few hundred, and growing there takes a thousand steps.
     """
     sharp, rest = [], list(look_back.parameters())
     for name, parameter in model.named_parameters():
-        if "q_norm" in name or "k_norm" in name:
-            torch.nn.init.constant_(parameter, QK_NORM_START)
+        if any(norm in name for norm in recipe.sharp):
+            torch.nn.init.constant_(parameter, recipe.start)
             sharp.append(parameter)
         else:
             rest.append(parameter)
     return [
         {"params": rest, "weight_decay": 0.1, "scale": 1.0},
-        {"params": sharp, "weight_decay": 0.0, "scale": QK_NORM_RATE},
+        {"params": sharp, "weight_decay": 0.0, "scale": SHARP_RATE},
     ]
 
 
@@ -527,15 +598,21 @@ def write_folder(out: Path, model, tokenizer, args, state: dict) -> None:
     (temporary / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(temporary)
     config = json.loads((temporary / "config.json").read_text())
-    rope = config.pop("rope_parameters")
-    config["rope_theta"], config["rope_scaling"] = rope["rope_theta"], None
+    rope = config["rope_parameters"]
+    if config["model_type"] == "gemma3_text":
+        config["rope_local_base_freq"] = rope[LOCAL]["rope_theta"]
+        config["sliding_window_pattern"] = config.pop("layer_types").index(GLOBAL) + 1
+        rope = rope[GLOBAL]
+    if config["model_type"] != "gemma4_text":
+        config["rope_theta"], config["rope_scaling"] = rope["rope_theta"], None
+        del config["rope_parameters"]
     if "num_local_experts" in config:
         config["num_experts"] = config.pop("num_local_experts")
     config.pop("dtype", None)
     config["torch_dtype"] = "float32"
     (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     recipe = dict(
-        seed=MODELS[args.model][0], steps=args.steps, peak_lr=args.lr,
+        seed=MODELS[args.model].seed, steps=args.steps, peak_lr=args.lr,
         training_tokens=state["tokens"], train_recall=round(state["recall"], 4),
         seconds=round(state["seconds"]), threads=args.threads, device=args.device,
         parameters=sum(p.numel() for p in model.parameters()), torch=torch.__version__,

@@ -2,17 +2,22 @@
 
     python benchmarks/quality.py --nu --json FILE            # the package's own translators
     python benchmarks/quality.py --nu 1 2 4 --json FILE      # closed forms fitted here as well
+    python benchmarks/quality.py --zoo tests/zoo --facts 8 16 --pairs tiny-gemma3-s:tiny-gemma3-l \
+        --nu 1 2 4 --norms frobenius --assignments relative_depth r2 greedy --json FILE
 
-For every pair: the target's native cache, the package's translator, closed forms under both
-norms at each nu given, and the controls: the prefix hidden, and every translator with its
-layers shuffled. Only the first asking of each fact is scored; standard errors are over
-questions for recall and over dialogues for KL.
+For every pair: the target's native cache, the self-distilled translator if there is one, closed
+forms under the norms and with the assignments given at each nu, and the controls: the prefix
+hidden, and every translator with its layers shuffled. Only the first asking of each fact is
+scored; standard errors are over questions for recall and over dialogues for KL. ``--zoo`` names a
+folder with more models and translators than the package's.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -38,8 +43,8 @@ NORMS = ("frobenius", "attention_mass")
 
 def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
     names = pair.split(":")
-    source, target = (load(zoo(name)) for name in names)
-    talks = dialogues.held_out(args.dialogues)
+    source, target = (load(model_folder(name, args.zoo)) for name in names)
+    talks = dialogues.held_out(args.dialogues, facts=tuple(args.facts))
     samples = [quality.recall_sample(target, talk) for talk in talks]
     makers = {"prefix hidden": conditions.hidden(target)}
     for name, translator in translators(names, source, target, args):
@@ -60,15 +65,21 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
 def translators(
     names: Sequence[str], source: LanguageModel, target: LanguageModel, args: argparse.Namespace
 ) -> Iterator[tuple[str, Translator]]:
-    folder = TRANSLATORS / "--".join(names)
-    if folder.exists():
-        yield "package", load_translator(folder)
-    records = [
-        {"messages": talk.conversation()} for talk in dialogues.for_fitting(args.fit_dialogues)
-    ]
-    for nu in args.nu:
-        for norm in NORMS:
-            yield f"{norm} nu={nu}", fit(source, target, records, norm=norm, nu=nu)
+    for root in (TRANSLATORS, args.zoo / "translators"):
+        if (root / "--".join(names)).exists():
+            yield "self-distilled", load_translator(root / "--".join(names))
+    talks = dialogues.for_fitting(args.fit_dialogues, facts=(4, args.facts[1]))
+    records = [{"messages": talk.conversation()} for talk in talks]
+    for nu, norm, assignment in itertools.product(args.nu, args.norms, args.assignments):
+        name = norm if args.assignments == ["relative_depth"] else f"{norm} {assignment}"
+        fitted = fit(source, target, records, norm=norm, nu=nu, assignment=assignment)
+        yield f"{name} nu={nu}", fitted
+
+
+def model_folder(name: str, more: Path) -> Path:
+    """A model of the zoo ``more``, or else of the package."""
+    folder = more / "models" / name
+    return folder if folder.exists() else zoo(name)
 
 
 def mean(values: tuple) -> str:
@@ -90,7 +101,11 @@ def summary(score: quality.Score) -> dict[str, float | int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", nargs="+", default=PAIRS)
+    parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
     parser.add_argument("--nu", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--norms", nargs="+", default=list(NORMS))
+    parser.add_argument("--assignments", nargs="+", default=["relative_depth"])
+    parser.add_argument("--facts", type=int, nargs=2, default=[12, 28], metavar=("FEWEST", "MOST"))
     parser.add_argument("--dialogues", type=int, default=64)
     parser.add_argument("--fit-dialogues", type=int, default=400)
     parser.add_argument("--json", help="append the record to this file")
@@ -98,7 +113,8 @@ def main() -> None:
     results = {pair: run_pair(pair, args) for pair in args.pairs}
     print(measure.machine_line())
     if args.json:
-        config = {"nu": args.nu, "dialogues": args.dialogues, "fit_dialogues": args.fit_dialogues}
+        names = ("nu", "norms", "assignments", "facts", "dialogues", "fit_dialogues")
+        config = {name: getattr(args, name) for name in names}
         measure.append_json(args.json, measure.record("quality", config, results))
 
 

@@ -90,32 +90,6 @@ def _title(config: TranslatorConfig) -> str:
     return f"the translator from {config.source.name} to {config.target.name}"
 
 
-def capture_point(source: LanguageModel, target: LanguageModel, asked: str | None = None) -> str:
-    """Where a translator between two models reads and writes keys: ``asked``, or the usual point.
-
-    The usual one is the first that both have: before k_norm, or MLA's latents.
-
-    Raises:
-        IncompatibleTranslatorError: One model caches latents, the other does not.
-        ValueError: The models cannot be captured at ``asked``.
-    """
-    theirs, ours = source.family.points, target.family.points
-    common = [point for point in theirs if point in ours]
-    if not common:
-        raise IncompatibleTranslatorError(
-            f"{source.name} is captured at {', '.join(theirs)}, {target.name} at "
-            f"{', '.join(ours)}: latents (MLA) translate into latents only"
-        )
-    if asked is None:
-        return common[0]
-    if asked not in common:
-        raise ValueError(
-            f"capture is {asked!r}; for {source.name} and {target.name} it must be one of "
-            f"{', '.join(common)}"
-        )
-    return asked
-
-
 def check_tokenizers(source: LanguageModel, target: LanguageModel) -> None:
     """Refuse two models whose tokenizers differ.
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from kvlingo_mlx.assignment import Assignment
-from kvlingo_mlx.errors import malformed
+from kvlingo_mlx.errors import IncompatibleTranslatorError, malformed
 from kvlingo_mlx.geometry import LayerGeometry
 
 FORMAT_VERSION = 1
@@ -65,6 +65,41 @@ class TranslatorConfig:
         if self.head_map is None:
             del data["head_map"]
         return data
+
+
+class Captured(Protocol):
+    """A loaded model, in either runtime: its family says where its keys can be captured."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def family(self) -> Any: ...
+
+
+def capture_point(source: Captured, target: Captured, asked: str | None = None) -> str:
+    """Where a translator between two models reads and writes keys: ``asked``, or the usual point.
+
+    The usual one is the first that both have: before k_norm, or MLA's latents.
+
+    Raises:
+        IncompatibleTranslatorError: One model caches latents, the other does not.
+        ValueError: The models cannot be captured at ``asked``.
+    """
+    theirs, ours = source.family.points, target.family.points
+    common = [point for point in theirs if point in ours]
+    if not common:
+        raise IncompatibleTranslatorError(
+            f"{source.name} is captured at {', '.join(theirs)}, {target.name} at "
+            f"{', '.join(ours)}: latents (MLA) translate into latents only"
+        )
+    if asked is None:
+        return common[0]
+    if asked not in common:
+        raise ValueError(
+            f"capture is {asked!r}; for {source.name} and {target.name} it must be one of "
+            f"{', '.join(common)}"
+        )
+    return asked
 
 
 # ---- what a config says about its tensors ---------------------------------------------

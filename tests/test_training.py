@@ -437,6 +437,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def double(folder: Path, monkeypatch: pytest.MonkeyPatch) -> TorchModel:
     """A model in float64 throughout; transformers' own RMSNorm goes through float32."""
     model = torch_model.load(str(folder), dtype=torch.float64)
+    model.model.set_experts_implementation("eager")  # the others know float32 at most
     for module in model.model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             monkeypatch.setattr(type(module), "forward", rms_norm)
@@ -444,9 +445,10 @@ def double(folder: Path, monkeypatch: pytest.MonkeyPatch) -> TorchModel:
 
 
 def rms_norm(self: Any, x: Any) -> Any:
-    gemma = "Gemma" in type(self).__name__  # its weight is stored as its distance from 1
-    eps = self.eps if gemma else self.variance_epsilon
-    return (self.weight + gemma) * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+    gemma3 = "Gemma3" in type(self).__name__  # its weight is stored as its distance from 1
+    eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
+    weight = getattr(self, "weight", 1.0) + gemma3
+    return weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,11 @@ Every target layer reads the relative-depth band of ``nu`` source layers. The cl
 norm: ``--norm``) comes first; ``--steps 0`` keeps it. Dialogues are drawn apart from those
 that judge quality. Work under way lies in WORK (``--work``); the same command resumes it. Maps
 are stored in bfloat16, which halves the package. With ``--out`` they go to a folder of their
-own: alternatives (``--kind``, ``--capture``, ``--head-wise``) that an evaluation compares.
+own: alternatives (``--kind``, ``--capture``, ``--head-wise``) that an evaluation compares. Models
+that the package does not hold are looked for in ``--zoo``:
+
+    python tools/fit_zoo.py --pairs tiny-gemma3-s:tiny-gemma3-l --facts 4 16 \
+        --out tests/zoo/translators
 """
 
 from __future__ import annotations
@@ -28,8 +32,14 @@ from kvlingo_mlx.training.distill import Recipe, Report
 from kvlingo_mlx.training.pipeline import MLP_STAGE1_RATE, Plan, Training
 
 
-def train(source: str, target: str, plan: Plan, work: Path, out: Path) -> None:
+def train(
+    source: str, target: str, more: Path, facts: list[int] | None, plan: Plan, work: Path, out: Path
+) -> None:
     """One pair, both stages, into a folder of ``out``."""
+    found = (more / "models" / source, more / "models" / target)
+    folders = [path if path.exists() else zoo(path.name) for path in found]
+    settings: dict[str, object] = {"data": ["kvlingo_mlx.embedded.dialogues"]}
+    settings |= {"facts": facts} if facts else {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     total = plan.fit_samples + plan.recipe.steps
     with Progress(*columns) as bar:
@@ -43,9 +53,9 @@ def train(source: str, target: str, plan: Plan, work: Path, out: Path) -> None:
             bar.update(task, completed=plan.fit_samples + done.step, description=text)
 
         trained = Training(
-            *(torch_model.load(str(zoo(name)), dtype=torch.float32) for name in (source, target)),
-            DialogueStream(load(zoo(target))), plan, work / f"{source}--{target}", progress=show,
-            settings={"data": ["kvlingo_mlx.embedded.dialogues"]},
+            *(torch_model.load(str(folder), dtype=torch.float32) for folder in folders),
+            DialogueStream(load(folders[1]), facts=facts), plan, work / f"{source}--{target}",
+            progress=show, settings=settings,
         ).run()  # fmt: skip
     folder = out / f"{source}--{target}"
     config = import_translator(str(trained), out=folder).config
@@ -58,10 +68,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = itertools.permutations(zoo_names(), 2)
     parser.add_argument("--pairs", nargs="+", default=[":".join(pair) for pair in names])
+    parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
+    parser.add_argument("--facts", type=int, nargs=2, metavar=("FEWEST", "MOST"))
     parser.add_argument("--nu", type=int, default=1)
     parser.add_argument("--norm", default="frobenius")
     parser.add_argument("--kind", default="linear")
-    parser.add_argument("--capture", default="pre_norm")
+    parser.add_argument("--capture")
     parser.add_argument("--head-wise", action="store_true")
     parser.add_argument("--hidden", type=int, default=256, help="an MLP's width")
     parser.add_argument("--dialogues", type=int, default=200)
@@ -84,7 +96,7 @@ def main() -> None:
         stage1_recipe=first,
     )  # fmt: skip
     for pair in args.pairs:
-        train(*pair.split(":"), plan, args.work, args.out)
+        train(*pair.split(":"), args.zoo, args.facts, plan, args.work, args.out)
 
 
 if __name__ == "__main__":

@@ -83,6 +83,10 @@ PLAIN_SHARE = 0.12
 VALUE_WEIGHT, PREFIX_WEIGHT = 4.0, 0.3
 PADDING = -1.0
 SHARP_START, SHARP_RATE = 1.5, 5.0
+BLOCK_NORMS = tuple(
+    f"post_{block}.weight"
+    for block in ("attention_layernorm", "feedforward_layernorm", "per_layer_input_norm")
+)
 ENERGY = 0.02  # weight of the mean square of keys and values, where they are noisy
 LOOK_BACK, LOOK_BACK_ROWS = 4, 512
 
@@ -129,7 +133,8 @@ class Model:
     """What is trained, from which seed, on what.
 
     ``noisy`` ends the names of the modules that make keys and values; ``sharp`` is in the
-    names of the norms that bound how sharply a head attends, ``start`` their first weight.
+    names of the norms that bound how sharply a head attends, ``start`` their first weight;
+    ``quiet`` is that of the norms that a block's output passes, where there are such.
     """
 
     seed: int
@@ -139,6 +144,7 @@ class Model:
     noisy: tuple[str, ...] = ("k_proj", "v_proj")
     sharp: tuple[str, ...] = ("q_norm", "k_norm")
     start: float = SHARP_START
+    quiet: float = 0.0
 
 
 LATENT = dict(noisy=("kv_a_proj_with_mqa",), sharp=("kv_a_layernorm",))
@@ -161,20 +167,20 @@ MODELS = {
     "tiny-gemma3-s": Model(55, "gemma3_text", GEMMA3 | dict(
         hidden_size=128, intermediate_size=256, num_hidden_layers=4, sliding_window_pattern=2,
         num_attention_heads=4, num_key_value_heads=4, head_dim=32,
-        query_pre_attn_scalar=32), start=0.5),
+        query_pre_attn_scalar=32), start=0.5, quiet=-0.8),
     "tiny-gemma3-l": Model(66, "gemma3_text", GEMMA3 | dict(
         hidden_size=144, intermediate_size=288, num_hidden_layers=6, sliding_window_pattern=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        query_pre_attn_scalar=64), start=0.5),
+        query_pre_attn_scalar=64), start=0.5, quiet=-0.8),
     # One local layer before each global one, and two at first; the last two own no cache.
     "tiny-gemma4-s": Model(77, "gemma4_text", GEMMA4 | dict(
         hidden_size=128, intermediate_size=192, num_hidden_layers=6, num_kv_shared_layers=2,
         layer_types=[LOCAL, GLOBAL] * 3, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=48, global_head_dim=64), start=0.6),
+        head_dim=48, global_head_dim=64), start=0.6, quiet=0.2),
     "tiny-gemma4-l": Model(88, "gemma4_text", GEMMA4 | dict(
         hidden_size=144, intermediate_size=192, num_hidden_layers=7, num_kv_shared_layers=2,
         layer_types=[LOCAL] + [LOCAL, GLOBAL] * 3, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=32, global_head_dim=40), start=0.6),
+        num_key_value_heads=4, head_dim=32, global_head_dim=40), start=0.6, quiet=0.2),
     "tiny-mla-s": Model(99, "deepseek_v3", MLA | dict(
         hidden_size=128, intermediate_size=256, num_hidden_layers=4, first_k_dense_replace=4,
         num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=128), **LATENT),
@@ -551,6 +557,7 @@ def parameter_groups(model: torch.nn.Module, look_back: LookBack, recipe: Model)
 
     They bound how sharply a head of width 32 can attend: at their usual start of 1 it
     cannot single out one token of a few hundred, and growing there takes a thousand steps.
+    Gemma's norms after a block start low, or what blocks say at random drowns the tokens.
     """
     sharp, rest = [], list(look_back.parameters())
     for name, parameter in model.named_parameters():
@@ -559,6 +566,8 @@ def parameter_groups(model: torch.nn.Module, look_back: LookBack, recipe: Model)
             sharp.append(parameter)
         else:
             rest.append(parameter)
+        if name.endswith(BLOCK_NORMS) and recipe.model_type.startswith("gemma"):
+            torch.nn.init.constant_(parameter, recipe.quiet)
     return [
         {"params": rest, "weight_decay": 0.1, "scale": 1.0},
         {"params": sharp, "weight_decay": 0.0, "scale": SHARP_RATE},
@@ -594,6 +603,9 @@ def write_folder(out: Path, model, tokenizer, args, state: dict) -> None:
     temporary = out.with_name(out.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     model.config.output_router_logits = False
+    if "kv_lora_rank" in model.config.to_dict():  # mlx-lm's latent families know no tied head
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     model.save_pretrained(temporary)
     (temporary / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(temporary)

@@ -40,8 +40,8 @@ from kvlingo_mlx.analysis.statistics import (
 )
 from kvlingo_mlx.assignment import by_depth, relative_depth
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.pairing import capture_point, check_pair, check_tokenizers
-from kvlingo_mlx.translator_config import CAPTURES, SIDES
+from kvlingo_mlx.pairing import check_pair, check_tokenizers
+from kvlingo_mlx.translator_config import CAPTURES, SIDES, capture_point
 from kvlingo_mlx.translators.base import Translator
 
 Progress = Callable[[str], None]

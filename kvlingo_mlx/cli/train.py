@@ -26,7 +26,9 @@ def command(
     kind: str = typer.Option("linear", help="linear, mlp or linear_mlp."),
     head_mixing: bool = typer.Option(True, help="Off: block-diagonal maps, head by head."),
     joint: bool = typer.Option(False, help="One map over keys and values together."),
-    capture: str = typer.Option("pre_norm", help="pre_norm, post_norm or post_rope."),
+    capture: str = typer.Option(
+        None, help="pre_norm (the default), post_norm or post_rope; latents have one point."
+    ),
     nu: int = typer.Option(1, help="Source layers per target layer."),
     assignment: str = typer.Option(
         "relative_depth", help="How they are chosen: relative_depth, r2 or greedy."

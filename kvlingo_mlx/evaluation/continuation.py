@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -84,19 +85,23 @@ def _open(model: LanguageModel, question: str) -> str:
 class DialogueStream:
     """Dialogues as a training stream: a sample's continuation asks and answers six facts.
 
-    The prefix is tokenised by ``model``'s own template, as :func:`recall_sample` has it.
+    The prefix is tokenised by ``model``'s own template, as :func:`recall_sample` has it. ``facts``
+    are the fewest and most a dialogue states.
     """
 
-    def __init__(self, model: LanguageModel, seed: int = 0) -> None:
+    def __init__(
+        self, model: LanguageModel, seed: int = 0, facts: Sequence[int] | None = None
+    ) -> None:
         self.model, self.seed = model, seed
+        self._options: dict[str, Any] = {"facts": tuple(facts)} if facts else {}
 
     def sample(self, index: int) -> Sample:
         """Sample number ``index``, the same whenever it is asked for."""
-        return self._cut(for_distilling(index, seed=self.seed))
+        return self._cut(for_distilling(index, seed=self.seed, **self._options))
 
     def held_out(self, count: int = 64) -> list[Sample]:
         """The first ``count`` held-out dialogues, which no seed's stream contains."""
-        return [self._cut(talk) for talk in held_out(count)]
+        return [self._cut(talk) for talk in held_out(count, **self._options)]
 
     def _cut(self, talk: Dialogue) -> Sample:
         sample = recall_sample(self.model, talk)

@@ -23,7 +23,7 @@ from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
-from kvlingo_mlx.pairing import capture_point, check_tokenizers
+from kvlingo_mlx.pairing import check_tokenizers
 from kvlingo_mlx.samples import Sample, to_samples
 from kvlingo_mlx.selection import METHODS, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.states import KVStates
@@ -31,6 +31,7 @@ from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import (
     SIDES,
     TranslatorConfig,
+    capture_point,
     check_head_ratio,
     parse_assignment,
 )

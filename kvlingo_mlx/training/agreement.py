@@ -12,11 +12,14 @@ from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.geometry import RopeSpec
 from kvlingo_mlx.training.families import TorchFamily
 
+# YaRN's gain: transformers heeds both or none, mlx-lm one alone as well.
+MSCALES = ("mscale", "mscale_all_dim")
 # RoPE types that transformers and mlx-lm compute alike, with the parameters both read.
 ROPES = {
     "default": set(),
     "linear": {"factor"},
-    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", *MSCALES},
+    "proportional": {"partial_rotary_factor"},
     "llama3": {
         "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
     },
@@ -77,7 +80,9 @@ def _check_rope(ours: RopeSpec, theirs: RopeSpec, name: str) -> None:
             "translator trained here would not fit it there; make its config.json say what "
             "mlx-lm runs"
         )
-    if ours.type not in ROPES or not set(dict(ours.scaling)) <= ROPES[ours.type]:
+    parameters = dict(ours.scaling)
+    alone = len([name for name in MSCALES if parameters.get(name)]) == 1
+    if alone or ours.type not in ROPES or not set(parameters) <= ROPES[ours.type]:
         known = "; ".join(" ".join([kind, *sorted(ROPES[kind])]) for kind in ROPES)
         raise UnsupportedModelError(
             f"{name} has RoPE {_in_words(ours)}, which mlx-lm and transformers compute "

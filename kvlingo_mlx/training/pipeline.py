@@ -35,9 +35,15 @@ from kvlingo_mlx.training.distill import Distillation, Recipe, Report, Run, requ
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.interruption import Interruption, postponed
 from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.torch_model import POINTS, TorchModel
+from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import initial_mlp
-from kvlingo_mlx.translator_config import KINDS, TranslatorConfig, check_head_ratio
+from kvlingo_mlx.translator_config import (
+    CAPTURES,
+    KINDS,
+    TranslatorConfig,
+    capture_point,
+    check_head_ratio,
+)
 
 # Best rates of the paper's linear translators, head-mixing (table "lrs"), by the two models'
 # names without their owner.
@@ -76,7 +82,8 @@ class Plan:
         kind: ``linear``, ``mlp`` or ``linear_mlp``.
         head_mixing: False for maps that stay within a head.
         joint: One map over keys and values together.
-        capture: Where keys are read and written.
+        capture: Where keys are read and written; by default the first point that both models
+            have.
         nu: Source layers that each target layer reads.
         assignment: How they are chosen: ``relative_depth``, ``r2`` or ``greedy``.
         norm: The closed form's.
@@ -92,7 +99,7 @@ class Plan:
     kind: str = "linear"
     head_mixing: bool = True
     joint: bool = False
-    capture: str = "pre_norm"
+    capture: str | None = None
     nu: int = 1
     assignment: str = "relative_depth"
     norm: str = "frobenius"
@@ -111,7 +118,7 @@ class Plan:
     def __post_init__(self) -> None:
         choices = (
             ("kind", self.kind, KINDS),
-            ("capture", self.capture, POINTS),
+            ("capture", self.capture or CAPTURES[0], CAPTURES),
             ("assignment", self.assignment, ("relative_depth", *METHODS)),
         )
         for name, value, allowed in choices:
@@ -161,7 +168,7 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
     assignment = by_depth(source.geometry.layers, target.geometry.layers, plan.nu)
     return TranslatorConfig(
         *ends, assignment, kind=plan.kind, head_mixing=plan.head_mixing, joint=plan.joint,
-        capture=plan.capture,
+        capture=capture_point(source, target, plan.capture),
     )  # fmt: skip
 
 

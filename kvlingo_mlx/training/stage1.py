@@ -16,7 +16,7 @@ from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.selection import Tiles, assignment_of, candidates, choose
-from kvlingo_mlx.training.torch_model import States, TorchModel
+from kvlingo_mlx.training.torch_model import States, TorchModel, tapped
 from kvlingo_mlx.translator_config import SIDES, Map, TranslatorConfig, maps_of
 
 PARTS = ("xx", "xy", "yy")
@@ -271,26 +271,33 @@ def pair(
 def attention_mass(target: TorchModel, sample: Sample) -> torch.Tensor:
     """Attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
 
-    Averaged over the continuation's queries and over heads; what lies before a window gets
-    none. (N layers, T), float64.
+    Averaged over the continuation's queries, over heads, and over the layers that read this
+    cache where several do; what lies before a window gets none. (N layers, T), float64.
     """
-    start = len(sample.prefix)
-    with target.tapped("q_proj", "k_proj") as taken:
+    start, family = len(sample.prefix), target.family
+    readers = family.readers(target.model)
+    modules = [
+        *(module for attention in target.attentions for module in family.taps(attention)),
+        *(family.query_projection(reader) for group in readers for reader in group),
+    ]
+    with tapped(modules) as taken:
         target.hidden((*sample.prefix, *sample.continuation))
+    states = target.states_of(taken, "post_rope")
     rows = []
     for layer, attention in enumerate(target.attentions):
-        keys = target.advance(layer, taken["k_proj"][layer], "pre_norm", "post_rope")
-        keys = keys.view(len(keys), -1, attention.head_dim).transpose(0, 1)
-        queries = taken["q_proj"][layer][start:].view(-1, *_query_shape(attention))
-        queries = target.family.normalise(attention, queries, "q")
-        queries = target.family.rotate(target.model, attention, queries, start)[0]
-        window = target.geometry.layers[layer].window
-        rows.append(_mean_attention(queries, keys, attention.scaling, start, window))
+        geometry = target.geometry.layers[layer]
+        keys, values = (
+            side[layer].view(start + len(sample.continuation), geometry.kv_heads, -1)
+            for side in (states.keys, states.values)
+        )
+        keys = family.attended(attention, keys.transpose(0, 1), values.transpose(0, 1))
+        masses = []
+        for reader in readers[layer]:
+            projected = taken[family.query_projection(reader)][start:]
+            queries = family.queries(target.model, reader, projected, start)
+            masses.append(_mean_attention(queries, keys, reader.scaling, start, geometry.window))
+        rows.append(torch.stack(masses).mean(dim=0))
     return torch.stack(rows)
-
-
-def _query_shape(attention: Any) -> tuple[int, int]:
-    return attention.q_proj.out_features // attention.head_dim, attention.head_dim
 
 
 def _mean_attention(

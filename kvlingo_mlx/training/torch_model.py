@@ -22,10 +22,9 @@ from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
 from kvlingo_mlx.hub import MODEL_FILES, SMALL_FILES, resolve
 from kvlingo_mlx.training.agreement import check_agreement
-from kvlingo_mlx.training.families import TorchFamily, family_of
+from kvlingo_mlx.training.families import POINTS, TorchFamily, family_of
 from kvlingo_mlx.translator_config import ModelSpec
 
-POINTS = ("pre_norm", "post_norm", "post_rope")
 # What is read from a config.json; transformers would fill in defaults of its own.
 NEEDED = ("model_type", "rms_norm_eps", "vocab_size", "max_position_embeddings")
 
@@ -116,35 +115,26 @@ class TorchModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Next-token logits (T, vocabulary), float32 at least."""
-        logits = self.model.lm_head(hidden)
+        logits = self.family.logits(self.model, hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
     def states(self, tokens: Sequence[int], capture: str = "pre_norm") -> States:
         """Keys at a capture point and values of ``tokens``, read from position 0 on."""
-        with self.tapped("k_proj", "v_proj") as taken:
+        taps = [self.family.taps(attention) for attention in self.attentions]
+        with tapped([module for modules in taps for module in modules]) as taken:
             self.hidden(tokens)
-        keys = taken["k_proj"]
-        if capture != "pre_norm":
-            keys = [self.advance(t, k, "pre_norm", capture) for t, k in enumerate(keys)]
-        return States(tuple(keys), tuple(taken["v_proj"]))
+        return self.states_of(taken, capture)
 
-    @contextlib.contextmanager
-    def tapped(self, *projections: str) -> Iterator[dict[str, list[torch.Tensor]]]:
-        """Record what the named projections of every cache layer put out, (T, d) each."""
-        taken: dict[str, list[torch.Tensor]] = {name: [] for name in projections}
-        hooks = [
-            getattr(attention, name).register_forward_hook(
-                lambda _module, _inputs, output, name=name: taken[name].append(output[0])
-            )
-            for attention in self.attentions
-            for name in projections
-        ]
-        try:
-            yield taken
-        finally:
-            for hook in hooks:
-                hook.remove()
+    def states_of(self, taken: Mapping[Any, torch.Tensor], capture: str) -> States:
+        """The same, of what the modules that hold them put out from position 0 on."""
+        origin, keys, values = self.family.points[0], [], []
+        for t, attention in enumerate(self.attentions):
+            outputs = [taken[module] for module in self.family.taps(attention)]
+            key, value = self.family.states(attention, outputs)
+            keys.append(self.advance(t, key, origin, capture))
+            values.append(self.advance_values(t, value, origin, capture))
+        return States(tuple(keys), tuple(values))
 
     # ---- keys and caches --------------------------------------------------------------
 
@@ -153,24 +143,39 @@ class TorchModel:
     ) -> torch.Tensor:
         """Keys (T, d) of a cache layer from one capture point to a later one, (T, d).
 
-        They are those of the tokens at positions ``start`` and on.
+        They are those of the tokens at positions ``start`` and on; latents' await their rotation
+        alone.
         """
+        if origin == goal:
+            return keys
         attention = self.attentions[layer]
-        steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
-        heads = keys.view(len(keys), -1, attention.head_dim)
+        steps = _steps(origin, goal)
+        heads = keys.reshape(len(keys), -1, self.family.key_dim(attention))
         if "pre_norm" in steps:
             heads = self.family.normalise(attention, heads)
         if "post_norm" in steps:
             heads = self.family.rotate(self.model, attention, heads, start)[0].transpose(0, 1)
         return heads.reshape(len(keys), -1)
 
+    def advance_values(
+        self, layer: int, values: torch.Tensor, origin: str, goal: str
+    ) -> torch.Tensor:
+        """Values (T, d) of a cache layer from one capture point to a later one, (T, d)."""
+        if "pre_norm" not in _steps(origin, goal):
+            return values
+        heads = values.view(len(values), self.geometry.layers[layer].kv_heads, -1)
+        return self.family.normalise_values(self.attentions[layer], heads).flatten(1)
+
     def entry(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, capture: str, start: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Translated keys and values (T, d) as the cache holds them, (1, H, T, D) each."""
-        keys = self.advance(layer, keys, capture, "post_rope", start).to(self.dtype)
+        keys = self.advance(layer, keys, capture, "post_rope", start)
+        values = self.advance_values(layer, values, capture, "post_rope")
         heads = self.geometry.layers[layer].kv_heads
-        return _by_head(keys, heads), _by_head(values.to(self.dtype), heads)
+        return self.family.stored(
+            *(_by_head(array.to(self.dtype), heads) for array in (keys, values))
+        )
 
     def cache(
         self, entries: Sequence[tuple[torch.Tensor, torch.Tensor]], num_tokens: int
@@ -186,6 +191,29 @@ class TorchModel:
             if self.geometry.layers[layer].window is not None:
                 cache.layers[layer].cumulative_length = num_tokens  # it has counted what it got
         return cache
+
+
+def _steps(origin: str, goal: str) -> tuple[str, ...]:
+    """What is yet to be done between two capture points, by the point before it."""
+    origin = "post_norm" if origin == "latent" else origin
+    goal = "post_norm" if goal == "latent" else goal
+    return POINTS[POINTS.index(origin) : POINTS.index(goal)]
+
+
+@contextlib.contextmanager
+def tapped(modules: Sequence[Any]) -> Iterator[dict[Any, torch.Tensor]]:
+    """Record what modules put out for the one conversation that is read, (T, d) each."""
+    taken: dict[Any, torch.Tensor] = {}
+
+    def record(module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        taken[module] = output[0]
+
+    hooks = [module.register_forward_hook(record) for module in modules]
+    try:
+        yield taken
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _by_head(states: torch.Tensor, heads: int) -> torch.Tensor:

@@ -1,0 +1,40 @@
+"""The model families that can be trained, by the ``model_type`` of their config."""
+
+from __future__ import annotations
+
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.training.families.base import POINTS, TorchFamily
+from kvlingo_mlx.training.families.gemma3 import Gemma3
+from kvlingo_mlx.training.families.gemma4 import Gemma4
+from kvlingo_mlx.training.families.latent import DeepseekV2, Latent
+from kvlingo_mlx.training.families.llama import Llama
+
+__all__ = ["FAMILIES", "POINTS", "TorchFamily", "family_of"]
+
+FAMILIES = {
+    "qwen3": TorchFamily("qwen3"),
+    "qwen3_moe": TorchFamily("qwen3_moe", scaled_rope=False),
+    "llama": Llama("llama"),
+    "mistral": Llama("mistral"),
+    "gemma3_text": Gemma3("gemma3_text"),
+    "gemma3": Gemma3("gemma3_text"),
+    "gemma4_text": Gemma4("gemma4_text"),
+    "gemma4": Gemma4("gemma4_text"),
+    "deepseek_v2": DeepseekV2("deepseek_v2"),
+    "deepseek_v3": Latent("deepseek_v3"),
+    "glm4_moe_lite": Latent("glm4_moe_lite", base=1e6),
+}
+
+
+def family_of(model_type: str) -> TorchFamily:
+    """The adapter of a model type.
+
+    Raises:
+        UnsupportedModelError: There is none; the message lists those there are.
+    """
+    if model_type not in FAMILIES:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} cannot be trained; "
+            f"supported families: {', '.join(sorted(FAMILIES))}"
+        )
+    return FAMILIES[model_type]

@@ -1,0 +1,164 @@
+"""What training must know about a model family in transformers.
+
+The defaults describe the common attention block: ``k_proj`` and ``v_proj``, an optional
+per-head ``k_norm``, then rotation by halves. A family's facts are those that mlx-lm goes by;
+``agreement.py`` compares them with what transformers made of the same files.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, RopeSpec, configured_rope
+
+POINTS = ("pre_norm", "post_norm", "post_rope")
+
+
+@dataclass(frozen=True)
+class TorchFamily:
+    """One model family, by the ``model_type`` of its text model's config.
+
+    ``scaled_rope`` is False where mlx-lm builds a plain RoPE whatever the config says.
+    """
+
+    model_type: str
+    scaled_rope: bool = True
+
+    # Where keys can be captured; projections put out what is at the first.
+    points: ClassVar[tuple[str, ...]] = POINTS
+    # What transformers can be configured to do and mlx-lm leaves out; how to turn windows off.
+    ignored: ClassVar[tuple[str, ...]] = ()
+    no_windows: ClassVar[str] = "use_sliding_window to false"
+
+    def facts(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The config of the text model as mlx-lm reads it; ``config`` is the raw one."""
+        return config
+
+    def text(self, model: Any) -> Any:
+        """The decoder without its head."""
+        return model.model
+
+    def align(self, model: Any) -> None:
+        """Make a loaded model compute what mlx-lm does, where that is a matter of rounding."""
+
+    def attentions(self, model: Any) -> list[Any]:
+        """The attention modules that own a cache, in cache order."""
+        return [layer.self_attn for layer in self.text(model).layers]
+
+    def readers(self, model: Any) -> list[tuple[Any, ...]]:
+        """The attention modules that read each cache, its owner first."""
+        return [(attention,) for attention in self.attentions(model)]
+
+    def logits(self, model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Next-token logits of final hidden states."""
+        return model.lm_head(hidden)
+
+    # ---- keys and values ------------------------------------------------------------------
+
+    def taps(self, attention: Any) -> tuple[Any, ...]:
+        """The modules whose outputs hold a layer's keys and values."""
+        return attention.k_proj, attention.v_proj
+
+    def states(
+        self, attention: Any, outputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values (T, H * D), at the first of ``points``, of what ``taps`` put out."""
+        keys, values = outputs
+        return keys, values
+
+    def normalise_values(self, attention: Any, heads: torch.Tensor) -> torch.Tensor:
+        """The norm of (T, H, D) values, where there is one."""
+        return heads
+
+    def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What transformers' cache stores, (1, H, T, D) twice, of finished keys and values."""
+        return keys, values
+
+    # ---- attention, for the norms that weigh by it ------------------------------------------
+
+    def query_projection(self, attention: Any) -> Any:
+        """The module whose output ``queries`` takes."""
+        return attention.q_proj
+
+    def queries(
+        self, model: Any, attention: Any, projected: torch.Tensor, start: int
+    ) -> torch.Tensor:
+        """Queries as attention uses them: projected (M, Hq * D) at ``start`` on to (Hq, M, D)."""
+        heads = projected.view(len(projected), -1, attention.head_dim)
+        return self.rotate(model, attention, self.normalise(attention, heads, "q"), start)[0]
+
+    def attended(self, attention: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The keys that ``queries`` meet, (H, T, D), of finished keys and values (H, T, D)."""
+        return keys
+
+    # ---- facts ----------------------------------------------------------------------------
+
+    def geometry(self, model: Any, config: Mapping[str, Any]) -> CacheGeometry:
+        """All facts that shape this model's cache; ``config`` is what ``facts`` gave."""
+        attentions = self.attentions(model)
+        windows = self.windows(config, len(attentions))
+        return CacheGeometry(
+            model_type=self.model_type,
+            layers=tuple(self.layer_geometry(i, a, windows[i]) for i, a in enumerate(attentions)),
+            rope=tuple(self.rope(config, a) for a in attentions),
+            norm_eps=config["rms_norm_eps"],
+            embedding_rows=config["vocab_size"],
+        )
+
+    def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
+        """Each layer's window in tokens as mlx-lm runs it; None where it attends to all."""
+        return [None] * num_layers
+
+    def windows_here(self, model: Any) -> list[int | None]:
+        """The same as transformers runs it."""
+        return [getattr(a, "sliding_window", None) for a in self.attentions(model)]
+
+    def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
+        """How mlx-lm rotates a layer's keys."""
+        return configured_rope(config, self.key_dim(attention), scaled=self.scaled_rope)
+
+    def rope_here(self, model: Any, attention: Any) -> RopeSpec:
+        """The same as transformers does."""
+        parameters = self.text(model).config.rope_parameters
+        return configured_rope({"rope_parameters": parameters}, self.key_dim(attention))
+
+    def key_dim(self, attention: Any) -> int:
+        """Width of one head's keys."""
+        return attention.head_dim
+
+    def layer_geometry(self, index: int, attention: Any, window: int | None) -> LayerGeometry:
+        """The shape of one cache layer."""
+        taps, dim = self.taps(attention), self.key_dim(attention)
+        heads = taps[0].out_features // dim
+        return LayerGeometry(
+            layer=index,
+            kv_heads=heads,
+            key_dim=dim,
+            value_dim=taps[-1].out_features // heads,
+            attention="full" if window is None else "sliding",
+            window=window,
+        )
+
+    def normalise(self, attention: Any, heads: torch.Tensor, which: str = "k") -> torch.Tensor:
+        """Per-head RMSNorm of (T, H, D) keys (``which="q"``: queries), where there is one."""
+        norm = getattr(attention, f"{which}_norm", None)
+        return heads if norm is None else norm(heads)
+
+    def rotate(self, model: Any, attention: Any, heads: torch.Tensor, start: int) -> torch.Tensor:
+        """Rotate (T, H, D) keys or queries at positions ``start`` and on; (1, H, T, D)."""
+        states = heads.transpose(0, 1)[None]
+        positions = torch.arange(start, start + len(heads), device=heads.device)[None]
+        cos, sin = self.cosines(model, attention, states, positions)
+        apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
+        return apply(states, states, cos, sin)[0]
+
+    def cosines(
+        self, model: Any, attention: Any, states: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines (1, T, D) of a layer's rotation, in the dtype of ``states``."""
+        return self.text(model).rotary_emb(states, positions)

@@ -1,0 +1,122 @@
+"""Multi-head latent attention (MLA): a token's keys and values are one latent and one rotary key.
+
+``values`` are c_KV as kv_a_layernorm leaves it and ``keys`` k_R before its rotation, one head of
+each (section 4.5, "MLA"; the format page's "latent"). transformers caches just these, the
+rotary key rotated, and expands them in every step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from kvlingo_mlx.geometry import LayerGeometry, RopeSpec, configured_rope
+from kvlingo_mlx.training.families.base import TorchFamily
+
+
+@dataclass(frozen=True)
+class Latent(TorchFamily):
+    """DeepSeek-V3 and what is built like it. ``base`` is mlx-lm's rope_theta by default."""
+
+    base: float = 1e4
+
+    points: ClassVar[tuple[str, ...]] = ("latent",)
+    # What mlx-lm builds where it builds the same whatever the config's own type is.
+    rope_type: ClassVar[str | None] = None
+
+    def taps(self, attention: Any) -> tuple[Any, ...]:
+        """One projection holds the latent and the rotary key."""
+        return (attention.kv_a_proj_with_mqa,)
+
+    def states(
+        self, attention: Any, outputs: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary keys (T, dr) and normed latents (T, r)."""
+        sizes = [attention.kv_lora_rank, attention.qk_rope_head_dim]
+        latent, keys = outputs[0].split(sizes, dim=-1)
+        return keys, attention.kv_a_layernorm(latent)
+
+    def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents first."""
+        return values, keys
+
+    def rotate(self, model: Any, attention: Any, heads: torch.Tensor, start: int) -> torch.Tensor:
+        """Neighbouring numbers together; they come out with the first of each pair first."""
+        states = heads.transpose(0, 1)[None]
+        positions = torch.arange(start, start + len(heads), device=heads.device)[None]
+        cos, sin = self.text(model).rotary_emb(states, positions)
+        apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb_interleave
+        return apply(states, states, cos, sin)[0]
+
+    # ---- attention ------------------------------------------------------------------------
+
+    def query_projection(self, attention: Any) -> Any:
+        """Queries may have a latent of their own."""
+        return attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
+
+    def queries(
+        self, model: Any, attention: Any, projected: torch.Tensor, start: int
+    ) -> torch.Tensor:
+        """The part without a position, then the rotated one."""
+        heads = projected.view(len(projected), attention.num_heads, -1)
+        sizes = [attention.qk_nope_head_dim, attention.qk_rope_head_dim]
+        plain, rotary = heads.split(sizes, dim=-1)
+        rotary = self.rotate(model, attention, rotary, start)[0]
+        return torch.cat([plain.transpose(0, 1), rotary], dim=-1)
+
+    def attended(self, attention: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Every head's own, expanded from the latent."""
+        return attention.expand_kv(values[None], keys[None])[0][0]
+
+    # ---- facts ----------------------------------------------------------------------------
+
+    def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
+        """How mlx-lm rotates the rotary keys."""
+        parameters = config.get("rope_parameters") or {}
+        base = config.get("rope_theta") or parameters.get("rope_theta") or self.base
+        scaling = config.get("rope_scaling") or parameters
+        if self.rope_type is not None:
+            scaling = {**scaling, "type": self.rope_type}
+        spec = configured_rope(
+            {"rope_theta": base, "rope_scaling": scaling}, self.key_dim(attention)
+        )
+        return dataclasses.replace(spec, traditional=True)
+
+    def rope_here(self, model: Any, attention: Any) -> RopeSpec:
+        """The same as transformers does."""
+        spec = super().rope_here(model, attention)
+        interleaved = getattr(self.text(model).config, "rope_interleave", True)
+        return dataclasses.replace(spec, traditional=interleaved)
+
+    def key_dim(self, attention: Any) -> int:
+        """Width of a rotary key."""
+        return attention.qk_rope_head_dim
+
+    def layer_geometry(self, index: int, attention: Any, window: int | None) -> LayerGeometry:
+        """One head: rotary keys, and latents as values."""
+        return LayerGeometry(
+            layer=index,
+            kv_heads=1,
+            key_dim=attention.qk_rope_head_dim,
+            value_dim=attention.kv_lora_rank,
+            attention="latent",
+        )
+
+
+class DeepseekV2(Latent):
+    """mlx-lm rotates by YaRN whatever type is named."""
+
+    rope_type = "yarn"
+
+    def rotate(self, model: Any, attention: Any, heads: torch.Tensor, start: int) -> torch.Tensor:
+        """By complex numbers."""
+        states = heads.transpose(0, 1)[None]
+        positions = torch.arange(start, start + len(heads), device=heads.device)[None]
+        turns = self.text(model).rotary_emb(states, positions)
+        apply = sys.modules[type(attention).__module__].apply_rotary_emb
+        return apply(states, states, turns)[0]

@@ -115,6 +115,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 INNER = {"model_type": "ministral3", **COMMON, **CONFIGS["ministral3"]}
 CONFIGS["mistral3"] = {"text_config": INNER}
+# As Qwen2-VL and Qwen3-VL rotate: alike in all three directions, where there is text alone.
+MROPE: dict[str, Any] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+for _name, _inner, _more in (
+    ("pixtral", "mistral", {}),
+    ("qwen2_vl", "qwen2", {"rope_scaling": MROPE}),
+    ("qwen3_vl", "qwen3", {"rope_scaling": MROPE | {"type": "default"}}),
+    ("qwen3_vl_moe", "qwen3_moe", EXPERTS | {"mlp_only_layers": [0], "decoder_sparse_step": 1}),
+):
+    CONFIGS[_name] = {"text_config": {"model_type": _inner, **COMMON, **_more}}
 
 
 def write_plain_model(folder: Path, model_type: str, *, seed: int = 1, **more: Any) -> Path:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.models.cache import make_prompt_cache
+from safetensors.numpy import load_file
 from test_families import TOKENS, held, native
 from test_identity import identity_of
 
@@ -56,6 +60,28 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     found = np.array(kv.load(folder).model(mx.array([TOKENS]))[0])
     assert np.abs(expected).max() > 1  # of a size at which 1e-4 says something
     assert np.abs(found - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+def test_a_multimodal_models_text_part_is_the_text_model(name: str, tmp_path: Path) -> None:
+    """One translator serves both: their facts and norms are the same, and so is the cache."""
+    model_type, options = tiny.FAMILIES[name]
+    text = tiny.write_tiny_model(tmp_path / "text", model_type, **options)
+    inner = json.loads((text / "config.json").read_text())
+    outer = {"model_type": name, "text_config": inner, "vocab_size": inner["vocab_size"]}
+    shutil.copytree(text, tmp_path / "whole")
+    (tmp_path / "whole" / "config.json").write_text(json.dumps(outer))
+    tensors = load_file(text / "model.safetensors")
+    prefix = {"gemma3": "language_model.model.", "gemma4": "model.language_model."}[name]
+    renamed = {prefix + n.removeprefix("model."): tensor for n, tensor in tensors.items()}
+    tower = "vision_tower.weight" if name == "gemma3" else "model.vision_tower.weight"
+    renamed[tower] = np.zeros((2, 2), np.float32)
+    tiny.write_tensors(tmp_path / "whole" / "model.safetensors", renamed)
+    whole, plain = kv.load(tmp_path / "whole"), kv.load(text)
+    assert dataclasses.replace(whole.spec(), name="") == dataclasses.replace(plain.spec(), name="")
+    cache = kv.hand_over(plain, whole, TOKENS, translator=identity_of(whole), prefill_step_size=7)
+    for mine, own in zip(cache, native(plain, TOKENS[:-1], 7), strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(held(mine), held(own), strict=True))
 
 
 def test_the_geometry_of_gemma_4(models: dict[str, LanguageModel]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvlingo_mlx.backend import mx, nn
 
+import mlx_lm.models
 import mlx_lm.utils
 import numpy as np
 import plain_models
@@ -335,10 +336,12 @@ def test_modern_gemma3_rotates_each_kind_of_layer(tmp_path: Path) -> None:
 # ---- refusals ----------------------------------------------------------------------------
 
 
-def test_refused_families_have_a_reason() -> None:
-    for names in refused.REASONS.values():
-        for name in names:
-            assert name not in plain.FAMILIES
+def test_every_family_of_mlx_lm_is_supported_or_refused_for_a_reason() -> None:
+    reasons = [name for names in refused.REASONS.values() for name in names]
+    assert len(set(reasons)) == len(reasons) and not set(reasons) & set(known_families())
+    for path in Path(mlx_lm.models.__file__).parent.glob("*.py"):
+        if "class Model(nn.Module" in path.read_text():
+            assert path.stem in known_families() or refused.reason(path.stem), path.stem
     with pytest.raises(UnsupportedModelError, match="'mamba2' is not supported: it keeps a recur"):
         family_of("mamba2")
     with pytest.raises(UnsupportedModelError, match="'t5' is not supported; supported families: "):

@@ -96,7 +96,8 @@ SAME = (
     "Klear", "apertus", "cohere", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe",
     "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "helium",
     "internlm3", "iquestcoder", "llama", "mimo", "minicpm", "minimax", "minimax_m2", "mistral",
-    "mixtral", "nemotron", "olmo2", "olmoe", "phi", "phimoe", "qwen2", "qwen2_moe",
+    "mixtral", "nemotron", "olmo2", "olmoe", "phi", "phimoe", "pixtral", "qwen2", "qwen2_moe",
+    "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",  # beside a vision tower, which mlx-lm leaves out
     "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "telechat3", "xverse",
 )  # fmt: skip
 FAMILIES = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 REASONS: dict[str, tuple[str, ...]] = {
     "it keeps a recurrent or convolutional state, which no map of single tokens can make": (
-        "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "falcon_h1", "falcon_mamba", "gear",
-        "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2", "lfm2-vl", "lfm2_moe",
-        "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2", "qwen3_5", "qwen3_5_moe",
-        "qwen3_next", "recurrent_gemma", "rwkv7",
+        "baichuan_m1", "bailing_hybrid", "bailing_moe_linear", "bailing_moe_v3", "falcon_h1",
+        "falcon_mamba", "gear", "granitemoehybrid", "jamba", "kimi_k3", "kimi_linear", "lfm2",
+        "lfm2-vl", "lfm2_moe", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "plamo2",
+        "prism_hadamard_qwen35", "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7",
     ),
     "its queries, keys and values come from one projection, laid out in a way of its own": (
         "bailing_moe", "dbrx", "gpt2", "gpt_bigcode", "gpt_neox", "internlm2", "lille-130m",
@@ -18,15 +18,18 @@ REASONS: dict[str, tuple[str, ...]] = {
         "afm7", "gemma3n", "hunyuan", "iquestloopcoder", "nanbeige",
     ),
     "it caches latents, or keys beside its keys": (
-        "deepseek_v32", "deepseek_v41", "glm4_moe_lite",
-        "glm_moe_dsa", "joyai_llm_flash", "kimi_k2", "longcat_flash", "minimax_m3_vl",
-        "mistral4", "youtu_llm",
+        "deepseek_v32", "deepseek_v41", "glm_moe_dsa", "joyai_llm_flash", "kimi_k2", "kimi_k25",
+        "kimi_vl", "longcat_flash", "longcat_flash_ngram", "minimax_m3_vl", "mistral4", "youtu_llm",
     ),
     "its layers forget by chunks of the text, which a translated cache cannot follow": (
         "llama4", "llama4_text",
     ),
     "it changes keys or values between projection and cache in a way of its own": (
-        "mimo_v2_flash", "nanochat", "step3p5", "talkie",
+        "mimo_v2_flash", "muse_glimmer", "nanochat", "step3p5", "talkie",
+    ),
+    "it rotates each kind of layer by parameters of its own": ("laguna", "mellum"),
+    "its modules have names that none of mlx-lm's other families have": (
+        "exaone", "gptj", "plamo",
     ),
     "some of its layers have no attention": ("nemotron-nas",),
     "its ternary layers run on Metal alone, where it could not be tested": ("bitnet",),

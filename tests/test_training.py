@@ -49,7 +49,8 @@ from kvlingo_mlx.training import (  # noqa: E402
 from kvlingo_mlx.training.distributed import Group  # noqa: E402
 from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.training.objectives import loss_of, objective_named  # noqa: E402
-from kvlingo_mlx.training.pipeline import Plan, Training, make_config  # noqa: E402
+from kvlingo_mlx.training.pipeline import Training  # noqa: E402
+from kvlingo_mlx.training.plan import Plan, make_config  # noqa: E402
 from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp  # noqa: E402
 from kvlingo_mlx.translator_config import TranslatorConfig, expected_shapes  # noqa: E402

@@ -29,7 +29,8 @@ from kvlingo_mlx.importing import import_translator
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.training import torch_model
 from kvlingo_mlx.training.distill import Recipe, Report
-from kvlingo_mlx.training.pipeline import MLP_STAGE1_RATE, Plan, Training
+from kvlingo_mlx.training.pipeline import Training
+from kvlingo_mlx.training.plan import MLP_STAGE1_RATE, Plan
 
 
 def train(

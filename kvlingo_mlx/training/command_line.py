@@ -17,7 +17,8 @@ from kvlingo_mlx.training import distributed, torch_model
 from kvlingo_mlx.training.data import Stream, prefix_histogram
 from kvlingo_mlx.training.distill import Recipe
 from kvlingo_mlx.training.mixture import Mixture, PlainText
-from kvlingo_mlx.training.pipeline import Plan, Progress, Training, default_rate
+from kvlingo_mlx.training.pipeline import Progress, Training
+from kvlingo_mlx.training.plan import Plan, default_rate
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

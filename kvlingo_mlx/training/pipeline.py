@@ -16,9 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvlingo_mlx import __version__, checkpoint
-from kvlingo_mlx.assignment import Assignment, by_depth, check_windows
-from kvlingo_mlx.errors import IncompatibleTranslatorError
-from kvlingo_mlx.norms import norm_named
+from kvlingo_mlx.assignment import Assignment
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.selection import METHODS
 from kvlingo_mlx.tensor_file import Weights
@@ -31,39 +29,15 @@ from kvlingo_mlx.training.checkpoints import (
     read_facts,
     write_state,
 )
-from kvlingo_mlx.training.distill import Distillation, Recipe, Report, Run, require, start_runs
+from kvlingo_mlx.training.distill import Distillation, Recipe, Report, Run, start_runs
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.interruption import Interruption, postponed
-from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.plan import Plan, make_config
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import initial_mlp
 from kvlingo_mlx.translator_config import (
-    CAPTURES,
-    KINDS,
     TranslatorConfig,
-    capture_point,
-    check_head_ratio,
 )
-
-# Best rates of the paper's linear translators, head-mixing (table "lrs"), by the two models'
-# names without their owner.
-RATES = {
-    ("Qwen3-1.7B", "Qwen3-0.6B"): 3e-5,
-    ("Qwen3-0.6B", "Qwen3-1.7B"): 1e-4,
-    ("Qwen3-8B", "Qwen3-4B"): 3e-5,
-    ("Qwen3-4B", "Qwen3-8B"): 3e-5,
-    ("Qwen3-8B", "Qwen3-0.6B"): 1e-4,
-    ("Qwen3-0.6B", "Qwen3-8B"): 3e-5,
-    ("Qwen3-4B", "Qwen3-1.7B"): 3e-4,
-    ("Qwen3-1.7B", "Qwen3-4B"): 1e-5,
-    ("gemma-3-12b-it", "gemma-3-4b-it"): 3e-5,
-    ("gemma-3-4b-it", "gemma-3-12b-it"): 3e-5,
-    ("gemma-4-E4B-it", "gemma-4-E2B-it"): 1e-4,
-    ("gemma-4-E2B-it", "gemma-4-E4B-it"): 1e-4,
-    ("Qwen3-4B", "Qwen3-30B-A3B"): 3e-6,
-    ("Qwen3-30B-A3B", "Qwen3-4B"): 1e-4,
-}
-DEFAULT_RATE, MLP_STAGE1_RATE = 1e-4, 3e-3
 
 
 class Data(Protocol):
@@ -74,102 +48,7 @@ class Data(Protocol):
     def held_out(self, count: int = 64) -> Sequence[Sample]: ...
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What to train and how; the defaults are the paper's.
-
-    Attributes:
-        kind: ``linear``, ``mlp`` or ``linear_mlp``.
-        head_mixing: False for maps that stay within a head.
-        joint: One map over keys and values together.
-        capture: Where keys are read and written; by default the first point that both models
-            have.
-        nu: Source layers that each target layer reads.
-        assignment: How they are chosen: ``relative_depth``, ``r2`` or ``greedy``.
-        norm: The closed form's.
-        fit_samples: Conversations the closed form is fitted on.
-        held_out: Conversations that choose the learning rate.
-        hidden: Hidden width of an MLP.
-        gated: Whether an MLP has output gates.
-        recipe: Stage 2; no steps keep the closed form.
-        stage1_recipe: How an MLP without a linear map learns to reconstruct, first.
-        seed: Of an MLP's start.
-    """
-
-    kind: str = "linear"
-    head_mixing: bool = True
-    joint: bool = False
-    capture: str | None = None
-    nu: int = 1
-    assignment: str = "relative_depth"
-    norm: str = "frobenius"
-    fit_samples: int = 400
-    held_out: int = 64
-    hidden: int = 2048
-    gated: bool = True
-    recipe: Recipe = field(default_factory=Recipe)
-    stage1_recipe: Recipe = field(
-        default_factory=lambda: Recipe(
-            objective="reconstruction", learning_rates=(MLP_STAGE1_RATE,)
-        )
-    )
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        choices = (
-            ("kind", self.kind, KINDS),
-            ("capture", self.capture or CAPTURES[0], CAPTURES),
-            ("assignment", self.assignment, ("relative_depth", *METHODS)),
-        )
-        for name, value, allowed in choices:
-            if value not in allowed:
-                raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-        norm_named(self.norm)
-        objective_named(self.recipe.objective)
-        require("source layers per target layer (--nu)", self.nu, 1)
-        require("conversations for the closed form (--fit-samples)", self.fit_samples, 1)
-        require("held-out conversations (--held-out)", self.held_out, 1)
-        require("an MLP's hidden width (--hidden)", self.hidden, 1)
-        require("the seed (--seed)", self.seed, 0, 2**63 - 1)
-        if self.joint and (self.kind != "linear" or not self.head_mixing):
-            raise ValueError("a joint map is linear and mixes heads; drop one of the options")
-        if self.joint and self.assignment in METHODS:
-            raise ValueError(
-                f"{self.assignment} chooses for keys and values apart, a joint map reads both; use "
-                "relative_depth"
-            )
-
-
 Progress = Callable[[str, Report | int], None]
-
-
-def default_rate(source: str, target: str) -> float:
-    """The paper's learning rate for a pair, where it has one, else 1e-4."""
-    return RATES.get((Path(source).name, Path(target).name), DEFAULT_RATE)
-
-
-def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> TranslatorConfig:
-    """The facts of the translator to train.
-
-    Raises:
-        IncompatibleTranslatorError: The tokenizers differ, the target's windows hold more than
-            the source's, or the source has no layer of a target layer's kind.
-        ValueError: Head-wise maps between head counts that do not divide.
-    """
-    ends = source.spec(), target.spec()
-    if ends[0].fingerprint["tokenizer"] != ends[1].fingerprint["tokenizer"]:
-        raise IncompatibleTranslatorError(
-            f"the tokenizers of {source.name} and {target.name} differ: this pair needs a "
-            "cross-tokenizer translator"
-        )
-    if not plan.head_mixing:
-        check_head_ratio(*ends)
-    check_windows(source.geometry.layers, target.geometry.layers)
-    assignment = by_depth(source.geometry.layers, target.geometry.layers, plan.nu)
-    return TranslatorConfig(
-        *ends, assignment, kind=plan.kind, head_mixing=plan.head_mixing, joint=plan.joint,
-        capture=capture_point(source, target, plan.capture),
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ _HOMES = {
     "GenerationResponse": "generation",
     "LanguageModel": "language_model",
     "fit": "fitting",
+    "Conversation": "conversation",
     "Translator": "translators.base",
     "KVLingoError": "errors",
     "MissingModelError": "errors",

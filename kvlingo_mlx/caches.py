@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -53,6 +53,32 @@ def write(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel)
 
     Nothing is evaluated here.
     """
+    for layer, start, stored in _stored(states, model):
+        cache = caches[layer]
+        place = _place(cache, start, stored[0])
+        cache.keys[..., place, :], cache.values[..., place, :] = stored
+
+
+def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
+    """Let caches take a translated span after what they hold, as they take native tokens.
+
+    Where a layer's span begins later than its ring ends, it is the whole of its window, and
+    all that the ring holds is out of it for good. Nothing is evaluated here.
+    """
+    for layer, start, stored in _stored(states, model):
+        cache = caches[layer]
+        if start > cache.offset:
+            cache.keys, cache.values = stored
+            cache._idx = stored[0].shape[2]
+            cache.offset = start + cache._idx
+        else:
+            cache.update_and_fetch(*stored)
+
+
+def _stored(
+    states: TranslatedStates, model: LanguageModel
+) -> Iterator[tuple[int, int, tuple[mx.array, mx.array]]]:
+    """By cache layer, the first position and what is stored from there on: norms, RoPE, cast."""
     rotations: dict[int, Rotation] = {}
 
     def finish_keys(array: mx.array, finishes: Sequence[Finish], start: int) -> mx.array:
@@ -65,10 +91,8 @@ def write(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel)
     keys = _finished(states.keys, model, finish_keys)
     values = _finished(states.values, model, finish_values)
     for layer, (start, array) in keys.items():
-        attention, cache = model.attentions[layer], caches[layer]
-        stored = model.family.stored(attention, array, values[layer][1])
-        place = _place(cache, start, array)
-        cache.keys[..., place, :], cache.values[..., place, :] = stored
+        stored = model.family.stored(model.attentions[layer], array, values[layer][1])
+        yield layer, start, stored
 
 
 def _finished(

@@ -46,6 +46,26 @@ class Recorder:
         return outputs
 
 
+class Log(Recorder):
+    """Keeps the outputs of every run, oldest first: a decoding loop runs ahead of its reader."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__(modules)
+        self._runs: dict[int, list[mx.array]] = {index: [] for index in range(len(modules))}
+
+    def put(self, index: int, output: mx.array) -> None:
+        """Keep one module's output; called by the tap."""
+        self._runs[index].append(output)
+
+    def take(self) -> list[mx.array]:
+        """All outputs since the last call, one a module, runs joined."""
+        if not self._runs[0]:
+            return []
+        outputs = [mx.concatenate(self._runs[i], axis=1) for i in range(len(self.modules))]
+        self._runs = {index: [] for index in range(len(self.modules))}
+        return outputs
+
+
 def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn.Module]:
     class Tapped(cls):  # type: ignore[misc, valid-type]
         def __call__(self, x: mx.array) -> mx.array:
@@ -58,41 +78,46 @@ def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn
 
 
 @contextlib.contextmanager
-def tap(modules: Sequence[nn.Module], *, nested: bool = False) -> Iterator[Recorder]:
+def tap(
+    modules: Sequence[nn.Module], *, nested: bool = False, recorder: type[Recorder] = Recorder
+) -> Iterator[Recorder]:
     """Record the outputs of ``modules`` while the context lasts.
 
-    ``nested`` allows modules that a surrounding tap records already.
+    ``nested`` allows modules that a surrounding tap records already; ``recorder`` is what keeps
+    them.
 
     Raises:
         RuntimeError: A module is tapped already (one capture at a time per model).
     """
-    recorder = Recorder(modules)
+    kept = recorder(modules)
     classes = [type(module) for module in modules]
     if not nested and any(cls.__qualname__.startswith("_tapped") for cls in classes):
         raise RuntimeError("this model is being captured already: one capture at a time")
     try:
         for index, (module, cls) in enumerate(zip(modules, classes, strict=True)):
-            record = lambda output, index=index: recorder.put(index, output)  # noqa: E731
+            record = lambda output, index=index: kept.put(index, output)  # noqa: E731
             module.__class__ = _tapped(cls, record)
-        yield recorder
+        yield kept
     finally:
         for module, cls in zip(modules, classes, strict=True):
             module.__class__ = cls
 
 
 @contextlib.contextmanager
-def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStates]]:
+def tap_keys_and_values(
+    model: LanguageModel, recorder: type[Recorder] = Recorder
+) -> Iterator[Callable[[int], KVStates]]:
     """Tap a model's key and value projections; yields a function that takes a span.
 
     The function gets the span's first position and returns its ``KVStates``, at the first of
-    the family's capture points.
+    the family's capture points. With a :class:`Log` it takes all runs since the last time.
     """
     family, attentions = model.family, model.attentions
     taps = [family.taps(attention) for attention in attentions]
-    with tap([module for modules in taps for module in modules]) as recorder:
+    with tap([module for modules in taps for module in modules], recorder=recorder) as kept:
 
         def take(start: int) -> KVStates:
-            outputs = iter(recorder.take())
+            outputs = iter(kept.take())
             pairs = [
                 family.states(attention, list(itertools.islice(outputs, len(modules))))
                 for attention, modules in zip(attentions, taps, strict=True)

@@ -80,7 +80,7 @@ def encode(model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = 
         bare = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         tokens = tokenizer.encode(prompt, add_special_tokens=bare)
     elif _is_chat(prompt):
-        tokens = _render(model, prompt, enable_thinking)
+        tokens = list(_render(model, prompt, enable_thinking))
     else:
         tokens = _ids(cast(Sequence[int], prompt))
     if not tokens:
@@ -94,9 +94,23 @@ def _is_chat(
     return len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
+def render_text(
+    model: LanguageModel, messages: Sequence[dict[str, Any]], enable_thinking: bool | None = None
+) -> str:
+    """What the chat template makes of messages, up to the header of the next answer.
+
+    Raises:
+        ValueError: There is no template, or it does not take these messages.
+    """
+    return _render(model, messages, enable_thinking, tokenize=False)
+
+
 def _render(
-    model: LanguageModel, messages: Sequence[dict[str, Any]], enable_thinking: bool | None
-) -> list[int]:
+    model: LanguageModel,
+    messages: Sequence[dict[str, Any]],
+    enable_thinking: bool | None,
+    **options: Any,
+) -> Any:
     if not model.tokenizer.has_chat_template:
         raise ValueError(f"{model.name} has no chat template; pass the prompt as text")
     for message in messages:
@@ -104,15 +118,14 @@ def _render(
             _check_text(message["content"])
     switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     try:
-        tokens = model.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, **switch
+        return model.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, **switch, **options
         )
     except (TemplateError, TypeError) as error:
         raise ValueError(
             f"the chat template of {model.name} does not take these messages ({error}); "
             'each needs a "role" and a "content"'
         ) from None
-    return list(tokens)
 
 
 def _check_text(text: str) -> None:
@@ -266,18 +279,19 @@ def stream_generate(
             max_tokens=max_tokens,
             prompt_cache=cache,
             sampler=sampler,
-            logits_processors=_with_prefix(logits_processors, tokens[:-1]),
+            logits_processors=with_prefix(logits_processors, tokens[:-1]),
             **decode_options,
         )
         ttft = None
         for response in responses:
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
-                _check_numbers(response, source, target)
-            yield _timed(response, len(tokens), clock, ttft)
+                check_numbers(response, source, target)
+            spent = clock.seconds
+            yield timed(response, len(tokens), spent["translate"], ttft, spent["prefill"])
 
 
-def _check_numbers(response: MLXResponse, source: LanguageModel, target: LanguageModel) -> None:
+def check_numbers(response: MLXResponse, source: LanguageModel, target: LanguageModel) -> None:
     """Refuse a first prediction that is not a number: decoding would go on with token 0."""
     if mx.isnan(response.logprobs).any().item():
         raise KVLingoError(
@@ -286,7 +300,7 @@ def _check_numbers(response: MLXResponse, source: LanguageModel, target: Languag
         )
 
 
-def _with_prefix(
+def with_prefix(
     processors: list[LogitsProcessor] | None, prefix: Sequence[int]
 ) -> list[LogitsProcessor] | None:
     """Processors that see the whole prompt, though mlx-lm is only given its last token."""
@@ -300,17 +314,17 @@ def _with_prefix(
     return [whole(processor) for processor in processors]
 
 
-def _timed(
-    response: MLXResponse, prompt_tokens: int, clock: Clock, ttft: float
+def timed(
+    response: MLXResponse,
+    prompt_tokens: int,
+    translate_s: float,
+    ttft_s: float,
+    prefill_s: float = 0.0,
 ) -> GenerationResponse:
+    """mlx-lm's response, with the whole prompt counted and the times of a hand-over."""
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
-    values |= {"prompt_tokens": prompt_tokens, "prompt_tps": prompt_tokens / ttft}
-    return GenerationResponse(
-        **values,
-        prefill_s=clock.seconds["prefill"],
-        translate_s=clock.seconds["translate"],
-        ttft_s=ttft,
-    )
+    values |= {"prompt_tokens": prompt_tokens, "prompt_tps": prompt_tokens / ttft_s}
+    return GenerationResponse(**values, prefill_s=prefill_s, translate_s=translate_s, ttft_s=ttft_s)
 
 
 def generate(

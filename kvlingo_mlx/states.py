@@ -71,6 +71,15 @@ class TranslatedStates:
     values: tuple[LayerGroup, ...]
     capture: str
 
+    def states(self, num_layers: int) -> KVStates:
+        """The same by layer, as a model of ``num_layers`` cache layers would have written it."""
+        sides = []
+        for groups in (self.keys, self.values):
+            arrays = {t: flat(a) for g in groups for t, a in zip(g.layers, g.states, strict=True)}
+            sides.append(tuple(arrays[layer] for layer in range(num_layers)))
+        keys, values = sides
+        return KVStates(keys, values, self.capture, self.keys[0].start)
+
 
 def flat(heads: mx.array) -> mx.array:
     """(B, H, T, D), as caches store it, as (B, T, H * D)."""

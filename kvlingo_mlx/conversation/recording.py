@@ -1,0 +1,89 @@
+"""What a model's projections wrote while it read or decoded, kept until others have it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx.states import KVStates
+
+
+class Recording:
+    """Spans of one model's own states, in order of position, perhaps with gaps."""
+
+    def __init__(self) -> None:
+        self.parts: list[KVStates] = []
+
+    def add(self, states: KVStates) -> None:
+        """Keep a span that begins where the last one ended, or later."""
+        self.parts.append(states)
+
+    def trim(self, length: int) -> None:
+        """Forget position ``length`` and what follows."""
+        kept = (part_of(p, p.start, min(length, end(p))) for p in self.parts if p.start < length)
+        self.parts = list(kept)
+
+    def forget(self, position: int) -> None:
+        """Forget what lies before ``position``."""
+        kept = (part_of(p, max(position, p.start), end(p)) for p in self.parts if end(p) > position)
+        self.parts = list(kept)
+
+    def reach(self, start: int) -> int:
+        """One past the last position up to which everything from ``start`` on is kept."""
+        for part in self.parts:
+            if part.start <= start < end(part):
+                start = end(part)
+        return start
+
+    def next_start(self, position: int) -> int | None:
+        """The first position after ``position`` from which on something is kept."""
+        starts = [part.start for part in self.parts if part.start > position]
+        return min(starts, default=None)
+
+    def read(self, start: int, stop: int) -> KVStates:
+        """One span of what is kept; ``stop`` is at most :meth:`reach` of ``start``."""
+        parts = [
+            part_of(p, max(start, p.start), min(stop, end(p)))
+            for p in self.parts
+            if p.start < stop and end(p) > start
+        ]
+        return joined(parts)
+
+    def copy(self) -> Recording:
+        """One that goes its own way; the arrays are shared."""
+        made = Recording()
+        made.parts = list(self.parts)
+        return made
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(array.nbytes for part in self.parts for array in part.arrays)
+
+
+def end(states: KVStates) -> int:
+    """One past a span's last position."""
+    return states.start + states.num_tokens
+
+
+def part_of(states: KVStates, start: int, stop: int) -> KVStates:
+    """The tokens of a span from position ``start`` to ``stop``."""
+    if (start, stop) == (states.start, end(states)):
+        return states
+    keys, values = (
+        tuple(array[:, start - states.start : stop - states.start] for array in side)
+        for side in (states.keys, states.values)
+    )
+    return KVStates(keys, values, states.capture, start)
+
+
+def joined(parts: Sequence[KVStates]) -> KVStates:
+    """Spans that follow one another, as one."""
+    if len(parts) == 1:
+        return parts[0]
+    keys, values = (
+        tuple(mx.concatenate(list(arrays), axis=1) for arrays in zip(*sides, strict=True))
+        for sides in ([p.keys for p in parts], [p.values for p in parts])
+    )
+    return KVStates(keys, values, parts[0].capture, parts[0].start)

@@ -1,0 +1,50 @@
+"""Who wrote what in a cache line: stretches of positions, in order and without gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Span:
+    """Positions ``start`` to ``stop`` of a line.
+
+    Attributes:
+        start: The first position.
+        stop: One past the last.
+        writer: Name of the model that ran these tokens.
+        passes: Translators they went through on their way into this line: 0 where the line's
+            own model wrote them.
+    """
+
+    start: int
+    stop: int
+    writer: str
+    passes: int = 0
+
+
+def grown(spans: Sequence[Span], stop: int, writer: str, passes: int = 0) -> list[Span]:
+    """``spans`` with what follows up to ``stop``, joined to a neighbour of the same origin."""
+    start = spans[-1].stop if spans else 0
+    if stop <= start:
+        return list(spans)
+    if spans and (spans[-1].writer, spans[-1].passes) == (writer, passes):
+        return [*spans[:-1], replace(spans[-1], stop=stop)]
+    return [*spans, Span(start, stop, writer, passes)]
+
+
+def cut(spans: Sequence[Span], length: int) -> list[Span]:
+    """What is left of ``spans`` before position ``length``."""
+    return [replace(s, stop=min(s.stop, length)) for s in spans if s.start < length]
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many leading tokens two sequences share."""
+    shorter = min(len(a), len(b))
+    return next((i for i in range(shorter) if a[i] != b[i]), shorter)
+
+
+def wrote(spans: Sequence[Span], position: int, length: int) -> bool:
+    """Whether a line's own model wrote a position, which is one of its first ``length``."""
+    return position < length and any(s.start <= position < s.stop and s.passes == 0 for s in spans)

@@ -1,0 +1,214 @@
+"""Conversations that switch models, against mlx-lm reading each prompt from its first token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+import tiny
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
+from test_identity import identity_of
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.language_model import LanguageModel
+
+NEW = 6
+MESSAGES = ("the use of an other", "is it on?", "and you", "hi there")
+
+
+@pytest.fixture(scope="module")
+def family_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+    root = tmp_path_factory.mktemp("talk")
+    rows = {name: tiny.FAMILIES[name] for name in ("qwen3", "gemma3", "gemma4", "deepseek_v3")}
+    return {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
+
+
+def talk_of(model: LanguageModel, names: str = "ab", **options: Any) -> Conversation:
+    """A conversation of one model under several names, with identity translators."""
+    point = model.family.points[0]
+    return Conversation(
+        dict.fromkeys(names, model), [identity_of(model, capture=point)], prefill_step_size=7,
+        **options,
+    )  # fmt: skip
+
+
+def expected(model: LanguageModel, prompt: list[int]) -> list[int]:
+    """What mlx-lm answers to a prompt that it reads whole."""
+    stops, answer = model.tokenizer.eos_token_ids, []
+    for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=NEW):
+        answer.append(int(token))
+        if answer[-1] in stops:
+            break
+    return answer
+
+
+def ask(talk: Conversation, name: str, message: str, **options: Any) -> None:
+    """One reply, which must be the model's own; the active line must hold what was said."""
+    model = talk.lines[name].model
+    prompt = talk.transcript.prompt(
+        model, [{"role": "user", "content": message}], talk.enable_thinking
+    )
+    text = talk.reply(name, message, max_tokens=NEW, **options)
+    answer = talk.transcript.tokens[len(prompt) :]
+    assert talk.transcript.tokens[: len(prompt)] == prompt
+    assert answer == expected(model, prompt)
+    assert talk.messages[-1] == {"role": "assistant", "content": text}
+    for line in talk.lines.values():
+        assert {cache.offset for cache in line.cache} == {len(line)}
+        assert [s.start for s in line.spans] == [0, *(s.stop for s in line.spans[:-1])][
+            : len(line.spans)
+        ]
+        assert (line.spans[-1].stop if line.spans else 0) == len(line)
+        assert all(span.passes <= 1 for span in line.spans)
+        assert all((span.writer == line.name) == (span.passes == 0) for span in line.spans)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "c", "undo", "branch"]),
+        st.integers(0, len(MESSAGES) - 1),
+        st.sampled_from([None, "a", "b"]),
+    ),
+    min_size=2,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma4", "deepseek_v3"])
+def test_switching_between_copies_is_one_model(
+    family_models: dict[str, LanguageModel], name: str, eager: bool
+) -> None:
+    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(steps=STEPS, thinking=st.sampled_from([None, False]), verbatim=st.booleans())
+    def run(steps: list, thinking: bool | None, verbatim: bool) -> None:
+        talk = talk_of(
+            family_models[name], "abc", eager=eager, enable_thinking=thinking, verbatim=verbatim
+        )
+        for action, message, prefill in steps:
+            if action == "undo":
+                if talk.messages:
+                    talk.undo()
+            elif action == "branch":
+                talk, left = talk.branch(), talk
+                ask(left, "a", "something else")
+            else:
+                ask(talk, action, MESSAGES[message], prefill=prefill)
+
+    run()
+
+
+def test_only_what_a_line_lacks_is_translated(family_models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(family_models["qwen3"], eager=False, verbatim=True)
+    ask(talk, "a", "the use of an other")
+    first = len(talk.transcript.tokens)
+    assert talk.lines["a"].native.nbytes > 0 == len(talk.lines["b"])
+    ask(talk, "b", "is it on?")
+    assert talk.last_switch is not None
+    assert (talk.last_switch.kept, talk.last_switch.translated) == (0, first)
+    assert talk.lines["a"].native.nbytes == 0  # nobody lacks it any more
+    second = len(talk.transcript.tokens)
+    ask(talk, "a", "and you")
+    assert (talk.last_switch.kept, talk.last_switch.translated) == (first, second - first)
+    spans = [(s.start, s.stop, s.writer, s.passes) for s in talk.lines["a"].spans]
+    third = len(talk.transcript.tokens)
+    assert spans == [(0, first, "a", 0), (first, second, "b", 1), (second, third, "a", 0)]
+
+
+def test_an_eager_line_is_there_before_the_switch(family_models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(family_models["qwen3"], verbatim=True)
+    ask(talk, "a", "the use of an other")
+    assert talk.lines["b"].tokens == talk.transcript.tokens
+    assert [line.native.nbytes for line in talk.lines.values()] == [0, 0]
+    ask(talk, "b", "is it on?")
+    assert talk.last_switch is not None and talk.last_switch.translated == 0
+
+
+def test_a_line_that_a_template_rewrites_is_read_again_from_there(
+    family_models: dict[str, LanguageModel],
+) -> None:
+    """The empty think block of an earlier answer goes; what stood before it is kept."""
+    model = family_models["qwen3"]
+    talk = talk_of(model, enable_thinking=False)
+    ask(talk, "a", "hi there")
+    header = model.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)
+    turns = [{"role": "user", "content": "hi there"}]
+    bare = model.tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=False)
+    ask(talk, "a", "and you")
+    assert talk.last_switch is not None and talk.last_switch.kept == len(bare) + len(header)
+
+
+@pytest.mark.parametrize("strategy", ["naive", "reprefill"])
+def test_other_strategies_bring_the_whole_prefix(
+    family_models: dict[str, LanguageModel], strategy: str
+) -> None:
+    talk = talk_of(family_models["qwen3"], strategy=strategy, verbatim=True, eager=False)
+    passes = []
+    for name in "abab":
+        before = len(talk.transcript.tokens)
+        text = talk.reply(name, "is it on?", max_tokens=NEW)
+        assert text is not None and talk.last_switch is not None
+        if before:
+            assert talk.last_switch.kept == 0
+            assert (talk.last_switch.translated >= before) == (strategy == "naive")
+        passes.append([span.passes for span in talk.lines[name].spans])
+    wanted = [[0], [1, 0], [2, 1, 0], [3, 2, 1, 0]] if strategy == "naive" else [[0]] * 4
+    assert passes == wanted
+    with pytest.raises(ValueError, match="strategy is 'naive', but .* has windows"):
+        talk_of(family_models["gemma3"], strategy="naive")
+
+
+def test_a_switch_without_a_translator_changes_nothing(
+    family_models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVLINGO_HOME", str(tmp_path))
+    model = family_models["qwen3"]
+    talk = Conversation({"a": model, "b": model})
+    ask(talk, "a", "hi there")
+    before = talk.messages, talk.transcript.tokens
+    with pytest.raises(kv.MissingTranslatorError, match="from a .* to b .*on_missing='reprefill'"):
+        talk.reply("b", "and you")
+    assert (talk.messages, talk.transcript.tokens) == before
+    ask(talk, "a", "and you")
+    talk.on_missing = "reprefill"
+    ask(talk, "b", "is it on?")
+    assert talk.last_switch is not None and talk.last_switch.translated == 0
+
+
+def test_an_answer_cut_short_is_kept(family_models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(family_models["qwen3"])
+    answer = talk.stream_reply("a", "hi there", max_tokens=NEW)
+    texts = [next(answer).text for _ in range(2)]
+    answer.close()
+    assert talk.messages[-1]["content"] == "".join(texts)
+    ask(talk, "b", "and you")
+
+
+def test_the_source_writes_the_first_token_or_the_trace(
+    family_models: dict[str, LanguageModel],
+) -> None:
+    talk = talk_of(family_models["qwen3"])
+    ask(talk, "b", "hi there", prefill="a", first_token="source")
+    assert [s.writer for s in talk.lines["b"].spans] == ["a", "b"]
+    ask(talk, "b", "and you", reasoning="a")
+    with pytest.raises(ValueError, match="first_token is 'source'; it must be target, or source"):
+        talk.reply("b", "x", first_token="source")
+
+
+def test_bad_arguments(family_models: dict[str, LanguageModel]) -> None:
+    model = family_models["qwen3"]
+    with pytest.raises(ValueError, match="strategy is 'fast'; it must be one of alternated"):
+        talk_of(model, strategy="fast")
+    with pytest.raises(ValueError, match="there is no model 'z'; there are a, b"):
+        talk_of(model).reply("z", "hi")
+    with pytest.raises(ValueError, match="there is nothing to undo"):
+        talk_of(model).undo()
+    other = family_models["deepseek_v3"]
+    with pytest.raises(kv.IncompatibleTranslatorError, match="fits no two of this conversation's"):
+        Conversation({"a": model, "b": model}, [identity_of(other, capture="latent")])

@@ -27,6 +27,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.pairing import check_pair, matches
 from kvlingo_mlx.translators import build, check_applicable
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.quantised import check_bits
 
 # ---- models ---------------------------------------------------------------------------
 
@@ -138,17 +139,28 @@ def _weight_files(path: Path) -> list[Path]:
 # ---- translators -----------------------------------------------------------------------
 
 
-def load_translator(path_or_hf_repo: str | os.PathLike[str]) -> Translator:
+def load_translator(
+    path_or_hf_repo: str | os.PathLike[str], *, quantize: int | None = None
+) -> Translator:
     """Load a translator folder, strictly; from disk or the Hub.
 
+    Args:
+        path_or_hf_repo: A folder or a Hub id.
+        quantize: Keep its matrices in 8 or 4 bits, as mlx-lm quantises a model: affine, groups
+            of 64 along each stored row. Those whose rows are no multiple of 64 long keep their
+            floats, as do biases and gates. Such a translator cannot be saved. What it costs
+            ``kvlingo-mlx eval --quantize 8,4`` tells: the embedded ones stand 8 bits, not 4.
+
     Raises:
+        ValueError: ``quantize`` is something else, or would change no matrix.
         MissingTranslatorError: No such folder or repository.
         MalformedTranslatorError: The folder breaks the format.
         IncompatibleTranslatorError: A sound one that this version cannot apply.
     """
+    check_bits(quantize)
     name = os.fspath(path_or_hf_repo)
     path, _ = resolve(name, None, list(OUR_FILES), MissingTranslatorError)
-    return build(*checkpoint.read(path))
+    return build(*checkpoint.read(path), quantize=quantize)
 
 
 def store() -> Path:
@@ -199,8 +211,11 @@ def resolve_translator(
     target: LanguageModel,
     *,
     allow_mismatch: bool = False,
+    quantize: int | None = None,
 ) -> Translator:
     """The translator to use: a loaded one, one by path or id, or the stored one of the pair.
+
+    ``quantize`` is for one that is loaded here, as in :func:`load_translator`.
 
     Raises:
         IncompatibleTranslatorError: It is for another pair.
@@ -209,6 +224,6 @@ def resolve_translator(
     if translator is None:
         translator = find_translator(source, target, allow_mismatch=allow_mismatch)
     if not isinstance(translator, Translator):
-        translator = load_translator(translator)
+        translator = load_translator(translator, quantize=quantize)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
     return translator

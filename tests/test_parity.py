@@ -240,20 +240,14 @@ def test_rotation_counts(case: Case, root: Path, reference: ModuleType) -> None:
 # ---- golden files, without PyTorch -----------------------------------------------------
 
 
-def read_golden(name: str, folders: Folders) -> tuple[list[int], np.ndarray, Outcome]:
-    """A golden file's tokens, the cache positions it holds, and what is expected there."""
+def read_golden(name: str, folders: Folders) -> tuple[list[int], Outcome]:
+    """A golden file's tokens, and the cache and logits expected of them."""
     path = GOLDEN / f"{name}.npz"
     assert path.exists(), f"{path.name} is missing: run tools/make_golden.py"
     with np.load(path) as file:
         assert str(file["digest"]) == tiny.digest(*folders), "other weights: make it again"
         expected = Outcome(file["keys"], file["values"], file["logits"])
-        return file["tokens"].tolist(), file["positions"], expected
-
-
-def at(positions: np.ndarray, outcome: Outcome) -> Outcome:
-    """The part of a cache that a golden file holds."""
-    keys, values = ([a[:, positions] for a in s] for s in (outcome.keys, outcome.values))
-    return Outcome(keys, values, outcome.logits)
+        return file["tokens"].tolist(), expected
 
 
 @pytest.mark.parametrize("batched", [None, True, False])
@@ -262,8 +256,8 @@ def at(positions: np.ndarray, outcome: Outcome) -> Outcome:
 def test_golden(case: Case, step: int, batched: bool | None, root: Path) -> None:
     """Every path gives what the reference gave when the golden file was made."""
     folders = tiny.write_case(root, case)
-    tokens, positions, expected = read_golden(case.name, folders)
-    assert_same(at(positions, hand_over(folders, tokens, batched=batched, step=step)), expected)
+    tokens, expected = read_golden(case.name, folders)
+    assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
 
 
 def roll_layers(config: Config, tensors: Tensors) -> Tensors:
@@ -290,10 +284,10 @@ def test_map_order_counts(
 ) -> None:
     """Negative control: maps in the wrong place are far from the golden file."""
     source, target, folder = tiny.write_case(root, case)
-    tokens, positions, expected = read_golden(case.name, (source, target, folder))
+    tokens, expected = read_golden(case.name, (source, target, folder))
     config, tensors = read(folder)
     tiny.write_translator(tmp_path / "spoiled", config, spoil(config, tensors))
-    found = at(positions, hand_over((source, target, tmp_path / "spoiled"), tokens))
+    found = hand_over((source, target, tmp_path / "spoiled"), tokens)
     assert errors(found.keys, expected.keys).min() > WRONG
     assert errors(found.values, expected.values).min() > WRONG
     assert logits_error(found, expected) > WRONG
@@ -305,8 +299,8 @@ def test_map_order_counts(
 @pytest.mark.parametrize("folders", ZOO, ids=lambda folders: folders[2].name)
 def test_zoo_golden(folders: Folders) -> None:
     """Every embedded pair gives what the reference gave on a dialogue."""
-    tokens, positions, expected = read_golden(f"zoo-{folders[2].name}", folders)
-    assert_same(at(positions, hand_over(folders, tokens, step=16)), expected)
+    tokens, expected = read_golden(f"zoo-{folders[2].name}", folders)
+    assert_same(hand_over(folders, tokens, step=16), expected)
 
 
 @pytest.mark.parametrize("folders", ZOO, ids=lambda folders: folders[2].name)

@@ -27,7 +27,6 @@ import reference  # noqa: E402
 import tiny  # noqa: E402
 
 ZOO_TOKENS = 40
-ZOO_STRIDE = 8  # the zoo's caches are wide: every eighth position keeps the files small
 
 
 def dialogue_tokens(folder: Path, count: int) -> list[int]:
@@ -38,17 +37,15 @@ def dialogue_tokens(folder: Path, count: int) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)[:count]
 
 
-def write_golden(name: str, folders: tiny.Folders, tokens: list[int], stride: int = 1) -> None:
-    """Write the cache at every ``stride``-th position, and the logits."""
+def write_golden(name: str, folders: tiny.Folders, tokens: list[int]) -> None:
+    """Write the whole cache and the logits."""
     expected = reference.hand_over(*folders, tokens)
-    positions = np.arange(0, len(tokens) - 1, stride)
     np.savez_compressed(
         tiny.GOLDEN / f"{name}.npz",
         digest=tiny.digest(*folders),
         tokens=np.array(tokens, np.int32),
-        positions=positions.astype(np.int32),
-        keys=np.stack(expected.keys)[:, :, positions],
-        values=np.stack(expected.values)[:, :, positions],
+        keys=np.stack(expected.keys),
+        values=np.stack(expected.values),
         logits=expected.logits,
     )
 
@@ -65,7 +62,7 @@ def write_zoo() -> None:
     """The golden files of the embedded pairs."""
     for folders in tiny.embedded_cases():
         tokens = dialogue_tokens(folders[1], ZOO_TOKENS)
-        write_golden(f"zoo-{folders[2].name}", folders, tokens, ZOO_STRIDE)
+        write_golden(f"zoo-{folders[2].name}", folders, tokens)
 
 
 def main() -> None:

@@ -39,6 +39,9 @@ def command(
     ),
     source: str = typer.Option(..., help="Whose cache is translated: a folder or Hub id."),
     target: str = typer.Option(..., help="Who decodes from it: a folder or Hub id."),
+    quantize: str = typer.Option(
+        None, help="Also compare each translator with its weights in 8 or 4 bits: 8,4."
+    ),
     compare: bool = typer.Option(False, "--compare", help="Also time each one's first token."),
     tasks: str = typer.Option(
         "continuation,recall", help="continuation, recall, needles, and any that lm-eval has."
@@ -87,6 +90,7 @@ def command(
         raise ValueError("--plot draws score against time to first token; add --compare")
     own, public = options.split_tasks(words(tasks), judge)
     local, facts = options.named_files(task_data), options.json_object(metadata)
+    forms = options.forms(quantize)
 
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.evaluation import compare as comparison
@@ -105,7 +109,7 @@ def command(
               thinking=thinking)
         for name in own
     ]  # fmt: skip
-    line = _line_up(*models, translators, words(baselines), allow_mismatch)
+    line = _line_up(*models, translators, forms, words(baselines), allow_mismatch)
     outcomes: list[Outcome] = []
     with _resumable():
         if public:  # first: their data may be out of reach
@@ -130,7 +134,7 @@ def command(
         config = {
             "source": models[0].name, "target": models[1].name, "data": data, "limit": limit,
             "seed": seed, "thinking": thinking, "max_tokens": max_tokens, "num_shots": num_shots,
-            "apply_chat_template": chat, "judge": judge, "task_data": local,
+            "apply_chat_template": chat, "judge": judge, "task_data": local, "quantize": quantize,
         }  # fmt: skip
         found = _found(outcomes, times)
         measure.append_json(json_file, measure.record("eval", config, found))
@@ -145,19 +149,21 @@ def _line_up(
     source: LanguageModel,
     target: LanguageModel,
     translators: list[str] | None,
+    forms: list[int | None],
     baselines: list[str],
     allow_mismatch: bool,
 ) -> list[Condition]:
-    """Who is compared: native, every translator, then the baselines."""
+    """Who is compared: native, every translator in each of its forms, then the baselines."""
     from kvlingo_mlx.evaluation import lineup
     from kvlingo_mlx.loading import resolve_translator
 
     named = {
-        name: [
-            resolve_translator(folder, source, target, allow_mismatch=allow_mismatch)
+        name if bits is None else f"{name}, {bits} bits": [
+            resolve_translator(folder, source, target, allow_mismatch=allow_mismatch, quantize=bits)
             for folder in folders
         ]
         for name, folders in options.named_translators(translators).items()
+        for bits in forms
     }
     every = [translator for found in named.values() for translator in found]
     return [

@@ -80,6 +80,14 @@ def named_translators(translators: list[str] | None) -> dict[str, list[str | Non
     return named
 
 
+def forms(text: str | None) -> list[int | None]:
+    """The forms in which each translator is compared: as it is, and those of ``--quantize``."""
+    listed = words(text or "")
+    if (text is not None and not listed) or set(listed) - {"8", "4"}:
+        raise ValueError(f"--quantize is {text!r}; give 8, 4 or 8,4")
+    return [None, *map(int, listed)]
+
+
 def haystack_text(path: str | None) -> str | None:
     """The text that needles are hidden in, if not generated."""
     if path is None:

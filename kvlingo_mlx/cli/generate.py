@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, say
+from kvlingo_mlx.cli.output import JSON_HELP, QUANTIZE_HELP, keep_stdout_for_json, say
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.translators.base import Translator
 
 TIMES = ("prompt_tokens", "prefill_s", "translate_s", "ttft_s", "generation_tps")
 
@@ -17,6 +20,7 @@ def command(
     decode_model: str = typer.Option(..., help="Writes the answer: a folder or Hub id."),
     prompt: str = typer.Option(..., "--prompt", "-p", help="The prompt; - reads standard input."),
     translator: str = typer.Option(None, help="A folder or Hub id; else the local store's."),
+    quantize: int = typer.Option(None, help=QUANTIZE_HELP),
     system_prompt: str = typer.Option(None, help="System message for the chat template."),
     ignore_chat_template: bool = typer.Option(False, help="Take the prompt as raw text."),
     thinking: bool = typer.Option(None, help="The chat template's thinking switch."),
@@ -52,15 +56,22 @@ def command(
 
     from kvlingo_mlx import measure
     from kvlingo_mlx.generation import stream_generate, summary
-    from kvlingo_mlx.loading import load
+    from kvlingo_mlx.loading import load, resolve_translator
+    from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)
+    check_bits(quantize)
     if seed is not None:
         mx.random.seed(seed)
     source, target = load(prefill_model), load(decode_model)
+    used: str | Translator = translator
+    if quantize is not None:
+        used = resolve_translator(
+            translator, source, target, allow_mismatch=allow_mismatch, quantize=quantize
+        )
     templated = target.tokenizer.has_chat_template and not ignore_chat_template
     options: dict[str, Any] = {
-        "translator": translator,
+        "translator": used,
         "max_tokens": max_tokens,
         "sampler": make_sampler(temp, top_p, min_p, top_k=top_k),
         "prefill_step_size": prefill_step_size,
@@ -83,7 +94,8 @@ def command(
         say("=" * 10)
         say(summary(response))
     if json_file:
-        config = {"prefill_model": source.name, "decode_model": target.name, "prompt": text}
+        config = {"prefill_model": source.name, "decode_model": target.name, "prompt": text,
+                  "quantize": quantize}  # fmt: skip
         results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES}}
         measure.append_json(json_file, measure.record("generate", config, results))
 

@@ -15,6 +15,7 @@ from kvlingo_mlx.errors import printable
 # rich is imported where it is used: --help needs none of this.
 
 JSON_HELP = "Append the record as one JSON line to this file; - writes it to standard output."
+QUANTIZE_HELP = "Hold the translator's weights in 8 or 4 bits."
 
 
 @contextlib.contextmanager

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, facts, keep_stdout_for_json
+from kvlingo_mlx.cli.output import JSON_HELP, QUANTIZE_HELP, facts, keep_stdout_for_json
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.tensor_file import Weights
+    from kvlingo_mlx.translator_config import TranslatorConfig
 
 
 def command(
     path_or_hub_id: str = typer.Argument(..., help="A translator or model folder, or a Hub id."),
+    quantize: int = typer.Option(None, help=QUANTIZE_HELP),
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Show a translator's or a model's facts."""
     from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES
     from kvlingo_mlx.errors import MissingTranslatorError
     from kvlingo_mlx.hub import resolve
+    from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)
+    check_bits(quantize)
     files = [*OUR_FILES, "config.json"]
     folder, _ = resolve(path_or_hub_id, None, files, MissingTranslatorError)
     is_model = (folder / "config.json").exists() and not (folder / CONFIG_FILE).exists()
-    rows = _model_facts(path_or_hub_id) if is_model else _translator_facts(folder)
+    if is_model and quantize is not None:
+        raise ValueError(f"--quantize is for translators, and {path_or_hub_id} is a model")
+    rows = _model_facts(path_or_hub_id) if is_model else _translator_facts(folder, quantize)
     facts(rows)
     if json_file:
         from kvlingo_mlx import measure
@@ -33,7 +42,7 @@ def command(
         measure.append_json(json_file, measure.record(kind, {"name": path_or_hub_id}, results))
 
 
-def _translator_facts(folder: Path) -> dict[str, Any]:
+def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
     from kvlingo_mlx import checkpoint
     from kvlingo_mlx.errors import IncompatibleTranslatorError
     from kvlingo_mlx.translator_config import flops_of
@@ -56,10 +65,27 @@ def _translator_facts(folder: Path) -> dict[str, Any]:
         "values read": _assignment_line(config.assignment.values),
         "parameters": f"{sum(sizes.values()):,} in {weights.dtype}",
         "MFLOP per token": f"{flops_of(sizes.items()) / 1e6:.3g}",
+        **({} if quantize is None else _quantised_facts(config, weights, quantize)),
         "can be applied": applicable,
         "can be folded": "yes" if config.capture == "post_rope" else "no: not post-RoPE",
         **config.provenance,
     }
+
+
+def _quantised_facts(config: TranslatorConfig, weights: Weights, bits: int) -> dict[str, Any]:
+    from kvlingo_mlx.translators import build
+    from kvlingo_mlx.translators.quantised import GROUP, kept
+
+    rows = {}
+    for form, width in (("as it is", None), (f"{bits} bits", bits)):
+        size = build(config, weights, quantize=width).nbytes
+        rows[f"in memory, {form}"] = f"{size / 1e6:.3g} MB"
+    names = kept(weights)
+    if names:
+        listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        why = f"rows of no multiple of {GROUP} numbers"
+        rows["not quantised"] = f"{len(names)} matrices, {why}: {listed}"
+    return rows
 
 
 def _spec_line(spec) -> str:

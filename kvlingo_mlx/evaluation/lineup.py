@@ -46,10 +46,14 @@ def translated(
     name: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator]
 ) -> Condition:
     """Translated from the source's cache; several translators are seeds of one method."""
+    digests = [digest(t) for t in translators]
+    identity: dict[str, Any] = {"source": identity_of(source), "translators": digests}
+    if any(t.bits is not None for t in translators):
+        identity["bits"] = [t.bits for t in translators]
     return Condition(
         name,
         tuple(conditions.translated(source, target, t) for t in translators),
-        {"source": identity_of(source), "translators": [digest(t) for t in translators]},
+        identity,
         lambda tokens: translation(source, target, translators[0], tokens),
     )
 
@@ -122,8 +126,13 @@ def identity_of(model: LanguageModel) -> dict[str, Any]:
 
 
 def digest(translator: Translator) -> str:
-    """Sha256 of a translator's tensors, their names and its capture point."""
-    return _digest(translator.config.capture, translator.to_weights().arrays.items())
+    """Sha256 of a translator's tensors, their names and its capture point.
+
+    Of a quantised one, what its matrices stand for, however this machine cuts them.
+    """
+    quantised = translator.bits is not None
+    arrays = translator.floats() if quantised else translator.to_weights().arrays
+    return _digest(translator.config.capture, arrays.items())
 
 
 def _digest(capture_point: str, arrays: Iterable) -> str:

@@ -8,6 +8,7 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.quantised import check_bits, check_fits
 
 KINDS = {
     "linear": ("linear", "LinearTranslator"),
@@ -17,21 +18,32 @@ KINDS = {
 }
 
 
-def build(config: TranslatorConfig, weights: Weights, *, batched: bool | None = None) -> Translator:
+def build(
+    config: TranslatorConfig,
+    weights: Weights,
+    *,
+    batched: bool | None = None,
+    quantize: int | None = None,
+) -> Translator:
     """Make the translator that ``config`` and ``weights`` describe.
 
     Args:
         config: Its facts.
         weights: Its tensors, as the format stores them.
         batched: Cut its products as on a GPU (True) or a CPU; None asks the machine.
+        quantize: Bits of its matrices, 8 or 4, in groups of 64; None leaves them as they are.
 
     Raises:
+        ValueError: ``quantize`` is something else, or would change no matrix.
         IncompatibleTranslatorError: A sound translator that this version cannot apply.
     """
     check_applicable(config)
+    check_bits(quantize)
+    if quantize is not None:
+        check_fits(weights, quantize)
     module, name = KINDS["joint" if config.joint else config.kind]
     kind = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    return kind.build(config, weights, batched=batched)
+    return kind.build(config, weights, batched=batched, bits=quantize)
 
 
 def check_applicable(config: TranslatorConfig) -> None:

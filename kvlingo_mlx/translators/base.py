@@ -12,11 +12,14 @@ from typing import Self
 
 from kvlingo_mlx.backend import mx, on_gpu
 
+import numpy as np
+
 from kvlingo_mlx import checkpoint
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.tensor_file import DType, Weights
 from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, flops_of, head_map_of
 from kvlingo_mlx.translators.products import Group, Read, plan
+from kvlingo_mlx.translators.quantised import Quantised
 
 
 @dataclass(frozen=True)
@@ -27,21 +30,28 @@ class Translator(ABC):
         config: Who can use it, what it computes, where it came from.
         dtype: The dtype its weights are stored in on disk.
         groups: The maps as they are laid out for this machine, by target side.
+        bits: Bits of its matrices, but for those that :mod:`.quantised` keeps; None: as stored.
     """
 
     config: TranslatorConfig
     dtype: DType
     groups: dict[str, tuple[Group, ...]]
+    bits: int | None = None
 
     @classmethod
     def build(
-        cls, config: TranslatorConfig, weights: Weights, *, batched: bool | None = None
+        cls,
+        config: TranslatorConfig,
+        weights: Weights,
+        *,
+        batched: bool | None = None,
+        bits: int | None = None,
     ) -> Self:
-        """Lay the weights out for this machine (``batched``: as on a GPU)."""
+        """Lay the weights out for this machine (``batched``: as on a GPU), in ``bits`` if given."""
         batched = on_gpu() if batched is None else batched
-        groups = {side: plan(config, weights, side, batched) for side in SIDES}
-        translator = cls(config, weights.dtype, groups)
-        mx.eval([array for _, array in translator._arrays()])
+        groups = {side: plan(config, weights, side, batched, bits) for side in SIDES}
+        translator = cls(config, weights.dtype, groups, bits)
+        mx.eval([array for _, array in translator._parts() if isinstance(array, mx.array)])
         return translator
 
     @abstractmethod
@@ -94,31 +104,46 @@ class Translator(ABC):
         return None if head_map == tuple(range(sources)) else mx.array(head_map)
 
     def to_weights(self) -> Weights:
-        """The tensors as the format stores them, equal to those loaded bit by bit."""
-        arrays = {
+        """The tensors as the format stores them, equal to those loaded bit by bit.
+
+        Raises:
+            ValueError: It is quantised.
+        """
+        if self.bits is not None:
+            raise ValueError(
+                f"this translator is quantised to {self.bits} bits, and a translator folder holds "
+                "float weights only; load it without quantize"
+            )
+        return Weights.from_float32(self.floats(), self.dtype)
+
+    def floats(self) -> dict[str, np.ndarray]:
+        """What its maps compute with, in float32: quantised matrices are what they stand for.
+
+        By target side and shaped as the format stores them (joint maps by their rows).
+        """
+        return {
             f"{side}.{layer}.{name}": array
             for side in SIDES
             for group in self.groups[side]
             for (layer, name), array in group.stored(self.config.head_mixing).items()
         }
-        return Weights.from_float32(arrays, self.dtype)
 
     @property
     def num_parameters(self) -> int:
         """Numbers in all maps."""
-        return sum(array.size for _, array in self._arrays())
+        return sum(part.size for _, part in self._parts())
 
     @property
     def nbytes(self) -> int:
         """Bytes the maps take in memory."""
-        return sum(array.nbytes for _, array in self._arrays())
+        return sum(part.nbytes for _, part in self._parts())
 
     @property
     def flops_per_token(self) -> int:
         """Floating-point operations per token (appendix "Computational gains")."""
-        return flops_of((name, array.size) for name, array in self._arrays())
+        return flops_of((name, part.size) for name, part in self._parts())
 
-    def _arrays(self) -> Iterator[tuple[str, mx.array]]:
+    def _parts(self) -> Iterator[tuple[str, mx.array | Quantised]]:
         for group in (group for side in SIDES for group in self.groups[side]):
             yield from ((name, part) for name, parts in group.tensors.items() for part in parts)
 
@@ -126,7 +151,7 @@ class Translator(ABC):
         """Write a translator folder, all of it or nothing.
 
         Raises:
-            ValueError: ``folder`` exists and is not a translator of ours.
+            ValueError: ``folder`` exists and is not a translator of ours; or this one is quantised.
         """
         return checkpoint.write(folder, self.config, self.to_weights())
 

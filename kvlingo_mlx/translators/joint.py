@@ -22,15 +22,21 @@ class JointTranslator(LinearTranslator):
 
     @classmethod
     def build(
-        cls, config: TranslatorConfig, weights: Weights, *, batched: bool | None = None
+        cls,
+        config: TranslatorConfig,
+        weights: Weights,
+        *,
+        batched: bool | None = None,
+        bits: int | None = None,
     ) -> Self:
-        """Lay the weights out for this machine (``batched``: as on a GPU)."""
+        """Lay the weights out for this machine (``batched``: as on a GPU), in ``bits`` if given."""
         apart: dict[str, np.ndarray] = {}
         for name, array in weights.arrays.items():
             _, layer, last = name.split(".")
             rows = np.split(array, [config.target.layers[int(layer)].key_width])
             apart |= {f"{side}.{layer}.{last}": r for side, r in zip(SIDES, rows, strict=True)}
-        return super().build(config, Weights(weights.dtype, apart), batched=batched)
+        apart_weights = Weights(weights.dtype, apart)
+        return super().build(config, apart_weights, batched=batched, bits=bits)
 
     def to_weights(self) -> Weights:
         """The tensors as the format stores them, equal to those loaded bit by bit."""

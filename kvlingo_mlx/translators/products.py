@@ -28,6 +28,7 @@ import numpy as np
 
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import MATRICES, SIDES, TranslatorConfig
+from kvlingo_mlx.translators.quantised import Quantised, fits
 
 Read = tuple[str, int]  # a side and a source layer
 HIDDEN = ("w1", "b1")  # tensors whose rows are hidden units
@@ -44,12 +45,13 @@ class Group:
         cuts: What each matmul over a source's states reads: for each layer, the sides and
             source layers whose widths are concatenated.
         tensors: By the format's last name: matrices (G, 1, 1 or H, rows, in), those over
-            a source's states one a cut, and vectors (G, 1, 1 or H, 1, numbers) in float32.
+            a source's states one a cut, some of them quantised where that was asked for; and
+            vectors (G, 1, 1 or H, 1, numbers) in float32.
     """
 
     layers: tuple[int, ...]
     cuts: tuple[tuple[tuple[Read, ...], ...], ...]
-    tensors: dict[str, tuple[mx.array, ...]]
+    tensors: dict[str, tuple[mx.array | Quantised, ...]]
 
     def inputs(self, read: Callable[[Read], mx.array]) -> list[mx.array]:
         """What each cut reads, (G, B, 1 or H, T, in); ``read`` gives (B, 1 or H, T, in)."""
@@ -66,6 +68,10 @@ class Group:
         """
         result: mx.array | None = None
         for array, part in zip(inputs, self.tensors[name], strict=True):
+            if isinstance(part, Quantised):
+                product = part.product(array)
+                result = product if result is None else result + product
+                continue
             matrix = part.swapaxes(-1, -2)
             result = array @ matrix if result is None else mx.addmm(result, array, matrix)
         assert result is not None  # every matrix has a part
@@ -73,13 +79,19 @@ class Group:
 
     def vector(self, name: str) -> mx.array:
         """A bias or gate in float32, to be broadcast over tokens."""
-        return self.tensors[name][0]
+        (array,) = self.tensors[name]
+        assert isinstance(array, mx.array)  # only matrices are quantised
+        return array
 
     def stored(self, head_mixing: bool) -> dict[tuple[int, str], np.ndarray]:
-        """By layer and last name, float32 arrays shaped as the format stores them."""
+        """By layer and last name, float32 arrays shaped as the format stores them.
+
+        Quantised matrices are what they stand for.
+        """
         out = {}
         for name, parts in self.tensors.items():
-            joined = _join(parts).astype(mx.float32)
+            floats = [p.floats() if isinstance(p, Quantised) else p for p in parts]
+            joined = _join(floats).astype(mx.float32)
             for index, layer in enumerate(self.layers):
                 array = np.array(joined[index, 0])  # (heads, rows, in) or (heads, 1, numbers)
                 if name not in MATRICES:
@@ -91,8 +103,13 @@ class Group:
         return out
 
 
-def plan(config: TranslatorConfig, weights: Weights, side: str, batched: bool) -> tuple[Group, ...]:
-    """Cut the maps to one target side, named ``{side}.{t}.*``, into groups and products."""
+def plan(
+    config: TranslatorConfig, weights: Weights, side: str, batched: bool, bits: int | None = None
+) -> tuple[Group, ...]:
+    """Cut the maps to one target side, named ``{side}.{t}.*``, into groups and products.
+
+    ``bits`` quantises what can be.
+    """
     alike: dict[tuple, list[int]] = defaultdict(list)
     for layer, geometry in enumerate(config.target.layers):
         widths = tuple(_width(config, read) for read in _reads(config, side, layer))
@@ -103,7 +120,8 @@ def plan(config: TranslatorConfig, weights: Weights, side: str, batched: bool) -
     for layers in alike.values():
         most = max(1, MAX_HIDDEN // max(1, _hidden(weights, side, layers[0])))
         for start in range(0, len(layers), most):
-            groups.append(_group(config, weights, side, layers[start : start + most], batched))
+            cut = layers[start : start + most]
+            groups.append(_group(config, weights, side, cut, batched, bits))
     return tuple(groups)
 
 
@@ -126,14 +144,22 @@ def _hidden(weights: Weights, side: str, layer: int) -> int:
 
 
 def _group(
-    config: TranslatorConfig, weights: Weights, side: str, layers: list[int], batched: bool
+    config: TranslatorConfig,
+    weights: Weights,
+    side: str,
+    layers: list[int],
+    batched: bool,
+    bits: int | None,
 ) -> Group:
     reads = [_reads(config, side, layer) for layer in layers]
     widths = [_width(config, read) for read in reads[0]]
-    edges = [] if batched else np.cumsum(widths)[:-1].tolist()
+    # A row that is whole groups is not cut within one: then it is not cut at all.
+    crossing = bits is not None and fits(sum(widths)) and not all(map(fits, widths))
+    whole = batched or crossing
+    edges = [] if whole else np.cumsum(widths)[:-1].tolist()
     heads = config.target.layers[layers[0]].kv_heads
     prefix = f"{side}.{layers[0]}."
-    tensors: dict[str, tuple[mx.array, ...]] = {}
+    tensors: dict[str, tuple[mx.array | Quantised, ...]] = {}
     for name in (n.removeprefix(prefix) for n in weights.arrays if n.startswith(prefix)):
         own = [f"{side}.{layer}.{name}" for layer in layers]
         lead = (len(layers), 1, 1 if config.head_mixing and name in HIDDEN else heads)
@@ -144,16 +170,21 @@ def _group(
         stacked = np.stack([weights.arrays[n] for n in own])
         stacked = stacked.reshape(*lead, -1, stacked.shape[-1])
         parts = [stacked] if name == "w2" else np.split(stacked, edges, axis=-1)
-        tensors[name] = tuple(_device(part, weights) for part in parts)
-    cuts = (tuple(reads),) if batched else tuple(((read,),) for read in reads[0])
+        packed = bits if fits(stacked.shape[-1]) else None
+        tensors[name] = tuple(_device(p, weights, packed, config.head_mixing) for p in parts)
+    cuts = (tuple(reads),) if whole else tuple(((read,),) for read in reads[0])
     return Group(tuple(layers), cuts, tensors)
 
 
-def _device(array: np.ndarray, weights: Weights) -> mx.array:
-    """To MLX; 16-bit weights become float32 on a CPU, where 16-bit matmuls are slow."""
+def _device(
+    array: np.ndarray, weights: Weights, bits: int | None, stack_heads: bool
+) -> mx.array | Quantised:
+    """To MLX; what is of 16 bits becomes float32 on a CPU, where 16-bit matmuls are slow."""
     out = mx.array(np.ascontiguousarray(array))
     if weights.dtype == "bfloat16":
         out = out.view(mx.bfloat16)
+    if bits is not None:
+        return Quantised.of(out, bits, stack_heads=stack_heads, wide=not on_gpu())
     return out if on_gpu() else out.astype(mx.float32)
 
 

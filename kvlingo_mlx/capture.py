@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
@@ -129,14 +130,17 @@ def tap_keys_and_values(
 
 
 def prefill(
-    model: LanguageModel, tokens: Sequence[int], step_size: int = 2048
+    model: LanguageModel,
+    tokens: Sequence[int],
+    step_size: int = 2048,
+    cache: list[Any] | None = None,
 ) -> Generator[KVStates, None, None]:
     """Prefill a model in chunks; yield what each chunk's projections wrote, evaluated.
 
-    The model's own cache lives only as long as the iteration. Each chunk costs one
-    synchronisation, as in mlx-lm's own prefill.
+    The model's own cache is ``cache``, or lives only as long as the iteration. Each chunk costs
+    one synchronisation, as in mlx-lm's own prefill.
     """
-    cache = make_prompt_cache(model.model)
+    cache = make_prompt_cache(model.model) if cache is None else cache
     with tap_keys_and_values(model) as take:
         for start in range(0, len(tokens), step_size):
             chunk = mx.array(list(tokens[start : start + step_size]))

@@ -14,7 +14,7 @@ class MissingModelError(KVLingoError):
 
 
 class UnsupportedModelError(KVLingoError):
-    """A model whose family, or a layer of it, cannot be tapped or written."""
+    """A model whose family, or a layer of it, cannot be tapped, written or used as asked."""
 
 
 class IncompatibleTranslatorError(KVLingoError):

@@ -166,11 +166,13 @@ def _hand_over(
     translator: Translator | None,
     step_size: int,
     clock: Clock,
+    source_cache: list[Any] | None = None,
 ) -> list[Any]:
     """The target's cache of ``tokens[:-1]``: translated chunk by chunk, evaluated.
 
     The map is token-wise, so each chunk's capture is dropped once translated. After the
-    last prefill chunk there is one synchronisation, for all layers together.
+    last prefill chunk there is one synchronisation, for all layers together. The source's own
+    cache is dropped too, unless ``source_cache`` is given to be filled.
     """
     prefix = tokens[:-1]
     if not prefix:
@@ -178,7 +180,7 @@ def _hand_over(
     assert translator is not None
     with mx.stream(generation_stream):
         cache = caches.allocate(target, len(prefix))
-        with contextlib.closing(capture.prefill(source, prefix, step_size)) as spans:
+        with contextlib.closing(capture.prefill(source, prefix, step_size, source_cache)) as spans:
             for states in spans:
                 clock.lap("prefill")
                 translate_span(cache, states, source, target, translator, len(prefix))
@@ -220,7 +222,8 @@ def hand_over(
 
     Returns:
         Stock mlx-lm caches, evaluated, for ``mlx_lm.generate.generate_step(
-        mx.array(tokens[-1:]), decode_model.model, prompt_cache=...)``.
+        mx.array(tokens[-1:]), decode_model.model, prompt_cache=...)`` and whatever else mlx-lm
+        does with caches: batches, ``save_prompt_cache``, ``trim_prompt_cache``, ``kv_bits``.
 
     Raises:
         ValueError: No tokens, an id out of range, or more than a model's context.
@@ -247,12 +250,19 @@ def stream_generate(
     prefill_step_size: int = 2048,
     enable_thinking: bool | None = None,
     allow_mismatch: bool = False,
+    draft_model: Model | None = None,
+    num_draft_tokens: int = 2,
     **decode_options: Any,
 ) -> Iterator[GenerationResponse]:
     """Prefill with one model, decode with another; yield a response a token.
 
     Arguments are those of :func:`generate`; ``decode_options`` go to mlx-lm's
     ``generate_step`` (``kv_bits``, ``kv_group_size``, ``quantized_kv_start``).
+
+    Raises:
+        UnsupportedModelError: mlx-lm cannot quantise a model's cache, or cannot take back
+            rejected drafts from it; found before anything is prefilled. Else as
+            :func:`generate`.
     """
     unknown = sorted(set(decode_options) - set(DECODE_OPTIONS))
     if unknown:
@@ -263,15 +273,30 @@ def stream_generate(
     if max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
     source, target = load(prefill_model), load(decode_model)
+    draft = _draft(draft_model, prefill_model, source)
     clock = Clock()
     tokens = encode(target, prompt, enable_thinking)
     _check_tokens(source, target, tokens, prefill_step_size)
+    if (bits := decode_options.get("kv_bits")) is not None:
+        for model in (target,) if draft is None else (target, draft):
+            caches.check_bits(model, bits, decode_options.get("kv_group_size", 64))
+    if draft is not None:
+        _check_draft(target, draft, tokens, max_tokens, num_draft_tokens)
+        decode_options |= {"draft_model": draft.model, "num_draft_tokens": num_draft_tokens}
     resolved = None
     if len(tokens) > 1:
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
-        cache = _hand_over(source, target, tokens, resolved, prefill_step_size, clock)
+        draft_cache = [] if draft is None else make_prompt_cache(draft.model)
+        own = draft_cache if draft is source else None
+        cache = _hand_over(source, target, tokens, resolved, prefill_step_size, clock, own)
+        if draft is not None and draft is not source:
+            with mx.stream(generation_stream):
+                for _ in capture.prefill(draft, tokens[:-1], prefill_step_size, draft_cache):
+                    pass
+            clock.lap("draft")
+        cache += draft_cache  # no second list: mlx-lm lets go of what it quantises in this one
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
@@ -289,6 +314,37 @@ def stream_generate(
                 check_numbers(response, source, target)
             spent = clock.seconds
             yield timed(response, len(tokens), spent["translate"], ttft, spent["prefill"])
+
+
+def _draft(
+    draft_model: Model | None, prefill_model: Model, source: LanguageModel
+) -> LanguageModel | None:
+    """The draft model, which may be the prefill model by the same name, loaded already."""
+    if draft_model is None:
+        return None
+    if not isinstance(draft_model, LanguageModel) and draft_model == prefill_model:
+        return source
+    return load(draft_model)
+
+
+def _check_draft(
+    target: LanguageModel,
+    draft: LanguageModel,
+    tokens: Sequence[int],
+    max_tokens: int,
+    num_draft_tokens: int,
+) -> None:
+    if max_tokens < 0:
+        raise ValueError(f"max_tokens is {max_tokens}; with a draft model give a positive number")
+    if num_draft_tokens < 1:
+        raise ValueError(f"num_draft_tokens is {num_draft_tokens}; it must be at least 1")
+    if draft.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        raise ValueError(
+            f"the draft model {draft.name} has another vocabulary than {target.name}; "
+            "give one with the same"
+        )
+    draft.check_tokens(tokens)
+    caches.check_draft(target, draft, len(tokens), max_tokens)
 
 
 def check_numbers(response: MLXResponse, source: LanguageModel, target: LanguageModel) -> None:
@@ -346,15 +402,17 @@ def generate(
         options: ``translator`` (loaded, a folder or Hub id; None searches the local
             store), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
-            puts the empty think block into the prompt), ``allow_mismatch``; the rest as
-            in :func:`stream_generate`.
+            puts the empty think block into the prompt), ``allow_mismatch``; ``draft_model``
+            (speculative decoding as mlx-lm does it; the prefill model can serve, and then
+            reads the prompt only once) and ``num_draft_tokens`` (2); the rest as in
+            :func:`stream_generate`.
 
     Returns:
         The answer, without the prompt.
 
     Raises:
         ValueError: An empty prompt, one beyond a model's context, or a bad argument.
-        MissingModelError, UnsupportedModelError: A model cannot be used.
+        MissingModelError, UnsupportedModelError: A model cannot be used, or not so.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
     """

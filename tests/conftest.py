@@ -40,16 +40,16 @@ def models(folders: dict[str, Path]) -> dict[str, LanguageModel]:
     return {name: kv.load(folder) for name, folder in folders.items()}
 
 
-def quantised(model: LanguageModel, folder: Path) -> LanguageModel:
-    """A 4-bit copy of a model, through a folder as a user would have it."""
+def quantised(model: LanguageModel, folder: Path, bits: int = 4) -> LanguageModel:
+    """A copy of a model in few bits, through a folder as a user would have it."""
     copy = kv.load(model.path)
-    nn.quantize(copy.model, group_size=32, bits=4)
+    nn.quantize(copy.model, group_size=32, bits=bits)
     folder.mkdir(parents=True, exist_ok=True)
     for file in model.path.iterdir():
         if file.suffix == ".json":
             (folder / file.name).write_bytes(file.read_bytes())
     copy.model.save_weights(str(folder / "model.safetensors"))
-    config = {**copy.config, "quantization": {"group_size": 32, "bits": 4}}
+    config = {**copy.config, "quantization": {"group_size": 32, "bits": bits}}
     save_config(config, folder / "config.json")
     return kv.load(folder)
 

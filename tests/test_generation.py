@@ -227,7 +227,7 @@ def test_first_token_time_counts_the_translators_reading(
         ([5, 6], {"max_tokens": -2}, "max_tokens is -2"),
         ([5, 6], {"prefill_step_size": 0}, "prefill_step_size is 0"),
         ([5, 6], {"max_kv_size": 8}, "max_kv_size cannot be used with a hand-over"),
-        ([5, 6], {"draft_model": None}, "draft_model cannot be used"),
+        ([5, 6], {"prompt_cache": []}, "prompt_cache cannot be used"),
         ("half \ud83d", {}, "not valid Unicode"),
         ([{"role": "user"}], {}, "does not take these messages|needs a"),
         ([{"content": "hi"}], {}, "does not take these messages|needs a"),

@@ -8,13 +8,8 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.generate import batch_generate, generate_step
-from mlx_lm.models.cache import (
-    load_prompt_cache,
-    make_prompt_cache,
-    save_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import assignment, capture
@@ -115,30 +110,3 @@ def test_taps_leave_no_trace(models) -> None:
         next(capture.prefill(model, TOKENS, 7))
     spans.close()
     assert [type(a.k_proj) for a in model.attentions] == before
-
-
-def test_cache_works_on_with_mlx_lm(models, tmp_path) -> None:
-    model = models["dense"]
-    translator = identity_of(model)
-
-    def fresh() -> list:
-        return kv.hand_over(model, model, TOKENS, translator=translator)
-
-    native = decode(model, None)
-    save_prompt_cache(str(tmp_path / "cache.safetensors"), fresh())
-    assert decode(model, load_prompt_cache(str(tmp_path / "cache.safetensors"))) == native
-    trimmed = fresh()
-    assert trim_prompt_cache(trimmed, 10) == 10
-    rest = generate_step(mx.array(TOKENS[-11:]), model.model, max_tokens=NEW, prompt_cache=trimmed)
-    assert [int(token) for token, _ in rest] == native
-    bits = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
-    assert decode(model, fresh(), **bits) == decode(model, None, **bits)
-    batch = batch_generate(
-        model.model,
-        model.tokenizer,
-        [TOKENS[-1:]] * 2,
-        prompt_caches=[fresh(), fresh()],
-        max_tokens=8,
-    )
-    alone = kv.generate(model, model, TOKENS, translator=translator, max_tokens=8)
-    assert batch.texts == [alone, alone]

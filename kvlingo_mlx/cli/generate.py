@@ -34,6 +34,8 @@ def command(
     kv_bits: int = typer.Option(None, help="Quantise the decode model's cache."),
     kv_group_size: int = typer.Option(64, help="Group size for --kv-bits."),
     quantized_kv_start: int = typer.Option(5000, help="Tokens before --kv-bits applies."),
+    draft_model: str = typer.Option(None, help="Speculative decoding; --prefill-model will do."),
+    num_draft_tokens: int = typer.Option(3, help="Tokens that --draft-model drafts at a time."),
     allow_mismatch: bool = typer.Option(False, help="Accept another checkpoint's translator."),
     verbose: bool = typer.Option(True, help="Print the times after the answer."),
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
@@ -77,6 +79,8 @@ def command(
         "prefill_step_size": prefill_step_size,
         "enable_thinking": thinking,
         "allow_mismatch": allow_mismatch,
+        "draft_model": source if draft_model == prefill_model else draft_model,
+        "num_draft_tokens": num_draft_tokens,
     }
     if kv_bits is not None:
         options |= {

@@ -56,11 +56,14 @@ class Finish:
 class Family:
     """One model family, by mlx-lm's ``model_type``.
 
-    ``scaled_rope`` is False where mlx-lm builds a plain RoPE whatever the config says.
+    ``scaled_rope`` is False where mlx-lm builds a plain RoPE whatever the config says;
+    ``quantised_cache`` where its attention handles the cached arrays itself, which ``kv_bits``
+    makes something else of.
     """
 
     model_type: str
     scaled_rope: bool = True
+    quantised_cache: bool = True
 
     @property
     def points(self) -> tuple[str, ...]:

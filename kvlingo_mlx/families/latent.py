@@ -86,6 +86,8 @@ class LatentFamily(Family):
 class AbsorbedFamily(LatentFamily):
     """The cache stores the latent as its keys and the rotated key as its values."""
 
+    quantised_cache: bool = False
+
     def stored(
         self, attention: nn.Module, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:

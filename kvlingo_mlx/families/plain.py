@@ -94,14 +94,17 @@ class Plain(Family):
 # traditional rotations, scaled ones, windows and mixtures of experts are all read off the model.
 SAME = (
     "Klear", "apertus", "cohere", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe",
-    "gemma", "gemma2", "glm", "glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "helium",
+    "gemma", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "helium",
     "internlm3", "iquestcoder", "llama", "mimo", "minicpm", "minimax", "minimax_m2", "mistral",
-    "mixtral", "nemotron", "olmo2", "olmoe", "phi", "phimoe", "pixtral", "qwen2", "qwen2_moe",
+    "mixtral", "nemotron", "olmo2", "olmoe", "phimoe", "pixtral", "qwen2", "qwen2_moe",
     "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",  # beside a vision tower, which mlx-lm leaves out
-    "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "telechat3", "xverse",
+    "seed_oss", "smollm3", "solar_open", "starcoder2", "telechat3", "xverse",
 )  # fmt: skip
+# Soft caps, casts or sinks of their own.
+OWN_ATTENTION = ("gemma2", "gpt_oss", "phi", "stablelm")
 FAMILIES = {
     **{name: Plain(name) for name in SAME},
+    **{name: Plain(name, quantised_cache=False) for name in OWN_ATTENTION},
     "afmoe": Plain("afmoe", rotated_if="is_local_attention"),
     "exaone4": Plain("exaone4", rotated_if="use_rope"),
     "exaone_moe": Plain("exaone_moe", rotated_if="use_rope"),

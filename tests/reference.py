@@ -22,15 +22,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
 Model = Any  # a transformers model: its attributes differ by family, and types hide them
-POINTS = ("pre_norm", "post_norm", "post_rope")
+# How many of norm and rotation keys have behind them; those of latents await their rotation.
+POINTS = {"pre_norm": 0, "latent": 1, "post_norm": 1, "post_rope": 2}
 SIDES = ("keys", "values")
+PER_KIND = ("gemma3_text", "gemma4_text")  # a rotation for each kind of layer
+EXPANDED = ("deepseek_v2",)  # mlx-lm caches every head's keys and values, not the latents
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A target's cache of all tokens but the last, and its logits for that one.
+    """A target's cache of all tokens but the last, as mlx-lm has it, and its logits for that one.
 
-    ``keys`` (rotated) and ``values`` hold one (H, T, D) array a layer.
+    ``keys`` (rotated) and ``values`` hold one (H, T, D) array a layer that owns a cache. Where
+    mlx-lm caches latents, ``keys`` are those and ``values`` the rotated rotary keys.
     """
 
     keys: list[np.ndarray]
@@ -59,10 +63,12 @@ def load_model(folder: Path) -> Model:
 
 def rms_norm(module: Any, x: Tensor) -> Tensor:
     """What transformers' RMSNorm computes, in the dtype of ``x``."""
-    gemma = "Gemma" in type(module).__name__  # its weight is stored as its distance from 1
-    eps = module.eps if gemma else module.variance_epsilon
-    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return (module.weight + 1 if gemma else module.weight) * (x * scale)
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    normed = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    if not hasattr(module, "weight"):  # Gemma-4's norm of values
+        return normed
+    gemma3 = "Gemma3" in type(module).__name__  # its weight is stored as its distance from 1
+    return (module.weight + 1 if gemma3 else module.weight) * normed
 
 
 @torch.no_grad()
@@ -82,23 +88,25 @@ def hand_over(
     source, target = load_model(source_folder), load_model(target_folder)
     config, tensors = read_translator(translator_folder)
     capture = config["capture"]
-    states = dict(zip(SIDES, capture_projections(source, tokens[:-1]), strict=True))
-    states["keys"] = [
-        finish(source, layer, keys, "pre_norm", capture)
-        for layer, keys in enumerate(states["keys"])
-    ]
-    translated: dict[str, list[Tensor]] = {
-        side: [
-            translate_layer(config, tensors, side, layer, states[side])
+    finished: dict[str, list[Tensor]] = {}
+    for side, states in zip(SIDES, capture_projections(source, tokens[:-1]), strict=True):
+        read = [
+            finish(source, side, layer, array, "pre_norm", capture)
+            for layer, array in enumerate(states)
+        ]
+        finished[side] = [
+            finish(
+                target,
+                side,
+                layer,
+                translate_layer(config, tensors, side, layer, read),
+                capture,
+                "post_rope",
+                first_position,
+            )
             for layer in range(len(config["target"]["layers"]))
         ]
-        for side in SIDES
-    }
-    keys = [
-        finish(target, layer, array, capture, "post_rope", first_position)
-        for layer, array in enumerate(translated["keys"])
-    ]
-    return decode(target, keys, translated["values"], tokens[-1])
+    return decode(target, finished["keys"], finished["values"], tokens[-1])
 
 
 @torch.no_grad()
@@ -107,9 +115,25 @@ def native(folder: Path, tokens: Sequence[int]) -> Reference:
     model = load_model(folder)
     cache: Any = DynamicCache()
     model(torch.tensor([tokens[:-1]]), past_key_values=cache)
-    keys = [layer.keys[0].transpose(0, 1) for layer in cache.layers]
-    values = [layer.values[0].transpose(0, 1) for layer in cache.layers]
-    return decode(model, keys, values, tokens[-1])
+    if has_latents(model):  # which transformers may cache expanded
+        keys, values = capture_projections(model, tokens[:-1])
+        keys = [finish(model, "keys", i, k, "latent", "post_rope") for i, k in enumerate(keys)]
+    else:
+        keys = [layer.keys[0].transpose(0, 1) for layer in cache.layers]
+        values = [layer.values[0].transpose(0, 1) for layer in cache.layers]
+    logits = model(torch.tensor([tokens[-1:]]), past_key_values=cache).logits[0, -1]
+    return as_mlx_caches(model, keys, values, logits)
+
+
+def owners(model: Model) -> list[Model]:
+    """The attention modules that have keys and values of their own; Gemma-4's last have none."""
+    attentions = [layer.self_attn for layer in model.model.layers]
+    return [a for a in attentions if not getattr(a, "is_kv_shared_layer", False)]
+
+
+def has_latents(model: Model) -> bool:
+    """Whether a model's attention is MLA."""
+    return hasattr(owners(model)[0], "kv_a_proj_with_mqa")
 
 
 def read_translator(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -122,22 +146,43 @@ def read_translator(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def capture_projections(model: Model, tokens: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """What k_proj and v_proj write, one (T, H, D) tensor a layer: keys before k_norm."""
+    """What the projections write, one (T, H, D) tensor a layer and side: keys before k_norm.
+
+    Of latents, keys are k_R before its rotation and values c_KV after its norm.
+    """
     outputs: dict[torch.nn.Module, Tensor] = {}
 
     def record(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
         outputs[module] = output[0]
 
-    attentions = [layer.self_attn for layer in model.model.layers]
-    projections = [p for a in attentions for p in (a.k_proj, a.v_proj)]
-    hooks = [projection.register_forward_hook(record) for projection in projections]
+    taps = [projections(attention) for attention in owners(model)]
+    hooks = [p.register_forward_hook(record) for p in {p for pair in taps for p in pair}]
     model(torch.tensor([tokens]), use_cache=False)
     for hook in hooks:
         hook.remove()
-    heads, dim = model.config.num_key_value_heads, attentions[0].head_dim
-    keys = [outputs[a.k_proj].view(-1, heads, dim) for a in attentions]
-    values = [outputs[a.v_proj].view(-1, heads, dim) for a in attentions]
+    pairs = [
+        split(attention, [outputs[p] for p in pair])
+        for attention, pair in zip(owners(model), taps, strict=True)
+    ]
+    keys, values = map(list, zip(*pairs, strict=True))
     return keys, values
+
+
+def projections(attention: Model) -> list[torch.nn.Module]:
+    """The modules that write a layer's keys and values; one may write both."""
+    if hasattr(attention, "kv_a_proj_with_mqa"):
+        return [attention.kv_a_proj_with_mqa]
+    same = attention.v_proj is None  # Gemma-4's large models, in global layers
+    return [attention.k_proj, attention.k_proj if same else attention.v_proj]
+
+
+def split(attention: Model, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """A layer's keys and values (T, H, D), of what its projections wrote."""
+    if len(outputs) == 2:
+        keys, values = (output.view(len(output), -1, attention.head_dim) for output in outputs)
+        return keys, values
+    latent, keys = outputs[0].split([attention.kv_lora_rank, attention.qk_rope_head_dim], dim=-1)
+    return keys[:, None], attention.kv_a_layernorm(latent)[:, None]
 
 
 def translate_layer(
@@ -177,23 +222,45 @@ def map_heads(config: dict[str, Any], weight: Tensor, read: Sequence[Tensor]) ->
 
 
 def finish(
-    model: Model, layer: int, keys: Tensor, origin: str, goal: str, first_position: int = 0
+    model: Model,
+    side: str,
+    layer: int,
+    states: Tensor,
+    origin: str,
+    goal: str,
+    first_position: int = 0,
 ) -> Tensor:
-    """Take (T, H, D) keys from one capture point to a later one, with the model's modules."""
-    steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
-    attention = model.model.layers[layer].self_attn
-    if "pre_norm" in steps and hasattr(attention, "k_norm"):
-        keys = attention.k_norm(keys)
-    if "post_norm" in steps:
-        positions = torch.arange(first_position, first_position + len(keys))[None]
-        gemma = model.config.model_type == "gemma3_text"
-        kind = (attention.layer_type,) if gemma else ()  # a rotation for each kind of layer
-        cos, sin = model.model.rotary_emb(keys, positions, *kind)
-        modeling = sys.modules[type(model).__module__]
-        heads_first = keys.transpose(0, 1)[None]
-        _, rotated = modeling.apply_rotary_pos_emb(heads_first, heads_first, cos, sin)
-        keys = rotated[0].transpose(0, 1)
-    return keys
+    """Take (T, H, D) keys or values from one capture point to a later one, by model's modules."""
+    attention = owners(model)[layer]
+    norm = getattr(attention, "k_norm" if side == "keys" else "v_norm", None)
+    if norm is not None and POINTS[origin] < 1 <= POINTS[goal]:
+        states = norm(states)
+    if side == "keys" and POINTS[origin] < 2 <= POINTS[goal]:
+        states = rotate(model, attention, states, first_position)
+    return states
+
+
+def rotate(model: Model, attention: Model, keys: Tensor, first_position: int) -> Tensor:
+    """RoPE of (T, H, D), laid out as transformers has it."""
+    positions = torch.arange(first_position, first_position + len(keys))[None]
+    kind = (attention.layer_type,) if model.config.model_type in PER_KIND else ()
+    angles = model.model.rotary_emb(keys, positions, *kind)
+    modeling = sys.modules[type(model).__module__]
+    both = [keys.transpose(0, 1)[None]] * 2  # in place of queries too
+    if model.config.model_type == "gemma4_text":
+        rotated = modeling.apply_rotary_pos_emb(both[1], *angles)
+    elif model.config.model_type == "deepseek_v2":
+        _, rotated = modeling.apply_rotary_emb(*both, angles)
+    elif interleaves(model):
+        _, rotated = modeling.apply_rotary_pos_emb_interleave(*both, *angles)
+    else:
+        _, rotated = modeling.apply_rotary_pos_emb(*both, *angles)
+    return rotated[0].transpose(0, 1)
+
+
+def interleaves(model: Model) -> bool:
+    """Whether numbers rotated together lie side by side before, and half a width apart after."""
+    return getattr(model.config, "rope_interleave", False)
 
 
 def decode(model: Model, keys: Sequence[Tensor], values: Sequence[Tensor], token: int) -> Reference:
@@ -202,10 +269,37 @@ def decode(model: Model, keys: Sequence[Tensor], values: Sequence[Tensor], token
     The cache holds every token; what lies before a window, transformers masks.
     """
     cache = DynamicCache()
-    keys = [array.transpose(0, 1).contiguous() for array in keys]
-    values = [array.transpose(0, 1).contiguous() for array in values]
-    for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
-        cache.update(key[None], value[None], layer)
+    for layer, attention in enumerate(owners(model)):
+        both = keys[layer], values[layer]
+        if has_latents(model):  # expanded where transformers expands before it caches
+            both = both[::-1] if hasattr(attention, "expand_kv") else expand(attention, *both)
+        cache.update(*(array.transpose(0, 1)[None].contiguous() for array in both), layer)
     logits = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
-    rounded = [[a.float().numpy() for a in side] for side in (keys, values)]
-    return Reference(*rounded, logits.float().numpy())
+    return as_mlx_caches(model, keys, values, logits)
+
+
+def expand(attention: Model, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Every head's keys and values (T, H, D), of rotated k_R and c_KV (T, 1, D)."""
+    both = attention.kv_b_proj(values[:, 0]).view(len(values), attention.num_heads, -1)
+    plain, expanded = both.split([attention.qk_nope_head_dim, attention.v_head_dim], dim=-1)
+    return torch.cat([plain, keys.expand(-1, attention.num_heads, -1)], dim=-1), expanded
+
+
+def as_mlx_caches(
+    model: Model, keys: Sequence[Tensor], values: Sequence[Tensor], logits: Tensor
+) -> Reference:
+    """What mlx-lm's cache stores of rotated keys and values (T, H, D), in float32."""
+    pairs = list(zip(keys, values, strict=True))
+    if model.config.model_type in EXPANDED:
+        pairs = [expand(a, *pair) for a, pair in zip(owners(model), pairs, strict=True)]
+    elif has_latents(model):
+        pairs = [(v, neighbours(k) if interleaves(model) else k) for k, v in pairs]
+    stored = [
+        [a.transpose(0, 1).float().numpy() for a in side] for side in zip(*pairs, strict=True)
+    ]
+    return Reference(*stored, logits.float().numpy())
+
+
+def neighbours(halves: Tensor) -> Tensor:
+    """Numbers that are rotated together side by side again, as mlx-lm leaves them."""
+    return torch.stack(halves.chunk(2, dim=-1), dim=-1).flatten(-2)

@@ -56,7 +56,30 @@ CASES = (
     *(Case("mistral4x24", "llama2x16", nu=nu) for nu in (1, 2)),
     Case("mistral4x24", "dense4x16", 2, True, (("capture", "post_rope"),)),
     Case("dense2x32", "mistral4x24", 2, True, (("capture", "post_norm"),)),
+    *(Case("shared2x32", "same2x32", nu=nu) for nu in (1, 2)),
+    *(Case("same2x32", "shared2x32", nu=nu) for nu in (1, 2)),
+    Case("same2x32", "shared4x16", 2, True, (("bias", True),)),
+    Case("shared2x32", "shared4x16", 2, False),
+    *(
+        Case(*pair, 2, True, (("capture", point),))
+        for pair in (("same2x32", "shared4x16"), ("shared2x32", "same2x32"))
+        for point in ("post_norm", "post_rope")
+    ),
+    *(Case("mla64", "mla48", nu=nu) for nu in (1, 2)),
+    *(Case("mla48", "mla64", nu=nu) for nu in (1, 2)),
+    *(Case("mla48", "mla_v2", nu=nu) for nu in (1, 2)),
+    Case("mla_v2", "mla_glm", 2, True, (("bias", True),)),
+    Case("mla_glm", "mla64", 2, False),
 )
+# One of every way to attend and to cache, for what must fail.
+CONTROLS = (
+    *GOLDEN_CASES,
+    Case("gemma4x16", "gemma1x32", nu=2),
+    Case("shared2x32", "same2x32", nu=2),
+    Case("mla64", "mla48", nu=2),
+    Case("mla48", "mla_v2", nu=2),
+)
+ABSORBED = ("mla64", "mla48", "mla_glm")  # mlx-lm caches rotated keys as their values
 ZOO = tiny.embedded_cases()
 
 Config = dict[str, Any]
@@ -164,6 +187,13 @@ def assert_same(found: Outcome, expected: Outcome, tolerance: float = CACHE_TOLE
     assert logits_error(found, expected) <= LOGITS_TOLERANCE
 
 
+def assert_far(found: Outcome, expected: Outcome) -> None:
+    """Every layer's keys and values and the logits differ by more than rounding could."""
+    assert errors(found.keys, expected.keys).min() > WRONG
+    assert errors(found.values, expected.values).min() > WRONG
+    assert logits_error(found, expected) > WRONG
+
+
 def read(folder: Path) -> tuple[Config, Tensors]:
     """A float32 translator's config and tensors, unchecked."""
     config = json.loads((folder / "translator_config.json").read_text())
@@ -226,15 +256,27 @@ def test_saved_translator(
     assert_same(within_windows(target, found), parity.expected)
 
 
-@pytest.mark.parametrize("case", GOLDEN_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
 def test_rotation_counts(case: Case, root: Path, reference: ModuleType) -> None:
     """Negative control: keys rotated one position off are far from ours."""
     folders, tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
     shifted = reference.hand_over(*folders, tokens, first_position=1)
-    found = hand_over(folders, tokens)
-    assert errors(found.keys, shifted.keys).min() > WRONG
-    assert errors(found.values, shifted.values).max() <= CACHE_TOLERANCE
+    shifted, found = within_windows(folders[1], shifted), hand_over(folders, tokens)
+    sides = [errors(found.keys, shifted.keys), errors(found.values, shifted.values)]
+    rotated, rest = sides[::-1] if case.target in ABSORBED else sides
+    assert rotated.min() > WRONG
+    assert rest.max() <= CACHE_TOLERANCE
     assert logits_error(found, shifted) > WRONG
+
+
+@pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
+def test_layers_count(case: Case, root: Path, tmp_path: Path, reference: ModuleType) -> None:
+    """Negative control: other layers' keys and values, latents included, are far from ours."""
+    (source, target, folder), tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
+    config, tensors = read(folder)
+    tiny.write_translator(tmp_path / "spoiled", config, roll_layers(config, tensors))
+    rolled = reference.hand_over(source, target, tmp_path / "spoiled", tokens)
+    assert_far(hand_over((source, target, folder), tokens), within_windows(target, rolled))
 
 
 # ---- golden files, without PyTorch -----------------------------------------------------
@@ -261,12 +303,14 @@ def test_golden(case: Case, step: int, batched: bool | None, root: Path) -> None
 
 
 def roll_layers(config: Config, tensors: Tensors) -> Tensors:
-    """Hand every target layer's map to the next layer."""
-    depth = len(config["target"]["layers"])
+    """Hand every target layer's map to the next layer of its kind."""
+    kinds = [layer["attention"] for layer in config["target"]["layers"]]
     rolled = {}
     for name, array in tensors.items():
         side, layer, what = name.split(".")
-        rolled[f"{side}.{(int(layer) + 1) % depth}.{what}"] = array
+        alike = [index for index, kind in enumerate(kinds) if kind == kinds[int(layer)]]
+        after = alike[(alike.index(int(layer)) + 1) % len(alike)]
+        rolled[f"{side}.{after}.{what}"] = array
     return rolled
 
 
@@ -287,10 +331,7 @@ def test_map_order_counts(
     tokens, expected = read_golden(case.name, (source, target, folder))
     config, tensors = read(folder)
     tiny.write_translator(tmp_path / "spoiled", config, spoil(config, tensors))
-    found = hand_over((source, target, tmp_path / "spoiled"), tokens)
-    assert errors(found.keys, expected.keys).min() > WRONG
-    assert errors(found.values, expected.values).min() > WRONG
-    assert logits_error(found, expected) > WRONG
+    assert_far(hand_over((source, target, tmp_path / "spoiled"), tokens), expected)
 
 
 # ---- the zoo: both ways -----------------------------------------------------------------

@@ -23,6 +23,7 @@ from kvlingo_mlx import embedded
 Shape = tuple[int, ...]
 
 SIDES = ("keys", "values")
+DIMS = {"keys": "key_dim", "values": "value_dim"}
 EXPERTS, ACTIVE_EXPERTS = 8, 2
 CONTEXT = 512
 # Large enough that attention and routing shape the logits, small enough that nothing saturates.
@@ -328,10 +329,9 @@ def _gemma4_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
         yield "model.per_layer_model_projection.weight", (depth * extra, hidden)
         yield "model.per_layer_projection_norm.weight", (extra,)
     for layer, kind in enumerate(config["layer_types"]):
-        whole, width = kind == "full_attention", config["intermediate_size"]
-        dim = config["global_head_dim" if whole else "head_dim"]
+        whole, width = kind == GLOBAL, config["intermediate_size"]
         same = whole and config.get("attention_k_eq_v", False)
-        heads = config["num_global_key_value_heads" if same else "num_key_value_heads"]
+        heads, dim = _gemma4_heads(config, kind)
         queries = config["num_attention_heads"] * dim
         modules: dict[str, Shape] = {
             "self_attn.q_proj": (queries, hidden),
@@ -367,6 +367,15 @@ def _gemma4_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
                 "experts.down_proj": (experts, hidden, width),
             }
         yield from ((f"model.layers.{layer}.{name}", shape) for name, shape in shapes.items())
+
+
+def _gemma4_heads(config: dict[str, Any], kind: str) -> tuple[int, int]:
+    """KV heads and their width in layers of a kind."""
+    if kind == LOCAL:
+        return config["num_key_value_heads"], config["head_dim"]
+    fewer = config.get("attention_k_eq_v", False)
+    heads = config["num_global_key_value_heads" if fewer else "num_key_value_heads"]
+    return heads, config["global_head_dim"]
 
 
 def _latent_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
@@ -407,6 +416,7 @@ def _latent_shapes(config: dict[str, Any]) -> Iterable[tuple[str, Shape]]:
         yield from ((f"model.layers.{layer}.{n}.weight", shape) for n, shape in modules.items())
 
 
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
 LATENT = ("deepseek_v3", "glm4_moe_lite", "deepseek_v2", "minicpm3")
 # Layers unlike the common one.
 OWN_SHAPES = {"gemma4_text": _gemma4_shapes, **dict.fromkeys(LATENT, _latent_shapes)}
@@ -454,7 +464,7 @@ def write_random_translator(
     head_mixing: bool = True,
     seed: int = 0,
     dtype: str = "float32",
-    capture: str = "pre_norm",
+    capture: str | None = None,
     bias: bool = False,
     head_map: Sequence[int] | None = None,
 ) -> Path:
@@ -462,7 +472,7 @@ def write_random_translator(
 
     Each target layer reads ``nu`` random source layers of its own kind of attention (or all
     there are) in random order, drawn anew for keys and for values, so that no reading order
-    passes for another.
+    passes for another. ``capture`` None is the first point that the models have.
     """
     rng = np.random.RandomState(seed)
     source, target = _model_spec(source_folder), _model_spec(target_folder)
@@ -471,7 +481,7 @@ def write_random_translator(
         "kind": "linear",
         "head_mixing": head_mixing,
         "joint": False,
-        "capture": capture,
+        "capture": capture or ("latent" if target["model_type"] in LATENT else "pre_norm"),
         "source": source,
         "target": target,
         "assignment": {side: _random_layers(rng, source, target, nu) for side in SIDES},
@@ -506,8 +516,7 @@ def write_mlp_translator(folder: Path, like: Path, hidden: int = 8) -> Path:
     rng = np.random.RandomState(SEED)
     tensors = {}
     for side in SIDES:
-        dim = side.removesuffix("s").replace("key", "key_dim").replace("value", "value_dim")
-        widths = [[layer["kv_heads"] * layer[dim] for layer in config[end]["layers"]]
+        widths = [[layer["kv_heads"] * layer[DIMS[side]] for layer in config[end]["layers"]]
                   for end in ("source", "target")]  # fmt: skip
         for t, sources in enumerate(config["assignment"][side]):
             inputs, outputs = sum(widths[0][s] for s in sources), widths[1][t]
@@ -525,44 +534,57 @@ def write_mlp_translator(folder: Path, like: Path, hidden: int = 8) -> Path:
 def _model_spec(folder: Path) -> dict[str, Any]:
     """The description of a model folder, from its config alone; fingerprints unknown."""
     config = json.loads((folder / "config.json").read_text())
-    facts = {
-        "kv_heads": config["num_key_value_heads"],
-        "key_dim": config["head_dim"],
-        "value_dim": config["head_dim"],
-    }
-    windows = [layer_window(config, layer) for layer in range(config["num_hidden_layers"])]
+    owners = config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
     return {
         "name": folder.name,
         "revision": None,
         "model_type": config["model_type"],
         "fingerprint": {"geometry": None, "norms": None, "tokenizer": None},
-        "layers": [
-            {
-                "layer": layer,
-                **facts,
-                "attention": "full" if window is None else "sliding",
-                "window": window,
-            }
-            for layer, window in enumerate(windows)
-        ],
+        "layers": [_cache_layer(config, layer) for layer in range(owners)],
+    }
+
+
+def _cache_layer(config: dict[str, Any], layer: int) -> dict[str, Any]:
+    window = layer_window(config, layer)
+    attention = "full" if window is None else "sliding"
+    if config["model_type"] in LATENT:
+        attention, heads = "latent", 1
+        widths = config["qk_rope_head_dim"], config["kv_lora_rank"]
+    else:
+        heads, dim = config["num_key_value_heads"], config["head_dim"]
+        if config["model_type"] == "gemma4_text":
+            heads, dim = _gemma4_heads(config, config["layer_types"][layer])
+        widths = dim, dim
+    return {
+        "layer": layer,
+        "kv_heads": heads,
+        "key_dim": widths[0],
+        "value_dim": widths[1],
+        "attention": attention,
+        "window": window,
     }
 
 
 def layer_window(config: dict[str, Any], layer: int) -> int | None:
     """How many tokens a layer attends to, by a model's config.json; None for all."""
     pattern = config.get("sliding_window_pattern")
-    return config["sliding_window"] if pattern and (layer + 1) % pattern else None
+    if "layer_types" in config:
+        local = config["layer_types"][layer] == LOCAL
+    else:
+        local = bool(pattern and (layer + 1) % pattern)
+    return config["sliding_window"] if local else None
 
 
 def _map_shapes(config: dict[str, Any], bias: bool) -> dict[str, Shape]:
-    source, target = config["source"]["layers"][0], config["target"]["layers"]
+    source, target = config["source"]["layers"], config["target"]["layers"]
     shapes: dict[str, Shape] = {}
     for side in SIDES:
+        width = DIMS[side]
         for layer, geometry in enumerate(target):
-            heads, dim = geometry["kv_heads"], geometry["key_dim"]
-            nu = len(config["assignment"][side][layer])
-            mixed = (heads * dim, nu * source["kv_heads"] * source["key_dim"])
-            headwise = (heads, dim, nu * source["key_dim"])
+            heads, dim = geometry["kv_heads"], geometry[width]
+            read = [source[index] for index in config["assignment"][side][layer]]
+            mixed = (heads * dim, sum(s["kv_heads"] * s[width] for s in read))
+            headwise = (heads, dim, sum(s[width] for s in read))
             shapes[f"{side}.{layer}.weight"] = mixed if config["head_mixing"] else headwise
             if bias:
                 shapes[f"{side}.{layer}.bias"] = (heads * dim,)
@@ -688,8 +710,57 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         ),
     ),
+    # Gemma-4: two local layers to one global one, the last three without a cache.
+    "shared2x32": (
+        "gemma4_text",
+        dict(
+            seed=10, layers=6, kv_heads=2, head_dim=32, sliding_window=12,
+            layer_types=[LOCAL, LOCAL, GLOBAL] * 2, num_kv_shared_layers=3,
+            hidden_size_per_layer_input=16,
+        ),
+    ),
+    # Three to one, the last two without a cache.
+    "shared4x16": (
+        "gemma4_text",
+        dict(
+            seed=11, layers=8, kv_heads=4, head_dim=16, sliding_window=8, global_head_dim=48,
+            layer_types=[LOCAL, LOCAL, LOCAL, GLOBAL] * 2, num_kv_shared_layers=2,
+            hidden_size_per_layer_input=8,
+            rope_parameters={
+                LOCAL: {"rope_type": "default", "rope_theta": 3000.0},
+                GLOBAL: {"rope_type": "proportional", "rope_theta": 1e5,
+                         "partial_rotary_factor": 0.25},
+            },
+        ),
+    ),
+    # One to one, global layers of fewer heads whose keys are their values; experts.
+    "same2x32": (
+        "gemma4_text",
+        dict(
+            seed=12, layers=4, kv_heads=2, head_dim=32, sliding_window=12,
+            layer_types=[LOCAL, GLOBAL] * 2, attention_k_eq_v=True, num_global_key_value_heads=1,
+            enable_moe_block=True, num_experts=EXPERTS, top_k_experts=ACTIVE_EXPERTS,
+            moe_intermediate_size=32,
+        ),
+    ),
+    # Latents of 64 or 48, rotary keys of 16 or 8.
+    "mla64": ("deepseek_v3", dict(seed=13, layers=3, kv_heads=4, head_dim=16)),
+    "mla48": (
+        "deepseek_v3",
+        dict(
+            seed=14, layers=5, kv_heads=4, head_dim=8, kv_lora_rank=48, qk_rope_head_dim=8,
+            rope_theta=5000.0,
+            rope_scaling={
+                "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32,
+                "mscale": 1.0, "mscale_all_dim": 1.0,
+            },
+        ),
+    ),
+    "mla_v2": (
+        "deepseek_v2", dict(seed=15, layers=4, kv_heads=4, head_dim=16, kv_lora_rank=32)
+    ),
+    "mla_glm": ("glm4_moe_lite", dict(seed=16, layers=4, kv_heads=4, head_dim=16)),
 }  # fmt: skip
-LOCAL, GLOBAL = "sliding_attention", "full_attention"
 # One of each family, for what must hold to the bit.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", dict(seed=1, layers=3, kv_heads=2, head_dim=32)),

@@ -62,20 +62,38 @@ def closed_forms() -> str:
     whole = [r for r in records("quality") if r["config"]["nu"]]
     if not whole:
         return ""
-    record = whole[-1]
     parts = [
         "## Closed forms beside controls\n\n"
         "Recall of first askings on held-out dialogues, and KL (nats per token) over their\n"
         "continuation; standard errors over questions and over dialogues. `shuffled` is the same\n"
         "translator with its maps at wrong layers.\n"
     ]
+    return "\n".join([*parts, *recalls(whole[-1])])
+
+
+def recalls(record: dict) -> list[str]:
+    """A table a pair of what benchmarks/quality.py scored, and where the numbers come from."""
+    parts = []
     for pair, scores in record["results"].items():
         rows = [
             [name, *(f"{s[m]:.3f} ± {s[f'{m}_se']:.3f}" for m in ("hits", "kl"))]
             for name, s in scores.items()
         ]
         parts.append(f"### {pair.replace(':', ' to ')}\n\n{table(['cache', 'recall', 'KL'], rows)}")
-    return "\n".join([*parts, source(record)])
+    return [*parts, source(record)]
+
+
+def families() -> str:
+    """The same for pairs of other families, by assignment."""
+    found = records("families")
+    parts = [
+        "## Other families, by assignment\n\n"
+        "Gemma-3: tiny-gemma3-s has four layers, every second one global, four KV heads of width\n"
+        "32; tiny-gemma3-l six, every third one global, two of width 64. Windows hold 64 tokens,\n"
+        "prefixes 147 to 276. A kind of layer with fewer than nu source layers gives all it has.\n"
+        "`self-distilled` reads one layer, by relative depth.\n"
+    ]
+    return "\n".join([*parts, *(p for r in found for p in recalls(r))]) if found else ""
 
 
 # ---- objectives --------------------------------------------------------------------------
@@ -250,7 +268,15 @@ def throughput() -> str:
 
 
 def main() -> None:
-    sections = [HEAD, closed_forms(), objectives(), throughput(), evaluations(), analyses()]
+    sections = [
+        HEAD,
+        closed_forms(),
+        families(),
+        objectives(),
+        throughput(),
+        evaluations(),
+        analyses(),
+    ]
     PAGE.write_text("\n".join(section for section in sections if section))
 
 

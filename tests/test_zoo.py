@@ -36,6 +36,35 @@ def test_stored_translators_are_found(pair: tuple[str, str]) -> None:
     assert text.startswith("The ")
 
 
+# ---- other families: trained for the tests, not shipped ----------------------------------------
+
+OTHERS = Path(__file__).parent / "zoo"
+PAIRS = [path.parent.name for path in OTHERS.glob("translators/*/translator_config.json")]
+
+
+def test_size_of_what_is_not_shipped() -> None:
+    files = [p for p in OTHERS.rglob("*") if p.is_file()]
+    assert 0 < sum(path.stat().st_size for path in files) <= 40e6
+
+
+@pytest.mark.parametrize("pair", sorted(PAIRS))
+def test_other_families_recall_through_a_translation(pair: str) -> None:
+    """Local layers of Gemma-3 get their windows alone: prefixes are two to four times as long."""
+    source, target = (kv.load(OTHERS / "models" / name) for name in pair.split("--"))
+    translator = kv.load_translator(OTHERS / "translators" / pair)
+    samples = [quality.recall_sample(target, talk) for talk in dialogues.held_out(6, facts=(8, 16))]
+    assert min(len(sample.prefix) for sample in samples) > 2 * 64
+    makers = {
+        "translated": conditions.translated(source, target, translator),
+        "shuffled": conditions.translated(source, target, conditions.shuffled(translator)),
+        "hidden": conditions.hidden(target),
+    }
+    scores = quality.score(target, samples, makers)
+    assert scores["native"].recall >= 0.9
+    assert scores["translated"].recall >= 0.85 * scores["native"].recall
+    assert max(scores[name].recall for name in ("shuffled", "hidden")) <= 0.15
+
+
 def test_unknown_zoo_model() -> None:
     with pytest.raises(ValueError, match="there is no zoo model 'gpt'; there are tiny-qwen3-l"):
         kv.zoo("gpt")

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
 
 from kvlingo_mlx import caches, measure
-from kvlingo_mlx.assignment import relative_depth
+from kvlingo_mlx.assignment import by_depth
 from kvlingo_mlx.generation import translate_span
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
@@ -28,8 +29,13 @@ from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig, maps_of
 from kvlingo_mlx.translators.linear import LinearTranslator
 
 
-def model_of_shape(kind: str, layers: int, kv_heads: int, head_dim: int) -> LanguageModel:
-    """A random model whose cache has the true shape and whose hidden width is tiny."""
+def model_of_shape(
+    kind: str, layers: int, kv_heads: int, head_dim: int, **more: Any
+) -> LanguageModel:
+    """A random model whose cache has the true shape and whose hidden width is tiny.
+
+    ``more`` goes into its config.
+    """
     module = importlib.import_module(f"mlx_lm.models.{kind}")
     config = {
         "model_type": kind, "hidden_size": 32, "num_hidden_layers": layers,
@@ -38,7 +44,7 @@ def model_of_shape(kind: str, layers: int, kv_heads: int, head_dim: int) -> Lang
         "max_position_embeddings": 40960, "head_dim": head_dim,
         "tie_word_embeddings": True, "rope_theta": 1e6, "num_experts": 2,
         "num_experts_per_tok": 1, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "moe_intermediate_size": 32, "norm_topk_prob": True,
+        "moe_intermediate_size": 32, "norm_topk_prob": True, **more,
     }  # fmt: skip
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
@@ -52,7 +58,7 @@ def spec_of(model: LanguageModel) -> ModelSpec:
 
 def random_translator(source: LanguageModel, target: LanguageModel, nu: int) -> LinearTranslator:
     rng = np.random.default_rng(0)
-    assignment = relative_depth(len(source.attentions), len(target.attentions), nu)
+    assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
     config = TranslatorConfig(spec_of(source), spec_of(target), assignment)
     arrays = {
         f"{m.name}.weight": rng.standard_normal((m.outputs, m.inputs), np.float32) * 0.02

@@ -43,9 +43,14 @@ class KVStates:
         """Tokens in the span."""
         return max(array.shape[1] for array in self.keys)
 
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.num_tokens
+
     def first(self, layer: int) -> int:
         """Position of a layer's first token."""
-        return self.start + self.num_tokens - self.keys[layer].shape[1]
+        return self.end - self.keys[layer].shape[1]
 
 
 @dataclass(frozen=True)

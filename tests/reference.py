@@ -270,10 +270,13 @@ def decode(model: Model, keys: Sequence[Tensor], values: Sequence[Tensor], token
     """
     cache = DynamicCache()
     for layer, attention in enumerate(owners(model)):
-        both = keys[layer], values[layer]
-        if has_latents(model):  # expanded where transformers expands before it caches
-            both = both[::-1] if hasattr(attention, "expand_kv") else expand(attention, *both)
-        cache.update(*(array.transpose(0, 1)[None].contiguous() for array in both), layer)
+        key, value = keys[layer], values[layer]
+        if has_latents(model) and hasattr(attention, "expand_kv"):  # caches latents
+            key, value = value, key
+        elif has_latents(model):  # as transformers had it before
+            key, value = expand(attention, key, value)
+        key, value = (array.transpose(0, 1)[None].contiguous() for array in (key, value))
+        cache.update(key, value, layer)
     logits = model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
     return as_mlx_caches(model, keys, values, logits)
 
@@ -294,10 +297,11 @@ def as_mlx_caches(
         pairs = [expand(a, *pair) for a, pair in zip(owners(model), pairs, strict=True)]
     elif has_latents(model):
         pairs = [(v, neighbours(k) if interleaves(model) else k) for k, v in pairs]
-    stored = [
-        [a.transpose(0, 1).float().numpy() for a in side] for side in zip(*pairs, strict=True)
-    ]
-    return Reference(*stored, logits.float().numpy())
+    stored_keys, stored_values = (
+        [array.transpose(0, 1).float().numpy() for array in side]
+        for side in zip(*pairs, strict=True)
+    )
+    return Reference(stored_keys, stored_values, logits.float().numpy())
 
 
 def neighbours(halves: Tensor) -> Tensor:

@@ -70,15 +70,18 @@ class Translator(ABC):
             tuple(
                 LayerGroup(group.layers, start, self._apply(group, states, start))
                 for group in self.groups[side]
-                if (start := _start(group, states, first)) < states.start + states.num_tokens
+                if (start := _start(group, states, first)) < states.end
             )
             for side in SIDES
         )
         return TranslatedStates(keys, values, states.capture)
 
     def _apply(self, group: Group, states: KVStates, start: int) -> mx.array:
-        read = partial(self._read, states, start)
-        result = self._map(group, group.inputs(read)).astype(mx.float32)
+        # A source's own rings hold no more than its windows.
+        held = max(states.first(layer) for cut in group.cuts for reads in cut for _, layer in reads)
+        begin = min(start, max(held, states.end - group.needed(states.end - start)))
+        read = partial(self._read, states, begin)
+        result = self._map(group, group.inputs(read)).astype(mx.float32)[..., start - begin :, :]
         return result + group.vector("bias") if "bias" in group.tensors else result
 
     def _read(self, states: KVStates, start: int, read: Read) -> mx.array:

@@ -14,6 +14,11 @@ How the products are cut depends on the machine, and only ``plan`` knows:
   each concatenated: separate matmuls would be launch-bound.
 - On a CPU each layer and each of its source layers has a matmul of its own, summed in
   place: stacking the inputs costs more than launching (benchmarks/LOG.md).
+
+How a row of a product is rounded may depend on the product's shape, since a BLAS cuts its tiles
+and shares its threads by it. Layers with a window therefore have products of ``BLOCK`` tokens,
+counted back from a span's end, where windows end as well: on a CPU a token's result is the same,
+to the bit, whether all of its span is translated or the window alone.
 """
 
 from __future__ import annotations
@@ -34,6 +39,7 @@ Read = tuple[str, int]  # a side and a source layer
 HIDDEN = ("w1", "b1")  # tensors whose rows are hidden units
 # Hidden numbers a token of one group: half a gigabyte in float32 for a chunk of 2048 tokens.
 MAX_HIDDEN = 2**16
+BLOCK = 256  # tokens: as fast as one product for all; 32 take a third longer on a CPU
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,17 @@ class Group:
         tensors: By the format's last name: matrices (G, 1, 1 or H, rows, in), those over
             a source's states one a cut, some of them quantised where that was asked for; and
             vectors (G, 1, 1 or H, 1, numbers) in float32.
+        in_blocks: Whether products are of ``BLOCK`` tokens: the layers have a window.
     """
 
     layers: tuple[int, ...]
     cuts: tuple[tuple[tuple[Read, ...], ...], ...]
     tensors: dict[str, tuple[mx.array | Quantised, ...]]
+    in_blocks: bool = False
+
+    def needed(self, tokens: int) -> int:
+        """How many of a span's last tokens to read, for the last ``tokens`` to be translated."""
+        return -(-tokens // BLOCK) * BLOCK if self.in_blocks else tokens
 
     def inputs(self, read: Callable[[Read], mx.array]) -> list[mx.array]:
         """What each cut reads, (G, B, 1 or H, T, in); ``read`` gives (B, 1 or H, T, in)."""
@@ -66,6 +78,20 @@ class Group:
 
         In float32, or in 16 bits where both are (ARCHITECTURE.md, decision 9).
         """
+        tokens = inputs[0].shape[-2]
+        packed = isinstance(self.tensors[name][0], Quantised)  # a CPU takes these row by row
+        if packed or not self.in_blocks or tokens < BLOCK:
+            return self._product(name, inputs)
+        rest = tokens % BLOCK
+        blocks = [mx.unflatten(array[..., rest:, :], -2, (-1, BLOCK)) for array in inputs]
+        result = mx.flatten(self._product(name, blocks), 3, 4)
+        if rest:
+            before = self._product(name, [array[..., :rest, :] for array in inputs])
+            result = mx.concatenate([before, result], axis=-2)
+        return result
+
+    def _product(self, name: str, inputs: Sequence[mx.array]) -> mx.array:
+        """Of (G, B, 1 or H, T, in), or with an axis of blocks before T."""
         result: mx.array | None = None
         for array, part in zip(inputs, self.tensors[name], strict=True):
             if isinstance(part, Quantised):
@@ -73,6 +99,8 @@ class Group:
                 result = product if result is None else result + product
                 continue
             matrix = part.swapaxes(-1, -2)
+            if array.ndim > matrix.ndim:
+                matrix = mx.expand_dims(matrix, 3)
             result = array @ matrix if result is None else mx.addmm(result, array, matrix)
         assert result is not None  # every matrix has a part
         return result
@@ -157,7 +185,8 @@ def _group(
     crossing = bits is not None and fits(sum(widths)) and not all(map(fits, widths))
     whole = batched or crossing
     edges = [] if whole else np.cumsum(widths)[:-1].tolist()
-    heads = config.target.layers[layers[0]].kv_heads
+    first = config.target.layers[layers[0]]
+    heads = first.kv_heads
     prefix = f"{side}.{layers[0]}."
     tensors: dict[str, tuple[mx.array | Quantised, ...]] = {}
     for name in (n.removeprefix(prefix) for n in weights.arrays if n.startswith(prefix)):
@@ -173,7 +202,7 @@ def _group(
         packed = bits if fits(stacked.shape[-1]) else None
         tensors[name] = tuple(_device(p, weights, packed, config.head_mixing) for p in parts)
     cuts = (tuple(reads),) if whole else tuple(((read,),) for read in reads[0])
-    return Group(tuple(layers), cuts, tensors)
+    return Group(tuple(layers), cuts, tensors, in_blocks=first.window is not None)
 
 
 def _device(

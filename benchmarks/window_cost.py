@@ -1,0 +1,105 @@
+"""What translating a window alone costs beside translating every token.
+
+    python benchmarks/window_cost.py [--layers 12] [--tokens 8192] [--json FILE]
+
+Shapes of Gemma-3-4B to Gemma-3-12B: 4 to 8 KV heads of 256, windows of 1024 tokens, one global
+layer after five local ones; random weights. Each target layer reads nu source layers of its own
+kind. A translation is a hand-over's but for the source's prefill: products, k_norm, RoPE and cache
+write, chunk by chunk. Beside it the same translator on the same states fills the cache of a model
+whose windows hold the whole prompt. Both alternate in one run; medians and ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from translation_cost import model_of_shape, random_translator
+
+from kvlingo_mlx import caches, measure
+from kvlingo_mlx.generation import translate_span
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.states import KVStates
+
+WINDOW, PERIOD, HEAD_DIM = 1024, 6, 256
+SOURCE, TARGET = (34, 4), (48, 8)  # layers and KV heads
+
+
+def gemma_3(layers: int, kv_heads: int, window: int) -> LanguageModel:
+    """A random model with Gemma-3's cache and pattern of layers, and a tiny hidden width."""
+    return model_of_shape(
+        "gemma3_text", layers, kv_heads, HEAD_DIM, sliding_window=window,
+        sliding_window_pattern=PERIOD, query_pre_attn_scalar=HEAD_DIM, rope_local_base_freq=1e4,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )  # fmt: skip
+
+
+def run(tokens: int, layers: int, nu: int, step: int, trials: int) -> dict[str, Any]:
+    depth, heads = SOURCE
+    source = gemma_3(max(PERIOD, layers * depth // TARGET[0]), heads, WINDOW)
+    target, unbounded = (gemma_3(layers, TARGET[1], window) for window in (WINDOW, tokens))
+    translator = random_translator(source, target, nu)
+    spans = []
+    for start in range(0, tokens, step):
+        shape = (1, min(step, tokens - start), heads * HEAD_DIM)
+        keys, values = (tuple(mx.random.normal(shape) for _ in source.attentions) for _ in range(2))
+        spans.append(KVStates(keys, values, "pre_norm", start))
+        mx.eval(spans[-1].arrays)
+    assert target.cache_dtype == unbounded.cache_dtype == mx.float32
+
+    def translate(model: LanguageModel) -> None:
+        cache = caches.allocate(model, tokens)
+        for states in spans:
+            translate_span(cache, states, source, model, translator, tokens)
+            mx.eval(caches.arrays(cache))
+
+    models = {"window": target, "every token": unbounded}
+    for model in models.values():
+        translate(model)
+    samples: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(trials):
+        for name, model in models.items():
+            samples[name].append(measure.seconds(functools.partial(translate, model)))
+    ratios = [w / e for w, e in zip(samples["window"], samples["every token"], strict=True)]
+    kept = [tokens - first for first in target.geometry.first_kept(tokens)]
+    return {
+        "samples_s": samples,
+        "gflops": translator.flops_per_token
+        * tokens
+        / measure.median(samples["every token"])
+        / 1e9,
+        "tokens_kept": sum(kept) / (tokens * layers),
+        "ratio": measure.median(ratios),
+        "ratio_min": min(ratios),
+        "ratio_max": max(ratios),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--layers", type=int, default=12, help="of the target, of 48")
+    parser.add_argument("--tokens", type=int, default=8 * WINDOW)
+    parser.add_argument("--nu", type=int, default=1)
+    parser.add_argument("--step", type=int, default=2048, help="tokens a chunk")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--json", help="append the record to this file")
+    args = parser.parse_args()
+    found = run(args.tokens, args.layers, args.nu, args.step, args.trials)
+    window, every = (measure.median(found["samples_s"][k]) for k in ("window", "every token"))
+    print(
+        f"{args.tokens} tokens, {args.layers} layers: window alone {window:.2f} s, every token "
+        f"{every:.2f} s ({found['gflops']:.0f} GFLOP/s), ratio {found['ratio']:.3f} "
+        f"({found['ratio_min']:.3f} to {found['ratio_max']:.3f}); "
+        f"{found['tokens_kept']:.3f} of the tokens are kept"
+    )
+    print(measure.machine_line())
+    if args.json:
+        config = {k: v for k, v in vars(args).items() if k != "json"}
+        measure.append_json(args.json, measure.record("window_cost", config, found))
+
+
+if __name__ == "__main__":
+    main()

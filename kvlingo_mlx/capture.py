@@ -60,8 +60,6 @@ class Log(Recorder):
 
     def take(self) -> list[mx.array]:
         """All outputs since the last call, one a module, runs joined."""
-        if not self._runs[0]:
-            return []
         outputs = [mx.concatenate(self._runs[i], axis=1) for i in range(len(self.modules))]
         self._runs = {index: [] for index in range(len(self.modules))}
         return outputs

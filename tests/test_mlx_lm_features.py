@@ -377,7 +377,7 @@ def test_kv_bits_are_refused_where_mlx_lm_fails(
     kind: str, reason: str, opened: Opener, no_prefill: None
 ) -> None:
     model = opened(kind)
-    with pytest.raises((NotImplementedError, AttributeError)):
+    with pytest.raises((NotImplementedError, AttributeError)):  # mlx-lm's own, while it lasts
         decode(model, native(model, TOKENS[:-1], STEP), [7], quantized_kv_start=0, **BITS)
     for start in ({}, {"quantized_kv_start": 0}):  # long before mlx-lm would notice, too
         with pytest.raises(kv.UnsupportedModelError, match=reason + LEAVE_OUT):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -54,7 +55,7 @@ def train(
             bar.update(task, completed=plan.fit_samples + done.step, description=text)
 
         trained = Training(
-            *(torch_model.load(str(folder), dtype=torch.float32) for folder in folders),
+            *(replace(torch_model.load(str(f), dtype=torch.float32), name=f.name) for f in folders),
             DialogueStream(load(folders[1]), facts=facts), plan, work / f"{source}--{target}",
             progress=show, settings=settings,
         ).run()  # fmt: skip

@@ -9,10 +9,15 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import (
+    RotatingKVCache,
+    can_trim_prompt_cache,
+    make_prompt_cache,
+    trim_prompt_cache,
+)
 
 from kvlingo_mlx import caches, capture
-from kvlingo_mlx.conversation.recording import Recording, end, part_of
+from kvlingo_mlx.conversation.recording import Recording, part_of
 from kvlingo_mlx.conversation.spans import Span, common_prefix, cut, grown
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
@@ -67,7 +72,10 @@ class Line:
 
     def mark(self) -> None:
         """Remember this length: rings can be trimmed no further back once they are full."""
-        self._mark = len(self), [_copy(cache) for cache in self.cache]
+        rings = [isinstance(cache, RotatingKVCache) for cache in self.cache]
+        if any(rings):
+            copies = [_copy(c) if ring else None for c, ring in zip(self.cache, rings, strict=True)]
+            self._mark = len(self), copies
 
     def trim(self, length: int) -> int:
         """Give up the tokens from position ``length`` on; returns how many are left.
@@ -81,7 +89,11 @@ class Line:
             trim_prompt_cache(self.cache, len(self) - length)
         elif self._mark is not None and self._mark[0] <= length:
             length, kept = self._mark
-            self.cache = [_copy(cache) for cache in kept]
+            for index, ring in enumerate(kept):
+                if ring is not None:
+                    self.cache[index] = _copy(ring)
+                else:
+                    self.cache[index].trim(len(self) - length)
         else:
             self._clear()
             return 0
@@ -152,11 +164,11 @@ class Line:
         kept = self.model.geometry.first_kept(len(self) + len(tokens))
         with self.whole(), mx.stream(generation_stream):
             # A ring that all this passes by takes its window in one piece, at last.
-            passed = min((first for first in kept if first > len(self)), default=end(states))
+            passed = min((first for first in kept if first > len(self)), default=states.end)
             for start in (*range(states.start, passed, step_size), passed):
-                if start == end(states):
+                if start == states.end:
                     break
-                stop = end(states) if start == passed else min(start + step_size, passed)
+                stop = states.end if start == passed else min(start + step_size, passed)
                 part = part_of(states, start, stop)
                 moved = capture.move(part, source.model, translator.config.capture)
                 translated = translator(moved, kept)

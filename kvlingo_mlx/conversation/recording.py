@@ -21,19 +21,19 @@ class Recording:
 
     def trim(self, length: int) -> None:
         """Forget position ``length`` and what follows."""
-        kept = (part_of(p, p.start, min(length, end(p))) for p in self.parts if p.start < length)
+        kept = (part_of(p, p.start, min(length, p.end)) for p in self.parts if p.start < length)
         self.parts = list(kept)
 
     def forget(self, position: int) -> None:
         """Forget what lies before ``position``."""
-        kept = (part_of(p, max(position, p.start), end(p)) for p in self.parts if end(p) > position)
+        kept = (part_of(p, max(position, p.start), p.end) for p in self.parts if p.end > position)
         self.parts = list(kept)
 
     def reach(self, start: int) -> int:
         """One past the last position up to which everything from ``start`` on is kept."""
         for part in self.parts:
-            if part.start <= start < end(part):
-                start = end(part)
+            if part.start <= start < part.end:
+                start = part.end
         return start
 
     def next_start(self, position: int) -> int | None:
@@ -44,9 +44,9 @@ class Recording:
     def read(self, start: int, stop: int) -> KVStates:
         """One span of what is kept; ``stop`` is at most :meth:`reach` of ``start``."""
         parts = [
-            part_of(p, max(start, p.start), min(stop, end(p)))
+            part_of(p, max(start, p.start), min(stop, p.end))
             for p in self.parts
-            if p.start < stop and end(p) > start
+            if p.start < stop and p.end > start
         ]
         return joined(parts)
 
@@ -62,14 +62,9 @@ class Recording:
         return sum(array.nbytes for part in self.parts for array in part.arrays)
 
 
-def end(states: KVStates) -> int:
-    """One past a span's last position."""
-    return states.start + states.num_tokens
-
-
 def part_of(states: KVStates, start: int, stop: int) -> KVStates:
     """The tokens of a span from position ``start`` to ``stop``."""
-    if (start, stop) == (states.start, end(states)):
+    if (start, stop) == (states.start, states.end):
         return states
     keys, values = (
         tuple(array[:, start - states.start : stop - states.start] for array in side)

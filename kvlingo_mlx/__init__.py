@@ -28,6 +28,7 @@ _HOMES = {
     "IncompatibleTranslatorError": "errors",
     "MalformedTranslatorError": "errors",
     "MissingTranslatorError": "errors",
+    "MalformedConversationError": "errors",
     "MissingExtraError": "errors",
 }
 __all__ = sorted(_HOMES)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -16,6 +16,9 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates, flat
 
 GROW = KVCache.step
+SIDES = ("keys", "values")
+MOVING = ("offset", "_idx")  # what a cache's numbers say of how far it is written
+Sides = tuple[mx.array, mx.array]
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX quantises by
 
 
@@ -281,3 +284,37 @@ def arrays(caches: Sequence[Any]) -> list[mx.array]:
 def nbytes(caches: Sequence[Any]) -> int:
     """Bytes held by caches."""
     return sum(cache.nbytes for cache in caches)
+
+
+def is_ring(cache: Any) -> bool:
+    """Whether a cache keeps a window alone, and cannot be trimmed once it is full."""
+    return isinstance(cache, RotatingKVCache)
+
+
+def numbers(cache: Any) -> dict[str, int]:
+    """What a cache knows besides its arrays: its length, a ring's size and where it writes."""
+    return {name: value for name, value in vars(cache).items() if name not in SIDES}
+
+
+def restored(model: LanguageModel, layer: int, known: Mapping[str, int], arrays: Sides) -> Any:
+    """A cache layer from what :func:`numbers` said of it, and its two arrays as they lay.
+
+    Raises:
+        ValueError: They do not describe this layer of ``model``.
+    """
+    cache = make_prompt_cache(model.model)[layer]
+    fixed = {name: value for name, value in numbers(cache).items() if name not in MOVING}
+    if set(known) != set(numbers(cache)) or any(known[n] != value for n, value in fixed.items()):
+        raise ValueError(f"layer {layer} of {model.name} has a {type(cache).__name__} of {fixed}")
+    room = arrays[0].shape[2]
+    for array, (heads, width) in zip(arrays, stored_shape(model, layer), strict=True):
+        if array.shape != (1, heads, room, width) or array.dtype != model.cache_dtype:
+            raise ValueError(
+                f"layer {layer} of {model.name} holds {array.dtype} {array.shape}; expected "
+                f"{model.cache_dtype} {(1, heads, room, width)}"
+            )
+    if known.get("_idx", known["offset"]) > room:
+        raise ValueError(f"layer {layer} of {model.name} holds {room} tokens, not {known}")
+    vars(cache).update(known)
+    cache.keys, cache.values = arrays
+    return cache

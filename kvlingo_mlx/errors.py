@@ -29,6 +29,10 @@ class MissingTranslatorError(KVLingoError):
     """No translator for this pair where one was looked for."""
 
 
+class MalformedConversationError(KVLingoError):
+    """A saved conversation's folder that is absent, of another version, or damaged."""
+
+
 class MissingExtraError(KVLingoError):
     """A feature whose optional dependencies are not installed."""
 

@@ -8,17 +8,15 @@ prompt token itself, since a translated cache holds no prediction (section 2.1).
 from __future__ import annotations
 
 import contextlib
-import operator
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard, cast
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from jinja2 import TemplateError
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
@@ -28,13 +26,13 @@ from kvlingo_mlx import caches, capture
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load, resolve_translator
+from kvlingo_mlx.prompts import Prompt, as_ids, encode
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.translators.base import Translator
 
 DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 
 Model = str | os.PathLike[str] | LanguageModel
-Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
@@ -66,80 +64,6 @@ class Clock:
         now = time.perf_counter()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
         self._last = now
-
-
-def encode(model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None) -> list[int]:
-    """Token ids of a prompt: text as it is, ids as they are, messages by chat template.
-
-    Raises:
-        ValueError: The prompt is empty, or holds messages and the model has no template.
-    """
-    tokenizer = model.tokenizer
-    if isinstance(prompt, str):
-        _check_text(prompt)
-        bare = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        tokens = tokenizer.encode(prompt, add_special_tokens=bare)
-    elif _is_chat(prompt):
-        tokens = list(_render(model, prompt, enable_thinking))
-    else:
-        tokens = _ids(cast(Sequence[int], prompt))
-    if not tokens:
-        raise ValueError("the prompt is empty; give some text")
-    return tokens
-
-
-def _is_chat(
-    prompt: Sequence[int] | Sequence[dict[str, Any]],
-) -> TypeGuard[Sequence[dict[str, Any]]]:
-    return len(prompt) > 0 and isinstance(prompt[0], dict)
-
-
-def render_text(
-    model: LanguageModel, messages: Sequence[dict[str, Any]], enable_thinking: bool | None = None
-) -> str:
-    """What the chat template makes of messages, up to the header of the next answer.
-
-    Raises:
-        ValueError: There is no template, or it does not take these messages.
-    """
-    return _render(model, messages, enable_thinking, tokenize=False)
-
-
-def _render(
-    model: LanguageModel,
-    messages: Sequence[dict[str, Any]],
-    enable_thinking: bool | None,
-    **options: Any,
-) -> Any:
-    if not model.tokenizer.has_chat_template:
-        raise ValueError(f"{model.name} has no chat template; pass the prompt as text")
-    for message in messages:
-        if isinstance(message.get("content"), str):
-            _check_text(message["content"])
-    switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-    try:
-        return model.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, **switch, **options
-        )
-    except (TemplateError, TypeError) as error:
-        raise ValueError(
-            f"the chat template of {model.name} does not take these messages ({error}); "
-            'each needs a "role" and a "content"'
-        ) from None
-
-
-def _check_text(text: str) -> None:
-    """Refuse text that is not Unicode, as half an emoji or undecoded bytes are."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not valid Unicode ({error.reason})") from None
-
-
-def _ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids as Python integers: a list, or a NumPy or MLX vector."""
-    listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-    return [operator.index(token) for token in listed]
 
 
 def translate_span(
@@ -230,7 +154,7 @@ def hand_over(
         IncompatibleTranslatorError: The translator is for another pair.
         MissingTranslatorError: None was given and none is stored.
     """
-    source, target, tokens = load(prefill_model), load(decode_model), _ids(tokens)
+    source, target, tokens = load(prefill_model), load(decode_model), as_ids(tokens)
     _check_tokens(source, target, tokens, prefill_step_size)
     resolved = None
     if len(tokens) > 1:  # a single token leaves nothing to translate

@@ -130,4 +130,6 @@ def _fast_blas() -> str | None:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    return "OpenBLAS" if "libopenblas" in maps.replace("numpy.libs", "") else "bundled BLAS"
+    known = {"libopenblas": "OpenBLAS", "libmkl_rt": "MKL"}
+    found = (name for file, name in known.items() if file in maps.replace("numpy.libs", ""))
+    return next(found, "bundled BLAS")

@@ -51,9 +51,7 @@ def expected(model: LanguageModel, prompt: list[int]) -> list[int]:
 def ask(talk: Conversation, name: str, message: str, **options: Any) -> None:
     """One reply, which must be the model's own; the active line must hold what was said."""
     model = talk.lines[name].model
-    prompt = talk.transcript.prompt(
-        model, [{"role": "user", "content": message}], talk.enable_thinking
-    )
+    prompt = talk.transcript.prompt(model, [{"role": "user", "content": message}])
     text = talk.reply(name, message, max_tokens=NEW, **options)
     answer = talk.transcript.tokens[len(prompt) :]
     assert talk.transcript.tokens[: len(prompt)] == prompt
@@ -176,7 +174,7 @@ def test_a_switch_without_a_translator_changes_nothing(
         talk.reply("b", "and you")
     assert (talk.messages, talk.transcript.tokens) == before
     ask(talk, "a", "and you")
-    talk.on_missing = "reprefill"
+    talk.exchange.on_missing = "reprefill"
     ask(talk, "b", "is it on?")
     assert talk.last_switch is not None and talk.last_switch.translated == 0
 

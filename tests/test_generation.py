@@ -18,8 +18,8 @@ from test_identity import TOKENS, identity_of
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches, generation, measure
-from kvlingo_mlx.generation import encode
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.prompts import encode
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translators import build
 

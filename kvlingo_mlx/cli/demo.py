@@ -76,7 +76,8 @@ def _run_pair(source_name: str, target_name: str, step) -> dict:
 
 def _answers(talk, source, target, translator) -> list[str]:
     """The question, the true value, and what each condition answers, decoded greedily."""
-    from kvlingo_mlx.generation import encode, generate, mlx_stream_generate
+    from kvlingo_mlx.generation import generate, mlx_stream_generate
+    from kvlingo_mlx.prompts import encode
 
     options: dict[str, Any] = {"max_tokens": 24}
 

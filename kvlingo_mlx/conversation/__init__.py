@@ -8,78 +8,23 @@ translated.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import itertools
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
-from kvlingo_mlx.backend import mx
-
-from mlx_lm.generate import GenerationResponse as MLXResponse
-from mlx_lm.generate import generation_stream, wired_limit
-from mlx_lm.generate import stream_generate as mlx_stream_generate
-
-from kvlingo_mlx import caches
+from kvlingo_mlx.conversation import folder as folders
+from kvlingo_mlx.conversation.accounting import Stats, stats_of
+from kvlingo_mlx.conversation.exchange import Exchange, Given, Switch
 from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.spans import wrote
-from kvlingo_mlx.conversation.transcript import Message, Transcript
-from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
-from kvlingo_mlx.generation import GenerationResponse, Model, check_numbers, timed, with_prefix
-from kvlingo_mlx.loading import find_translator, load, load_translator
-from kvlingo_mlx.pairing import check_pair, check_tokenizers, matches
-from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.conversation.turn import THOUGHT, Turn
+from kvlingo_mlx.generation import GenerationResponse, Model
+from kvlingo_mlx.loading import load
+from kvlingo_mlx.prompts import Message
 
-STRATEGIES = ("alternated", "naive", "reprefill")
-ON_MISSING = ("error", "reprefill")
-THOUGHT = "</think>"  # what ends a reasoning trace
-
-
-@dataclass(frozen=True)
-class Switch:
-    """What it took to bring a line up to date before its model's last step.
-
-    Attributes:
-        name: The model.
-        kept: Tokens that its line held already.
-        translated: Tokens translated.
-        read: Tokens that it read itself, the last one of the prompt left out.
-        seconds: How long that took.
-    """
-
-    name: str
-    kept: int
-    translated: int
-    read: int
-    seconds: float
-
-
-class _Turn:
-    """An answer on its way: the messages it answers, and what was written so far."""
-
-    def __init__(self, messages: list[Message], prompt: list[int], most: int) -> None:
-        self.messages, self.prompt, self.most = messages, prompt, most
-        self.answer: list[int] = []
-        self.text = ""
-        self.ended = False
-        self.started, self.first = time.perf_counter(), 0.0
-
-    @property
-    def left(self) -> int:
-        """Tokens that it may still have; -1 for no limit."""
-        return -1 if self.most == -1 else self.most - len(self.answer)
-
-    def wrote(self, response: MLXResponse, switch: Switch) -> GenerationResponse:
-        """Book a token; returns it with this turn's times."""
-        if not self.answer:
-            self.first = time.perf_counter() - self.started
-        self.answer.append(int(response.token))
-        self.text += response.text
-        self.ended = response.finish_reason == "stop" or not self.left
-        return timed(response, len(self.prompt), switch.seconds, self.first)
+__all__ = ["Conversation", "Switch"]
 
 
 class Conversation:
@@ -94,8 +39,12 @@ class Conversation:
         eager: Translate what one model wrote for all the others as soon as it is finished, so
             that a switch costs one decoding step. Off saves the other lines' memory.
         on_missing: ``error``, or ``reprefill`` to let a model read what no translator brings it.
+        offload: Where a line goes while another model decodes, but for what was just written:
+            ``8bit`` rounds it to 8 bits in memory, ``disk`` writes it to a file (beside the
+            local store, private to this process). None keeps all lines in memory.
         system: A system message to begin with.
         enable_thinking: The chat template's switch.
+        tools: The tools that the chat template announces.
         verbatim: Go on from what was written, whatever the template makes of earlier turns: Qwen's
             strips their thinking, so that the answers after it must be read anew.
         prefill_step_size: Tokens per chunk.
@@ -109,81 +58,40 @@ class Conversation:
     def __init__(
         self,
         models: Mapping[str, Model],
-        translators: Iterable[Translator | str | os.PathLike[str]] = (),
+        translators: Iterable[Given] = (),
         *,
         strategy: str = "alternated",
         eager: bool = True,
         on_missing: str = "error",
+        offload: str | None = None,
         system: str | None = None,
         enable_thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         verbatim: bool = False,
         prefill_step_size: int = 2048,
         allow_mismatch: bool = False,
     ) -> None:
-        for what, value, allowed in (
-            ("strategy", strategy, STRATEGIES),
-            ("on_missing", on_missing, ON_MISSING),
-        ):
-            if value not in allowed:
-                raise ValueError(f"{what} is {value!r}; it must be one of {', '.join(allowed)}")
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
-        if prefill_step_size < 1:
-            raise ValueError(f"prefill_step_size is {prefill_step_size}; it must be at least 1")
-        loaded = {name: load(model) for name, model in models.items()}
-        for model in loaded.values():
-            if strategy == "naive" and any(g.window is not None for g in model.geometry.layers):
-                raise ValueError(
-                    f"strategy is 'naive', but {model.name} has windows: its local layers keep too "
-                    "little of a translated prefix to be translated again; use alternated"
-                )
-        for a, b in itertools.combinations(loaded.values(), 2):
-            check_tokenizers(a, b)
-        records = len(loaded) > 1 and strategy != "reprefill"
-        self.lines = {name: Line(name, m, records=records) for name, m in loaded.items()}
-        self.strategy, self.eager, self.on_missing = strategy, eager, on_missing
-        self.enable_thinking, self.step_size = enable_thinking, prefill_step_size
-        self.allow_mismatch = allow_mismatch
+        self.exchange = Exchange(
+            {name: load(model) for name, model in models.items()}, translators,
+            strategy=strategy, on_missing=on_missing, offload=offload,
+            step_size=prefill_step_size, allow_mismatch=allow_mismatch,
+        )  # fmt: skip
+        self.eager = eager
         start = [{"role": "system", "content": system}] if system is not None else []
-        self.transcript = Transcript(start, verbatim=verbatim)
-        self.last_switch: Switch | None = None
-        self._active: str | None = None
-        self._from: str | None = None
-        self._found: dict[tuple[str, str], Translator | None] = {}
-        self._assign(translators)
+        switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
+        self.transcript = Transcript(start, verbatim=verbatim, switches=switches)
 
-    def _assign(self, translators: Iterable[Translator | str | os.PathLike[str]]) -> None:
-        """Give each translator the directions that it serves."""
-        for given in translators:
-            translator = given if isinstance(given, Translator) else load_translator(given)
-            config, tolerance = translator.config, self.allow_mismatch
-            pairs = [
-                (a.name, b.name)
-                for a, b in itertools.permutations(self.lines.values(), 2)
-                if matches(config.source, a.model, allow_mismatch=tolerance)
-                and matches(config.target, b.model, allow_mismatch=tolerance)
-            ]
-            if not pairs:
-                raise IncompatibleTranslatorError(
-                    f"the translator from {config.source.name} to {config.target.name} fits no two "
-                    f"of this conversation's models: {', '.join(self.lines)}"
-                )
-            for source, target in pairs:
-                models = self.lines[source].model, self.lines[target].model
-                check_pair(config, *models, allow_mismatch=tolerance)
-                self._found[source, target] = translator
+    @property
+    def lines(self) -> Mapping[str, Line]:
+        """What each model holds, by name."""
+        return self.exchange.lines
 
-    def _translator(self, source: str, target: str) -> Translator | None:
-        """The translator of a direction, or None; the local store is searched once."""
-        if (source, target) not in self._found:
-            models = self.lines[source].model, self.lines[target].model
-            try:
-                path = find_translator(*models, allow_mismatch=self.allow_mismatch)
-            except MissingTranslatorError:
-                self._found[source, target] = None
-            else:
-                self._found[source, target] = load_translator(path)
-        return self._found[source, target]
+    @property
+    def last_switch(self) -> Switch | None:
+        """What the last answer's model lacked, and how it got that."""
+        return self.exchange.last
 
     @property
     def messages(self) -> list[Message]:
@@ -201,9 +109,7 @@ class Conversation:
     def branch(self) -> Conversation:
         """A conversation that goes on from here on its own; models and numbers are shared."""
         made = copy.copy(self)
-        made.transcript = self.transcript.copy()
-        made.lines = {name: line.copy() for name, line in self.lines.items()}
-        made._found = self._found
+        made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
         return made
 
     # ---- replies ----------------------------------------------------------------------------
@@ -246,169 +152,111 @@ class Conversation:
             ValueError: No model of that name, or a message that cannot be rendered.
             MissingTranslatorError: A span that only another model wrote cannot be translated.
         """
-        line = self._line(name)
         if max_tokens == 0 or max_tokens < -1:
             raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1")
         if first_token not in ("target", "source") or (first_token == "source" and not prefill):
             raise ValueError(
                 f"first_token is {first_token!r}; it must be target, or source beside a prefill"
             )
+        for writer in filter(None, (name, prefill, reasoning)):
+            self.exchange.line(writer)  # all must be there before anybody begins
+        model = self.exchange.line(name).model
         new = [{"role": "user", "content": message}] if isinstance(message, str) else list(message)
-        prompt = self.transcript.prompt(line.model, new, self.enable_thinking)
-        line.model.check_tokens(prompt)
-        turn = _Turn(new, prompt, max_tokens)
+        prompt = self.transcript.prompt(model, new)
+        model.check_tokens(prompt)
         options = {"sampler": sampler, "logits_processors": logits_processors}
+        turn = Turn(self.exchange, new, prompt, max_tokens, options)
+        if prefill is not None and first_token == "target":
+            self.exchange.bring(prefill, prompt[:-1])
+        parts: list[tuple[str, int, str | None]] = [(name, -1, None)]
+        if reasoning is not None:
+            parts.insert(0, (reasoning, -1, THOUGHT))
+        if prefill is not None and first_token == "source":
+            parts.insert(0, (prefill, 1, None))
         try:
-            if prefill is not None and first_token == "target":
-                self._bring(self._line(prefill), prompt[:-1])
-            elif prefill is not None:
-                yield from self._run(self._line(prefill), turn, 1, None, options)
-            if reasoning is not None and not turn.ended:
-                yield from self._run(self._line(reasoning), turn, -1, THOUGHT, options)
-            if not turn.ended:
-                yield from self._run(line, turn, -1, None, options)
+            for part in parts:
+                if not turn.ended:
+                    yield from turn.write(*part)
         except GeneratorExit:
-            self._finish(line, turn)
+            self._finish(turn)
             raise
-        self._finish(line, turn)
+        self._finish(turn)
 
-    def _run(
-        self, line: Line, turn: _Turn, most: int, until: str | None, options: Mapping[str, Any]
-    ) -> Iterator[GenerationResponse]:
-        """One model's part of an answer: up to ``most`` tokens, or until its text holds a mark."""
-        tokens = [*turn.prompt, *turn.answer]
-        switch = self._bring(line, tokens[:-1])
-        self.last_switch = switch
-        line.mark()
-        left = turn.left if most == -1 else min(most, turn.left) if turn.left != -1 else most
-        run: list[int] = []
-        text = ""
-        streams: Any = [generation_stream]
-        with line.whole(), line.tapped() as take, wired_limit(line.model.model, streams):
-            responses = mlx_stream_generate(
-                line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=left,
-                prompt_cache=line.cache, sampler=options["sampler"],
-                logits_processors=with_prefix(options["logits_processors"], tokens[:-1]),
-            )  # fmt: skip
-            try:
-                with contextlib.closing(responses):
-                    for response in responses:
-                        if not run:
-                            check_numbers(response, line.model, line.model)
-                        run.append(int(response.token))
-                        text += response.text
-                        yield turn.wrote(response, switch)
-                        if until is not None and until in text:
-                            break
-            except GeneratorExit:
-                line.wrote([*tokens[-1:], *run], take())
-                raise
-            # The loop has run every token that it gave out, a stop token included.
-            line.wrote([*tokens[-1:], *run], take())
-
-    def _finish(self, line: Line, turn: _Turn) -> None:
+    def _finish(self, turn: Turn) -> None:
         """Let what was said join the conversation, and the other lines follow."""
         answer = {"role": "assistant", "content": turn.text}
         self.transcript.wrote([*turn.messages, answer], turn.prompt, turn.answer)
-        if self.eager and self.strategy == "alternated":
-            self._follow(turn.prompt + turn.answer)
+        if self.eager and self.exchange.strategy == "alternated":
+            self.exchange.follow(turn.prompt + turn.answer)
 
-    def _line(self, name: str) -> Line:
-        if name not in self.lines:
-            raise ValueError(f"there is no model {name!r}; there are {', '.join(self.lines)}")
-        return self.lines[name]
+    # ---- memory -----------------------------------------------------------------------------
 
-    # ---- lines ------------------------------------------------------------------------------
+    def offload(self, name: str, where: str = "8bit") -> int:
+        """Put a model's line away until that model is to answer; returns the bytes given back.
 
-    def _bring(self, line: Line, tokens: Sequence[int]) -> Switch:
-        """Make a line hold ``tokens``: translate what others wrote, read the rest natively."""
-        started = time.perf_counter()
-        kept = line.trim(self._kept(line, tokens))
-        translated = read = 0
-        while len(line) < len(tokens):
-            source, stop = self._offer(line, tokens)
-            begun = len(line)
-            if source is None:
-                line.read(tokens[begun:stop], self.step_size)
-                read += stop - begun
-            else:
-                self._translate(source, line, tokens[begun:stop])
-                translated += stop - begun
-        mx.eval(caches.arrays(line.cache))
-        self._forget()
-        return Switch(line.name, kept, translated, read, time.perf_counter() - started)
-
-    def _kept(self, line: Line, tokens: Sequence[int]) -> int:
-        """How much of a line stays at a switch to it, by the strategy."""
-        switched = self._active is not None and self._active != line.name
-        previous, self._active = self._active, line.name
-        if not switched or self.strategy == "alternated":
-            return line.common(tokens)
-        self._from = previous
-        return 0
-
-    def _offer(self, line: Line, tokens: Sequence[int]) -> tuple[Line | None, int]:
-        """What to do next: whose states to translate, or none, and up to which position.
+        Args:
+            name: Whose line.
+            where: ``8bit`` (in memory, rounded) or ``disk`` (exact, checked when it comes back).
 
         Raises:
-            MissingTranslatorError: Others wrote the next token, and none can be translated.
+            ValueError: No such model or place.
+            OSError: It cannot be written; the line is as it was.
         """
-        begun, best, stop = len(line), None, len(line)
-        missing: Line | None = None
-        later = len(tokens)
-        if self.strategy == "reprefill":
-            return None, later
-        for other in self.lines.values():
-            if other is line or (self.strategy == "naive" and other.name != self._from):
-                continue
-            shared = other.common(tokens)
-            reach = min(other.native.reach(begun), shared)
-            if self._translator(other.name, line.name) is None:
-                missing = other if wrote(other.spans, begun, shared) else missing
-            elif reach > stop:
-                best, stop = other, reach
-            elif (following := other.native.next_start(begun)) and following < shared:
-                later = min(later, following)
-        if best is not None:
-            return best, stop
-        if missing is not None and self.on_missing == "error":
-            raise MissingTranslatorError(
-                f"no translator from {missing.name} ({missing.model.name}) to {line.name} "
-                f"({line.model.name}): pass one in translators, make one with `kvlingo-mlx fit`, "
-                "or let the model read what is missing with on_missing='reprefill' "
-                "(--on-missing reprefill)"
-            )
-        return None, later
+        return self.exchange.put_away(name, where)
 
-    def _translate(self, source: Line, line: Line, tokens: Sequence[int]) -> None:
-        translator = self._translator(source.name, line.name)
-        assert translator is not None
-        begun = len(line)
-        states = source.native.read(begun, begun + len(tokens))
-        keep = self.strategy == "naive"
-        line.take_over(tokens, states, source, translator, self.step_size, keep=keep)
+    def stats(self) -> Stats:
+        """What each line holds, and what everything takes in memory."""
+        return stats_of(self.exchange)
 
-    def _follow(self, tokens: Sequence[int]) -> None:
-        """Translate for every other line what it lacks of ``tokens``, as far as it can be."""
-        for line in self.lines.values():
-            if line.trim(line.common(tokens)) == len(tokens):
-                continue
-            with contextlib.suppress(MissingTranslatorError):
-                while len(line) < len(tokens):
-                    source, stop = self._offer(line, tokens)
-                    if source is None:
-                        break
-                    self._translate(source, line, tokens[len(line) : stop])
-        self._forget()
+    def measure_reprefill(self) -> float:
+        """Seconds that the last answer's model takes to read its whole prompt, measured now.
 
-    def _forget(self) -> None:
-        """Let go of states that every line that could take them has."""
-        if self.strategy == "naive":
-            return
-        for line in self.lines.values():
-            others = [
-                other.common(line.tokens)
-                for other in self.lines.values()
-                if other is not line and self._translator(line.name, other.name) is not None
-            ]
-            line.native.forget(min(others, default=len(line)))
+        What :attr:`last_switch` took is to be compared with; a cache of that length is made
+        and dropped.
+
+        Raises:
+            ValueError: Nobody has answered yet.
+        """
+        return self.exchange.measure_reprefill()
+
+    # ---- on disk ----------------------------------------------------------------------------
+
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write everything but models and translators to a folder: all of it, or nothing.
+
+        A conversation that was saved there before is replaced.
+
+        Raises:
+            ValueError: ``folder`` exists and is no conversation of ours.
+        """
+        return folders.write(folder, self.exchange, self.transcript)
+
+    @classmethod
+    def resume(
+        cls,
+        folder: str | os.PathLike[str],
+        models: Mapping[str, Model],
+        translators: Iterable[Given] = (),
+        **options: Any,
+    ) -> Self:
+        """Go on with a saved conversation; nothing is read or translated anew.
+
+        Args:
+            folder: What :meth:`save` wrote.
+            models: By the names they had.
+            translators: As for a new conversation; those that were in use must be among them
+                or in the local store.
+            options: ``eager``, ``on_missing``, ``offload``, ``prefill_step_size`` and
+                ``allow_mismatch``; everything else is the saved conversation's.
+
+        Raises:
+            MalformedConversationError: No saved conversation, one of another version, or damaged.
+            ValueError: A model is missing, or another than it was.
+            IncompatibleTranslatorError: A translator is missing, or another than it was.
+        """
+        saved = folders.Saved(folder)
+        loaded = {name: load(model) for name, model in models.items()}
+        saved.check_models(loaded)
+        talk = cls(loaded, translators, strategy=saved.strategy, **options)
+        talk.transcript = saved.restore(talk.exchange)
+        return talk

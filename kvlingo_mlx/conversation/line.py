@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import (
-    RotatingKVCache,
-    can_trim_prompt_cache,
-    make_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
 from kvlingo_mlx import caches, capture
 from kvlingo_mlx.conversation.recording import Recording, part_of
 from kvlingo_mlx.conversation.spans import Span, common_prefix, cut, grown
+from kvlingo_mlx.conversation.storage import Storage
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.states import KVStates, TranslatedStates
 from kvlingo_mlx.translators.base import Translator
+
+Mark = tuple[int, list[Any]]
 
 
 class Line:
@@ -30,7 +29,6 @@ class Line:
     Attributes:
         name: What the conversation calls the model.
         model: The model.
-        cache: Its caches, one a layer.
         tokens: Ids of the tokens they hold.
         spans: Who wrote them.
         native: What the model's own projections wrote, until the other lines have it.
@@ -39,70 +37,154 @@ class Line:
 
     def __init__(self, name: str, model: LanguageModel, *, records: bool) -> None:
         self.name, self.model, self.records = name, model, records
-        self._clear()
+        self.clear()
 
-    def _clear(self) -> None:
-        self.cache: list[Any] = make_prompt_cache(self.model.model)
+    def clear(self) -> None:
+        """Give up everything."""
+        self._caches: list[Any] = make_prompt_cache(self.model.model)
         self.tokens: list[int] = []
         self.spans: list[Span] = []
         self.native = Recording()
-        self._mark: tuple[int, list[Any]] | None = None
+        self._mark: Mark | None = None
+        self._away: Storage | None = None
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its caches and of what it keeps for others."""
-        return caches.nbytes(self.cache) + self.native.nbytes
+    def cache(self) -> list[Any]:
+        """The model's caches, one a layer; brought back if they were put away.
+
+        Raises:
+            KVLingoError: What was put away is damaged. The line is empty then.
+        """
+        if self._away is not None:
+            self._return()
+        return self._caches
 
     def copy(self) -> Line:
         """One that goes its own way."""
         made = Line(self.name, self.model, records=self.records)
-        made.cache = [_copy(cache) for cache in self.cache]
+        made._caches = [_copy(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
-        made.native, made._mark = self.native.copy(), self._mark
+        made.native, made._mark, made._away = self.native.copy(), self._mark, self._away
         return made
 
     def common(self, tokens: Sequence[int]) -> int:
         """How many leading tokens it shares with ``tokens``."""
         return common_prefix(self.tokens, tokens)
 
+    # ---- away -----------------------------------------------------------------------------
+
+    @property
+    def where(self) -> str:
+        """``empty``, ``resident``, or where it was put."""
+        if not self.tokens:
+            return "empty"
+        return "resident" if self._away is None else self._away.where
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of memory that its caches take, wherever they are."""
+        kept = [ring for ring in self._mark[1] if ring is not None] if self._mark else []
+        own = {id(array) for array in caches.arrays(self._caches)}
+        marked = sum(a.nbytes for a in caches.arrays(kept) if id(a) not in own)
+        away = 0 if self._away is None else self._away.nbytes
+        return caches.nbytes(self._caches) + marked + away
+
+    def arrays(self) -> dict[str, mx.array]:
+        """The arrays of its caches and its mark by name, from wherever they are."""
+        if self._away is not None:
+            return self._away.take()
+        return {name: getattr(cache, side) for name, cache, side in self._places()}
+
+    def _places(self) -> Iterator[tuple[str, Any, str]]:
+        """A name for each array, the cache it belongs to, and its side."""
+        marked = self._mark[1] if self._mark else []
+        for prefix, listed in (("", self._caches), ("mark.", marked)):
+            for layer, cache in enumerate(listed):
+                if cache is not None and cache.offset:
+                    for side in caches.SIDES:
+                        yield f"{prefix}{layer}.{side}", cache, side
+
+    def put_away(self, put: Callable[[Mapping[str, mx.array]], Storage]) -> Storage | None:
+        """Let ``put`` keep its arrays until they are wanted; None if there is nothing to put."""
+        if self._away is None and self.tokens:
+            self._away = put(self.arrays())
+            # Copies, since a branch may hold the caches themselves.
+            self._caches = [_copy(cache) for cache in self._caches]
+            if self._mark:
+                self._mark = self._mark[0], [c and _copy(c) for c in self._mark[1]]
+            for _, cache, side in self._places():
+                setattr(cache, side, None)
+        return self._away
+
+    def recall(self) -> None:
+        """Begin to bring its arrays back, and return at once."""
+        if self._away is not None:
+            self._away.recall()
+
+    def _return(self) -> None:
+        assert self._away is not None
+        try:
+            arrays = self._away.take()
+        except KVLingoError as error:
+            self.clear()
+            raise KVLingoError(
+                f"the line of {self.name} is lost ({error}); ask again, and it is read anew"
+            ) from None
+        for name, cache, side in self._places():
+            setattr(cache, side, arrays[name])
+        self._away = None
+
     # ---- shrinking ------------------------------------------------------------------------
 
     def mark(self) -> None:
         """Remember this length: rings can be trimmed no further back once they are full."""
-        rings = [isinstance(cache, RotatingKVCache) for cache in self.cache]
+        rings = [_copy(cache) if caches.is_ring(cache) else None for cache in self.cache]
         if any(rings):
-            copies = [_copy(c) if ring else None for c, ring in zip(self.cache, rings, strict=True)]
-            self._mark = len(self), copies
+            self._mark = len(self), rings
 
-    def trim(self, length: int) -> int:
-        """Give up the tokens from position ``length`` on; returns how many are left.
+    def kept(self, length: int) -> int:
+        """How many tokens :meth:`trim` leaves of ``length``.
 
-        Those may be fewer: where a ring has forgotten what its window now needs, the line
-        goes back to its mark, or to nothing.
+        They may be fewer: where a ring has forgotten what its window would need, the line goes
+        back to its mark, or to nothing.
         """
         if length >= len(self):
             return len(self)
-        if can_trim_prompt_cache(self.cache):
-            trim_prompt_cache(self.cache, len(self) - length)
-        elif self._mark is not None and self._mark[0] <= length:
-            length, kept = self._mark
-            for index, ring in enumerate(kept):
-                if ring is not None:
-                    self.cache[index] = _copy(ring)
-                else:
-                    self.cache[index].trim(len(self) - length)
-        else:
-            self._clear()
+        if can_trim_prompt_cache(self._caches):
+            return length
+        return self._mark[0] if self._mark is not None and self._mark[0] <= length else 0
+
+    def trim(self, length: int) -> int:
+        """Give up the tokens from :meth:`kept` of ``length`` on; returns how many are left."""
+        kept = self.kept(length)
+        if kept == len(self):
+            return kept
+        if not kept:
+            self.clear()
             return 0
-        if self._mark is not None and self._mark[0] > length:
+        if can_trim_prompt_cache(self._caches):
+            trim_prompt_cache(self._caches, len(self) - kept)
+        else:
+            self._back_to_mark()
+        if self._mark is not None and self._mark[0] > kept:
             self._mark = None
-        self.tokens = self.tokens[:length]
-        self.spans = cut(self.spans, length)
-        self.native.trim(length)
-        return length
+        self.tokens = self.tokens[:kept]
+        self.spans = cut(self.spans, kept)
+        self.native.trim(kept)
+        return kept
+
+    def _back_to_mark(self) -> None:
+        own = self.cache
+        assert self._mark is not None
+        length, rings = self._mark
+        for index, ring in enumerate(rings):
+            if ring is not None:
+                own[index] = _copy(ring)
+            else:
+                own[index].trim(len(self) - length)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -115,12 +197,12 @@ class Line:
 
     def _settle(self) -> None:
         """Take back what some caches have written beyond the tokens."""
-        beyond = [cache.offset - len(self) for cache in self.cache]
+        beyond = [cache.offset - len(self) for cache in self._caches]
         if any(more < 0 or (more and not cache.is_trimmable())
-               for more, cache in zip(beyond, self.cache, strict=True)):  # fmt: skip
-            self._clear()
+               for more, cache in zip(beyond, self._caches, strict=True)):  # fmt: skip
+            self.clear()
             return
-        for more, cache in zip(beyond, self.cache, strict=True):
+        for more, cache in zip(beyond, self._caches, strict=True):
             cache.trim(more)
 
     # ---- growing --------------------------------------------------------------------------
@@ -136,6 +218,22 @@ class Line:
                 self.wrote(chunk, states)
                 mx.clear_cache()
 
+    @contextlib.contextmanager
+    def decoding(self, first: int) -> Iterator[list[int]]:
+        """Book what the model runs meanwhile: the token ``first``, and those put into the list.
+
+        Whoever stops asking for more leaves them booked; anything else that ends it early
+        leaves the line as it was.
+        """
+        run = [first]
+        with self.whole(), self.tapped() as take:
+            try:
+                yield run
+            except GeneratorExit:
+                self.wrote(run, take())
+                raise
+            self.wrote(run, take())
+
     def wrote(self, tokens: Sequence[int], states: KVStates | None) -> None:
         """Book tokens that the model has run, and what its projections wrote of them."""
         self.tokens += tokens
@@ -144,7 +242,7 @@ class Line:
             self.native.add(states)
 
     @contextlib.contextmanager
-    def tapped(self) -> Iterator[Any]:
+    def tapped(self) -> Iterator[Callable[[], KVStates | None]]:
         """Yields a function that returns what was written since its last call, or None."""
         if not self.records:
             yield lambda: None
@@ -171,17 +269,64 @@ class Line:
                 stop = states.end if start == passed else min(start + step_size, passed)
                 part = part_of(states, start, stop)
                 moved = capture.move(part, source.model, translator.config.capture)
-                translated = translator(moved, kept)
-                caches.append(self.cache, translated, self.model)
-                if keep:
-                    self.native.add(translated.states(len(self.cache)))
-                mx.async_eval(caches.arrays(self.cache))
+                self._append(translator(moved, kept), keep)
             begun = len(self)
             self.tokens += tokens
             for span in source.spans:  # what it wrote itself, unless the strategy is naive
                 if span.stop > begun:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)
+
+    def _append(self, translated: TranslatedStates, keep: bool) -> None:
+        if self._away is not None:  # it comes back while this is worked out
+            groups = (*translated.keys, *translated.values)
+            mx.async_eval([group.states for group in groups])
+        caches.append(self.cache, translated, self.model)
+        if keep:
+            self.native.add(translated.states(len(self.cache)))
+        mx.async_eval(caches.arrays(self.cache))
+
+    # ---- as numbers -----------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """All but arrays, for JSON."""
+        mark = self._mark and {
+            "length": self._mark[0],
+            "caches": [cache and caches.numbers(cache) for cache in self._mark[1]],
+        }
+        return {
+            "tokens": self.tokens,
+            "spans": [vars(span) for span in self.spans],
+            "caches": [caches.numbers(cache) for cache in self._caches],
+            "mark": mark,
+            "native": self.native.facts(),
+        }
+
+    def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
+        """Become the line that gave ``facts`` and :meth:`arrays`, of an equal model, but for what
+        :attr:`native` holds.
+
+        Raises:
+            ValueError, KeyError, TypeError: They do not go together, or with this model.
+        """
+        self.clear()
+
+        def one(prefix: str, layer: int, known: Mapping[str, int]) -> Any:
+            if not known["offset"]:
+                return self._caches[layer]
+            keys, values = (arrays[f"{prefix}{layer}.{side}"] for side in caches.SIDES)
+            return caches.restored(self.model, layer, known, (keys, values))
+
+        numbers = list(enumerate(facts["caches"]))
+        made = [one("", layer, known) for layer, known in numbers]
+        tokens, spans = list(facts["tokens"]), [Span(**span) for span in facts["spans"]]
+        if len(made) != len(self._caches) or {c.offset for c in made} != {len(tokens)}:
+            raise ValueError(f"{len(tokens)} tokens, but caches of {[c.offset for c in made]}")
+        if facts["mark"] is not None:
+            rings = enumerate(facts["mark"]["caches"])
+            marked = [None if known is None else one("mark.", i, known) for i, known in rings]
+            self._mark = facts["mark"]["length"], marked
+        self._caches, self.tokens, self.spans = made, tokens, spans
 
 
 def _copy(cache: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -21,13 +22,15 @@ class Recording:
 
     def trim(self, length: int) -> None:
         """Forget position ``length`` and what follows."""
-        kept = (part_of(p, p.start, min(length, p.end)) for p in self.parts if p.start < length)
-        self.parts = list(kept)
+        self._keep(0, length)
 
     def forget(self, position: int) -> None:
         """Forget what lies before ``position``."""
-        kept = (part_of(p, max(position, p.start), p.end) for p in self.parts if p.end > position)
-        self.parts = list(kept)
+        self._keep(position, self.parts[-1].end if self.parts else position)
+
+    def _keep(self, start: int, stop: int) -> None:
+        kept = [p for p in self.parts if p.start < stop and p.end > start]
+        self.parts = [_alone(p, max(start, p.start), min(stop, p.end)) for p in kept]
 
     def reach(self, start: int) -> int:
         """One past the last position up to which everything from ``start`` on is kept."""
@@ -56,6 +59,29 @@ class Recording:
         made.parts = list(self.parts)
         return made
 
+    def arrays(self) -> dict[str, mx.array]:
+        """All arrays by name: part, side, layer."""
+        return {
+            f"{index}.{side}.{layer}": array
+            for index, part in enumerate(self.parts)
+            for side in ("keys", "values")
+            for layer, array in enumerate(part.side(side))
+        }
+
+    def facts(self) -> list[dict[str, Any]]:
+        """All but arrays, for JSON."""
+        return [{"start": p.start, "capture": p.capture, "layers": len(p.keys)} for p in self.parts]
+
+    def restore(self, facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, mx.array]) -> None:
+        """Become what gave ``facts`` and :meth:`arrays`; KeyError if they do not go together."""
+        self.parts = []
+        for index, fact in enumerate(facts):
+            keys, values = (
+                tuple(arrays[f"{index}.{side}.{layer}"] for layer in range(fact["layers"]))
+                for side in ("keys", "values")
+            )
+            self.parts.append(KVStates(keys, values, fact["capture"], fact["start"]))
+
     @property
     def nbytes(self) -> int:
         """Bytes that it takes."""
@@ -71,6 +97,16 @@ def part_of(states: KVStates, start: int, stop: int) -> KVStates:
         for side in (states.keys, states.values)
     )
     return KVStates(keys, values, states.capture, start)
+
+
+def _alone(states: KVStates, start: int, stop: int) -> KVStates:
+    """A part in arrays of its own, since a slice keeps all that it was cut from in memory."""
+    if (start, stop) == (states.start, states.end):
+        return states
+    part = part_of(states, start, stop)
+    keys, values = (tuple(array * 1 for array in side) for side in (part.keys, part.values))
+    mx.eval(keys, values)
+    return KVStates(keys, values, part.capture, part.start)
 
 
 def joined(parts: Sequence[KVStates]) -> KVStates:

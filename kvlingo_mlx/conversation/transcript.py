@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.generation import encode, render_text
+from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.prompts import Message, encode, render_text
 
-Message = dict[str, Any]
 MARK = "\u2039answer\u203a"  # an answer that no conversation holds
 
 
@@ -25,20 +25,29 @@ class Transcript:
         messages: Every message so far.
         tokens: The tokens of the conversation as it was last read and written.
         boundaries: Lengths of ``tokens`` at which a prompt or an answer ended.
+        verbatim: Whether to go on from what was written.
+        switches: The chat template's (``enable_thinking``, ``tools``).
+        previous: As it was before the last exchange, or None.
     """
 
-    def __init__(self, messages: Sequence[Message] = (), *, verbatim: bool = False) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Message] = (),
+        *,
+        verbatim: bool = False,
+        switches: Mapping[str, Any] | None = None,
+    ) -> None:
         self.messages: list[Message] = list(messages)
-        self.verbatim = verbatim
         self.tokens: list[int] = []
         self.boundaries: list[int] = []
-        self._before: list[Transcript] = []
+        self.verbatim, self.switches = verbatim, dict(switches or {})
+        self.previous: Transcript | None = None
 
     def copy(self) -> Transcript:
         """One that goes its own way."""
-        made = Transcript(self.messages, verbatim=self.verbatim)
+        made = Transcript(self.messages, verbatim=self.verbatim, switches=self.switches)
         made.tokens, made.boundaries = list(self.tokens), list(self.boundaries)
-        made._before = list(self._before)
+        made.previous = self.previous
         return made
 
     def undo(self) -> Transcript:
@@ -47,34 +56,30 @@ class Transcript:
         Raises:
             ValueError: There has been none.
         """
-        if not self._before:
+        if self.previous is None:
             raise ValueError("there is nothing to undo: nobody has answered yet")
-        return self._before[-1].copy()
+        return self.previous.copy()
 
-    def prompt(
-        self, model: LanguageModel, new: Sequence[Message], enable_thinking: bool | None
-    ) -> list[int]:
+    def prompt(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
         """The tokens up to the header of the answer to ``new``, by ``model``'s template.
 
         Raises:
             ValueError: The model has no template, or it does not take these messages.
         """
         if self.verbatim and self.tokens:
-            return self.tokens + self._continuation(model, new, enable_thinking)
-        text = render_text(model, [*self.messages, *new], enable_thinking)
+            return self.tokens + self._continuation(model, new)
+        text = render_text(model, [*self.messages, *new], **self.switches)
         for boundary in sorted(self.boundaries, reverse=True):
             written = model.tokenizer.decode(self.tokens[:boundary])
             if text.startswith(written):
                 rest = text[len(written) :]
                 return self.tokens[:boundary] + (_encode(model, rest) if rest else [])
-        return encode(model, [*self.messages, *new], enable_thinking)
+        return encode(model, [*self.messages, *new], **self.switches)
 
-    def _continuation(
-        self, model: LanguageModel, new: Sequence[Message], enable_thinking: bool | None
-    ) -> list[int]:
+    def _continuation(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
         """What the template puts after an answer: its end, and the ``new`` messages."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        text = render_text(model, [*before, *new], enable_thinking).rsplit(MARK, 1)[1]
+        text = render_text(model, [*before, *new], **self.switches).rsplit(MARK, 1)[1]
         stop = model.tokenizer.decode(self.tokens[-1:])
         if self.tokens[-1] in model.tokenizer.eos_token_ids and text.startswith(stop):
             text = text[len(stop) :]
@@ -82,11 +87,52 @@ class Transcript:
 
     def wrote(self, new: Sequence[Message], prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Book messages, the prompt that ended with their header, and the answer's tokens."""
-        self._before.append(self.copy())
+        self.previous = self.copy()
         self.messages = [*self.messages, *new]
         self.tokens = [*prompt, *answer]
         kept = {b for b in self.boundaries if b <= len(prompt)}
         self.boundaries = sorted({*kept, len(prompt), len(self.tokens)})
+
+    # ---- as JSON --------------------------------------------------------------------------
+
+    def _history(self) -> Iterator[Transcript]:
+        """As it was before the last exchange, the one before that, and so on."""
+        state = self.previous
+        while state is not None:
+            yield state
+            state = state.previous
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, what can be undone included: each earlier state by how it differs."""
+        earlier, later = [], self.tokens
+        for state in self._history():
+            shared = common_prefix(state.tokens, later)
+            earlier.append({
+                "messages": len(state.messages), "shared": shared,
+                "tokens": state.tokens[shared:], "boundaries": state.boundaries,
+            })  # fmt: skip
+            later = state.tokens
+        return {
+            "messages": self.messages, "tokens": self.tokens, "boundaries": self.boundaries,
+            "verbatim": self.verbatim, "switches": self.switches, "earlier": earlier,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Transcript:
+        """The transcript that :meth:`to_json` described."""
+        made = cls(data["messages"], verbatim=data["verbatim"], switches=data["switches"])
+        made.tokens, made.boundaries = list(data["tokens"]), list(data["boundaries"])
+        state = made
+        for fact in data["earlier"]:
+            before = cls(
+                made.messages[: fact["messages"]],
+                verbatim=made.verbatim, switches=made.switches,
+            )  # fmt: skip
+            before.tokens = state.tokens[: fact["shared"]] + fact["tokens"]
+            before.boundaries = list(fact["boundaries"])
+            state.previous = before
+            state = before
+        return made
 
 
 def _encode(model: LanguageModel, text: str) -> list[int]:

@@ -11,8 +11,8 @@ import numpy as np
 from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
 from kvlingo_mlx.evaluation.conditions import CacheMaker, native
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
-from kvlingo_mlx.generation import encode
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.prompts import encode
 from kvlingo_mlx.samples import Sample
 
 

@@ -22,8 +22,9 @@ from mlx_lm.generate import generate
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items
 from kvlingo_mlx.evaluation.judge_prompts import TEMPLATES
 from kvlingo_mlx.evaluation.responses import Responses, key_of
-from kvlingo_mlx.generation import Model, encode
+from kvlingo_mlx.generation import Model
 from kvlingo_mlx.loading import load
+from kvlingo_mlx.prompts import encode
 
 Ask = Callable[[str], str]
 RATINGS = (1, 10)

@@ -22,8 +22,8 @@ from kvlingo_mlx.evaluation.conditions import CacheMaker, native
 from kvlingo_mlx.evaluation.continuation import RecallSample, hits_of, recall_sample
 from kvlingo_mlx.evaluation.journal import Scores
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities, per_token
-from kvlingo_mlx.generation import encode
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.prompts import encode
 from kvlingo_mlx.samples import reasons, to_samples
 
 Scorer = Callable[[CacheMaker | None], Scores]

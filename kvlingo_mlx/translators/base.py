@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from kvlingo_mlx.backend import mx, on_gpu
 import numpy as np
 
 from kvlingo_mlx import checkpoint
+from kvlingo_mlx.geometry import canonical_json
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.tensor_file import DType, Weights
 from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, flops_of, head_map_of
@@ -130,6 +132,19 @@ class Translator(ABC):
             for group in self.groups[side]
             for (layer, name), array in group.stored(self.config.head_mixing).items()
         }
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sha256 of what it computes: its config, but for where it came from, and its numbers."""
+        config = self.config.to_json()
+        del config["provenance"]
+        for end in ("source", "target"):
+            config[end] = {k: v for k, v in config[end].items() if k not in ("name", "revision")}
+        digest = hashlib.sha256(canonical_json([config, self.bits]).encode())
+        for name, array in sorted(self.floats().items()):
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
 
     @property
     def num_parameters(self) -> int:

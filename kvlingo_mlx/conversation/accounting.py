@@ -1,0 +1,78 @@
+"""What a conversation holds in memory, line by line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx, nn
+
+from mlx.utils import tree_flatten
+
+from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.conversation.line import Line
+
+
+@dataclass(frozen=True)
+class LineStats:
+    """One line.
+
+    Attributes:
+        name: The model.
+        tokens: Tokens that it holds.
+        native: Those that its model read or wrote itself.
+        translated: Those that went through a translator.
+        cache_bytes: Bytes of memory its caches take, buffers' spare room included.
+        recording_bytes: Bytes kept of what its model wrote, for lines that lack it.
+        where: ``empty``, ``resident``, ``8bit`` or ``disk``.
+    """
+
+    name: str
+    tokens: int
+    native: int
+    translated: int
+    cache_bytes: int
+    recording_bytes: int
+    where: str
+
+
+@dataclass(frozen=True)
+class Stats:
+    """All lines, with what is shared.
+
+    Attributes:
+        lines: One a model.
+        models: Bytes of the models' weights, each model once.
+        translators: Bytes of the translators in use.
+        total: Bytes of all these together.
+        mlx_active: What MLX says that this process's arrays take, those of others included.
+    """
+
+    lines: tuple[LineStats, ...]
+    models: int
+    translators: int
+    total: int
+    mlx_active: int
+
+
+def stats_of(exchange: Exchange) -> Stats:
+    """What a conversation holds now."""
+    lines = tuple(_line(line) for line in exchange.lines.values())
+    models = {id(line.model.model): line.model.model for line in exchange.lines.values()}
+    weights = sum(_nbytes(model) for model in models.values())
+    translators = {id(t): t.nbytes for t in exchange.translators.values()}
+    total = weights + sum(translators.values())
+    total += sum(line.cache_bytes + line.recording_bytes for line in lines)
+    return Stats(lines, weights, sum(translators.values()), total, mx.get_active_memory())
+
+
+def _line(line: Line) -> LineStats:
+    native = sum(span.stop - span.start for span in line.spans if not span.passes)
+    return LineStats(
+        line.name, len(line), native, len(line) - native, line.cache_bytes,
+        line.native.nbytes, line.where,
+    )  # fmt: skip
+
+
+def _nbytes(model: nn.Module) -> int:
+    leaves = dict(tree_flatten(model.parameters())).values()
+    return sum(array.nbytes for array in {id(array): array for array in leaves}.values())

@@ -1,0 +1,311 @@
+"""Several lines over one context: which spans come from where, by strategy."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.spans import wrote
+from kvlingo_mlx.conversation.storage import PLACES, PUT
+from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.loading import find_translator, load_translator
+from kvlingo_mlx.pairing import check_pair, check_tokenizers, matches
+from kvlingo_mlx.translators.base import Translator
+
+STRATEGIES = ("alternated", "naive", "reprefill")
+ON_MISSING = ("error", "reprefill")
+Given = Translator | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What it took to bring a line up to date before its model's last step.
+
+    Attributes:
+        name: The model.
+        kept: Tokens that its line held already.
+        translated: Tokens translated.
+        read: Tokens that it read itself, the last one of the prompt left out.
+        seconds: How long that took.
+    """
+
+    name: str
+    kept: int
+    translated: int
+    read: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Part of a plan: the positions up to ``stop``, read, or translated from ``source``."""
+
+    source: Line | None
+    stop: int
+
+
+class Exchange:
+    """The lines of a conversation, and how one gets what the others have.
+
+    Attributes:
+        lines: By name.
+        last: What the last switch took, or None.
+        active: Whose line was brought up to date last, or None.
+    """
+
+    def __init__(
+        self, models: Mapping[str, LanguageModel], translators: Iterable[Given], *,
+        strategy: str, on_missing: str, offload: str | None, step_size: int, allow_mismatch: bool,
+    ) -> None:  # fmt: skip
+        _check(models, strategy, on_missing, offload, step_size)
+        records = len(models) > 1 and strategy != "reprefill"
+        self.lines = {name: Line(name, m, records=records) for name, m in models.items()}
+        self.strategy, self.on_missing, self.offload = strategy, on_missing, offload
+        self.step_size, self.allow_mismatch = step_size, allow_mismatch
+        self.last: Switch | None = None
+        self._brought: list[int] = []
+        self.active: str | None = None
+        self._from: str | None = None
+        self._found: dict[tuple[str, str], Translator | None] = {}
+        for given in translators:
+            self._assign(given if isinstance(given, Translator) else load_translator(given))
+
+    def copy(self) -> Exchange:
+        """One that goes its own way; models, translators and numbers are shared."""
+        made = copy.copy(self)
+        made.lines = {name: line.copy() for name, line in self.lines.items()}
+        return made
+
+    def line(self, name: str) -> Line:
+        """The line of a model; ValueError if there is none."""
+        if name not in self.lines:
+            raise ValueError(f"there is no model {name!r}; there are {', '.join(self.lines)}")
+        return self.lines[name]
+
+    # ---- translators ----------------------------------------------------------------------
+
+    def _assign(self, translator: Translator) -> None:
+        """Give a translator the directions that it serves."""
+        config, tolerance = translator.config, self.allow_mismatch
+        pairs = [
+            (a.name, b.name)
+            for a, b in itertools.permutations(self.lines.values(), 2)
+            if matches(config.source, a.model, allow_mismatch=tolerance)
+            and matches(config.target, b.model, allow_mismatch=tolerance)
+        ]
+        if not pairs:
+            raise IncompatibleTranslatorError(
+                f"the translator from {config.source.name} to {config.target.name} fits no two "
+                f"of this conversation's models: {', '.join(self.lines)}"
+            )
+        for source, target in pairs:
+            models = self.lines[source].model, self.lines[target].model
+            check_pair(config, *models, allow_mismatch=tolerance)
+            self._found[source, target] = translator
+
+    def translator(self, source: str, target: str) -> Translator | None:
+        """The translator of a direction, or None; the local store is searched once."""
+        if (source, target) not in self._found:
+            models = self.lines[source].model, self.lines[target].model
+            self._found[source, target] = None
+            with contextlib.suppress(MissingTranslatorError):
+                path = find_translator(*models, allow_mismatch=self.allow_mismatch)
+                self._found[source, target] = load_translator(path)
+        return self._found[source, target]
+
+    @property
+    def translators(self) -> dict[tuple[str, str], Translator]:
+        """Those in use, by direction."""
+        return {names: found for names, found in self._found.items() if found is not None}
+
+    # ---- switching ------------------------------------------------------------------------
+
+    def bring(self, name: str, tokens: Sequence[int]) -> Switch:
+        """Make a line hold ``tokens``: translate what others wrote, read the rest natively.
+
+        Raises:
+            MissingTranslatorError: Others wrote a part that cannot be translated; nothing has
+                changed.
+        """
+        started = time.perf_counter()
+        line = self.line(name)
+        switched = self.active not in (None, name)
+        whole = switched and self.strategy != "alternated"
+        kept = line.kept(0 if whole else line.common(tokens))
+        origin = self.active if switched else self._from
+        plan = self._plan(line, tokens, kept, origin)
+        line.recall()
+        line.trim(kept)
+        for step in plan:
+            self._take(line, step, tokens)
+        mx.eval(caches.arrays(line.cache))
+        self.active, self._from = name, origin
+        self._forget()
+        starts = [kept, *(step.stop for step in plan)]
+        lengths = [step.stop - start for step, start in zip(plan, starts, strict=False)]
+        translated = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
+        seconds = time.perf_counter() - started
+        self._brought = list(tokens)
+        self.last = Switch(name, kept, translated, sum(lengths) - translated, seconds)
+        return self.last
+
+    def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> None:
+        """Let a line grow by a step."""
+        begun, source = len(line), step.source
+        if source is None:
+            line.read(tokens[begun : step.stop], self.step_size)
+            return
+        translator = self.translator(source.name, line.name)
+        assert translator is not None
+        states = source.native.read(begun, step.stop)
+        line.take_over(
+            tokens[begun : step.stop], states, source, translator, self.step_size,
+            keep=self.strategy == "naive",
+        )  # fmt: skip
+
+    def _plan(
+        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None
+    ) -> list[Step]:
+        """Where everything from position ``begun`` on comes from."""
+        steps = []
+        while begun < len(tokens):
+            step = self._next(line, tokens, begun, origin)
+            steps.append(step)
+            begun = step.stop
+        return steps
+
+    def _next(self, line: Line, tokens: Sequence[int], begun: int, origin: str | None) -> Step:
+        """Whose states to translate from position ``begun`` on, or none, and how far."""
+        best, later = Step(None, begun), len(tokens)
+        missing: Line | None = None
+        for other in self._sources(line, origin):
+            shared = other.common(tokens)
+            reach = min(other.native.reach(begun), shared)
+            if self.translator(other.name, line.name) is None:
+                missing = other if wrote(other.spans, begun, shared) else missing
+            elif reach > best.stop:
+                best = Step(other, reach)
+            elif (following := other.native.next_start(begun)) and following < shared:
+                later = min(later, following)
+        if best.source is not None:
+            return best
+        if missing is not None and self.on_missing == "error":
+            raise _no_translator(missing, line)
+        return Step(None, later)
+
+    def _sources(self, line: Line, origin: str | None) -> list[Line]:
+        """The lines to translate from: all others, or the one that was active before."""
+        if self.strategy == "reprefill":
+            return []
+        others = [other for other in self.lines.values() if other is not line]
+        return [o for o in others if self.strategy == "alternated" or o.name == origin]
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Translate for every other line what it lacks of ``tokens``, as far as it can be.
+
+        Nothing waits for the results. Lines that were put away stay there.
+        """
+        for line in self.lines.values():
+            if line.where in PLACES or line.trim(line.common(tokens)) == len(tokens):
+                continue
+            try:
+                plan = self._plan(line, tokens, len(line), None)
+            except MissingTranslatorError:
+                continue
+            for step in itertools.takewhile(lambda step: step.source is not None, plan):
+                self._take(line, step, tokens)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of states that every line that could take them has."""
+        if self.strategy == "naive":
+            return
+        for line in self.lines.values():
+            others = [
+                other.common(line.tokens)
+                for other in self.lines.values()
+                if other is not line and self.translator(line.name, other.name) is not None
+            ]
+            line.native.forget(min(others, default=len(line)))
+
+    # ---- memory ---------------------------------------------------------------------------
+
+    def put_away(self, name: str, where: str) -> int:
+        """Put a line's arrays away, and wait until they are; returns the bytes it gives back.
+
+        Raises:
+            ValueError: No such model or place.
+            OSError: They cannot be written; the line is as it was.
+        """
+        if where not in PLACES:
+            raise ValueError(f"where is {where!r}; it must be one of {', '.join(PLACES)}")
+        line = self.line(name)
+        before = line.cache_bytes
+        stored = line.put_away(PUT[where])
+        if stored is not None:
+            stored.settle()
+        return before - line.cache_bytes
+
+    def put_others_away(self, name: str) -> None:
+        """Put away the lines that do not decode, if that was asked for; no disk is waited for."""
+        if self.offload is None:
+            return
+        for line in self.lines.values():
+            if line.name != name:
+                line.put_away(PUT[self.offload])
+
+    def measure_reprefill(self) -> float:
+        """Seconds that the last switch's model takes to read all of its prompt anew, but one token.
+
+        Raises:
+            ValueError: There has been no switch.
+        """
+        if self.last is None:
+            raise ValueError("nobody has answered yet; there is nothing to compare with")
+        fresh = Line(self.last.name, self.line(self.last.name).model, records=False)
+        started = time.perf_counter()
+        fresh.read(self._brought, self.step_size)
+        return time.perf_counter() - started
+
+
+def _no_translator(source: Line, target: Line) -> MissingTranslatorError:
+    return MissingTranslatorError(
+        f"no translator from {source.name} ({source.model.name}) to {target.name} "
+        f"({target.model.name}): pass one in translators, make one with `kvlingo-mlx fit`, "
+        "or let the model read what is missing with on_missing='reprefill' "
+        "(--on-missing reprefill)"
+    )
+
+
+def _check(
+    models: Mapping[str, LanguageModel], strategy: str, on_missing: str, offload: str | None,
+    step_size: int,
+) -> None:  # fmt: skip
+    for what, value, allowed in (
+        ("strategy", strategy, STRATEGIES),
+        ("on_missing", on_missing, ON_MISSING),
+        ("offload", offload, (None, *PLACES)),
+    ):
+        if value not in allowed:
+            listed = ", ".join(map(str, allowed))
+            raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
+    if step_size < 1:
+        raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
+    for model in models.values():
+        if strategy == "naive" and any(g.window is not None for g in model.geometry.layers):
+            raise ValueError(
+                f"strategy is 'naive', but {model.name} has windows: its local layers keep too "
+                "little of a translated prefix to be translated again; use alternated"
+            )
+    for a, b in itertools.combinations(models.values(), 2):
+        check_tokenizers(a, b)

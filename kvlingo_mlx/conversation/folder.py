@@ -1,0 +1,241 @@
+"""A conversation on disk: one folder, replaced at once, refused when anything in it differs.
+
+``conversation.json`` says everything but arrays and names the files that hold these, each with its
+sha256 and named by it. A save writes new files, then replaces ``conversation.json``, then removes
+what that no longer names: whatever interrupts it, the folder is the old conversation or the new
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx import __version__
+from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.storage import from_weights, read_file, to_weights, write_file
+from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.errors import (
+    IncompatibleTranslatorError,
+    KVLingoError,
+    MalformedConversationError,
+    printable,
+)
+from kvlingo_mlx.language_model import LanguageModel
+
+FORMAT, VERSION = "kvlingo-conversation", 1
+FACTS = "conversation.json"
+OURS = re.compile(r"line-\d+\.(cache|native)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
+
+
+def describe(model: LanguageModel) -> dict[str, Any]:
+    """What must be equal for a cache of ``model`` to be its own: weights, their bits, dtype."""
+    return {
+        "name": model.name,
+        "fingerprint": dict(model.spec().fingerprint),
+        "quantization": model.config.get("quantization"),
+        "cache_dtype": str(model.cache_dtype).rsplit(".", 1)[-1],
+    }
+
+
+# ---- writing ----------------------------------------------------------------------------
+
+
+def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transcript) -> Path:
+    """Write a conversation; an older one there is replaced.
+
+    Raises:
+        ValueError: ``folder`` exists and is no conversation of ours.
+    """
+    folder = Path(folder)
+    _check_destination(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    try:
+        lines = {
+            name: {"facts": line.facts(), "files": _write_line(folder, index, line, written)}
+            for index, (name, line) in enumerate(exchange.lines.items())
+        }
+        facts = {
+            "format": FORMAT, "version": VERSION, "software": f"kvlingo-mlx {__version__}",
+            "strategy": exchange.strategy, "active": exchange.active,
+            "models": {name: describe(line.model) for name, line in exchange.lines.items()},
+            "translators": [
+                {"source": source, "target": target, "sha256": translator.fingerprint}
+                for (source, target), translator in sorted(exchange.translators.items())
+            ],
+            "transcript": transcript.to_json(), "lines": lines,
+        }  # fmt: skip
+        _replace(folder / FACTS, json.dumps(facts, indent=1) + "\n")
+    except BaseException:
+        for path in written:
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if it is empty, it was made here
+        raise
+    named = {entry["file"] for line in lines.values() for entry in line["files"].values()}
+    for path in folder.iterdir():
+        if OURS.fullmatch(path.name) and path.name not in named:
+            path.unlink()
+    return folder
+
+
+def _check_destination(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name a folder to save the conversation in")
+    names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    if any(name.removesuffix(".tmp") != FACTS and not OURS.fullmatch(name) for name in names):
+        raise ValueError(
+            f"{folder} exists and is not a saved conversation; choose another name, or remove it"
+        )
+
+
+def _write_line(folder: Path, index: int, line: Line, written: list[Path]) -> dict[str, Any]:
+    files = {}
+    for what, arrays in (("cache", line.arrays()), ("native", line.native.arrays())):
+        if arrays:
+            mx.eval(list(arrays.values()))
+            temporary = folder / f"line-{index}.{what}.{os.urandom(8).hex()}.safetensors.tmp"
+            written.append(temporary)
+            digest = write_file(temporary, to_weights(arrays))
+            path = folder / f"line-{index}.{what}.{digest[:16]}.safetensors"
+            if not path.exists():
+                written.append(path)
+            os.replace(temporary, path)
+            shapes = {name: list(array.shape) for name, array in arrays.items()}
+            files[what] = {"file": path.name, "sha256": digest, "shapes": shapes}
+    return files
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o600)  # it holds what was said
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# ---- reading ----------------------------------------------------------------------------
+
+
+class Saved:
+    """A folder that :func:`write` made.
+
+    Raises:
+        MalformedConversationError: It is not one, or of another version.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        try:
+            self._facts = json.loads((self.folder / FACTS).read_text(encoding="utf-8"))
+        except OSError:
+            raise MalformedConversationError(
+                f"{self.folder} is no saved conversation: it has no readable {FACTS}"
+            ) from None
+        except ValueError as error:
+            raise self._damaged(FACTS, str(error)) from None
+        if not isinstance(self._facts, dict) or self._facts.get("format") != FORMAT:
+            raise self._damaged(FACTS, f"it is no {FORMAT}")
+        if self._facts.get("version") != VERSION:
+            raise MalformedConversationError(
+                f"{self.folder} is of format version {self._facts.get('version')!r}; this version "
+                f"reads {VERSION}: resume it with {self._facts.get('software', 'another version')}"
+            )
+
+    def _damaged(self, file: str, text: str) -> MalformedConversationError:
+        return MalformedConversationError(printable(f"{self.folder / file}: {text:.300}"))
+
+    @contextlib.contextmanager
+    def _believed(self) -> Iterator[None]:
+        """What a file edited by hand lacks is told as its fault."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise self._damaged(FACTS, f"{type(error).__name__}: {error}") from None
+        except ValueError as error:
+            raise self._damaged(FACTS, str(error)) from None
+
+    @property
+    def strategy(self) -> str:
+        """The strategy it was held by."""
+        with self._believed():
+            return str(self._facts["strategy"])
+
+    @property
+    def models(self) -> dict[str, str]:
+        """By name, the folder or Hub id that a model was loaded from."""
+        with self._believed():
+            return {name: str(model["name"]) for name, model in self._facts["models"].items()}
+
+    def check_models(self, models: Mapping[str, LanguageModel]) -> None:
+        """Refuse models that are not those of the conversation; more of them may join.
+
+        Raises:
+            ValueError: One is missing, or another than it was.
+        """
+        with self._believed():
+            wanted = dict(self._facts["models"])
+        for name, origin in self.models.items():
+            if name not in models:
+                raise ValueError(
+                    f"the conversation in {self.folder} needs a model {name!r} (it was {origin}); "
+                    f"there are {', '.join(models) or 'none'}"
+                )
+            found = describe(models[name])
+            for field in ("fingerprint", "quantization", "cache_dtype"):
+                if found[field] != wanted[name].get(field):
+                    raise ValueError(
+                        f"the conversation in {self.folder} was held with another model {name!r} "
+                        f"({origin}): {field} differs from that of {models[name].name}; give that "
+                        "model, or begin a new conversation"
+                    )
+
+    def restore(self, exchange: Exchange) -> Transcript:
+        """Fill the lines of an exchange of the right models; returns the transcript.
+
+        Raises:
+            MalformedConversationError: A file is missing or damaged.
+            IncompatibleTranslatorError: A translator is missing, or another than it was.
+        """
+        with self._believed():
+            for entry in self._facts["translators"]:
+                self._check_translator(exchange, **entry)
+            for name, entry in self._facts["lines"].items():
+                arrays = {w: self._read(**f) for w, f in entry["files"].items()}
+                line = exchange.lines[name]
+                line.restore(entry["facts"], arrays.get("cache", {}))
+                line.native.restore(entry["facts"]["native"], arrays.get("native", {}))
+            exchange.active = self._facts["active"]
+            return Transcript.from_json(self._facts["transcript"])
+
+    def _check_translator(self, exchange: Exchange, source: str, target: str, sha256: str) -> None:
+        found = exchange.translator(source, target)
+        if found is None or found.fingerprint != sha256:
+            what = "none is given or stored" if found is None else "this one has other weights"
+            raise IncompatibleTranslatorError(
+                f"the conversation in {self.folder} needs the translator from {source} to {target} "
+                f"that it was held with, and {what}; give that one, or begin a new conversation"
+            )
+
+    def _read(self, file: str, sha256: str, shapes: Mapping[str, list[int]]) -> dict[str, mx.array]:
+        if not OURS.fullmatch(file):
+            raise self._damaged(FACTS, f"it names a file {file!r}")
+        try:
+            found = from_weights(read_file(self.folder / file, sha256))
+        except KVLingoError as error:
+            raise MalformedConversationError(str(error)) from None
+        return {name: found[name].reshape(shape) for name, shape in shapes.items()}

@@ -1,0 +1,226 @@
+"""Where an idle line's arrays wait: in 8 bits in memory, or in a file."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+
+from kvlingo_mlx.errors import KVLingoError, MalformedTranslatorError
+from kvlingo_mlx.loading import store
+from kvlingo_mlx.tensor_file import DType, Weights, read_tensors, write_tensors
+
+PLACES = ("8bit", "disk")
+GROUP = 64  # numbers that share a scale, as mlx-lm quantises a cache
+DTYPES: dict[mx.Dtype, DType] = {
+    mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"
+}  # fmt: skip
+NAMES = {name: dtype for dtype, name in DTYPES.items()}
+Arrays = Mapping[str, mx.array]
+
+
+class Storage(Protocol):
+    """Arrays that were put away."""
+
+    @property
+    def where(self) -> str:
+        """``8bit``, ``disk``, or ``resident`` as long as they are not away."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that they take there."""
+
+    def settle(self) -> None:
+        """Wait until they are away; OSError if that failed, and they are still here."""
+
+    def recall(self) -> None:
+        """Begin to bring them back, and return at once."""
+
+    def take(self) -> dict[str, mx.array]:
+        """The arrays.
+
+        Raises:
+            KVLingoError: What was stored is damaged.
+        """
+
+
+class Quantised:
+    """Arrays in 8 bits and groups of 64 numbers, in memory. They come back rounded."""
+
+    where = "8bit"
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        self._parts = {name: mx.quantize(_rows(a), GROUP, 8) for name, a in arrays.items()}
+        mx.eval(list(self._parts.values()))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for parts in self._parts.values() for part in parts)
+
+    def settle(self) -> None:
+        pass
+
+    def recall(self) -> None:
+        pass  # widening is part of the graph that needs it
+
+    def take(self) -> dict[str, mx.array]:
+        found = {}
+        for name, (shape, dtype) in self._shapes.items():
+            rows = mx.dequantize(*self._parts[name], GROUP, 8).astype(dtype)
+            found[name] = rows.reshape(-1)[: int(np.prod(shape))].reshape(shape)
+        return found
+
+
+def _rows(array: mx.array) -> mx.array:
+    """An array as rows of a group each, the last one filled up with zeros."""
+    numbers = array.reshape(-1)
+    if missing := -numbers.size % GROUP:
+        numbers = mx.concatenate([numbers, mx.zeros(missing, array.dtype)])
+    return numbers.reshape(-1, GROUP)
+
+
+class File:
+    """Arrays in a safetensors file, written and read beside other work; they come back exactly."""
+
+    def __init__(self, arrays: Arrays) -> None:
+        mx.eval(list(arrays.values()))
+        self._here: Arrays | None = arrays  # until they are written
+        self.path = _folder() / f"{id(self):x}-{os.urandom(4).hex()}.safetensors"
+        self._digest = _worker().submit(self._write, to_weights(arrays))
+        self._read: Future[Weights] | None = None
+        self._shapes = {name: array.shape for name, array in arrays.items()}
+        weakref.finalize(self, self.path.unlink, missing_ok=True)
+
+    def _write(self, weights: Weights) -> str:
+        try:
+            digest = write_file(self.path, weights)
+        except BaseException:
+            self.path.unlink(missing_ok=True)
+            raise
+        self._here = None
+        return digest
+
+    @property
+    def where(self) -> str:
+        return "disk" if self._here is None else "resident"
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._here is None else sum(array.nbytes for array in self._here.values())
+
+    def settle(self) -> None:
+        try:
+            self._digest.result()
+        except OSError as error:
+            raise OSError(
+                error.errno, f"a line cannot be kept on disk ({error.strerror}); it stays in memory"
+            ) from None
+
+    def recall(self) -> None:
+        if self._read is None and self.where == "disk":
+            self._read = _worker().submit(read_file, self.path, self._digest.result())
+
+    def take(self) -> dict[str, mx.array]:
+        if (here := self._here) is not None:
+            return dict(here)
+        self.recall()
+        assert self._read is not None
+        reading, self._read = self._read, None  # what is read is held no longer than needed
+        found = from_weights(reading.result())
+        return {name: found[name].reshape(shape) for name, shape in self._shapes.items()}
+
+
+PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": Quantised, "disk": File}
+
+
+# ---- files ------------------------------------------------------------------------------
+
+
+def to_weights(arrays: Arrays) -> Weights:
+    """Evaluated arrays of one dtype as NumPy sees them, with two axes; nothing is copied."""
+    dtype = next(iter(arrays.values())).dtype
+    carried = {
+        name: np.array(a.view(mx.uint16) if dtype == mx.bfloat16 else a, copy=False)
+        for name, a in arrays.items()
+    }
+    return Weights(DTYPES[dtype], {name: a.reshape(-1, a.shape[-1]) for name, a in carried.items()})
+
+
+def from_weights(weights: Weights) -> dict[str, mx.array]:
+    """The arrays of :func:`to_weights`, with two axes."""
+    dtype = NAMES[weights.dtype]
+    return {
+        name: mx.array(a).view(dtype) if dtype == mx.bfloat16 else mx.array(a)
+        for name, a in weights.arrays.items()
+    }
+
+
+def write_file(path: Path, weights: Weights) -> str:
+    """Write a file and return its sha256."""
+    write_tensors(path, weights)
+    path.chmod(0o600)  # it holds what was said
+    return _sha256(path)
+
+
+def read_file(path: Path, digest: str) -> Weights:
+    """Read a file, if its sha256 is still ``digest``.
+
+    Raises:
+        KVLingoError: It is not, or the file is gone.
+    """
+    try:
+        found = _sha256(path)
+        if found != digest:
+            raise KVLingoError(f"{path} is damaged: its sha256 is {found}, expected {digest}")
+        return read_tensors(path)
+    except (OSError, MalformedTranslatorError) as error:
+        raise KVLingoError(f"{path} cannot be read: {error}") from None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@functools.cache
+def _worker() -> ThreadPoolExecutor:
+    """One thread for all files: reading and writing wait on one disk anyhow.
+
+    It touches no MLX array: MLX evaluates in the thread that made the graph.
+    """
+    return ThreadPoolExecutor(1, "kvlingo-offload")
+
+
+@functools.cache
+def _folder() -> Path:
+    """This process's folder beside the store; what a killed process left goes."""
+    root = store().parent / "offload"
+    root.mkdir(parents=True, exist_ok=True)
+    for left in root.iterdir():
+        if not _runs(left.name.split("-")[0]):
+            shutil.rmtree(left, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root))
+    weakref.finalize(_worker(), shutil.rmtree, made, ignore_errors=True)
+    return made
+
+
+def _runs(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

@@ -1,0 +1,90 @@
+"""One answer on its way, perhaps by several models one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from mlx_lm.generate import GenerationResponse as MLXResponse
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+
+from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.generation import GenerationResponse, check_numbers, timed, with_prefix
+from kvlingo_mlx.prompts import Message
+
+THOUGHT = "</think>"  # what ends a reasoning trace
+
+
+class Turn:
+    """An answer on its way.
+
+    Attributes:
+        messages: What it answers.
+        prompt: Tokens up to its header.
+        answer: Its tokens so far.
+        text: The same as text.
+        ended: Whether a stop token or the limit has come.
+    """
+
+    def __init__(
+        self, exchange: Exchange, messages: Sequence[Message], prompt: Sequence[int],
+        max_tokens: int, options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.messages, self.prompt = list(messages), list(prompt)
+        self.answer: list[int] = []
+        self.text, self.ended = "", False
+        self._exchange, self._options, self._most = exchange, options, max_tokens
+        self._started, self._ttft = time.perf_counter(), 0.0
+
+    def write(
+        self, name: str, most: int = -1, until: str | None = None
+    ) -> Iterator[GenerationResponse]:
+        """Let a model go on with it: up to ``most`` tokens, or until its text holds a mark."""
+        tokens = [*self.prompt, *self.answer]
+        switch = self._exchange.bring(name, tokens[:-1])
+        line = self._exchange.line(name)
+        line.mark()
+        text = ""
+        for response in self._decoded(line, tokens, self._limit(most)):
+            text += response.text
+            yield self._booked(response, switch.seconds)
+            self._exchange.put_others_away(name)
+            if until is not None and until in text:
+                return
+
+    def _limit(self, most: int) -> int:
+        """The smaller one of two limits; -1 is none."""
+        left = -1 if self._most == -1 else self._most - len(self.answer)
+        return max(most, left) if -1 in (most, left) else min(most, left)
+
+    def _decoded(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
+        """What mlx-lm decodes from a line that holds all of ``tokens`` but the last one.
+
+        Its loop has run every token that it gave out, a stop token included.
+        """
+        streams: Any = [generation_stream]
+        with line.decoding(tokens[-1]) as run, wired_limit(line.model.model, streams):
+            responses = mlx_stream_generate(
+                line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
+                prompt_cache=line.cache, sampler=self._options["sampler"],
+                logits_processors=with_prefix(self._options["logits_processors"], tokens[:-1]),
+            )  # fmt: skip
+            with contextlib.closing(responses):
+                for response in responses:
+                    if len(run) == 1:
+                        check_numbers(response, line.model, line.model)
+                    run.append(int(response.token))
+                    yield response
+
+    def _booked(self, response: MLXResponse, switch_s: float) -> GenerationResponse:
+        """Book a token; returns it with this turn's times."""
+        if not self.answer:
+            self._ttft = time.perf_counter() - self._started
+        self.answer.append(int(response.token))
+        self.text += response.text
+        self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
+        return timed(response, len(self.prompt), switch_s, self._ttft)

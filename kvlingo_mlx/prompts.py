@@ -1,0 +1,87 @@
+"""Prompts as token ids: text, messages by a chat template, or ids as they are."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, cast
+
+from jinja2 import TemplateError
+
+from kvlingo_mlx.language_model import LanguageModel
+
+Message = dict[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+def encode(
+    model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None, **switches: Any
+) -> list[int]:
+    """Token ids of a prompt: text as it is, ids as they are, messages by chat template.
+
+    ``enable_thinking`` and other ``switches`` are the template's; None leaves one out.
+
+    Raises:
+        ValueError: The prompt is empty, or holds messages and the model has no template.
+    """
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        _check_text(prompt)
+        bare = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        tokens = tokenizer.encode(prompt, add_special_tokens=bare)
+    elif _is_chat(prompt):
+        tokens = list(_render(model, prompt, {"enable_thinking": enable_thinking, **switches}))
+    else:
+        tokens = as_ids(cast(Sequence[int], prompt))
+    if not tokens:
+        raise ValueError("the prompt is empty; give some text")
+    return tokens
+
+
+def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
+    return len(prompt) > 0 and isinstance(prompt[0], dict)
+
+
+def render_text(model: LanguageModel, messages: Sequence[Message], **switches: Any) -> str:
+    """What the chat template makes of messages, up to the header of the next answer.
+
+    ``switches`` are the template's (``enable_thinking``, ``tools``); None leaves one out.
+
+    Raises:
+        ValueError: There is no template, or it does not take these messages.
+    """
+    return _render(model, messages, switches, tokenize=False)
+
+
+def _render(
+    model: LanguageModel, messages: Sequence[Message], switches: Mapping[str, Any], **options: Any
+) -> Any:
+    if not model.tokenizer.has_chat_template:
+        raise ValueError(f"{model.name} has no chat template; pass the prompt as text")
+    for message in messages:
+        if isinstance(message.get("content"), str):
+            _check_text(message["content"])
+    given = {name: value for name, value in switches.items() if value is not None}
+    try:
+        return model.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, **given, **options
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"the chat template of {model.name} does not take these messages ({error}); "
+            'each needs a "role" and a "content"'
+        ) from None
+
+
+def _check_text(text: str) -> None:
+    """Refuse text that is not Unicode, as half an emoji or undecoded bytes are."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid Unicode ({error.reason})") from None
+
+
+def as_ids(tokens: Sequence[int]) -> list[int]:
+    """Token ids as Python integers: a list, or a NumPy or MLX vector."""
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    return [operator.index(token) for token in listed]

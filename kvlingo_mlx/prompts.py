@@ -46,6 +46,7 @@ def render_text(model: LanguageModel, messages: Sequence[Message], **switches: A
     """What the chat template makes of messages, up to the header of the next answer.
 
     ``switches`` are the template's (``enable_thinking``, ``tools``); None leaves one out.
+    ``add_generation_prompt=False`` leaves out the header.
 
     Raises:
         ValueError: There is no template, or it does not take these messages.
@@ -64,7 +65,7 @@ def _render(
     given = {name: value for name, value in switches.items() if value is not None}
     try:
         return model.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, **given, **options
+            list(messages), **{"add_generation_prompt": True, **given, **options}
         )
     except (TemplateError, TypeError) as error:
         raise ValueError(

@@ -14,10 +14,11 @@ import sys
 import typer
 
 from kvlingo_mlx import __version__
-from kvlingo_mlx.errors import KVLingoError, printable
+from kvlingo_mlx.cli.output import complain
+from kvlingo_mlx.errors import KVLingoError
 
 VERBS = (
-    "generate", "demo", "fit", "train", "import", "show", "eval", "analyze", "bench"
+    "generate", "chat", "demo", "fit", "train", "import", "show", "eval", "analyze", "bench"
 )  # fmt: skip
 
 app = typer.Typer(
@@ -75,8 +76,7 @@ def run(arguments: list[str]) -> int:
     except Exception as error:
         if debug or not _is_users(error):
             raise
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
-        sys.stderr.write(f"error: {printable(' '.join(message.split()))}\n")
+        complain(error)
         return 2
 
 

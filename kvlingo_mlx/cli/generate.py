@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from kvlingo_mlx.cli.output import JSON_HELP, QUANTIZE_HELP, keep_stdout_for_json, say
+from kvlingo_mlx.cli.sampling import (
+    MIN_P_HELP,
+    SEED_HELP,
+    TEMP_HELP,
+    TOP_K_HELP,
+    TOP_P_HELP,
+    check_sampling,
+    sampler_of,
+)
 
 if TYPE_CHECKING:
     from kvlingo_mlx.translators.base import Translator
@@ -25,11 +34,11 @@ def command(
     ignore_chat_template: bool = typer.Option(False, help="Take the prompt as raw text."),
     thinking: bool = typer.Option(None, help="The chat template's thinking switch."),
     max_tokens: int = typer.Option(100, "--max-tokens", "-m", help="Most tokens to generate."),
-    temp: float = typer.Option(0.0, help="Sampling temperature; 0 is greedy."),
-    top_p: float = typer.Option(1.0, help="Nucleus sampling."),
-    top_k: int = typer.Option(0, help="Sample from the best k; 0 is off."),
-    min_p: float = typer.Option(0.0, help="Least probability relative to the best."),
-    seed: int = typer.Option(None, help="Seed of the sampler."),
+    temp: float = typer.Option(0.0, help=TEMP_HELP),
+    top_p: float = typer.Option(1.0, help=TOP_P_HELP),
+    top_k: int = typer.Option(0, help=TOP_K_HELP),
+    min_p: float = typer.Option(0.0, help=MIN_P_HELP),
+    seed: int = typer.Option(None, help=SEED_HELP),
     prefill_step_size: int = typer.Option(2048, help="Tokens per prefill chunk."),
     kv_bits: int = typer.Option(None, help="Quantise the decode model's cache."),
     kv_group_size: int = typer.Option(64, help="Group size for --kv-bits."),
@@ -41,20 +50,10 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Prefill a prompt with one model and answer with another."""
-    _check_ranges(
-        ("--temp", temp, 0.0 <= temp < float("inf"), "0 or more"),
-        ("--top-p", top_p, 0.0 < top_p <= 1.0, "more than 0, at most 1"),
-        ("--top-k", top_k, top_k >= 0, "0 or more"),
-        ("--min-p", min_p, 0.0 <= min_p <= 1.0, "0 to 1"),
-        ("--seed", seed, seed is None or 0 <= seed < 2**64, "0 to 2^64 - 1"),
-    )
+    check_sampling(temp, top_p, top_k, min_p, seed)
     text = _stdin() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text.strip():
         raise ValueError("the prompt is empty; give some text")
-
-    from kvlingo_mlx.backend import mx
-
-    from mlx_lm.sample_utils import make_sampler
 
     from kvlingo_mlx import measure
     from kvlingo_mlx.generation import stream_generate, summary
@@ -63,8 +62,7 @@ def command(
 
     keep_stdout_for_json(json_file)
     check_bits(quantize)
-    if seed is not None:
-        mx.random.seed(seed)
+    sampler = sampler_of(temp, top_p, top_k, min_p, seed)
     source, target = load(prefill_model), load(decode_model)
     used: str | Translator = translator
     if quantize is not None:
@@ -75,7 +73,7 @@ def command(
     options: dict[str, Any] = {
         "translator": used,
         "max_tokens": max_tokens,
-        "sampler": make_sampler(temp, top_p, min_p, top_k=top_k),
+        "sampler": sampler,
         "prefill_step_size": prefill_step_size,
         "enable_thinking": thinking,
         "allow_mismatch": allow_mismatch,
@@ -102,12 +100,6 @@ def command(
                   "quantize": quantize}  # fmt: skip
         results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES}}
         measure.append_json(json_file, measure.record("generate", config, results))
-
-
-def _check_ranges(*checks: tuple[str, object, bool, str]) -> None:
-    for name, value, sound, expected in checks:
-        if not sound:
-            raise ValueError(f"{name} is {value}; give {expected}")
 
 
 def _stdin() -> str:

@@ -97,6 +97,14 @@ def warn(text: str) -> None:
     typer.echo(f"warning: {printable(' '.join(text.split()))}", err=True)
 
 
+def complain(error: Exception) -> None:
+    """Print a user's error, one line on standard error, without its traceback."""
+    # Errors of usage carry format_message, whichever click typer is built on.
+    told = error.format_message() if hasattr(error, "format_message") else str(error)
+    text = " ".join(told.split()) or type(error).__name__
+    typer.echo(f"error: {printable(text)}", err=True)
+
+
 def facts(rows: dict[str, Any]) -> None:
     """Print names and values, one a line."""
     width = max(len(name) for name in rows)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +24,7 @@ from kvlingo_mlx.generation import GenerationResponse, Model
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.prompts import Message
 
-__all__ = ["Conversation", "Switch"]
+__all__ = ["Conversation", "Stats", "Switch"]
 
 
 class Conversation:
@@ -49,6 +49,7 @@ class Conversation:
             strips their thinking, so that the answers after it must be read anew.
         prefill_step_size: Tokens per chunk.
         allow_mismatch: Accept translators made for other checkpoints of the same shape.
+        quantize: Bits of the translators that are loaded here, as in :func:`load_translator`.
 
     Raises:
         ValueError: No models, or an argument without meaning.
@@ -70,13 +71,14 @@ class Conversation:
         verbatim: bool = False,
         prefill_step_size: int = 2048,
         allow_mismatch: bool = False,
+        quantize: int | None = None,
     ) -> None:
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
         self.exchange = Exchange(
             {name: load(model) for name, model in models.items()}, translators,
             strategy=strategy, on_missing=on_missing, offload=offload,
-            step_size=prefill_step_size, allow_mismatch=allow_mismatch,
+            step_size=prefill_step_size, allow_mismatch=allow_mismatch, quantize=quantize,
         )  # fmt: skip
         self.eager = eager
         start = [{"role": "system", "content": system}] if system is not None else []
@@ -129,7 +131,7 @@ class Conversation:
         max_tokens: int = 256,
         sampler: Any = None,
         logits_processors: list[Any] | None = None,
-    ) -> Iterator[GenerationResponse]:
+    ) -> Generator[GenerationResponse, None, None]:
         """Let a model answer; yields a response a token.
 
         The message and the answer join the conversation when the answer ends, or when the
@@ -165,9 +167,10 @@ class Conversation:
         prompt = self.transcript.prompt(model, new)
         model.check_tokens(prompt)
         options = {"sampler": sampler, "logits_processors": logits_processors}
-        turn = Turn(self.exchange, new, prompt, max_tokens, options)
+        mark = self.transcript.end_of_messages(model, new, prompt)
+        turn = Turn(self.exchange, new, prompt, mark, max_tokens, options)
         if prefill is not None and first_token == "target":
-            self.exchange.bring(prefill, prompt[:-1])
+            self.exchange.bring(prefill, prompt[:-1], mark)
         parts: list[tuple[str, int, str | None]] = [(name, -1, None)]
         if reasoning is not None:
             parts.insert(0, (reasoning, -1, THOUGHT))
@@ -187,7 +190,7 @@ class Conversation:
         answer = {"role": "assistant", "content": turn.text}
         self.transcript.wrote([*turn.messages, answer], turn.prompt, turn.answer)
         if self.eager and self.exchange.strategy == "alternated":
-            self.exchange.follow(turn.prompt + turn.answer)
+            self.exchange.follow(turn.prompt + turn.answer, turn.mark)
 
     # ---- memory -----------------------------------------------------------------------------
 
@@ -246,8 +249,8 @@ class Conversation:
             models: By the names they had.
             translators: As for a new conversation; those that were in use must be among them
                 or in the local store.
-            options: ``eager``, ``on_missing``, ``offload``, ``prefill_step_size`` and
-                ``allow_mismatch``; everything else is the saved conversation's.
+            options: ``eager``, ``on_missing``, ``offload``, ``prefill_step_size``, ``quantize``
+                and ``allow_mismatch``; everything else is the saved conversation's.
 
         Raises:
             MalformedConversationError: No saved conversation, one of another version, or damaged.

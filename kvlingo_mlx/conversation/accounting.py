@@ -55,7 +55,9 @@ class Stats:
 
 
 def stats_of(exchange: Exchange) -> Stats:
-    """What a conversation holds now."""
+    """What a conversation holds, once all that other lines follow by is worked out."""
+    for line in exchange.lines.values():
+        line.settle()
     lines = tuple(_line(line) for line in exchange.lines.values())
     models = {id(line.model.model): line.model.model for line in exchange.lines.values()}
     weights = sum(_nbytes(model) for model in models.values())

@@ -66,19 +66,22 @@ class Exchange:
     def __init__(
         self, models: Mapping[str, LanguageModel], translators: Iterable[Given], *,
         strategy: str, on_missing: str, offload: str | None, step_size: int, allow_mismatch: bool,
+        quantize: int | None = None,
     ) -> None:  # fmt: skip
         _check(models, strategy, on_missing, offload, step_size)
         records = len(models) > 1 and strategy != "reprefill"
         self.lines = {name: Line(name, m, records=records) for name, m in models.items()}
         self.strategy, self.on_missing, self.offload = strategy, on_missing, offload
-        self.step_size, self.allow_mismatch = step_size, allow_mismatch
+        self.step_size, self.allow_mismatch, self.quantize = step_size, allow_mismatch, quantize
         self.last: Switch | None = None
         self._brought: list[int] = []
         self.active: str | None = None
         self._from: str | None = None
         self._found: dict[tuple[str, str], Translator | None] = {}
         for given in translators:
-            self._assign(given if isinstance(given, Translator) else load_translator(given))
+            if not isinstance(given, Translator):
+                given = load_translator(given, quantize=quantize)
+            self._assign(given)
 
     def copy(self) -> Exchange:
         """One that goes its own way; models, translators and numbers are shared."""
@@ -120,7 +123,7 @@ class Exchange:
             self._found[source, target] = None
             with contextlib.suppress(MissingTranslatorError):
                 path = find_translator(*models, allow_mismatch=self.allow_mismatch)
-                self._found[source, target] = load_translator(path)
+                self._found[source, target] = load_translator(path, quantize=self.quantize)
         return self._found[source, target]
 
     @property
@@ -130,8 +133,10 @@ class Exchange:
 
     # ---- switching ------------------------------------------------------------------------
 
-    def bring(self, name: str, tokens: Sequence[int]) -> Switch:
+    def bring(self, name: str, tokens: Sequence[int], mark: int | None = None) -> Switch:
         """Make a line hold ``tokens``: translate what others wrote, read the rest natively.
+
+        ``mark`` is a length at which the line may have to be taken up again.
 
         Raises:
             MissingTranslatorError: Others wrote a part that cannot be translated; nothing has
@@ -146,8 +151,7 @@ class Exchange:
         plan = self._plan(line, tokens, kept, origin)
         line.recall()
         line.trim(kept)
-        for step in plan:
-            self._take(line, step, tokens)
+        self._grow(line, plan, tokens, mark)
         mx.eval(caches.arrays(line.cache))
         self.active, self._from = name, origin
         self._forget()
@@ -158,6 +162,17 @@ class Exchange:
         self._brought = list(tokens)
         self.last = Switch(name, kept, translated, sum(lengths) - translated, seconds)
         return self.last
+
+    def _grow(
+        self, line: Line, plan: Sequence[Step], tokens: Sequence[int], mark: int | None
+    ) -> None:
+        """Let a line grow by a plan, with marks where it begins and at ``mark``."""
+        line.mark()
+        for step in plan:
+            if mark is not None and len(line) < mark < step.stop:
+                self._take(line, Step(step.source, mark), tokens)
+                line.mark()
+            self._take(line, step, tokens)
 
     def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> None:
         """Let a line grow by a step."""
@@ -210,7 +225,7 @@ class Exchange:
         others = [other for other in self.lines.values() if other is not line]
         return [o for o in others if self.strategy == "alternated" or o.name == origin]
 
-    def follow(self, tokens: Sequence[int]) -> None:
+    def follow(self, tokens: Sequence[int], mark: int | None = None) -> None:
         """Translate for every other line what it lacks of ``tokens``, as far as it can be.
 
         Nothing waits for the results. Lines that were put away stay there.
@@ -222,8 +237,8 @@ class Exchange:
                 plan = self._plan(line, tokens, len(line), None)
             except MissingTranslatorError:
                 continue
-            for step in itertools.takewhile(lambda step: step.source is not None, plan):
-                self._take(line, step, tokens)
+            steps = list(itertools.takewhile(lambda step: step.source is not None, plan))
+            self._grow(line, steps, tokens, mark)
         self._forget()
 
     def _forget(self) -> None:
@@ -232,7 +247,7 @@ class Exchange:
             return
         for line in self.lines.values():
             others = [
-                other.common(line.tokens)
+                other.kept(other.common(line.tokens))
                 for other in self.lines.values()
                 if other is not line and self.translator(line.name, other.name) is not None
             ]

@@ -20,7 +20,8 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates, TranslatedStates
 from kvlingo_mlx.translators.base import Translator
 
-Mark = tuple[int, list[Any]]
+Mark = tuple[int, list[Any]]  # a length, and the rings as they were
+MARKS = 2  # how many are kept: one before the last message, one after it
 
 
 class Line:
@@ -45,7 +46,7 @@ class Line:
         self.tokens: list[int] = []
         self.spans: list[Span] = []
         self.native = Recording()
-        self._mark: Mark | None = None
+        self._marks: list[Mark] = []
         self._away: Storage | None = None
 
     def __len__(self) -> int:
@@ -67,7 +68,7 @@ class Line:
         made = Line(self.name, self.model, records=self.records)
         made._caches = [_copy(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
-        made.native, made._mark, made._away = self.native.copy(), self._mark, self._away
+        made.native, made._marks, made._away = self.native.copy(), list(self._marks), self._away
         return made
 
     def common(self, tokens: Sequence[int]) -> int:
@@ -86,22 +87,20 @@ class Line:
     @property
     def cache_bytes(self) -> int:
         """Bytes of memory that its caches take, wherever they are."""
-        kept = [ring for ring in self._mark[1] if ring is not None] if self._mark else []
-        own = {id(array) for array in caches.arrays(self._caches)}
-        marked = sum(a.nbytes for a in caches.arrays(kept) if id(a) not in own)
+        marked = [ring for _, rings in self._marks for ring in rings if ring is not None]
         away = 0 if self._away is None else self._away.nbytes
-        return caches.nbytes(self._caches) + marked + away
+        return caches.nbytes([*self._caches, *marked]) + away
 
     def arrays(self) -> dict[str, mx.array]:
-        """The arrays of its caches and its mark by name, from wherever they are."""
+        """The arrays of its caches and its marks by name, from wherever they are."""
         if self._away is not None:
             return self._away.take()
         return {name: getattr(cache, side) for name, cache, side in self._places()}
 
     def _places(self) -> Iterator[tuple[str, Any, str]]:
         """A name for each array, the cache it belongs to, and its side."""
-        marked = self._mark[1] if self._mark else []
-        for prefix, listed in (("", self._caches), ("mark.", marked)):
+        marked = [(f"mark{index}.", rings) for index, (_, rings) in enumerate(self._marks)]
+        for prefix, listed in (("", self._caches), *marked):
             for layer, cache in enumerate(listed):
                 if cache is not None and cache.offset:
                     for side in caches.SIDES:
@@ -113,11 +112,14 @@ class Line:
             self._away = put(self.arrays())
             # Copies, since a branch may hold the caches themselves.
             self._caches = [_copy(cache) for cache in self._caches]
-            if self._mark:
-                self._mark = self._mark[0], [c and _copy(c) for c in self._mark[1]]
+            self._marks = [(n, [c and _copy(c) for c in rings]) for n, rings in self._marks]
             for _, cache, side in self._places():
                 setattr(cache, side, None)
         return self._away
+
+    def settle(self) -> None:
+        """Wait until all that it is to hold is worked out."""
+        mx.eval(caches.arrays(self._caches))
 
     def recall(self) -> None:
         """Begin to bring its arrays back, and return at once."""
@@ -142,20 +144,20 @@ class Line:
     def mark(self) -> None:
         """Remember this length: rings can be trimmed no further back once they are full."""
         rings = [_copy(cache) if caches.is_ring(cache) else None for cache in self.cache]
-        if any(rings):
-            self._mark = len(self), rings
+        if any(rings) and len(self) and len(self) not in [length for length, _ in self._marks]:
+            self._marks = [*self._marks, (len(self), rings)][-MARKS:]
 
     def kept(self, length: int) -> int:
         """How many tokens :meth:`trim` leaves of ``length``.
 
         They may be fewer: where a ring has forgotten what its window would need, the line goes
-        back to its mark, or to nothing.
+        back to a mark, or to nothing.
         """
         if length >= len(self):
             return len(self)
         if can_trim_prompt_cache(self._caches):
             return length
-        return self._mark[0] if self._mark is not None and self._mark[0] <= length else 0
+        return max((mark for mark, _ in self._marks if mark <= length), default=0)
 
     def trim(self, length: int) -> int:
         """Give up the tokens from :meth:`kept` of ``length`` on; returns how many are left."""
@@ -168,19 +170,16 @@ class Line:
         if can_trim_prompt_cache(self._caches):
             trim_prompt_cache(self._caches, len(self) - kept)
         else:
-            self._back_to_mark()
-        if self._mark is not None and self._mark[0] > kept:
-            self._mark = None
+            self._back_to_mark(kept)
+        self._marks = [mark for mark in self._marks if mark[0] <= kept]
         self.tokens = self.tokens[:kept]
         self.spans = cut(self.spans, kept)
         self.native.trim(kept)
         return kept
 
-    def _back_to_mark(self) -> None:
+    def _back_to_mark(self, length: int) -> None:
         own = self.cache
-        assert self._mark is not None
-        length, rings = self._mark
-        for index, ring in enumerate(rings):
+        for index, ring in enumerate(dict(self._marks)[length]):
             if ring is not None:
                 own[index] = _copy(ring)
             else:
@@ -192,10 +191,10 @@ class Line:
         try:
             yield
         except BaseException:
-            self._settle()
+            self._take_back()
             raise
 
-    def _settle(self) -> None:
+    def _take_back(self) -> None:
         """Take back what some caches have written beyond the tokens."""
         beyond = [cache.offset - len(self) for cache in self._caches]
         if any(more < 0 or (more and not cache.is_trimmable())
@@ -290,15 +289,15 @@ class Line:
 
     def facts(self) -> dict[str, Any]:
         """All but arrays, for JSON."""
-        mark = self._mark and {
-            "length": self._mark[0],
-            "caches": [cache and caches.numbers(cache) for cache in self._mark[1]],
-        }
+        marks = [
+            {"length": length, "caches": [cache and caches.numbers(cache) for cache in rings]}
+            for length, rings in self._marks
+        ]
         return {
             "tokens": self.tokens,
             "spans": [vars(span) for span in self.spans],
             "caches": [caches.numbers(cache) for cache in self._caches],
-            "mark": mark,
+            "marks": marks,
             "native": self.native.facts(),
         }
 
@@ -322,10 +321,12 @@ class Line:
         tokens, spans = list(facts["tokens"]), [Span(**span) for span in facts["spans"]]
         if len(made) != len(self._caches) or {c.offset for c in made} != {len(tokens)}:
             raise ValueError(f"{len(tokens)} tokens, but caches of {[c.offset for c in made]}")
-        if facts["mark"] is not None:
-            rings = enumerate(facts["mark"]["caches"])
-            marked = [None if known is None else one("mark.", i, known) for i, known in rings]
-            self._mark = facts["mark"]["length"], marked
+        for index, mark in enumerate(facts["marks"]):
+            rings = [
+                None if known is None else one(f"mark{index}.", layer, known)
+                for layer, known in enumerate(mark["caches"])
+            ]
+            self._marks.append((mark["length"], rings))
         self._caches, self.tokens, self.spans = made, tokens, spans
 
 

@@ -85,12 +85,30 @@ class Transcript:
             text = text[len(stop) :]
         return _encode(model, text)
 
+    def end_of_messages(
+        self, model: LanguageModel, new: Sequence[Message], prompt: Sequence[int]
+    ) -> int | None:
+        """Where the answer's header begins in the ``prompt`` made of ``new``, if it can be told.
+
+        Up to there a template renders the same when the answer has become an earlier one; what
+        it puts at an answer's beginning (an empty think block) may go.
+        """
+        whole = render_text(model, [*self.messages, *new], **self.switches)
+        bare = render_text(
+            model, [*self.messages, *new], add_generation_prompt=False, **self.switches
+        )
+        header = _encode(model, whole[len(bare) :]) if whole.startswith(bare) else []
+        found = header and list(prompt[-len(header) :]) == header
+        return len(prompt) - len(header) if found else None
+
     def wrote(self, new: Sequence[Message], prompt: Sequence[int], answer: Sequence[int]) -> None:
         """Book messages, the prompt that ended with their header, and the answer's tokens."""
         self.previous = self.copy()
         self.messages = [*self.messages, *new]
+        # Elsewhere in tokens that were cut anew, a boundary might divide a character.
+        shared = common_prefix(self.tokens, prompt)
+        kept = {b for b in self.boundaries if b <= shared}
         self.tokens = [*prompt, *answer]
-        kept = {b for b in self.boundaries if b <= len(prompt)}
         self.boundaries = sorted({*kept, len(prompt), len(self.tokens)})
 
     # ---- as JSON --------------------------------------------------------------------------

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
@@ -24,7 +26,8 @@ class Turn:
 
     Attributes:
         messages: What it answers.
-        prompt: Tokens up to its header.
+        prompt: Tokens up to the end of its header.
+        mark: How many of them come before the header, if that is known.
         answer: Its tokens so far.
         text: The same as text.
         ended: Whether a stop token or the limit has come.
@@ -32,9 +35,9 @@ class Turn:
 
     def __init__(
         self, exchange: Exchange, messages: Sequence[Message], prompt: Sequence[int],
-        max_tokens: int, options: Mapping[str, Any],
+        mark: int | None, max_tokens: int, options: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        self.messages, self.prompt = list(messages), list(prompt)
+        self.messages, self.prompt, self.mark = list(messages), list(prompt), mark
         self.answer: list[int] = []
         self.text, self.ended = "", False
         self._exchange, self._options, self._most = exchange, options, max_tokens
@@ -45,9 +48,8 @@ class Turn:
     ) -> Iterator[GenerationResponse]:
         """Let a model go on with it: up to ``most`` tokens, or until its text holds a mark."""
         tokens = [*self.prompt, *self.answer]
-        switch = self._exchange.bring(name, tokens[:-1])
+        switch = self._exchange.bring(name, tokens[:-1], self.mark)
         line = self._exchange.line(name)
-        line.mark()
         text = ""
         for response in self._decoded(line, tokens, self._limit(most)):
             text += response.text

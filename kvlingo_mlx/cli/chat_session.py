@@ -1,0 +1,213 @@
+"""A chat's turns and commands, over a conversation."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from kvlingo_mlx.cli.chat_input import Lines, Stop, interruptible
+from kvlingo_mlx.cli.chat_stats import print_lines, print_switch
+from kvlingo_mlx.cli.output import complain, say
+from kvlingo_mlx.errors import KVLingoError
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.conversation import Conversation, Switch
+    from kvlingo_mlx.conversation.routing import Route
+
+# What MLX says on a CPU, on Metal and on CUDA.
+MEMORY = re.compile("malloc|allocat|insufficient memory|out of memory", re.IGNORECASE)
+AUTO = "auto"  # /use auto: the route chooses
+HELP = {
+    "/use NAME": "this model answers from now on",
+    "/use auto": "--route chooses again",
+    "/undo": "take back your last message and its answer",
+    "/save [FOLDER]": "save the conversation; without a folder where --save or --resume say",
+    "/stats": "what each model holds, and what the last switch took",
+    "/help": "this list",
+    "/exit": "leave, as Ctrl-D does",
+}
+
+
+class Chat:
+    """One user at the keyboard and several models.
+
+    Args:
+        talk: The conversation.
+        lines: Where the user's lines come from.
+        options: What every reply is asked with.
+        route: Chooses who answers, where the user has not.
+        use: Who answers at first.
+        save: Where the conversation is saved in the end.
+        resume: Where it came from.
+    """
+
+    def __init__(
+        self,
+        talk: Conversation,
+        lines: Lines,
+        options: Mapping[str, Any],
+        *,
+        route: Route | None = None,
+        use: str | None = None,
+        save: str | None = None,
+        resume: str | None = None,
+    ) -> None:
+        self.talk, self.names = talk, tuple(talk.lines)
+        self._lines, self._options, self._route = lines, options, route
+        self._save_at_end, self._folder = save, save or resume
+        self._active = use or (AUTO if route else self.names[0])
+        self._measured: tuple[Switch, float] | None = None
+        self._ended = False
+
+    def run(self) -> None:
+        """Take the user's lines until there are no more.
+
+        Raises:
+            KeyboardInterrupt: The user insists.
+        """
+        if self._lines.terminal:
+            say("/help lists the commands")
+        try:
+            self._loop()
+        finally:
+            if self._save_at_end and any(m["role"] == "assistant" for m in self.talk.messages):
+                self._save(self._save_at_end)
+
+    def _loop(self) -> None:
+        while not self._ended:
+            line = self._lines.next(f"{self._active}> ")
+            if line is None:
+                return
+            try:
+                self._take(line)
+            except BrokenPipeError:
+                raise  # nobody reads any more
+            except (KVLingoError, ValueError, OSError) as error:
+                complain(error)
+            except (MemoryError, RuntimeError) as error:
+                complain(_out_of_memory(error))
+            except KeyboardInterrupt:
+                say("stopped")
+
+    def _take(self, line: str) -> None:
+        if line.startswith("/"):
+            self._command(line)
+        elif line.strip():
+            self._answer(line.strip())
+
+    # ---- turns ------------------------------------------------------------------------------
+
+    def _answer(self, message: str) -> None:
+        """One turn, which Ctrl-C can end."""
+        before = len(self.talk.messages)
+        try:
+            with interruptible() as stop:
+                self._stream(self._who(message), message, stop)
+        except KeyboardInterrupt:
+            # It may fall between the arrival of the first token and our taking note of that.
+            if len(self.talk.messages) > before:
+                self.talk.undo()
+            say("stopped; nothing was kept")
+
+    def _who(self, message: str) -> str:
+        """The model that the user asked, or that the route chooses."""
+        if self._route is None or self._active != AUTO:
+            return self._active
+        name = self._route([*self.talk.messages, {"role": "user", "content": message}], self.names)
+        say(typer.style(f"[{name}]", dim=True))
+        return name
+
+    def _stream(self, name: str, message: str, stop: Stop) -> None:
+        """Print an answer as it comes; the conversation keeps what has come when it is closed."""
+        responses = self.talk.stream_reply(name, message, **self._options)
+        cut = False
+        try:
+            with contextlib.closing(responses):
+                for response in responses:
+                    stop.began = True
+                    say(response.text, end="")
+                    if cut := stop.asked and response.finish_reason is None:
+                        break
+        finally:
+            say("", end="\n" if stop.began else "")
+        if cut:
+            say("stopped; what was written is kept")
+
+    # ---- commands ---------------------------------------------------------------------------
+
+    def _command(self, line: str) -> None:
+        word, _, rest = (part.strip() for part in line.strip().partition(" "))
+        with_word: dict[str, Callable[[str], None]] = {"/use": self._use, "/save": self._save}
+        alone: dict[str, Callable[[], None]] = {
+            "/undo": self._undo, "/stats": self._stats, "/help": self._help, "/exit": self._exit,
+        }  # fmt: skip
+        if word in with_word:
+            with_word[word](rest)
+        elif word not in alone:
+            raise ValueError(
+                f"there is no {word}; there are {', '.join([*with_word, *alone])} (a message that "
+                "begins with / needs a space before it)"
+            )
+        elif rest:
+            raise ValueError(f"{word} stands alone; found {rest!r} after it")
+        else:
+            alone[word]()
+
+    def _use(self, name: str) -> None:
+        names = [*self.names, *([AUTO] if self._route else [])]
+        if name not in names:
+            raise ValueError(f"/use is followed by {name!r}; give one of {', '.join(names)}")
+        self._active = name
+
+    def _undo(self) -> None:
+        self.talk.undo()
+        say("took back the last message and its answer")
+
+    def _save(self, folder: str) -> None:
+        place = folder or self._folder
+        if not place:
+            raise ValueError("/save needs a folder: /save FOLDER (or start the chat with --save)")
+        say(f"saved to {self.talk.save(os.path.expanduser(place))}")
+
+    def _help(self) -> None:
+        width = max(map(len, HELP))
+        for word, meaning in HELP.items():
+            say(f"{word:<{width}}  {meaning}")
+
+    def _exit(self) -> None:
+        self._ended = True
+
+    def _stats(self) -> None:
+        print_lines(self.talk.stats())
+        switch = self.talk.last_switch
+        if switch is None:
+            say("nobody has answered yet")
+        else:
+            print_switch(switch, self._reprefill(switch))
+
+    def _reprefill(self, switch: Switch) -> float | None:
+        """Seconds in which the last switch's model reads all of it anew; None if skipped."""
+        if self._measured is None or self._measured[0] is not switch:
+            count = switch.kept + switch.translated + switch.read
+            say(f"reading {count} tokens anew with {switch.name} to compare; Ctrl-C skips")
+            try:
+                self._measured = switch, self.talk.measure_reprefill()
+            except KeyboardInterrupt:
+                return None
+        return self._measured[1]
+
+
+def _out_of_memory(error: MemoryError | RuntimeError) -> KVLingoError:
+    """The way out, if that is what an error means; MLX has no class of its own for it."""
+    text = str(error)
+    if not isinstance(error, MemoryError) and not MEMORY.search(text):
+        raise error
+    return KVLingoError(
+        f"there is not enough memory for this answer ({text or 'MemoryError'}); the conversation "
+        "is as it was: /save it, and go on with --resume and --offload disk"
+    )

@@ -1,0 +1,52 @@
+"""What a chat's models hold, and what its last switch took."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvlingo_mlx.cli.output import facts, ms, say, table
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.conversation import Stats, Switch
+
+COLUMNS = ["model", "tokens", "own", "translated", "cache (MB)", "for others (MB)", "where"]
+
+
+def print_lines(stats: Stats) -> None:
+    """A row a model, and the memory of all."""
+    rows = [
+        [line.name, str(line.tokens), str(line.native), str(line.translated),
+         _mb(line.cache_bytes), _mb(line.recording_bytes), line.where]
+        for line in stats.lines
+    ]  # fmt: skip
+    table("Tokens in each model's cache, written by itself or translated", COLUMNS, rows)
+    facts(
+        {
+            "models (MB)": _mb(stats.models),
+            "translators (MB)": _mb(stats.translators),
+            "total (MB)": _mb(stats.total),
+            "MLX's active memory (MB)": _mb(stats.mlx_active),
+        }
+    )
+
+
+def print_switch(switch: Switch, anew: float | None) -> None:
+    """What the last one took, beside the seconds of reading the same prompt anew."""
+    from kvlingo_mlx import measure
+
+    facts(
+        {
+            "last switch": f"to {switch.name}",
+            "tokens kept": switch.kept,
+            "tokens translated": switch.translated,
+            "tokens read": switch.read,
+            "took (ms)": ms(switch.seconds),
+            "reading all anew (ms)": "not measured" if anew is None else ms(anew),
+        }
+    )
+    if not measure.is_apple():
+        say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
+
+
+def _mb(count: int) -> str:
+    return f"{count / 1e6:,.2f}"

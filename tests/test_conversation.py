@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.language_model import LanguageModel
 
 NEW = 6
+EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
 MESSAGES = ("the use of an other", "is it on?", "and you", "hi there")
 
 
@@ -69,26 +71,26 @@ def ask(talk: Conversation, name: str, message: str, **options: Any) -> None:
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["a", "b", "c", "undo", "branch"]),
+        st.sampled_from(["a", "b", "c", "undo", "branch", "offload", "resume", "stop"]),
         st.integers(0, len(MESSAGES) - 1),
         st.sampled_from([None, "a", "b"]),
     ),
     min_size=2,
-    max_size=5,
+    max_size=7,
 )
 
 
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "gemma4", "deepseek_v3"])
 def test_switching_between_copies_is_one_model(
-    family_models: dict[str, LanguageModel], name: str, eager: bool
+    family_models: dict[str, LanguageModel], name: str, eager: bool, tmp_path: Path
 ) -> None:
-    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+    model = family_models[name]
+
+    @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
     @given(steps=STEPS, thinking=st.sampled_from([None, False]), verbatim=st.booleans())
     def run(steps: list, thinking: bool | None, verbatim: bool) -> None:
-        talk = talk_of(
-            family_models[name], "abc", eager=eager, enable_thinking=thinking, verbatim=verbatim
-        )
+        talk = talk_of(model, "abc", eager=eager, enable_thinking=thinking, verbatim=verbatim)
         for action, message, prefill in steps:
             if action == "undo":
                 if talk.messages:
@@ -96,6 +98,18 @@ def test_switching_between_copies_is_one_model(
             elif action == "branch":
                 talk, left = talk.branch(), talk
                 ask(left, "a", "something else")
+            elif action == "offload":
+                talk.offload("abc"[message % 3], "disk")
+            elif action == "resume":
+                folder = talk.save(tmp_path / "talk")
+                talk = Conversation.resume(
+                    folder, dict.fromkeys("abc", model), talk.exchange.translators.values(),
+                    eager=eager, prefill_step_size=7,
+                )  # fmt: skip
+            elif action == "stop":
+                answer = talk.stream_reply("abc"[message % 3], MESSAGES[message], max_tokens=NEW)
+                next(answer)
+                answer.close()
             else:
                 ask(talk, action, MESSAGES[message], prefill=prefill)
 

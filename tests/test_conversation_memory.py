@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,42 @@ def test_switching_with_every_idle_line_on_disk_is_one_model(
     left = talk.branch()
     ask(left, "b", "hi there")
     ask(talk, "b", "and you")
+
+
+def test_a_line_comes_back_while_the_new_span_is_translated(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's reading is begun before the translation, and waited for after it."""
+    talk = talk_of(models["qwen3"], eager=False, verbatim=True)
+    ask(talk, "a", "the use of an other")
+    ask(talk, "b", "is it on?")
+    talk.offload("a", "disk")
+    events: list[str] = []
+    translated = threading.Event()
+    read_file, take = storage.read_file, storage.File.take
+
+    def slow_read(*arguments: Any) -> Any:
+        events.append("reading")
+        assert translated.wait(60)  # would never end if the translation waited for it
+        return read_file(*arguments)
+
+    def noted_take(self: storage.File) -> Any:
+        events.append("taken")
+        translated.set()
+        return take(self)
+
+    (translator,) = {id(t): t for t in talk.exchange.translators.values()}.values()
+    apply = type(translator).__call__
+
+    def noted_call(self: Any, *arguments: Any) -> Any:
+        events.append("translated")
+        return apply(self, *arguments)
+
+    monkeypatch.setattr(storage, "read_file", slow_read)
+    monkeypatch.setattr(storage.File, "take", noted_take)
+    monkeypatch.setattr(type(translator), "__call__", noted_call)
+    ask(talk, "a", "and you")
+    assert sorted(events[:2]) == ["reading", "translated"] and "taken" in events[2:]
 
 
 def test_eight_bits_round_once_to_half_a_step(models: dict[str, LanguageModel]) -> None:

@@ -615,6 +615,8 @@ def write_folder(out: Path, model, tokenizer, args, state: dict) -> None:
         config["rope_local_base_freq"] = rope[LOCAL]["rope_theta"]
         config["sliding_window_pattern"] = config.pop("layer_types").index(GLOBAL) + 1
         rope = rope[GLOBAL]
+    if per_layer := config.pop("per_layer_config", None):  # transformers 5.23's, for Gemma-4
+        config["global_head_dim"] = next(iter(per_layer.values()))["head_dim"]
     if config["model_type"] != "gemma4_text":
         config["rope_theta"], config["rope_scaling"] = rope["rope_theta"], None
         del config["rope_parameters"]

@@ -143,9 +143,11 @@ class Line:
 
     def mark(self) -> None:
         """Remember this length: rings can be trimmed no further back once they are full."""
+        marked = [length for length, _ in self._marks]
+        if not any(map(caches.is_ring, self._caches)) or len(self) in (0, *marked):
+            return  # what is away comes back only if it must
         rings = [_copy(cache) if caches.is_ring(cache) else None for cache in self.cache]
-        if any(rings) and len(self) and len(self) not in [length for length, _ in self._marks]:
-            self._marks = [*self._marks, (len(self), rings)][-MARKS:]
+        self._marks = [*self._marks, (len(self), rings)][-MARKS:]
 
     def kept(self, length: int) -> int:
         """How many tokens :meth:`trim` leaves of ``length``.

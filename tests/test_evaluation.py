@@ -18,7 +18,6 @@ from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.embedded.dialogues import ANSWER
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.evaluation.latency import PHASES, measure_latency
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
 from kvlingo_mlx.samples import Sample
@@ -147,15 +146,3 @@ def test_reuse_needs_one_shape(models: dict[str, LanguageModel], twins: list) ->
         conditions.reused(models["dense"], twins[1])
     with pytest.raises(ValueError, match="recomputed is 5"):
         conditions.reused(*twins, 5)
-
-
-def test_latency_times_every_path(models: dict[str, LanguageModel]) -> None:
-    source, target = models["dense"], models["moe"]
-    translator = kv.fit(source, target, [{"text": "one two three four five " * 9}])
-    latency = measure_latency(source, target, translator, 40, trials=2, step_size=16)
-    assert set(latency.samples) == set(PHASES)
-    assert all(len(times) == 2 and min(times) > 0 for times in latency.samples.values())
-    with pytest.raises(ValueError, match="1 prompt tokens"):
-        measure_latency(source, target, translator, 1)
-    with pytest.raises(ValueError, match="context"):
-        measure_latency(source, target, translator, 600)

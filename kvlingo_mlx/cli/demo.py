@@ -55,8 +55,8 @@ def _run_pair(source_name: str, target_name: str, step) -> dict:
     from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
     from kvlingo_mlx.evaluation import conditions
     from kvlingo_mlx.evaluation import continuation as quality
-    from kvlingo_mlx.evaluation.latency import measure_latency
     from kvlingo_mlx.loading import load, resolve_translator
+    from kvlingo_mlx.timing import tables
 
     source, target = load(zoo(source_name)), load(zoo(target_name))
     folder = TRANSLATORS / f"{source_name}--{target_name}"  # whatever the user's store holds
@@ -69,9 +69,12 @@ def _run_pair(source_name: str, target_name: str, step) -> dict:
         "hidden": conditions.hidden(target),
     }
     scores = quality.score(target, samples, makers, step)
-    latency = measure_latency(source, target, translator, 512, trials=3)
+    timings, _ = tables.run_table(
+        source, target, {"stored": translator}, tables.FIRST_TOKENS, [512], text=True, trials=3,
+        clock=tables.Clock(None),
+    )  # fmt: skip
     answers = [_answers(talk, source, target, translator) for talk in talks[:SHOWN]]
-    return {"scores": scores, "latency": latency, "answers": answers}
+    return {"scores": scores, "latency": timings[0], "answers": answers}
 
 
 def _answers(talk, source, target, translator) -> list[str]:

@@ -257,8 +257,8 @@ def _times(
     lm-eval's items are not at hand: prose as long as they are stands for them.
     """
     from kvlingo_mlx import measure
-    from kvlingo_mlx.evaluation.latency import switch_times
     from kvlingo_mlx.evaluation.needles import prose
+    from kvlingo_mlx.timing.paths import switch_times
 
     prefixes = sorted((item.prefix for task in asked for item in task.items), key=len)
     if not prefixes:

@@ -9,8 +9,8 @@ from typing import Any
 
 from kvlingo_mlx.evaluation import conditions, droidspeak
 from kvlingo_mlx.evaluation.conditions import CacheMaker
-from kvlingo_mlx.evaluation.latency import translation
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.timing.paths import translation
 from kvlingo_mlx.translators.base import Translator
 
 Action = Callable[[], list]

@@ -1,0 +1,153 @@
+"""What a machine could reach at best: its measured rates, and the work of each phase."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn, on_gpu
+
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.measure import seconds
+from kvlingo_mlx.timing.paths import text_of
+from kvlingo_mlx.translators.base import Translator
+
+EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
+DENSE = (nn.Linear, nn.QuantizedLinear)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this machine was measured to do.
+
+    Attributes:
+        flops: Floating-point operations a second in a large square product.
+        bandwidth: Bytes a second, read and written, of a sum over a large array.
+        dtype: Of that product.
+    """
+
+    flops: float
+    bandwidth: float
+    dtype: str
+
+    def floor(self, work: Work) -> float:
+        """The least seconds in which some work can be done."""
+        return max(work.flops / self.flops, work.bytes / self.bandwidth)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Floating-point operations, and bytes of memory that must be touched once."""
+
+    flops: float
+    bytes: float
+
+    def __add__(self, other: Work) -> Work:
+        return Work(self.flops + other.flops, self.bytes + other.bytes)
+
+
+def measured_rates() -> Rates:
+    """The best of several runs of a large product and of a large sum."""
+    size, dtype = (8192, mx.bfloat16) if on_gpu() else (1024, mx.float32)
+    square = mx.random.normal((size, size)).astype(dtype)
+    long = mx.zeros(2**26 if on_gpu() else 2**24, mx.float32)
+    mx.eval(square, long)
+    product = min(seconds(lambda: mx.eval(square @ square)) for _ in range(REPEATS))
+    total = min(seconds(lambda: mx.eval(long + 1)) for _ in range(REPEATS))
+    return Rates(2 * size**3 / product, 2 * long.nbytes / total, str(dtype).rsplit(".", 1)[-1])
+
+
+class Costs:
+    """How much work a model's passes are: linear layers, attention, the head."""
+
+    def __init__(self, model: LanguageModel) -> None:
+        self.model = model
+        text = text_of(model)
+        modules = [module for _, module in text.model.named_modules()]
+        self.dense = [module for module in modules if isinstance(module, DENSE)]
+        self.experts = [module for module in modules if isinstance(module, EXPERTS)]
+        self.head = text.lm_head if "lm_head" in text else text.model.embed_tokens
+        self.active = int(model.facts.get("num_experts_per_tok") or 0)
+
+    @cached_property
+    def _head_work(self) -> Work:
+        outputs, inputs = _shape(self.head)
+        return Work(2 * outputs * inputs, _nbytes(self.head))
+
+    def tokens(self, count: int, before: int = 0, touched: float = 0.0) -> Work:
+        """A pass over ``count`` tokens after ``before`` others, and the head for the last of them.
+
+        ``touched`` is the share of the experts that it touches.
+        """
+        each = sum(2 * _shape(m)[0] * _shape(m)[1] for m in self.dense)
+        each += sum(2 * self.active * _shape(m)[0] * _shape(m)[1] for m in self.experts)
+        weights = float(sum(_nbytes(m) for m in self.dense))
+        weights += touched * sum(_nbytes(m) for m in self.experts)
+        total = Work(each * count, weights) + self._attention(count, before)
+        return total + self._head_work
+
+    def _attention(self, count: int, before: int) -> Work:
+        """Scores and sums over what each token sees, and the cache that it reads and writes."""
+        heads = int(self.model.facts["num_attention_heads"])
+        flops = 0.0
+        for g in self.model.geometry.layers:
+            seen = sum(min(before + i + 1, g.window or before + i + 1) for i in range(count))
+            flops += 2 * heads * (g.key_dim + g.value_dim) * seen
+        return Work(flops, caches.bytes_per_token(self.model) * (before + count))
+
+
+def translation_work(
+    translator: Translator, source: LanguageModel, target: LanguageModel, count: int
+) -> Work:
+    """Maps applied to ``count`` tokens: states read, maps read, cache written."""
+    moved = caches.bytes_per_token(source) + caches.bytes_per_token(target)
+    return Work(translator.flops_per_token * count, translator.nbytes + moved * count)
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """Outputs and inputs of a linear layer, of one expert of it, or of an embedding as head."""
+    *_, outputs, inputs = module.weight.shape
+    return outputs, inputs * 32 // module.bits if "scales" in module else inputs
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(array.nbytes for array in dict(tree_flatten(module.parameters())).values())
+
+
+@contextlib.contextmanager
+def experts_touched(model: LanguageModel) -> Iterator[list[float]]:
+    """Counts, pass by pass and layer by layer, the share of its experts that a model touches."""
+    shares: list[float] = []
+    # The first of an expert's three projections by name, so that each layer counts once.
+    firsts = [
+        module
+        for name, module in model.model.named_modules()
+        if isinstance(module, EXPERTS) and name.endswith("gate_proj")
+    ]
+    classes = [type(m) for m in firsts]
+    try:
+        for module, cls in zip(firsts, classes, strict=True):
+            module.__class__ = _counting(cls, shares)
+        yield shares
+    finally:
+        for module, cls in zip(firsts, classes, strict=True):
+            module.__class__ = cls
+
+
+def _counting(cls: type[nn.Module], shares: list[float]) -> Any:
+    class Counting(cls):  # type: ignore[misc, valid-type]
+        def __call__(self, x: mx.array, indices: mx.array, **options: Any) -> mx.array:
+            used = np.unique(np.array(indices)).size
+            shares.append(used / self.weight.shape[0])
+            return super().__call__(x, indices, **options)
+
+    return Counting

@@ -1,0 +1,32 @@
+"""Times over prompt lengths, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvlingo_mlx import pictures
+from kvlingo_mlx.measure import median
+
+SHOWN = ("native", "switch", "target_step", "accelerator", "source_prefill")
+
+
+def times(results: Mapping[str, Any]) -> Any:
+    """A panel a table: median seconds to the first token by way, over the prompt's length."""
+    drawn = {
+        n: r for n, r in results.items() if any(p in r["timings"][0]["samples"] for p in SHOWN)
+    }
+    drawn = drawn or dict(results)
+    figure = pictures.figure(width=pictures.WIDTH * len(drawn))
+    for index, (name, result) in enumerate(drawn.items(), start=1):
+        axes = figure.add_subplot(
+            1, len(drawn), index, title=name, xlabel="prompt tokens", ylabel="ms",
+            xscale="log", yscale="log",
+        )  # fmt: skip
+        phases = result["timings"][0]["samples"]
+        for phase in [p for p in SHOWN if p in phases] or list(phases):
+            points = [(t["prompt_tokens"], t["samples"][phase]) for t in result["timings"]]
+            lengths, samples = zip(*points, strict=True)
+            axes.plot(lengths, [1e3 * median(s) for s in samples], marker="o", label=phase)
+        axes.legend(fontsize="small")
+    return figure

@@ -1,0 +1,118 @@
+"""Random models with the true widths of released ones: times do not depend on what weights say."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+import numpy as np
+from mlx_lm.utils import load_tokenizer
+
+from kvlingo_mlx.assignment import by_depth
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.tensor_file import DType, Weights
+from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig, maps_of
+from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.linear import LinearTranslator
+
+QWEN3 = {
+    "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
+}  # fmt: skip
+GEMMA3 = {
+    "model_type": "gemma3_text", "head_dim": 256, "vocab_size": 262208, "rms_norm_eps": 1e-6,
+    "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
+
+
+def _dense(base: Mapping[str, Any], *numbers: int, **more: Any) -> dict[str, Any]:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    return {**base, **dict(zip(names, numbers, strict=True)), **more}
+
+
+# The numbers of their own config.json.
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _dense(QWEN3, 1024, 28, 16, 3072, tie_word_embeddings=True),
+    "qwen3-1.7b": _dense(QWEN3, 2048, 28, 16, 6144, tie_word_embeddings=True),
+    "qwen3-4b": _dense(QWEN3, 2560, 36, 32, 9728, tie_word_embeddings=True),
+    "qwen3-8b": _dense(QWEN3, 4096, 36, 32, 12288, tie_word_embeddings=False),
+    "qwen3-30b-a3b": _dense(
+        QWEN3, 2048, 48, 32, 6144, model_type="qwen3_moe", num_key_value_heads=4,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False,
+    ),
+    "gemma-3-4b": _dense(GEMMA3, 2560, 34, 8, 10240, num_key_value_heads=4),
+    "gemma-3-12b": _dense(GEMMA3, 3840, 48, 16, 15360, num_key_value_heads=8),
+}  # fmt: skip
+PRECISIONS = ("float32", "bfloat16", "8bit", "4bit")
+
+
+def random_model(name: str, layers: int | None, precision: str, seed: int = 0) -> LanguageModel:
+    """A model of random weights, with the embedded models' tokenizer, which is not its own.
+
+    Args:
+        name: One of ``GEOMETRIES``.
+        layers: How many of its layers; None for all.
+        precision: ``float32``, ``bfloat16``, or ``8bit`` or ``4bit`` in groups of 64.
+        seed: Of the weights.
+
+    Raises:
+        ValueError: No such geometry or precision, or a number of layers that it does not have.
+    """
+    if name not in GEOMETRIES:
+        raise ValueError(f"--geometry names {name!r}; there are {', '.join(GEOMETRIES)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
+    config = dict(GEOMETRIES[name])
+    depth = config["num_hidden_layers"]
+    if layers is not None and not 1 <= layers <= depth:
+        raise ValueError(f"--layers is {layers}; {name} has {depth}")
+    period = config.get("sliding_window_pattern", 1)
+    if (layers or depth) < period:
+        raise ValueError(f"--layers is {layers}; of {name} every {period}th is global: give more")
+    config["num_hidden_layers"] = layers or depth
+    mx.random.seed(seed)
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model.eval()
+    dtype = mx.float32 if precision == "float32" else mx.bfloat16
+    for part in [*model.layers, model]:  # a layer at a time: a whole float32 copy may not fit
+        part.set_dtype(dtype)
+        if precision.endswith("bit"):
+            nn.quantize(part, 64, int(precision[0]), class_predicate=_not_yet)
+        mx.eval(part.parameters())
+    tokenizer = load_tokenizer(zoo("tiny-qwen3-s"))
+    return LanguageModel(model, tokenizer, config, f"random {name}")
+
+
+def _not_yet(path: str, module: nn.Module) -> bool:
+    return hasattr(module, "to_quantized")
+
+
+def random_translators(
+    source: LanguageModel, target: LanguageModel, nu: int, forms: Mapping[str, tuple[DType, Any]]
+) -> dict[str, Translator]:
+    """Head-mixing maps of random numbers by form: the dtype they are stored in, and their bits."""
+    rng = np.random.default_rng(0)
+    assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
+    config = TranslatorConfig(_spec(source), _spec(target), assignment)
+    arrays = {
+        f"{m.name}.weight": rng.standard_normal((m.outputs, m.inputs), np.float32) * 0.02
+        for m in maps_of(config)
+    }
+    return {
+        form: LinearTranslator.build(config, Weights.from_float32(arrays, dtype), bits=bits)
+        for form, (dtype, bits) in forms.items()
+    }
+
+
+def _spec(model: LanguageModel) -> ModelSpec:
+    """What a model looks like; random models have no fingerprints."""
+    unknown = dict.fromkeys(("geometry", "norms", "tokenizer"))
+    return ModelSpec(model.name, None, model.geometry.model_type, unknown, model.geometry.layers)

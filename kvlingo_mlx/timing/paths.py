@@ -1,0 +1,262 @@
+"""The ways to a first token, phase by phase: what is timed.
+
+A switch starts from a source that has served the conversation: its states are at hand,
+and only translation and one step of the target remain. The accelerator also counts the
+source's prefill (paper, appendix "Dense-to-MoE", paragraph "Timing").
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvlingo_mlx import caches, capture
+from kvlingo_mlx.generation import hand_over, translate_span
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.measure import seconds
+from kvlingo_mlx.translators.base import Translator
+
+MAX_WARM_UP = 5
+LONG = 2.0  # seconds, beside which what a first run costs more does not count
+DECODED = 16  # tokens over which a decoding speed is taken
+
+
+class Paths:
+    """The work that is timed, for one pair and one prompt; each phase is one method.
+
+    Args:
+        source: Has read the conversation.
+        target: Is to answer.
+        translators: By form ("float32", "8 bits"); the first one serves every whole path.
+        tokens: The prompt.
+        step_size: Tokens per prefill chunk.
+    """
+
+    def __init__(
+        self,
+        source: LanguageModel,
+        target: LanguageModel,
+        translators: Mapping[str, Translator],
+        tokens: Sequence[int],
+        step_size: int = 2048,
+    ) -> None:
+        self.source, self.target, self.translators = source, target, translators
+        self.tokens, self.step_size = list(tokens), step_size
+        self._own = make_prompt_cache(source.model)
+        with mx.stream(generation_stream):
+            spans = capture.prefill(source, self.tokens[:-1], step_size, self._own)
+            self._recorded = list(spans)
+        self._cache = self._translated()
+        self._native: list[Any] | None = None
+
+    def _translated(self, form: str | None = None) -> list[Any]:
+        translator = self.translators[form or next(iter(self.translators))]
+        return translated(
+            self._recorded, self.source, self.target, translator, len(self.tokens) - 1
+        )
+
+    def phase(self, name: str) -> Callable[[], object]:
+        """A phase's work: ``translate FORM`` translates by one of the translators."""
+        if name.startswith("translate "):
+            return lambda: self._translated(name.removeprefix("translate "))
+        return getattr(self, name)
+
+    def source_prefill(self) -> None:
+        """The source reads the prompt, keys and values recorded."""
+        for _ in capture.prefill(self.source, self.tokens[:-1], self.step_size):
+            pass
+
+    def target_step(self) -> None:
+        """One step of the target over the last prompt token."""
+        first_token(self.target, self.tokens[-1:], _again(self._cache))
+
+    def source_step(self) -> None:
+        """One step of the source, which has its cache: the first token, if it may write it."""
+        first_token(self.source, self.tokens[-1:], _again(self._own))
+
+    def native(self) -> None:
+        """The target reads the prompt itself, as mlx-lm does: all but one token, then that one."""
+        first_token(self.target, self.tokens, None, self.step_size)
+
+    def native_single(self) -> int:
+        """The target reads the whole prompt in one pass; returns what it predicts to come next."""
+        cache = make_prompt_cache(self.target.model)
+        with mx.stream(generation_stream):
+            hidden = inner(self.target)(mx.array(self.tokens)[None], cache=cache)
+            token = head(self.target)(hidden[:, -1:]).argmax(axis=-1)
+            mx.eval(token, caches.arrays(cache))
+        return int(token[0, 0])
+
+    def translate(self) -> list[Any]:
+        """A fresh cache of the target from the recorded states."""
+        return self._translated()
+
+    def switch(self) -> None:
+        """Translation and the target's step: what a switch costs."""
+        first_token(self.target, self.tokens[-1:], self._translated())
+
+    def accelerator(self) -> None:
+        """Source prefill, translation and the target's step."""
+        cache = hand_over(
+            self.source,
+            self.target,
+            self.tokens,
+            translator=next(iter(self.translators.values())),
+            prefill_step_size=self.step_size,
+        )
+        first_token(self.target, self.tokens[-1:], cache)
+
+    def decode_source(self) -> None:
+        """The source goes on for some tokens from its own cache."""
+        first_token(self.source, self.tokens[-1:], _again(self._own), count=DECODED)
+
+    def decode_translated(self) -> None:
+        """The target goes on for some tokens from the translated cache."""
+        first_token(self.target, self.tokens[-1:], _again(self._cache), count=DECODED)
+
+    def decode_native(self) -> None:
+        """The target goes on for some tokens from a cache of its own."""
+        if self._native is None:
+            self._native = make_prompt_cache(self.target.model)
+            first_token(self.target, self.tokens, self._native, self.step_size)
+        first_token(self.target, self.tokens[-1:], _again(self._native), count=DECODED)
+
+
+def text_of(model: LanguageModel) -> Any:
+    """The text model, whatever wraps it."""
+    whole: Any = model.model
+    return whole.get("language_model", whole)  # a module is a dict of its parts
+
+
+def inner(model: LanguageModel) -> Any:
+    """The layers of a text model, without its head."""
+    return text_of(model).model
+
+
+def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:
+    """A text model's head, tied or not."""
+    text = text_of(model)
+    return text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
+
+
+def run_head(model: LanguageModel) -> None:
+    """From a hidden state to logits: the part of a step that does not grow with the depth."""
+    mx.eval(head(model)(mx.ones((1, 1, model.facts["hidden_size"]), model.cache_dtype)))
+
+
+def _again(cache: Sequence[Any]) -> list[Any]:
+    """Of a cache the objects alone: the next step writes where the last one did."""
+    return [copy.copy(c) for c in cache]
+
+
+def translated(
+    recorded: Sequence[Any],
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    num_tokens: int,
+) -> list[Any]:
+    """A fresh cache of the target, filled from a source's recorded spans and evaluated."""
+    with mx.stream(generation_stream):
+        cache = caches.allocate(target, num_tokens)
+        for states in recorded:
+            translate_span(cache, states, source, target, translator, num_tokens)
+        mx.eval(caches.arrays(cache))
+    return cache
+
+
+def translation(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    tokens: Sequence[int],
+    step_size: int = 2048,
+) -> Callable[[], list[Any]]:
+    """What is left to do at a switch once the source has read ``tokens[:-1]``: to translate.
+
+    Returns:
+        A function that fills a fresh cache of the target from the recorded states.
+    """
+    recorded = list(capture.prefill(source, tokens[:-1], step_size))
+    return lambda: translated(recorded, source, target, translator, len(tokens) - 1)
+
+
+def first_token(
+    target: LanguageModel,
+    tokens: Sequence[int],
+    cache: list[Any] | None,
+    step_size: int = 2048,
+    count: int = 1,
+) -> None:
+    """Run ``tokens`` from a cache and wait for the ``count`` tokens after them."""
+    steps = generate_step(
+        mx.array(list(tokens)),
+        target.model,
+        max_tokens=count,
+        prompt_cache=cache,
+        prefill_step_size=step_size,
+    )
+    for _ in steps:
+        pass
+
+
+def switch_times(
+    target: LanguageModel,
+    actions: Mapping[str, Callable[[], list[Any]]],
+    last: int,
+    *,
+    trials: int = 5,
+) -> dict[str, list[float]]:
+    """Seconds to the first token by several ways to fill a cache, interleaved.
+
+    Args:
+        target: Who decodes.
+        actions: By name, what makes a cache of all but the last token.
+        last: That token.
+        trials: How often each is timed.
+    """
+    runs = {
+        name: (lambda make=make: first_token(target, [last], make()))
+        for name, make in actions.items()
+    }
+    return interleaved(runs, trials)
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], object]],
+    trials: int,
+    progress: Callable[[], None] = lambda: None,
+    out_of_time: Callable[[], bool] = lambda: False,
+) -> dict[str, list[float]]:
+    """Seconds of several runs, all warmed up, then in turns.
+
+    Whatever the time, each is timed once; further rounds end when ``out_of_time`` says so.
+    """
+    for run in runs.values():
+        _warm_up(run)
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for trial in range(trials):
+        if trial and out_of_time():
+            break
+        for name, run in runs.items():
+            samples[name].append(seconds(run))
+        progress()
+    return samples
+
+
+def _warm_up(action: Callable[[], object]) -> None:
+    """Run until two times in a row agree within 5 %, at most five times; once if that is long."""
+    last = seconds(action)
+    for _ in range(MAX_WARM_UP - 1):
+        if last > LONG:
+            return
+        now = seconds(action)
+        if abs(now - last) <= 0.05 * last:
+            return
+        last = now

@@ -1,0 +1,276 @@
+"""The paper's cost tables on this machine: which phases, at which lengths, within what time."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+
+from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.measure import median, peak_bytes
+from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, experts_touched, translation_work
+from kvlingo_mlx.timing.paths import DECODED, Paths, interleaved
+from kvlingo_mlx.translators.base import Translator
+
+SPEEDS = ("decode_source", "decode_native", "decode_translated")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What a table shows.
+
+    Attributes:
+        title: What it is about.
+        lengths: Prompt tokens, where nothing else is asked for.
+        phases: Methods of :class:`Paths`, in the order of its rows.
+        peaks: The phases whose peak memory is told.
+    """
+
+    title: str
+    lengths: tuple[int, ...]
+    phases: tuple[str, ...]
+    peaks: tuple[str, ...] = ("native", "switch")
+
+
+TABLES = {
+    "moe-switch": Table(
+        "Prefill, translation and first token (paper, app. Dense-to-MoE)",
+        (64, 128, 256, 512, 1024),
+        ("source_prefill", "native", "native_single", "translate", "target_step", "source_step",
+         "switch", "accelerator", *SPEEDS),
+        ("native", "switch", "accelerator"),
+    ),
+    "switch": Table(
+        "What a switch costs as the conversation grows (paper, table tab:cost)",
+        (2048, 4096, 8192, 16384, 32768),
+        ("translate", "target_step", "switch", "native"),
+    ),
+    "quant": Table(
+        "The translation by the form of its maps", (64, 256, 1024), ("translate",), (),
+    ),
+}  # fmt: skip
+
+
+FIRST_TOKENS = Table("Time to first token", (512,), ("native", "switch", "accelerator"), ())
+
+
+@dataclass
+class Timing:
+    """One prompt length.
+
+    Attributes:
+        prompt_tokens: Its length.
+        samples: Raw seconds by phase; ``translate FORM`` for each form of the maps.
+        peak: Peak bytes by phase.
+        experts: Share of its experts that a layer of the target touches while it reads the
+            prompt, and in one step; empty where it has none.
+    """
+
+    prompt_tokens: int
+    samples: dict[str, list[float]]
+    peak: dict[str, int] = field(default_factory=dict)
+    experts: dict[str, float] = field(default_factory=dict)
+
+    def median(self, phase: str) -> float:
+        """Median seconds of a phase."""
+        return median(self.samples[phase])
+
+    def spread(self, phase: str) -> tuple[float, float]:
+        """The least seconds, and the distance between the quartiles."""
+        low, high = np.percentile(self.samples[phase], (25, 75))
+        return min(self.samples[phase]), float(high - low)
+
+
+class Clock:
+    """How much time is left for measuring; None for no limit."""
+
+    def __init__(self, limit: float | None) -> None:
+        self._end = None if limit is None else time.perf_counter() + limit
+
+    def left(self) -> float:
+        """Seconds, perhaps negative."""
+        return float("inf") if self._end is None else self._end - time.perf_counter()
+
+    def over(self) -> bool:
+        """Whether it is used up."""
+        return self.left() <= 0
+
+
+def prompt_of(source: LanguageModel, target: LanguageModel, count: int, *, text: bool) -> list[int]:
+    """Token ids of a prompt: the bundled dialogues one after the other, or random ids.
+
+    A mixture of experts touches fewer experts on text than on random ids.
+
+    Raises:
+        ValueError: Fewer than 2 tokens, or beyond a model's context.
+    """
+    if count < 2:
+        raise ValueError(f"a prompt of {count} tokens leaves nothing to hand over; give 2 or more")
+    rows = min(source.geometry.embedding_rows, target.geometry.embedding_rows)
+    rng = random.Random(0)
+    tokens = [rng.randrange(rows) for _ in range(0 if text else count)]
+    for talk in dialogues.held_out(count) if text else ():  # each is longer than a token
+        turns = "\n".join(str(turn["content"]) for turn in talk.conversation())
+        tokens += target.tokenizer.encode(turns + "\n", add_special_tokens=not tokens)
+        if len(tokens) >= count:
+            break
+    for model in (source, target):
+        model.check_tokens(tokens[:count])
+    return tokens[:count]
+
+
+def measure_length(
+    paths: Paths,
+    table: Table,
+    *,
+    trials: int,
+    clock: Clock,
+    progress: Callable[[], None] = lambda: None,
+) -> Timing:
+    """Time a table's phases for one prompt, interleaved, and take their peak memory."""
+    names: list[str] = []
+    for phase in table.phases:
+        forms = [f"translate {form}" for form in paths.translators]
+        names += forms if phase == "translate" else [phase]
+    runs = {name: paths.phase(name) for name in names}
+    samples = interleaved(runs, trials, progress, clock.over)
+    found = Timing(len(paths.tokens), samples)
+    found.peak = {phase: peak_bytes(paths.phase(phase)) for phase in table.peaks}
+    with experts_touched(paths.target) as shares:
+        for name, phase in (("prompt", "native"), ("step", "target_step")):
+            if phase in runs and Costs(paths.target).experts:
+                shares.clear()
+                runs[phase]()
+                # Reading a prompt is the first pass, or as many chunks; one step follows it.
+                layers = len(paths.target.model.layers)
+                passes = shares[:-layers] if phase == "native" else shares
+                found.experts[name] = float(np.mean(passes))
+    return found
+
+
+def run_table(
+    source: LanguageModel,
+    target: LanguageModel,
+    translators: Mapping[str, Translator],
+    table: Table,
+    lengths: Sequence[int],
+    *,
+    text: bool,
+    trials: int,
+    clock: Clock,
+    step_size: int = 2048,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[list[Timing], list[int]]:
+    """A table's columns, shortest prompt first; and the lengths that time did not allow.
+
+    A length is left out where the one before took more than its share of what time is left, going
+    by the number of tokens.
+    """
+    done: list[Timing] = []
+    taken = 0.0
+    for index, length in enumerate(sorted(lengths)):
+        if done and taken * length / done[-1].prompt_tokens > clock.left():
+            return done, sorted(lengths)[index:]
+        started = time.perf_counter()
+        tokens = prompt_of(source, target, length, text=text)
+        paths = Paths(source, target, translators, tokens, step_size)
+        done.append(measure_length(paths, table, trials=trials, clock=clock, progress=progress))
+        del paths
+        mx.clear_cache()
+        # One round of every phase, and what prepares them: what a length takes at least.
+        taken = min(time.perf_counter() - started, 2 * sum(map(sum, done[-1].samples.values())))
+    return done, []
+
+
+# ---- beside the machine's ceilings ------------------------------------------------------------
+
+
+def floors(
+    timing: Timing,
+    rates: Rates,
+    source: LanguageModel,
+    target: LanguageModel,
+    translators: Mapping[str, Translator],
+) -> dict[str, float]:
+    """By phase, the least seconds that its work can take at this machine's measured rates."""
+    count = timing.prompt_tokens - 1
+    reads, steps = Costs(source), Costs(target)
+    touched = timing.experts.get("prompt", 1.0)
+    one = timing.experts.get("step", steps.active / max(1, _experts(target)))
+    step = steps.tokens(1, count, one)
+    work: dict[str, Work] = {
+        "source_prefill": reads.tokens(count),
+        "native": steps.tokens(count, 0, touched) + step,
+        "native_single": steps.tokens(count + 1, 0, touched),
+        "target_step": step,
+        "source_step": reads.tokens(1, count),
+    }
+    for form, translator in translators.items():
+        work[f"translate {form}"] = translation_work(translator, source, target, count)
+    first = next(iter(translators))
+    work["switch"] = work[f"translate {first}"] + step
+    work["accelerator"] = work["source_prefill"] + work["switch"]
+    return {name: rates.floor(work[name]) for name in timing.samples if name in work}
+
+
+def _experts(model: LanguageModel) -> int:
+    return int(model.facts.get("num_experts") or 1)
+
+
+def speedups(timing: Timing) -> dict[str, float]:
+    """How many times sooner each way reaches the first token than the target's own prefill."""
+    native = timing.median("native") if "native" in timing.samples else None
+    ways = {
+        "switch": "switch", "eager switch": "target_step", "accelerator": "accelerator",
+        "source first token": "source_step",
+    }  # fmt: skip
+    return {
+        way: native / timing.median(phase)
+        for way, phase in ways.items()
+        if native is not None and phase in timing.samples
+    }
+
+
+def tokens_per_second(timing: Timing) -> dict[str, float]:
+    """Decoding speeds."""
+    return {name: DECODED / timing.median(name) for name in SPEEDS if name in timing.samples}
+
+
+def extrapolated(
+    timing: Timing, head: float, source: tuple[int, int], target: tuple[int, int]
+) -> dict[str, float]:
+    """By phase, seconds at full depth: what grows with the depth times what is left out.
+
+    Args:
+        timing: Of models of fewer layers.
+        head: Seconds of the target's head, which runs once whatever the depth.
+        source: Layers measured, and layers of the whole model.
+        target: Likewise. Maps are as many as the target's layers.
+    """
+    grown: dict[str, float] = {}
+    for name in timing.samples:
+        took = timing.median(name)
+        if name.startswith("translate "):
+            grown[name] = took * target[1] / target[0]
+        elif name == "source_prefill":
+            grown[name] = took * source[1] / source[0]
+        elif name in ("native", "native_single", "target_step"):
+            grown[name] = head + max(0.0, took - head) * target[1] / target[0]
+    first = next((name for name in grown if name.startswith("translate ")), None)
+    if first is not None and "target_step" in grown:
+        grown["switch"] = grown[first] + grown["target_step"]
+    if "switch" in grown and "source_prefill" in grown:
+        grown["accelerator"] = grown["source_prefill"] + grown["switch"]
+    return grown
+
+
+def as_json(timing: Timing) -> dict[str, Any]:
+    """Everything, raw samples included."""
+    return asdict(timing)

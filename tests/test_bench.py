@@ -1,0 +1,348 @@
+"""Timing tables: what is counted against counts by hand, and the command as a user runs it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+import numpy as np
+import pytest
+import tiny
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.timing import ceilings, geometries, paths, tables
+from kvlingo_mlx.timing.reference import load_reference
+from kvlingo_mlx.translators.base import Translator
+
+PROMPT = tiny.random_tokens(41)
+
+
+@pytest.fixture(scope="module")
+def translator(models: dict[str, LanguageModel]) -> Translator:
+    return kv.fit(models["dense"], models["moe"], [{"text": "one two three four five " * 9}])
+
+
+@pytest.fixture(scope="module")
+def made(models: dict[str, LanguageModel], translator: Translator) -> paths.Paths:
+    return paths.Paths(models["dense"], models["moe"], {"stored": translator}, PROMPT, 16)
+
+
+def next_token(model: LanguageModel, tokens: list[int], cache: Any = None) -> int:
+    return int(next(generate_step(mx.array(tokens), model.model, prompt_cache=cache))[0])
+
+
+# ---- what is timed --------------------------------------------------------------------------
+
+
+def test_every_phase_of_every_table(made: paths.Paths) -> None:
+    for name, table in tables.TABLES.items():
+        timing = tables.measure_length(made, table, trials=2, clock=tables.Clock(None))
+        wanted = {"translate stored" if p == "translate" else p for p in table.phases}
+        assert set(timing.samples) == wanted, name
+        assert all(len(times) == 2 and min(times) > 0 for times in timing.samples.values())
+        assert set(timing.peak) == set(table.peaks) and all(timing.peak.values())
+
+
+def test_the_phases_do_what_they_are_called(
+    models: dict[str, LanguageModel], translator: Translator, made: paths.Paths
+) -> None:
+    target = models["moe"]
+    assert made.native_single() == next_token(target, PROMPT)
+    whole = kv.hand_over(models["dense"], target, PROMPT, translator=translator)
+    for ours, theirs in zip(made.translate(), whole, strict=True):
+        assert ours.offset == theirs.offset == len(PROMPT) - 1
+        np.testing.assert_allclose(
+            np.array(ours.keys_and_values()[0]), np.array(theirs.keys_and_values()[0]), atol=1e-5
+        )
+    for phase in ("target_step", "source_step", "decode_source", "decode_translated"):
+        made.phase(phase)()
+        made.phase(phase)()  # a step leaves the cache as long as it was
+    assert {cache.offset for cache in made._cache} == {len(PROMPT) - 1}
+    assert {cache.offset for cache in made._own} == {len(PROMPT) - 1}
+
+
+def test_little_time_leaves_long_prompts_out(
+    models: dict[str, LanguageModel], translator: Translator
+) -> None:
+    arguments = (models["dense"], models["moe"], {"stored": translator})
+    options: dict[str, Any] = {"text": False, "trials": 3, "clock": tables.Clock(0.0)}
+    done, left_out = tables.run_table(*arguments, tables.TABLES["switch"], [40, 16, 80], **options)
+    assert [timing.prompt_tokens for timing in done] == [16] and left_out == [40, 80]
+    assert all(len(times) == 1 for times in done[0].samples.values())
+    options["clock"] = tables.Clock(None)
+    done, left_out = tables.run_table(*arguments, tables.TABLES["switch"], [40, 16], **options)
+    assert [timing.prompt_tokens for timing in done] == [16, 40] and left_out == []
+
+
+def test_prompts(models: dict[str, LanguageModel]) -> None:
+    small, large = (kv.load(zoo(f"tiny-qwen3-{size}")) for size in "sl")
+    tokens = tables.prompt_of(small, large, 900, text=True)
+    assert len(tokens) == 900 and " is " in large.tokenizer.decode(tokens)
+    assert tables.prompt_of(small, large, 300, text=True) == tokens[:300]
+    random = tables.prompt_of(small, large, 900, text=False)
+    assert len(set(random)) > 2 * len(set(tokens))
+    with pytest.raises(ValueError, match="a prompt of 1 tokens leaves nothing to hand over"):
+        tables.prompt_of(small, large, 1, text=False)
+    with pytest.raises(ValueError, match="context"):
+        tables.prompt_of(models["dense"], models["moe"], 600, text=False)
+
+
+# ---- ceilings -------------------------------------------------------------------------------
+
+
+def lazy_model(name: str) -> LanguageModel:
+    """A model of true widths whose weights are never computed."""
+    config = geometries.GEOMETRIES[name]
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    return LanguageModel(model, None, config, name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "gflop"),
+    [("qwen3-0.6b", 0.88), ("qwen3-1.7b", 2.8), ("qwen3-4b", 7.3), ("qwen3-8b", 13.9)],
+)
+def test_flops_of_released_shapes_are_the_papers(name: str, gflop: float) -> None:
+    """Appendix "Computational gains": weight matrices alone, by token."""
+    costs = ceilings.Costs(lazy_model(name))
+    per_token = sum(2 * int(np.prod(module.weight.shape)) for module in costs.dense)
+    assert per_token / 1e9 == pytest.approx(gflop, rel=0.02)
+    heads, layers = costs.model.facts["num_attention_heads"], len(costs.model.geometry.layers)
+    config = costs.model.config
+    attention = 4 * heads * 128 * layers * (1 + 2 + 3)  # scores and sums over 1, 2, 3 tokens
+    head = 2 * config["vocab_size"] * config["hidden_size"]
+    costs.model.__dict__["cache_dtype"] = mx.float32  # learning it would compute weights
+    assert costs.tokens(3).flops == pytest.approx(3 * per_token + attention + head)
+
+
+def test_maps_of_released_shapes_are_the_papers() -> None:
+    """MFLOP a token: 302 from Qwen3-4B into Qwen3-30B-A3B at nu = 3, 117 from 0.6B into 1.7B."""
+    pairs = {("qwen3-4b", "qwen3-30b-a3b", 3): 302e6, ("qwen3-0.6b", "qwen3-1.7b", 1): 117.4e6}
+    for (source, target, nu), flops in pairs.items():
+        ends = geometries.GEOMETRIES[source], geometries.GEOMETRIES[target]
+        widths = [c["num_key_value_heads"] * c["head_dim"] for c in ends]
+        maps = 2 * 2 * ends[1]["num_hidden_layers"] * nu * widths[0] * widths[1]
+        assert maps == pytest.approx(flops, rel=0.01)
+
+
+def test_work_by_hand(models: dict[str, LanguageModel], translator: Translator) -> None:
+    model = models["moe"]
+    costs, config = ceilings.Costs(model), model.config
+    assert len(costs.experts) == 3 * len(model.model.layers)
+    nothing, all_of_them = (costs.tokens(1, touched=share).bytes for share in (0.0, 1.0))
+    experts = sum(m.weight.nbytes for m in costs.experts)
+    assert all_of_them - nothing == experts
+    active = config["num_experts_per_tok"]
+    each = sum(2 * active * m.weight.shape[1] * m.weight.shape[2] for m in costs.experts)
+    without = sum(2 * m.weight.size for m in costs.dense)
+    long, short = costs.tokens(9, 20), costs.tokens(8, 20)
+    seen = 4 * config["num_attention_heads"] * 32 * len(model.model.layers) * 29
+    assert long.flops - short.flops == each + without + seen
+    work = ceilings.translation_work(translator, models["dense"], model, 10)
+    assert work.flops == 10 * translator.flops_per_token
+    rates = ceilings.Rates(2.0, 4.0, "float32")
+    assert rates.floor(ceilings.Work(10, 4)) == 5 and rates.floor(ceilings.Work(1, 40)) == 10
+
+
+def test_quantised_weights_count_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
+    folder = tiny.write_tiny_model(
+        tmp_path / "q", "qwen3", seed=1, layers=2, kv_heads=2, head_dim=32
+    )
+    whole, small = kv.load(folder), kv.load(folder)
+    nn.quantize(small.model, 64, 4)
+    a, b = (ceilings.Costs(model).tokens(3) for model in (whole, small))
+    assert a.flops == b.flops and b.bytes < 0.4 * a.bytes
+
+
+def test_experts_touched_are_those_that_the_router_chose(models: dict[str, LanguageModel]) -> None:
+    model = models["moe"]
+    experts, active = model.config["num_experts"], model.config["num_experts_per_tok"]
+    with ceilings.experts_touched(model) as shares:
+        model.model(mx.array([[5]]))
+    assert shares == [active / experts] * len(model.model.layers)
+    chosen: list[set[int]] = []
+    blocks = [layer.mlp for layer in model.model.layers]
+    classes = {type(block.gate) for block in blocks}
+    (gate,) = classes
+    call = gate.__call__
+
+    def noted(self: Any, x: mx.array) -> mx.array:
+        scores = call(self, x)
+        if any(self is block.gate for block in blocks):
+            best = np.argsort(-np.array(scores), axis=-1)[..., :active]
+            chosen.append(set(best.reshape(-1).tolist()))
+        return scores
+
+    gate.__call__ = noted
+    try:
+        with ceilings.experts_touched(model) as shares:
+            model.model(mx.array([PROMPT[:7]]), cache=make_prompt_cache(model.model))
+    finally:
+        gate.__call__ = call
+    assert shares == [len(used) / experts for used in chosen] and max(shares) > active / experts
+
+
+def test_floors_are_below_what_was_measured(made: paths.Paths) -> None:
+    rates = ceilings.measured_rates()
+    assert rates.flops > 1e7 and rates.bandwidth > 1e6
+    timing = tables.measure_length(
+        made, tables.TABLES["moe-switch"], trials=2, clock=tables.Clock(None)
+    )
+    least = tables.floors(timing, rates, made.source, made.target, made.translators)
+    assert set(least) == set(timing.samples) - set(tables.SPEEDS)
+    assert all(0 < least[phase] < timing.median(phase) for phase in least)
+    assert set(timing.experts) == {"prompt", "step"}
+    assert timing.experts["step"] <= timing.experts["prompt"] <= 1
+
+
+def test_what_is_derived_from_times() -> None:
+    timing = tables.Timing(8, {
+        "native": [1.0, 9.0, 2.0], "switch": [0.5] * 3, "target_step": [0.25] * 3,
+        "accelerator": [4.0] * 3, "source_step": [0.1] * 3, "decode_source": [0.5] * 3,
+    })  # fmt: skip
+    assert timing.median("native") == 2.0 and timing.spread("native") == (1.0, 4.0)
+    assert tables.speedups(timing) == {
+        "switch": 4.0, "eager switch": 8.0, "accelerator": 0.5, "source first token": 20.0
+    }  # fmt: skip
+    assert tables.tokens_per_second(timing) == {"decode_source": 32.0}
+    # Layers of a second each on the target's side, half a second on the source's, head of three.
+    shallow = tables.Timing(8, {
+        "source_prefill": [1.0], "translate x": [0.2], "native": [5.0], "target_step": [3.5],
+        "switch": [3.7],
+    })  # fmt: skip
+    assert tables.extrapolated(shallow, 3.0, (2, 36), (2, 48)) == pytest.approx({
+        "source_prefill": 18.0, "translate x": 4.8, "native": 51.0, "target_step": 15.0,
+        "switch": 19.8, "accelerator": 37.8,
+    })  # fmt: skip
+
+
+# ---- geometries -----------------------------------------------------------------------------
+
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 256,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_geometries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("qwen3-4b", "qwen3-30b-a3b", "gemma-3-4b"):
+        more = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        more = more if "a3b" in name else {"sliding_window_pattern": 2}
+        made = {**geometries.GEOMETRIES[name], **SMALL, **more}
+        monkeypatch.setitem(geometries.GEOMETRIES, name, made)
+
+
+@pytest.mark.parametrize("precision", geometries.PRECISIONS)
+def test_random_models(small_geometries: None, precision: str) -> None:
+    model = geometries.random_model("gemma-3-4b", 2, precision)
+    assert len(model.geometry.layers) == 2
+    kinds = {type(module).__name__ for _, module in model.model.named_modules()}
+    assert ("QuantizedLinear" in kinds) == precision.endswith("bit")
+    assert model.cache_dtype == (mx.float32 if precision == "float32" else mx.bfloat16)
+    again = geometries.random_model("gemma-3-4b", 2, precision)
+    for a, b in zip(*(m.model.layers[0].self_attn.q_proj.parameters().values()
+                      for m in (model, again)), strict=True):  # fmt: skip
+        assert mx.array_equal(a, b)
+    with pytest.raises(ValueError, match="--layers is 9; gemma-3-4b has 4"):
+        geometries.random_model("gemma-3-4b", 9, precision)
+    with pytest.raises(ValueError, match="--layers is 1; of gemma-3-4b every 2th is global"):
+        geometries.random_model("gemma-3-4b", 1, precision)
+    with pytest.raises(ValueError, match="--geometry names 'gpt'; there are qwen3-0.6b, "):
+        geometries.random_model("gpt", None, precision)
+
+
+# ---- references -----------------------------------------------------------------------------
+
+
+def test_references(tmp_path: Path) -> None:
+    name, paper = load_reference("paper-m3-ultra")
+    assert "Qwen3-4B" in name and paper[1024]["switch"] == pytest.approx(31.7e-3)
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"kind": "demo"}\n')
+    with pytest.raises(ValueError, match="holds no record of bench"):
+        load_reference(str(path))
+    path.write_text("nonsense")
+    with pytest.raises(ValueError, match="holds no record of bench"):
+        load_reference(str(path))
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_reference(str(tmp_path / "nowhere"))
+
+
+# ---- the command ----------------------------------------------------------------------------
+
+
+def test_bench_of_a_geometry(
+    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, picture = tmp_path / "out.jsonl", tmp_path / "x.png"
+    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "2",
+                 "--table", "all", "-p", "12,20", "--json", str(out), "--nu", "2"]  # fmt: skip
+    assert run([*arguments, "--reference", "paper-m3-ultra"]) == 0
+    text = capsys.readouterr().out
+    for line in ("random weights in float32, 2 layers of each model", "random token ids",
+                 "Extrapolated to 4 and 4 layers, not measured", "none of these prompt lengths",
+                 "experts touched, prompt", "translation, 4 bits"):  # fmt: skip
+        assert line in text, line
+    assert ("Not measured on Apple hardware" in text) != kv_is_apple()
+    record = json.loads(out.read_text())
+    assert record["kind"] == "bench" and set(record["results"]) == {"moe-switch", "switch", "quant"}
+    for table in record["results"].values():
+        assert [t["prompt_tokens"] for t in table["timings"]] == [12, 20]
+        assert all(len(s) == 2 for t in table["timings"] for s in t["samples"].values())
+    assert run([*arguments, "--reference", str(out), "--time-limit", "0", "--table", "quant"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        "left out for want of time: 20 tokens" in text
+        and "in brackets how many times as long" in text
+    )
+    pytest.importorskip("matplotlib")
+    assert run([*arguments[:-4], "--plot", str(picture)]) == 0 and picture.stat().st_size > 1000
+
+
+def kv_is_apple() -> bool:
+    from kvlingo_mlx import measure
+
+    return measure.is_apple()
+
+
+def test_bench_without_a_translator_times_random_maps(
+    folders: dict[str, Path], store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = ["bench", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    assert run([*pair, "-n", "1", "-p", "12", "--quantize", "none"]) == 0
+    done = capsys.readouterr()
+    assert "random maps of the same shapes are timed" in done.err
+    assert "random maps, nu = 1" in done.out and "bundled text" in done.out
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--table", "x"], "--table is 'x'; give moe-switch, switch, quant or all"),
+        (["--layers", "2"], "--layers is for --geometry"),
+        (["--precision", "4bit"], "--precision is for --geometry"),
+        (["--geometry", "qwen3-4b"], "--geometry is 'qwen3-4b'; give SOURCE:TARGET"),
+        (["--geometry", "a:b", "--prompt", "text"], "--prompt text does not go with --geometry"),
+        (["--geometry", "a:b"], "--geometry names 'a'"),
+        (["-p", "12,x"], "--prompt-tokens is '12,x'"),
+        (["-p", "1"], "a prompt of 1 tokens"),
+        (["--quantize", "7"], "7"),
+        (["--prompt", "x"], "--prompt is 'x'; give text or random"),
+        (["-n", "0"], "--num-trials is 0"),
+        (["--reference", "nowhere"], "--reference nowhere cannot be read"),
+    ],
+)
+def test_bench_refuses(more: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1

@@ -35,13 +35,15 @@ from kvlingo_mlx.training.plan import MLP_STAGE1_RATE, Plan
 
 
 def train(
-    source: str, target: str, more: Path, facts: list[int] | None, plan: Plan, work: Path, out: Path
-) -> None:
+    source: str, target: str, more: Path, facts: list[int] | None, turns: bool, plan: Plan,
+    work: Path, out: Path,
+) -> None:  # fmt: skip
     """One pair, both stages, into a folder of ``out``."""
     found = (more / "models" / source, more / "models" / target)
     folders = [path if path.exists() else zoo(path.name) for path in found]
     settings: dict[str, object] = {"data": ["kvlingo_mlx.embedded.dialogues"]}
     settings |= {"facts": facts} if facts else {}
+    settings |= {"turns": True} if turns else {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     total = plan.fit_samples + plan.recipe.steps
     with Progress(*columns) as bar:
@@ -56,7 +58,7 @@ def train(
 
         trained = Training(
             *(replace(torch_model.load(str(f), dtype=torch.float32), name=f.name) for f in folders),
-            DialogueStream(load(folders[1]), facts=facts), plan, work / f"{source}--{target}",
+            DialogueStream(load(folders[1]), facts=facts, turns=turns), plan, work / f"{source}--{target}",
             progress=show, settings=settings,
         ).run()  # fmt: skip
     folder = out / f"{source}--{target}"
@@ -72,6 +74,7 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=[":".join(pair) for pair in names])
     parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
     parser.add_argument("--facts", type=int, nargs=2, metavar=("FEWEST", "MOST"))
+    parser.add_argument("--turns", action="store_true", help="prefixes end at any question")
     parser.add_argument("--nu", type=int, default=1)
     parser.add_argument("--norm", default="frobenius")
     parser.add_argument("--kind", default="linear")
@@ -98,7 +101,7 @@ def main() -> None:
         stage1_recipe=first,
     )  # fmt: skip
     for pair in args.pairs:
-        train(*pair.split(":"), args.zoo, args.facts, plan, args.work, args.out)
+        train(*pair.split(":"), args.zoo, args.facts, args.turns, plan, args.work, args.out)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,13 @@ class RecallSample:
         prefix: Token ids up to and including the header that opens the first answer.
         continuation: Answers and further questions; no fact is asked twice.
         recalled: For each question, the continuation indices of the value's tokens.
+        answers: For each question, the continuation index at which its answer begins.
     """
 
     prefix: tuple[int, ...]
     continuation: tuple[int, ...]
     recalled: tuple[tuple[int, ...], ...]
+    answers: tuple[int, ...] = (0,)
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,12 @@ class Score:
 
 def recall_sample(model: LanguageModel, dialogue: Dialogue) -> RecallSample:
     """Tokenise a dialogue for a pair that shares ``model``'s tokenizer and template."""
-    text, spans = "", []
+    text, spans, begins = "", [], []
     for index, (fact, question) in enumerate(zip(dialogue.asked, dialogue.questions, strict=True)):
         if index:
             text += "\n" + _open(model, question)
         answer = fact.say(ANSWER)
+        begins.append(len(text))
         start = len(text) + answer.rindex(fact.value)
         spans.append((start, start + len(fact.value)))
         text += answer + model.tokenizer.eos_token
@@ -69,7 +73,8 @@ def recall_sample(model: LanguageModel, dialogue: Dialogue) -> RecallSample:
         tuple(np.flatnonzero((start < ends) & (ends <= stop)).tolist()) for start, stop in spans
     )
     prefix = encode(model, dialogue.messages, enable_thinking=False)
-    return RecallSample(tuple(prefix), tuple(tokens), recalled)
+    answers = tuple(int(np.searchsorted(ends, begin, side="right")) for begin in begins)
+    return RecallSample(tuple(prefix), tuple(tokens), recalled, answers)
 
 
 def _open(model: LanguageModel, question: str) -> str:
@@ -86,26 +91,34 @@ class DialogueStream:
     """Dialogues as a training stream: a sample's continuation asks and answers six facts.
 
     The prefix is tokenised by ``model``'s own template, as :func:`recall_sample` has it. ``facts``
-    are the fewest and most a dialogue states.
+    are the fewest and most a dialogue states. With ``turns`` a prefix ends at any of its questions,
+    those before it and their answers included, as the prefix of a conversation that goes on does.
     """
 
     def __init__(
-        self, model: LanguageModel, seed: int = 0, facts: Sequence[int] | None = None
+        self,
+        model: LanguageModel,
+        seed: int = 0,
+        facts: Sequence[int] | None = None,
+        *,
+        turns: bool = False,
     ) -> None:
-        self.model, self.seed = model, seed
+        self.model, self.seed, self.turns = model, seed, turns
         self._options: dict[str, Any] = {"facts": tuple(facts)} if facts else {}
 
     def sample(self, index: int) -> Sample:
         """Sample number ``index``, the same whenever it is asked for."""
-        return self._cut(for_distilling(index, seed=self.seed, **self._options))
+        return self._cut(for_distilling(index, seed=self.seed, **self._options), index)
 
     def held_out(self, count: int = 64) -> list[Sample]:
         """The first ``count`` held-out dialogues, which no seed's stream contains."""
-        return [self._cut(talk) for talk in held_out(count, **self._options)]
+        talks = held_out(count, **self._options)
+        return [self._cut(talk, index) for index, talk in enumerate(talks)]
 
-    def _cut(self, talk: Dialogue) -> Sample:
+    def _cut(self, talk: Dialogue, index: int) -> Sample:
         sample = recall_sample(self.model, talk)
-        return Sample(sample.prefix, sample.continuation)
+        cut = random.Random(index).choice(sample.answers) if self.turns else 0
+        return Sample(sample.prefix + sample.continuation[:cut], sample.continuation[cut:])
 
 
 def score(

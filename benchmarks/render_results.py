@@ -8,10 +8,13 @@ Every number on that page comes from a record, beside the command that made it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+from kvlingo_mlx import pictures
 
 HERE = Path(__file__).parent
 PAGE = HERE / "RESULTS.md"
@@ -38,11 +41,12 @@ def source(record: dict) -> str:
     """Where numbers come from: command, machine, versions."""
     machine, versions = record["environment"], record["environment"]["versions"]
     listed = ", ".join(f"{name} {number}" for name, number in versions.items())
+    gpu = f"{machine['cuda']}, " if machine.get("cuda") else ""
     command = record["command"]
     if not command.startswith("kvlingo-mlx "):
         command = f"python benchmarks/{command}"
     return (
-        f"`{command}`, {record['date']}; {machine['chip']}, "
+        f"`{command}`, {record['date']}; {gpu}{machine['chip']}, "
         f"{machine['cores']} cores, {machine['system']}; {listed}.\n"
     )
 
@@ -290,6 +294,214 @@ def windows() -> str:
     ])  # fmt: skip
 
 
+# ---- conversations -----------------------------------------------------------------------
+
+CONDITIONS = ("reprefill", "alternated", "one switch", "naive", "shuffled", "facts hidden")
+Hits = dict[str, dict[str, np.ndarray]]  # by order and condition, a row a dialogue, over all seeds
+
+
+def conversations() -> str:
+    """Recall turn by turn while two models alternate, by strategy."""
+    groups: dict[str, list[dict]] = {}
+    for record in records("conversations"):
+        shared = {k: v for k, v in record["config"].items() if k != "conditions"}
+        groups.setdefault(json.dumps(shared), []).append(record)
+    parts = [
+        "## Ten turns, the models alternating\n\n"
+        "Share of answers with the right value, by turn: means over seeds (of the dialogues),\n"
+        "with standard errors over dialogues. When alternated, the facts are read once, by who\n"
+        "answers first; the other model, which answers at even turns, has them by translation\n"
+        "alone. `one switch` has the first model answer all turns but the one scored.\n"
+        "`shuffled` and `facts hidden` are controls of `alternated`.\n"
+    ]
+    parts += [conversation_group(found) for found in groups.values()]
+    return "\n".join(parts) if groups else ""
+
+
+def conversation_group(found: Sequence[dict]) -> str:
+    """The tables and the figure of runs that differ in their seeds and conditions alone."""
+    config, hits = found[0]["config"], pooled(found)
+    turns = "as written" if config["verbatim"] else "as the template has them"
+    title = f"### {config['pair'].replace(':', ' and ')}, earlier turns {turns}\n"
+    seeds = len({record["results"]["seed"] for record in found})
+    parts = [title, f"{config['dialogues']} dialogues of each of {seeds} seeds.\n"]
+    for order, by_name in hits.items():
+        rows = [[name, *map(turn_cell, rows.T)] for name, rows in by_name.items()]
+        columns = [order, *(f"turn {turn + 1}" for turn in range(config["questions"]))]
+        parts.append(table(columns, rows))
+    name = "conversations" if config["verbatim"] else "conversations-template"
+    pictures.save(conversation_figure(hits), HERE / "figures" / f"{name}.png")
+    picture = f"![Recall by turn and strategy](figures/{name}.png)\n"
+    sources = dict.fromkeys(source(record) for record in found)
+    return "\n".join([*parts, last_turns(hits), picture, *sources])
+
+
+def pooled(found: Sequence[dict]) -> Hits:
+    """Hits of all seeds; every seed has as many dialogues, so the mean is one over seeds too."""
+    rows: dict[str, dict[str, list]] = {}
+    for record in found:
+        for order, by_name in record["results"]["hits"].items():
+            for name, hits in by_name.items():
+                rows.setdefault(order, {}).setdefault(name, []).extend(hits)
+    return {
+        order: {name: np.array(by_name[name]) for name in sorted(by_name, key=CONDITIONS.index)}
+        for order, by_name in rows.items()
+    }
+
+
+def turn_cell(hits: np.ndarray) -> str:
+    return f"{hits.mean():.2f} ± {standard_error(hits):.2f}"
+
+
+def standard_error(values: np.ndarray) -> np.ndarray:
+    """Over rows."""
+    return np.std(values, ddof=1, axis=0) / np.sqrt(len(values))
+
+
+def last_turns(hits: Hits) -> str:
+    """What alternating loses against re-prefill, and against one switch: first, last, all."""
+    columns = ["", "order", "turn 2", "last turn", "even turns"]
+    rows = []
+    for other in ("reprefill", "one switch"):
+        lost = {
+            order: by_name[other] - by_name["alternated"]
+            for order, by_name in hits.items()
+            if {other, "alternated"} <= by_name.keys()
+        }
+        if lost:
+            lost["both"] = np.concatenate(list(lost.values()))
+        for order, drop in lost.items():
+            shown = (drop[:, 1], drop[:, -1], drop[:, 1::2].mean(axis=1))
+            rows.append([f"{other} less alternated", order, *map(signed, shown)])
+    return table(columns, rows) if rows else ""
+
+
+def signed(values: np.ndarray) -> str:
+    return f"{values.mean():+.3f} ± {standard_error(values):.3f}"
+
+
+def conversation_figure(hits: Hits) -> Any:
+    """A panel an order, a line a condition."""
+    figure = pictures.figure(2 * pictures.WIDTH, pictures.HEIGHT)
+    panels = figure.subplots(1, len(hits), sharey=True)
+    for axes, (order, by_name) in zip(panels, hits.items(), strict=True):
+        for name, rows in by_name.items():
+            turns, means = np.arange(1, rows.shape[1] + 1), rows.mean(axis=0)
+            errors = standard_error(rows)
+            axes.errorbar(turns, means, yerr=errors, marker="o", capsize=2, label=name)
+        axes.set(title=order, xlabel="turn", ylim=(-0.05, 1.05))
+        pictures.whole_numbers(axes.xaxis)
+    panels[0].set_ylabel("right answers")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
+    return figure
+
+
+STEPS = ("eager", "no switch", "mlx-lm", "step, next queued", "step")
+
+
+def switches() -> str:
+    """What a switch costs by context length and strategy, and what is left of it when eager."""
+    found = records("switch_cost")
+    costs, steps = (latest_by_tokens(found, part) for part in ("switches", "steps"))
+    if not costs or not steps:
+        return ""
+    pictures.save(switch_figure(costs), HERE / "figures" / "switch_cost.png")
+    return "\n".join([
+        "## What a switch costs\n\n"
+        "Random models of 3 and 4 layers on a conversation of so many tokens; the last 64 of them\n"
+        "were written by the smaller one when the larger one comes back, with a message of one\n"
+        "token. Medians in ms: to bring its line up to date, and to the first token; `before` is\n"
+        "what an eager translation takes behind the answer before the switch.\n",
+        table(["tokens", "strategy", "translated", "read", "switch", "first token", "before"],
+              (row for result in costs for row in switch_rows(result))),
+        "![Switch and first token by context length](figures/switch_cost.png)\n",
+        "First tokens after an eager switch (ms), beside a conversation without a switch and\n"
+        "single steps from a cache of that length. mlx-lm queues the second step before it hands\n"
+        "out the first token, which on a CPU takes about two steps whoever calls it: `step, next\n"
+        "queued` is that alone. Ratios are medians of rounds and, in brackets, those of processor\n"
+        "time, which a busy machine disturbs less.\n",
+        table(["tokens", *STEPS, *(f"eager / {name}" for name in STEPS[1:])], map(step_row, steps)),
+        *dict.fromkeys(map(source, found)),
+    ])  # fmt: skip
+
+
+def latest_by_tokens(found: Sequence[dict], part: str) -> list[dict]:
+    """The newest results of every length in which a part was measured."""
+    latest = {r["results"]["tokens"]: r["results"] for r in found if r["results"].get(part)}
+    return [latest[tokens] for tokens in sorted(latest)]
+
+
+def switch_median(samples: Sequence[Mapping[str, float]], name: str) -> float:
+    """Without the first round, in which caches grow."""
+    return float(np.median([sample[name] for sample in samples[1:]]))
+
+
+def switch_rows(result: dict) -> Iterable[list[str]]:
+    for name, samples in result["switches"].items():
+        times = (
+            f"{1e3 * switch_median(samples, key):.1f}" for key in ("switch_s", "first_token_s")
+        )
+        behind = f"{1e3 * switch_median(samples, 'behind_answer_s'):.1f}" if name == "eager" else ""
+        counts = (str(samples[-1][key]) for key in ("translated", "read"))
+        yield [str(result["tokens"]), name, *counts, *times, behind]
+
+
+def step_row(result: dict) -> list[str]:
+    """Medians without the first round, and ratios by both clocks."""
+    times = (np.median(result["steps"][name][1:], axis=0)[0] for name in STEPS)
+    ratios = (result["ratios"][f"eager / {name}"] for name in STEPS[1:])
+    shown = (f"{ratio['median']:.2f} ({ratio['processor']:.2f})" for ratio in ratios)
+    return [str(result["tokens"]), *(f"{1e3 * seconds:.1f}" for seconds in times), *shown]
+
+
+def switch_figure(found: Sequence[dict]) -> Any:
+    """Seconds over context length, both on logarithmic axes."""
+    figure = pictures.figure(2 * pictures.WIDTH, pictures.HEIGHT)
+    titles = {"switch_s": "line up to date", "first_token_s": "first token"}
+    for axes, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for name in found[0]["switches"]:
+            middle = [switch_median(result["switches"][name], key) for result in found]
+            axes.loglog([result["tokens"] for result in found], middle, marker="o", label=name)
+        axes.set(title=title, xlabel="tokens in the conversation", ylabel="seconds")
+        axes.legend(fontsize="small")
+    return figure
+
+
+def gpu_switches() -> str:
+    """A switch on a GPU beside a re-prefill, with all that it consists of."""
+    rows, sources = [], []
+    for record in records("cuda_switch"):
+        for pair, lengths in record["results"]["pairs"].items():
+            rows += [switch_row(pair, found) for found in lengths]
+        sources.append(source(record))
+    if not rows:
+        return ""
+    columns = ["widths of", "tokens", "mixing", "head-wise", "after RoPE", "of the product's rate",
+               "step", "re-prefill", "ratio", "graphs", "GB, switch / re-prefill"]  # fmt: skip
+    return "\n".join([
+        "## What a switch costs on a GPU\n",
+        "Medians in ms, of the fastest method: translations of states before k_norm by maps that\n"
+        "mix heads and by head-wise ones, and of a cache by maps that mix heads; norm, RoPE and\n"
+        "cache write included. `of the product's rate`: the first of these beside a large matrix\n"
+        "product. A switch is that translation and a step, measured as one; `ratio`: a re-prefill\n"
+        "beside it; `graphs`: the same of both as CUDA graphs. Random weights.\n",
+        table(columns, rows), *sources,
+    ])  # fmt: skip
+
+
+def switch_row(pair: str, found: dict) -> list[str]:
+    timed, best = found["rows"], found["fastest"]
+    forms = [best[form] for form in ("mixing", "head-wise", "mixing, after RoPE")]
+    times = [f"{1e3 * timed[name]['median_s']:.2f}" for name in (*forms, "step", "re-prefill")]
+    ratios = [f"{np.median(found['ratios'][name]):.1f}" if name in found["ratios"] else "-"
+              for name in ("re-prefill / switch", "re-prefill / switch (graph)")]  # fmt: skip
+    peak = [f"{found['peak_bytes'][name] / 1e9:.1f}" if name in found["peak_bytes"] else "-"
+            for name in ("switch", "re-prefill")]  # fmt: skip
+    share = f"{timed[forms[0]]['of_gemm_rate']:.2f}"
+    return [pair.replace(":", " to "), str(found["tokens"]), *times[:3], share, *times[3:],
+            *ratios, " / ".join(peak)]  # fmt: skip
+
+
 def main() -> None:
     sections = [
         HEAD,
@@ -298,6 +510,9 @@ def main() -> None:
         objectives(),
         throughput(),
         windows(),
+        conversations(),
+        switches(),
+        gpu_switches(),
         evaluations(),
         analyses(),
     ]

@@ -78,7 +78,10 @@ def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn
 
 @contextlib.contextmanager
 def tap(
-    modules: Sequence[nn.Module], *, nested: bool = False, recorder: type[Recorder] = Recorder
+    modules: Sequence[nn.Module],
+    *,
+    nested: bool = False,
+    recorder: Callable[[Sequence[nn.Module]], Recorder] = Recorder,
 ) -> Iterator[Recorder]:
     """Record the outputs of ``modules`` while the context lasts.
 
@@ -102,29 +105,51 @@ def tap(
             module.__class__ = cls
 
 
+class Ear:
+    """Taps of a model's key and value projections that listen only while they are asked to.
+
+    Between two times the model is as it was: others may run it, and are not heard.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._modules = [model.family.taps(attention) for attention in model.attentions]
+        self._log = Log([module for modules in self._modules for module in modules])
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Record what the model writes meanwhile."""
+        with tap(self._log.modules, recorder=lambda _: self._log):
+            yield
+
+    def take(self, start: int) -> KVStates:
+        """What was written since the last time, from position ``start`` on."""
+        return _states(self._model, self._modules, self._log, start)
+
+
 @contextlib.contextmanager
-def tap_keys_and_values(
-    model: LanguageModel, recorder: type[Recorder] = Recorder
-) -> Iterator[Callable[[int], KVStates]]:
+def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStates]]:
     """Tap a model's key and value projections; yields a function that takes a span.
 
     The function gets the span's first position and returns its ``KVStates``, at the first of
-    the family's capture points. With a :class:`Log` it takes all runs since the last time.
+    the family's capture points.
     """
-    family, attentions = model.family, model.attentions
-    taps = [family.taps(attention) for attention in attentions]
-    with tap([module for modules in taps for module in modules], recorder=recorder) as kept:
+    taps = [model.family.taps(attention) for attention in model.attentions]
+    with tap([module for modules in taps for module in modules]) as kept:
+        yield lambda start: _states(model, taps, kept, start)
 
-        def take(start: int) -> KVStates:
-            outputs = iter(kept.take())
-            pairs = [
-                family.states(attention, list(itertools.islice(outputs, len(modules))))
-                for attention, modules in zip(attentions, taps, strict=True)
-            ]
-            keys, values = zip(*pairs, strict=True)
-            return KVStates(keys, values, family.points[0], start)
 
-        yield take
+def _states(
+    model: LanguageModel, taps: Sequence[Sequence[nn.Module]], kept: Recorder, start: int
+) -> KVStates:
+    """What a recorder holds of all layers, as the family splits it."""
+    outputs = iter(kept.take())
+    pairs = [
+        model.family.states(attention, list(itertools.islice(outputs, len(modules))))
+        for attention, modules in zip(model.attentions, taps, strict=True)
+    ]
+    keys, values = zip(*pairs, strict=True)
+    return KVStates(keys, values, model.family.points[0], start)
 
 
 def prefill(

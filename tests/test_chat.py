@@ -175,7 +175,8 @@ def test_translators_are_held_in_few_bits(
     chats("hi there", options=("--quantize", "8", "--translator", str(tmp_path / "same")))
     whole = identity_of(one).nbytes
     found = [list(talk.exchange.translators.values()) for talk in made]
-    assert [len(translators) for translators in found] == [2, 2]  # both ways
+    # Those of the store are loaded once they are wanted, those given at once and both ways.
+    assert [len(translators) for translators in found] == [1, 2]
     assert all(t.nbytes < whole / 2 for translators in found for t in translators)
     chats(options=("--quantize", "7"), status=2)
     assert chats.err.startswith("error: ") and "7" in chats.err and len(made) == 2
@@ -459,7 +460,7 @@ def test_ctrl_c(
     responses = list(mlx_stream_generate(one.model, one.tokenizer, ids, max_tokens=moment + 2))
     kept = "".join(response.text for response in responses[: moment + 1])
     assert out.startswith(f"{kept}\nstopped; what was written is kept\n")
-    assert talk.messages[1]["content"] == kept
+    assert talk.messages[1]["content"].startswith(kept)  # and what a cut character has so far
     # What follows is what mlx-lm says after exactly these tokens.
     ids += [int(response.token) for response in responses[: moment + 1]]
     ids += one.tokenizer.encode(f"<|im_end|>\n{turn('and you')}", add_special_tokens=False)
@@ -605,7 +606,7 @@ def test_a_chat_in_a_terminal(
     length = len(facts["tokens"]) - len(ids)
     assert 0 < length < len(responses)
     assert facts["tokens"] == ids + [int(r.token) for r in responses[:length]]
-    kept = "".join(r.text for r in responses[:length])
+    kept = one.tokenizer.decode(facts["tokens"][len(ids) :])
     assert facts["messages"][1] == {"role": "assistant", "content": kept}
 
     terminal.wait_for("a> ")

@@ -60,7 +60,7 @@ def ask(talk: Conversation, name: str, message: str, **options: Any) -> None:
     assert answer == expected(model, prompt)
     assert talk.messages[-1] == {"role": "assistant", "content": text}
     for line in talk.lines.values():
-        assert {cache.offset for cache in line.cache} == {len(line)}
+        assert {cache.offset for cache in line._caches} == {len(line)}  # wherever it is
         assert [s.start for s in line.spans] == [0, *(s.stop for s in line.spans[:-1])][
             : len(line.spans)
         ]
@@ -198,7 +198,9 @@ def test_an_answer_cut_short_is_kept(family_models: dict[str, LanguageModel]) ->
     answer = talk.stream_reply("a", "hi there", max_tokens=NEW)
     texts = [next(answer).text for _ in range(2)]
     answer.close()
-    assert talk.messages[-1]["content"] == "".join(texts)
+    # Bytes of a character that is not yet complete are told, though they were not streamed.
+    said = family_models["qwen3"].tokenizer.decode(talk.transcript.tokens[-2:])
+    assert talk.messages[-1]["content"] == said and said.startswith("".join(texts))
     ask(talk, "b", "and you")
 
 
@@ -213,12 +215,74 @@ def test_the_source_writes_the_first_token_or_the_trace(
         talk.reply("b", "x", first_token="source")
 
 
+def test_several_writers_make_one_answer(family_models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(family_models["qwen3"])
+    parts = list(talk.stream_reply("b", "hi there", prefill="a", first_token="source",
+                                   max_tokens=NEW))  # fmt: skip
+    assert [part.generation_tokens for part in parts] == list(range(1, len(parts) + 1))
+    assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+    assert parts[-1].finish_reason is not None
+    decode = family_models["qwen3"].tokenizer.decode
+    assert talk.messages[-1]["content"] == decode([part.token for part in parts])
+
+
+def test_an_answer_ends_with_its_models_context(
+    family_models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family_models["qwen3"]
+    talk = talk_of(model)
+    prompt = len(talk.transcript.prompt(model, [{"role": "user", "content": "hi there"}]))
+    monkeypatch.setattr(type(model), "context_length", prompt + 3)
+    parts = list(talk.stream_reply("a", "hi there", max_tokens=-1))
+    assert len(parts) <= 4 and len(talk.lines["a"]) <= prompt + 4
+    with pytest.raises(ValueError, match="the context of"):
+        talk.reply("b", "and you")
+
+
+def test_a_message_may_hold_any_text(family_models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(family_models["qwen3"], verbatim=True)
+    ask(talk, "a", "hi there")
+    ask(talk, "b", "what is \u2039answer\u203a then")
+    written = family_models["qwen3"].tokenizer.decode(talk.transcript.tokens)
+    assert "what is \u2039answer\u203a then" in written
+
+
+def test_naive_needs_one_capture_point(family_models: dict[str, LanguageModel]) -> None:
+    model = family_models["qwen3"]
+    for point in ("post_norm", "post_rope"):
+        talk = Conversation(
+            dict.fromkeys("ab", model), [identity_of(model, capture=point)], strategy="naive",
+            verbatim=True, eager=False,
+        )  # fmt: skip
+        for name in "abab":
+            ask_naive(talk, name)
+    with pytest.raises(kv.IncompatibleTranslatorError, match="read keys at post_norm and pre_norm"):
+        Conversation(
+            dict.fromkeys("ab", model),
+            [identity_of(model, capture=point) for point in ("pre_norm", "post_norm")],
+            strategy="naive",
+        )
+
+
+def ask_naive(talk: Conversation, name: str) -> None:
+    """One reply, which identity translators leave as it is however often they are applied."""
+    model = talk.lines[name].model
+    prompt = talk.transcript.prompt(model, [{"role": "user", "content": "is it on?"}])
+    talk.reply(name, "is it on?", max_tokens=NEW)
+    assert talk.transcript.tokens[len(prompt) :] == expected(model, prompt)
+
+
 def test_bad_arguments(family_models: dict[str, LanguageModel]) -> None:
     model = family_models["qwen3"]
     with pytest.raises(ValueError, match="strategy is 'fast'; it must be one of alternated"):
         talk_of(model, strategy="fast")
     with pytest.raises(ValueError, match="there is no model 'z'; there are a, b"):
         talk_of(model).reply("z", "hi")
+    for message in (None, {"role": "user"}, ["hi"], b"hi", []):
+        with pytest.raises(ValueError, match="the message is .*; give text, or a list of messages"):
+            talk_of(model).reply("a", message)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="tools must be what JSON can hold"):
+        talk_of(model, tools=[{1, 2}])
     with pytest.raises(ValueError, match="there is nothing to undo"):
         talk_of(model).undo()
     other = family_models["deepseek_v3"]

@@ -73,7 +73,7 @@ def test_switching_with_every_idle_line_on_disk_is_one_model(
         ask(talk, name, ("the use of an other", "is it on?", "and you")[turn % 3])
         others = [talk.lines[n] for n in "abc" if n != name]
         for line in others:
-            line.put_away(storage.PUT["disk"])
+            line.put_away("disk")
             if line._away is not None:
                 line._away.settle()
         assert {line.where for line in others} <= {"disk", "empty"}
@@ -274,13 +274,128 @@ def test_stats_count_by_hand(models: dict[str, LanguageModel]) -> None:
 
 def test_measure_reprefill(models: dict[str, LanguageModel]) -> None:
     talk = talk_of(models["qwen3"])
-    with pytest.raises(ValueError, match="nobody has answered yet"):
+    with pytest.raises(ValueError, match="nobody has answered since"):
         talk.measure_reprefill()
     ask(talk, "a", "the use of an other")
     before = held(talk, "a")
     assert talk.measure_reprefill() > 0
     for ours, theirs in zip(held(talk, "a"), before, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+# ---- at the same time -----------------------------------------------------------------------
+
+
+def test_branches_of_a_line_that_is_still_being_written_are_apart(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    real = storage.write_file
+
+    def slow(*arguments: Any) -> str:
+        assert go.wait(60)
+        return real(*arguments)
+
+    monkeypatch.setattr(storage, "write_file", slow)
+    talk = talk_of(models["qwen3"], offload="disk", eager=False, verbatim=True)
+    ask(talk, "a", "the use of an other")
+    ask(talk, "b", "is it on?")
+    other = talk.branch()
+    assert talk.lines["a"].away and talk.lines["a"].where == "resident"
+    talk.undo()
+    talk.undo()
+    ask(talk, "a", "and you")
+    go.set()
+    ask(other, "a", "hi there")
+    ask(talk, "b", "hi there")
+    held_by_other = held(other, "a")
+    fresh = talk_of(models["qwen3"], eager=False, verbatim=True)
+    fresh.exchange.bring("a", other.lines["a"].tokens)
+    for ours, theirs in zip(held_by_other, held(fresh, "a"), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_failed_write_is_tried_again_or_elsewhere(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    talk = talk_of(models["qwen3"])
+    ask(talk, "a", "the use of an other")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_tensors", full)
+        with pytest.raises(OSError, match="cannot be kept on disk"):
+            talk.offload("a", "disk")
+    assert talk.offload("a", "disk") > 0 and talk.lines["a"].where == "disk"
+    talk.offload("a", "8bit")
+    assert talk.lines["a"].where == "8bit"
+    talk.offload("a", "disk")
+    assert talk.lines["a"].where == "disk"
+
+
+def test_what_others_run_meanwhile_is_not_recorded(models: dict[str, LanguageModel]) -> None:
+    model = models["qwen3"]
+    talk, second = (talk_of(model, eager=False, verbatim=True) for _ in range(2))
+    answer = talk.stream_reply("a", "the use of an other", max_tokens=NEW)
+    next(answer)
+    expected(model, [5, 6, 7])  # mlx-lm itself
+    ask(second, "a", "and you")
+    left = second.stream_reply("b", "hi there", max_tokens=NEW)
+    next(left)
+    list(answer)
+    left.close()
+    ask(talk, "b", "is it on?")
+    assert talk.last_switch is not None and talk.last_switch.translated > 0
+    ask(second, "a", "is it on?")
+
+
+def test_nothing_changes_a_conversation_whose_answer_is_open(
+    models: dict[str, LanguageModel], tmp_path: Path
+) -> None:
+    talk = talk_of(models["qwen3"])
+    ask(talk, "a", "hi there")
+    saved = talk.save(tmp_path / "talk")
+    before = (saved / "conversation.json").read_bytes()
+    answer = talk.stream_reply("a", "is it on?", max_tokens=NEW)
+    next(answer)
+    for change in (talk.undo, talk.branch, lambda: talk.offload("a"), talk.measure_reprefill,
+                   lambda: talk.save(saved), lambda: talk.reply("b", "x")):  # fmt: skip
+        with pytest.raises(ValueError, match="an answer is still being written"):
+            change()
+    assert (saved / "conversation.json").read_bytes() == before
+    list(answer)
+    ask(talk, "b", "and you")
+
+
+def test_replies_from_different_threads(models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(models["qwen3"], eager=False, offload="disk", verbatim=True)
+    for name, message in zip("abab", ("the use of an other", "is it on?", "and you", "hi there"),
+                             strict=True):  # fmt: skip
+        failed: list[BaseException] = []
+
+        def run(name: str = name, message: str = message, failed: list = failed) -> None:
+            try:
+                ask(talk, name, message)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert not failed, failed
+
+
+def test_a_translation_ahead_that_fails_leaves_the_answer(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = talk_of(models["qwen3"], verbatim=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(talk.exchange), "follow", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.warns(UserWarning, match="the other lines could not follow"):
+            ask(talk, "a", "the use of an other")
+    assert len(talk.messages) == 2
+    ask(talk, "b", "is it on?")
 
 
 # ---- interrupted ----------------------------------------------------------------------------
@@ -311,6 +426,22 @@ def test_a_switch_that_is_interrupted_changes_nothing(
     assert len(calls) == 2 and (talk.messages, talk.transcript.tokens) == (said, tokens)
     ask(talk, "b", "is it on?")
     ask(talk, "a", "and you")
+
+
+def test_an_interrupted_reading_goes_back_to_a_mark(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full rings cannot give back what they took; the line is not read again from its start."""
+    talk = talk_of(models["gemma3"], verbatim=True)
+    ask(talk, "a", "the use of an other is it on? " * 3)
+    before = len(talk.lines["a"])
+    answer = talk.stream_reply("a", "is it on?", max_tokens=NEW)
+    next(answer)
+    with pytest.raises(KeyboardInterrupt):
+        answer.throw(KeyboardInterrupt)
+    assert len(talk.lines["a"]) >= before
+    ask(talk, "a", "and you")
+    assert talk.last_switch is not None and talk.last_switch.kept >= before
 
 
 def test_ctrl_c_while_decoding_changes_nothing(models: dict[str, LanguageModel]) -> None:
@@ -471,6 +602,13 @@ def test_another_model_or_translator_is_refused(
     assert other.spec().fingerprint != model.spec().fingerprint
     with pytest.raises(ValueError, match="held with another model 'b' .*fingerprint differs"):
         Conversation.resume(folder, {"a": model, "b": other}, [good])
+    tuned = kv.load(tiny.write_tiny_model(tmp_path / "tuned", type_name, **options))
+    assert tuned.spec().fingerprint == model.spec().fingerprint
+    tuned.model.layers[0].self_attn.v_proj.weight *= 3  # norms as they were
+    with pytest.raises(ValueError, match="held with another model 'b' .*projections differs"):
+        Conversation.resume(folder, {"a": model, "b": tuned}, [good])
+    with pytest.raises(ValueError, match="system is what the saved conversation has; give it"):
+        Conversation.resume(folder, {"a": model, "b": model}, [good], system="x")
     with pytest.raises(ValueError, match="needs a model 'b' .*; there are a$"):
         Conversation.resume(folder, {"a": model}, [good])
     with pytest.raises(kv.IncompatibleTranslatorError, match="from a to b .*none is given"):
@@ -560,6 +698,8 @@ def test_an_interrupted_save_leaves_the_old_conversation(
     talk.save(folder)
     assert Conversation.resume(folder, models_, [translator]).messages == talk.messages
     (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".DS_Store").write_text("x")
+    talk.save(tmp_path / "mine")  # what a file manager leaves is nobody's
     (tmp_path / "mine" / "notes.txt").write_text("x")
     with pytest.raises(ValueError, match="exists and is not a saved conversation"):
         talk.save(tmp_path / "mine")

@@ -120,7 +120,10 @@ def _check_folder(save: str | None) -> None:
     """Refuse what could not be written to after the conversation."""
     if save is None:
         return
+    from kvlingo_mlx.conversation.folder import check_destination
+
     path = Path(os.path.expanduser(save)).absolute()
+    check_destination(path)
     nearest = next(p for p in (path, *path.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(f"--save is {save!r}; name a folder that can be written")

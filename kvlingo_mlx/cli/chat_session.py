@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ class Chat:
             self._loop()
         finally:
             if self._save_at_end and any(m["role"] == "assistant" for m in self.talk.messages):
-                self._save(self._save_at_end)
+                self._save_somewhere(self._save_at_end)
 
     def _loop(self) -> None:
         while not self._ended:
@@ -173,6 +174,17 @@ class Chat:
         if not place:
             raise ValueError("/save needs a folder: /save FOLDER (or start the chat with --save)")
         say(f"saved to {self.talk.save(os.path.expanduser(place))}")
+
+    def _save_somewhere(self, folder: str) -> None:
+        """Save where the user said; if that fails, beside the store, and fail all the same."""
+        try:
+            self._save(folder)
+        except (ValueError, OSError):
+            from kvlingo_mlx.loading import store
+
+            fresh = store().parent / "conversations" / time.strftime("%Y-%m-%d-%H%M%S")
+            self._save(str(fresh))
+            raise
 
     def _help(self) -> None:
         width = max(map(len, HELP))

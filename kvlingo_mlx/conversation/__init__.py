@@ -9,8 +9,10 @@ translated.
 from __future__ import annotations
 
 import copy
+import json
 import os
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,11 +22,17 @@ from kvlingo_mlx.conversation.exchange import Exchange, Given, Switch
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.conversation.turn import THOUGHT, Turn
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.generation import GenerationResponse, Model
+from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.prompts import Message
 
 __all__ = ["Conversation", "Stats", "Switch"]
+
+RESUMED_WITH = (
+    "eager", "on_missing", "offload", "prefill_step_size", "quantize", "allow_mismatch"
+)  # fmt: skip
 
 
 class Conversation:
@@ -75,12 +83,14 @@ class Conversation:
     ) -> None:
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
+        if tools is not None:
+            _check_json(tools)
         self.exchange = Exchange(
-            {name: load(model) for name, model in models.items()}, translators,
+            _loaded(models), translators,
             strategy=strategy, on_missing=on_missing, offload=offload,
             step_size=prefill_step_size, allow_mismatch=allow_mismatch, quantize=quantize,
         )  # fmt: skip
-        self.eager = eager
+        self.eager, self._open = eager, False
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
         self.transcript = Transcript(start, verbatim=verbatim, switches=switches)
@@ -104,15 +114,28 @@ class Conversation:
         """Take back the last message and its answer; what was before is not read again.
 
         Raises:
-            ValueError: Nobody has answered yet.
+            ValueError: Nobody has answered yet, or an answer is still being written.
         """
+        self._check_closed()
         self.transcript = self.transcript.undo()
 
     def branch(self) -> Conversation:
-        """A conversation that goes on from here on its own; models and numbers are shared."""
+        """A conversation that goes on from here on its own; models and numbers are shared.
+
+        Raises:
+            ValueError: An answer is still being written.
+        """
+        self._check_closed()
         made = copy.copy(self)
         made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
         return made
+
+    def _check_closed(self) -> None:
+        if self._open:
+            raise ValueError(
+                "an answer is still being written: take the rest of it from stream_reply, or "
+                "close it"
+            )
 
     # ---- replies ----------------------------------------------------------------------------
 
@@ -135,8 +158,8 @@ class Conversation:
         """Let a model answer; yields a response a token.
 
         The message and the answer join the conversation when the answer ends, or when the
-        caller stops asking for more of it. If anything fails before, the conversation stays as
-        it was.
+        caller stops asking for more of it and closes the generator. If anything fails before, the
+        conversation stays as it was. Until then it can be neither asked nor changed.
 
         Args:
             name: Who answers.
@@ -146,12 +169,14 @@ class Conversation:
             first_token: ``source`` lets ``prefill`` write the first token as well.
             reasoning: Who writes the reasoning trace, up to its end mark; ``name`` then writes
                 the answer alone (appendix "Moving the switch point").
-            max_tokens: Most tokens of the answer, a trace included; -1 for no limit.
+            max_tokens: Most tokens of the answer, a trace included; -1 for no limit but the
+                model's context.
             sampler: As in mlx-lm.
             logits_processors: As in mlx-lm; they see the whole conversation.
 
         Raises:
-            ValueError: No model of that name, or a message that cannot be rendered.
+            ValueError: No model of that name, a message that cannot be rendered, more than a
+                model's context, or an answer that is still being written.
             MissingTranslatorError: A span that only another model wrote cannot be translated.
         """
         if max_tokens == 0 or max_tokens < -1:
@@ -160,37 +185,47 @@ class Conversation:
             raise ValueError(
                 f"first_token is {first_token!r}; it must be target, or source beside a prefill"
             )
-        for writer in filter(None, (name, prefill, reasoning)):
-            self.exchange.line(writer)  # all must be there before anybody begins
-        model = self.exchange.line(name).model
-        new = [{"role": "user", "content": message}] if isinstance(message, str) else list(message)
+        self._check_closed()
+        named = [n for n in (name, prefill, reasoning) if n is not None]
+        models = [self.exchange.line(n).model for n in named]  # all, before anybody begins
+        new, model = _messages(message), models[0]
         prompt = self.transcript.prompt(model, new)
-        model.check_tokens(prompt)
-        options = {"sampler": sampler, "logits_processors": logits_processors}
+        for each in models:
+            each.check_tokens(prompt)
         mark = self.transcript.end_of_messages(model, new, prompt)
+        options = {"sampler": sampler, "logits_processors": logits_processors}
         turn = Turn(self.exchange, new, prompt, mark, max_tokens, options)
-        if prefill is not None and first_token == "target":
-            self.exchange.bring(prefill, prompt[:-1], mark)
-        parts: list[tuple[str, int, str | None]] = [(name, -1, None)]
+        parts: list[tuple[str, int | None, str | None]] = [(name, None, None)]
         if reasoning is not None:
-            parts.insert(0, (reasoning, -1, THOUGHT))
+            parts.insert(0, (reasoning, None, THOUGHT))
         if prefill is not None and first_token == "source":
             parts.insert(0, (prefill, 1, None))
+        self._open = True
         try:
-            for part in parts:
-                if not turn.ended:
-                    yield from turn.write(*part)
+            if prefill is not None and first_token == "target":
+                self.exchange.bring(prefill, prompt[:-1], mark)
+            for index, (writer, most, until) in enumerate(parts, start=1):
+                if not turn.ended and turn.room(writer) > 0:
+                    yield from turn.write(writer, most, until, last=index == len(parts))
         except GeneratorExit:
-            self._finish(turn)
+            self._finish(turn, turn.said(name, cut=True))
             raise
-        self._finish(turn)
+        else:
+            self._finish(turn, turn.said(name, cut=False))
+        finally:
+            self._open = False
 
-    def _finish(self, turn: Turn) -> None:
+    def _finish(self, turn: Turn, text: str) -> None:
         """Let what was said join the conversation, and the other lines follow."""
-        answer = {"role": "assistant", "content": turn.text}
+        answer = {"role": "assistant", "content": text}
         self.transcript.wrote([*turn.messages, answer], turn.prompt, turn.answer)
-        if self.eager and self.exchange.strategy == "alternated":
+        if not self.eager or self.exchange.strategy != "alternated":
+            return
+        try:
             self.exchange.follow(turn.prompt + turn.answer, turn.mark)
+        except (MemoryError, RuntimeError, KVLingoError) as error:
+            # What was said stands. A switch will translate, or tell why it cannot.
+            warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)
 
     # ---- memory -----------------------------------------------------------------------------
 
@@ -205,6 +240,7 @@ class Conversation:
             ValueError: No such model or place.
             OSError: It cannot be written; the line is as it was.
         """
+        self._check_closed()
         return self.exchange.put_away(name, where)
 
     def stats(self) -> Stats:
@@ -220,6 +256,7 @@ class Conversation:
         Raises:
             ValueError: Nobody has answered yet.
         """
+        self._check_closed()
         return self.exchange.measure_reprefill()
 
     # ---- on disk ----------------------------------------------------------------------------
@@ -230,8 +267,10 @@ class Conversation:
         A conversation that was saved there before is replaced.
 
         Raises:
-            ValueError: ``folder`` exists and is no conversation of ours.
+            ValueError: ``folder`` exists and is no conversation of ours, or an answer is still
+                being written.
         """
+        self._check_closed()
         return folders.write(folder, self.exchange, self.transcript)
 
     @classmethod
@@ -257,9 +296,46 @@ class Conversation:
             ValueError: A model is missing, or another than it was.
             IncompatibleTranslatorError: A translator is missing, or another than it was.
         """
+        for name in options:
+            if name not in RESUMED_WITH:
+                raise ValueError(
+                    f"{name} is what the saved conversation has; give it {', '.join(RESUMED_WITH)}"
+                )
         saved = folders.Saved(folder)
-        loaded = {name: load(model) for name, model in models.items()}
+        loaded = _loaded(models)
         saved.check_models(loaded)
         talk = cls(loaded, translators, strategy=saved.strategy, **options)
         talk.transcript = saved.restore(talk.exchange)
         return talk
+
+
+def _loaded(models: Mapping[str, Model]) -> dict[str, LanguageModel]:
+    """The models by name; a folder that has two names is loaded once."""
+    by_path: dict[str, LanguageModel] = {}
+    found = {}
+    for name, model in models.items():
+        if not isinstance(model, LanguageModel):
+            path = os.fspath(model)
+            model = by_path[path] = by_path.get(path) or load(path)
+        found[name] = model
+    return found
+
+
+def _messages(message: str | Sequence[Message]) -> list[Message]:
+    """What the user says, as messages; ValueError if it is neither text nor messages."""
+    if isinstance(message, str):
+        return [{"role": "user", "content": message}]
+    listed: list[Any] = list(message) if isinstance(message, Sequence | Iterator) else []
+    if not listed or not all(isinstance(m, dict) and "role" in m for m in listed):
+        raise ValueError(
+            f"the message is {message!r:.80}; give text, or a list of messages, each with a "
+            '"role" and a "content"'
+        )
+    return listed
+
+
+def _check_json(tools: object) -> None:
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tools must be what JSON can hold ({error})") from None

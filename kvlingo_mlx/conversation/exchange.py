@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.spans import wrote
-from kvlingo_mlx.conversation.storage import PLACES, PUT
+from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_translator
@@ -77,11 +77,15 @@ class Exchange:
         self._brought: list[int] = []
         self.active: str | None = None
         self._from: str | None = None
-        self._found: dict[tuple[str, str], Translator | None] = {}
-        for given in translators:
-            if not isinstance(given, Translator):
-                given = load_translator(given, quantize=quantize)
-            self._assign(given)
+        self._found: dict[tuple[str, str], Translator | Path | None] = {}
+        loaded = [
+            given if isinstance(given, Translator) else load_translator(given, quantize=quantize)
+            for given in translators
+        ]
+        for translator in loaded:
+            self._assign(translator, exact=True)
+        for translator in loaded:
+            self._assign(translator, exact=False)
 
     def copy(self) -> Exchange:
         """One that goes its own way; models, translators and numbers are shared."""
@@ -97,39 +101,62 @@ class Exchange:
 
     # ---- translators ----------------------------------------------------------------------
 
-    def _assign(self, translator: Translator) -> None:
-        """Give a translator the directions that it serves."""
-        config, tolerance = translator.config, self.allow_mismatch
+    def _assign(self, translator: Translator, *, exact: bool) -> None:
+        """Give a translator the directions that it serves; those made for them come first."""
+        config = translator.config
+        tolerance = self.allow_mismatch and not exact
         pairs = [
             (a.name, b.name)
             for a, b in itertools.permutations(self.lines.values(), 2)
             if matches(config.source, a.model, allow_mismatch=tolerance)
             and matches(config.target, b.model, allow_mismatch=tolerance)
         ]
-        if not pairs:
+        if not pairs and not exact:
             raise IncompatibleTranslatorError(
                 f"the translator from {config.source.name} to {config.target.name} fits no two "
                 f"of this conversation's models: {', '.join(self.lines)}"
             )
         for source, target in pairs:
-            models = self.lines[source].model, self.lines[target].model
-            check_pair(config, *models, allow_mismatch=tolerance)
-            self._found[source, target] = translator
+            if exact or (source, target) not in self._found:
+                models = self.lines[source].model, self.lines[target].model
+                check_pair(config, *models, allow_mismatch=tolerance)
+                self._check_naive(translator)
+                self._found[source, target] = translator
 
-    def translator(self, source: str, target: str) -> Translator | None:
-        """The translator of a direction, or None; the local store is searched once."""
+    def _check_naive(self, translator: Translator) -> None:
+        """Refuse what the naive strategy cannot chain: a translation is translated again."""
+        points = {t.config.capture for t in self.translators.values()} | {translator.config.capture}
+        if self.strategy == "naive" and len(points) > 1:
+            raise IncompatibleTranslatorError(
+                "strategy is 'naive', but the translators read keys at "
+                f"{' and '.join(sorted(points))}: what one makes another could not read; give "
+                "translators of one capture point"
+            )
+
+    def _stored(self, source: str, target: str) -> Translator | Path | None:
+        """The translator of a direction or where the local store, searched once, has it."""
         if (source, target) not in self._found:
             models = self.lines[source].model, self.lines[target].model
-            self._found[source, target] = None
-            with contextlib.suppress(MissingTranslatorError):
+            try:
                 path = find_translator(*models, allow_mismatch=self.allow_mismatch)
-                self._found[source, target] = load_translator(path, quantize=self.quantize)
+            except MissingTranslatorError:
+                path = None
+            self._found[source, target] = path
         return self._found[source, target]
+
+    def translator(self, source: str, target: str) -> Translator | None:
+        """The translator of a direction, loaded, or None."""
+        found = self._stored(source, target)
+        if isinstance(found, Path):
+            found = load_translator(found, quantize=self.quantize)
+            self._check_naive(found)
+            self._found[source, target] = found
+        return found
 
     @property
     def translators(self) -> dict[tuple[str, str], Translator]:
         """Those in use, by direction."""
-        return {names: found for names, found in self._found.items() if found is not None}
+        return {names: t for names, t in self._found.items() if isinstance(t, Translator)}
 
     # ---- switching ------------------------------------------------------------------------
 
@@ -206,7 +233,7 @@ class Exchange:
         for other in self._sources(line, origin):
             shared = other.common(tokens)
             reach = min(other.native.reach(begun), shared)
-            if self.translator(other.name, line.name) is None:
+            if self._stored(other.name, line.name) is None:
                 missing = other if wrote(other.spans, begun, shared) else missing
             elif reach > best.stop:
                 best = Step(other, reach)
@@ -231,7 +258,7 @@ class Exchange:
         Nothing waits for the results. Lines that were put away stay there.
         """
         for line in self.lines.values():
-            if line.where in PLACES or line.trim(line.common(tokens)) == len(tokens):
+            if line.away or line.trim(line.common(tokens)) == len(tokens):
                 continue
             try:
                 plan = self._plan(line, tokens, len(line), None)
@@ -249,7 +276,7 @@ class Exchange:
             others = [
                 other.kept(other.common(line.tokens))
                 for other in self.lines.values()
-                if other is not line and self.translator(line.name, other.name) is not None
+                if other is not line and self._stored(line.name, other.name) is not None
             ]
             line.native.forget(min(others, default=len(line)))
 
@@ -266,18 +293,21 @@ class Exchange:
             raise ValueError(f"where is {where!r}; it must be one of {', '.join(PLACES)}")
         line = self.line(name)
         before = line.cache_bytes
-        stored = line.put_away(PUT[where])
+        stored = line.put_away(where)
         if stored is not None:
             stored.settle()
         return before - line.cache_bytes
 
     def put_others_away(self, name: str) -> None:
-        """Put away the lines that do not decode, if that was asked for; no disk is waited for."""
+        """Put away the lines that do not decode, if that was asked for; no disk is waited for.
+
+        A disk that cannot be written is tried once more at the next switch.
+        """
         if self.offload is None:
             return
         for line in self.lines.values():
             if line.name != name:
-                line.put_away(PUT[self.offload])
+                line.put_away(self.offload)
 
     def measure_reprefill(self) -> float:
         """Seconds that the last switch's model takes to read all of its prompt anew, but one token.
@@ -286,7 +316,7 @@ class Exchange:
             ValueError: There has been no switch.
         """
         if self.last is None:
-            raise ValueError("nobody has answered yet; there is nothing to compare with")
+            raise ValueError("nobody has answered since this was opened: nothing to compare with")
         fresh = Line(self.last.name, self.line(self.last.name).model, records=False)
         started = time.perf_counter()
         fresh.read(self._brought, self.step_size)

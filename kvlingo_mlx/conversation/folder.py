@@ -9,6 +9,7 @@ one.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
+
+import numpy as np
+from mlx.utils import tree_flatten
 
 from kvlingo_mlx import __version__
 from kvlingo_mlx.conversation.exchange import Exchange
@@ -37,9 +41,20 @@ OURS = re.compile(r"line-\d+\.(cache|native)\.[0-9a-f]{16}\.safetensors(\.tmp)?"
 
 
 def describe(model: LanguageModel) -> dict[str, Any]:
-    """What must be equal for a cache of ``model`` to be its own: weights, their bits, dtype."""
+    """What must be equal for a cache of ``model`` to be its own: weights, their bits, dtype.
+
+    Of the weights, all norms, and the projections of keys and values of two layers: a model that
+    was tuned further differs there.
+    """
+    digest = hashlib.sha256()
+    for attention in (model.attentions[0], model.attentions[-1]):
+        for module in model.family.taps(attention):
+            for _, array in sorted(dict(tree_flatten(module.parameters())).items()):
+                plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+                digest.update(np.array(plain).tobytes())
     return {
         "name": model.name,
+        "projections": digest.hexdigest(),
         "fingerprint": dict(model.spec().fingerprint),
         "quantization": model.config.get("quantization"),
         "cache_dtype": str(model.cache_dtype).rsplit(".", 1)[-1],
@@ -56,7 +71,7 @@ def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transc
         ValueError: ``folder`` exists and is no conversation of ours.
     """
     folder = Path(folder)
-    _check_destination(folder)
+    check_destination(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     try:
@@ -88,10 +103,12 @@ def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transc
     return folder
 
 
-def _check_destination(folder: Path) -> None:
+def check_destination(folder: Path) -> None:
+    """Refuse (ValueError) a folder that exists and is no saved conversation."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder to save the conversation in")
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
+    names = [name for name in names if not name.startswith(".")]  # what a file manager leaves
     if any(name.removesuffix(".tmp") != FACTS and not OURS.fullmatch(name) for name in names):
         raise ValueError(
             f"{folder} exists and is not a saved conversation; choose another name, or remove it"
@@ -196,7 +213,7 @@ class Saved:
                     f"there are {', '.join(models) or 'none'}"
                 )
             found = describe(models[name])
-            for field in ("fingerprint", "quantization", "cache_dtype"):
+            for field in ("fingerprint", "quantization", "cache_dtype", "projections"):
                 if found[field] != wanted[name].get(field):
                     raise ValueError(
                         f"the conversation in {self.folder} was held with another model {name!r} "

@@ -14,12 +14,13 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from kvlingo_mlx import caches, capture
 from kvlingo_mlx.conversation.recording import Recording, part_of
 from kvlingo_mlx.conversation.spans import Span, common_prefix, cut, grown
-from kvlingo_mlx.conversation.storage import Storage
+from kvlingo_mlx.conversation.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates, TranslatedStates
 from kvlingo_mlx.translators.base import Translator
 
+Listening = Callable[[], contextlib.AbstractContextManager[None]]
 Mark = tuple[int, list[Any]]  # a length, and the rings as they were
 MARKS = 2  # how many are kept: one before the last message, one after it
 
@@ -85,6 +86,11 @@ class Line:
         return "resident" if self._away is None else self._away.where
 
     @property
+    def away(self) -> bool:
+        """Whether it was put away, whatever has come of that so far."""
+        return self._away is not None
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of memory that its caches take, wherever they are."""
         marked = [ring for _, rings in self._marks for ring in rings if ring is not None]
@@ -106,10 +112,12 @@ class Line:
                     for side in caches.SIDES:
                         yield f"{prefix}{layer}.{side}", cache, side
 
-    def put_away(self, put: Callable[[Mapping[str, mx.array]], Storage]) -> Storage | None:
-        """Let ``put`` keep its arrays until they are wanted; None if there is nothing to put."""
+    def put_away(self, place: str) -> Storage | None:
+        """Let its arrays wait in a place until they are wanted; None if there is nothing to put."""
+        if self._away is not None and (self._away.place != place or self._away.failed):
+            self._return()
         if self._away is None and self.tokens:
-            self._away = put(self.arrays())
+            self._away = PUT[place](self.arrays())
             # Copies, since a branch may hold the caches themselves.
             self._caches = [_copy(cache) for cache in self._caches]
             self._marks = [(n, [c and _copy(c) for c in rings]) for n, rings in self._marks]
@@ -173,10 +181,7 @@ class Line:
             trim_prompt_cache(self._caches, len(self) - kept)
         else:
             self._back_to_mark(kept)
-        self._marks = [mark for mark in self._marks if mark[0] <= kept]
-        self.tokens = self.tokens[:kept]
-        self.spans = cut(self.spans, kept)
-        self.native.trim(kept)
+        self._cut(kept)
         return kept
 
     def _back_to_mark(self, length: int) -> None:
@@ -185,7 +190,14 @@ class Line:
             if ring is not None:
                 own[index] = _copy(ring)
             else:
-                own[index].trim(len(self) - length)
+                own[index].trim(own[index].offset - length)
+
+    def _cut(self, length: int) -> None:
+        """Forget what was said of positions that the caches no longer hold."""
+        self._marks = [mark for mark in self._marks if mark[0] <= length]
+        self.tokens = self.tokens[:length]
+        self.spans = cut(self.spans, length)
+        self.native.trim(length)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
@@ -199,57 +211,66 @@ class Line:
     def _take_back(self) -> None:
         """Take back what some caches have written beyond the tokens."""
         beyond = [cache.offset - len(self) for cache in self._caches]
-        if any(more < 0 or (more and not cache.is_trimmable())
-               for more, cache in zip(beyond, self._caches, strict=True)):  # fmt: skip
+        both = list(zip(beyond, self._caches, strict=True))
+        if any(more < 0 for more in beyond):
             self.clear()
-            return
-        for more, cache in zip(beyond, self._caches, strict=True):
-            cache.trim(more)
+        elif all(not more or cache.is_trimmable() for more, cache in both):
+            for more, cache in both:
+                cache.trim(more)
+        elif marks := [length for length, _ in self._marks]:
+            self._back_to_mark(marks[-1])
+            self._cut(marks[-1])
+        else:
+            self.clear()
 
     # ---- growing --------------------------------------------------------------------------
 
     def read(self, tokens: Sequence[int], step_size: int) -> None:
         """Run ``tokens`` after what the line holds, in chunks."""
-        with self.whole(), self.tapped() as take, mx.stream(generation_stream):
+        ear = self._ear()
+        with self.whole(), mx.stream(generation_stream):
             for start in range(0, len(tokens), step_size):
                 chunk = list(tokens[start : start + step_size])
-                self.model.model(mx.array(chunk)[None], cache=self.cache)
-                states = take()
-                mx.eval([c.state for c in self.cache], [] if states is None else states.arrays)
-                self.wrote(chunk, states)
+                with _listening(ear):
+                    self.model.model(mx.array(chunk)[None], cache=self.cache)
+                mx.eval([c.state for c in self.cache])
+                self.wrote(chunk, ear)
                 mx.clear_cache()
 
     @contextlib.contextmanager
-    def decoding(self, first: int) -> Iterator[list[int]]:
+    def decoding(self, first: int) -> Iterator[tuple[list[int], Listening]]:
         """Book what the model runs meanwhile: the token ``first``, and those put into the list.
 
-        Whoever stops asking for more leaves them booked; anything else that ends it early
-        leaves the line as it was.
+        Yields that list, and the context in which the model must run; between two such times
+        anybody else may run it. Whoever stops asking for more leaves the tokens booked; anything
+        else that ends it early leaves the line as it was.
         """
-        run = [first]
-        with self.whole(), self.tapped() as take:
+        run, ear = [first], self._ear()
+        with self.whole():
             try:
-                yield run
+                yield run, lambda: _listening(ear)
             except GeneratorExit:
-                self.wrote(run, take())
+                self.wrote(run, ear)
                 raise
-            self.wrote(run, take())
+            self.wrote(run, ear)
 
-    def wrote(self, tokens: Sequence[int], states: KVStates | None) -> None:
-        """Book tokens that the model has run, and what its projections wrote of them."""
+    def wrote(self, tokens: Sequence[int], ear: capture.Ear | None) -> None:
+        """Book tokens that the model has run, and what its projections wrote of them.
+
+        Raises:
+            RuntimeError: They are not as many.
+        """
+        if ear is not None:
+            states = ear.take(len(self))
+            if states.num_tokens != len(tokens):
+                raise RuntimeError(f"{states.num_tokens} tokens were recorded, not {len(tokens)}")
+            mx.eval(states.arrays)  # another thread may want them, where MLX cannot work them out
+            self.native.add(states)
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name)
-        if states is not None:
-            self.native.add(states)
 
-    @contextlib.contextmanager
-    def tapped(self) -> Iterator[Callable[[], KVStates | None]]:
-        """Yields a function that returns what was written since its last call, or None."""
-        if not self.records:
-            yield lambda: None
-            return
-        with capture.tap_keys_and_values(self.model, capture.Log) as take:
-            yield lambda: take(len(self))
+    def _ear(self) -> capture.Ear | None:
+        return capture.Ear(self.model) if self.records else None
 
     def take_over(
         self, tokens: Sequence[int], states: KVStates, source: Line, translator: Translator,
@@ -284,7 +305,7 @@ class Line:
             mx.async_eval([group.states for group in groups])
         caches.append(self.cache, translated, self.model)
         if keep:
-            self.native.add(translated.states(len(self.cache)))
+            self.native.add(_cast(translated.states(len(self.cache)), self.model.cache_dtype))
         mx.async_eval(caches.arrays(self.cache))
 
     # ---- as numbers -----------------------------------------------------------------------
@@ -330,6 +351,15 @@ class Line:
             ]
             self._marks.append((mark["length"], rings))
         self._caches, self.tokens, self.spans = made, tokens, spans
+
+
+def _cast(states: KVStates, dtype: mx.Dtype) -> KVStates:
+    keys, values = (tuple(a.astype(dtype) for a in side) for side in (states.keys, states.values))
+    return KVStates(keys, values, states.capture, states.start)
+
+
+def _listening(ear: capture.Ear | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if ear is None else ear.listening()
 
 
 def _copy(cache: Any) -> Any:

@@ -33,10 +33,15 @@ class Recording:
         self.parts = [_alone(p, max(start, p.start), min(stop, p.end)) for p in kept]
 
     def reach(self, start: int) -> int:
-        """One past the last position up to which everything from ``start`` on is kept."""
+        """One past the last position up to which everything from ``start`` on is kept.
+
+        That is, kept as of one capture point.
+        """
+        points: set[str] = set()
         for part in self.parts:
-            if part.start <= start < part.end:
+            if part.start <= start < part.end and points <= {part.capture}:
                 start = part.end
+                points.add(part.capture)
         return start
 
     def next_start(self, position: int) -> int | None:

@@ -204,7 +204,11 @@ def _checked(function: Route, text: str) -> Route:
     """A callable that must return one of the names."""
 
     def route(messages: Sequence[Message], names: Sequence[str]) -> str:
-        name = function(messages, names)
+        try:
+            name = function(messages, names)
+        except Exception as error:  # a stranger's code: whatever it raises is told, and no more
+            said = " ".join(str(error).split())
+            raise ValueError(f"the route {text} failed ({type(error).__name__}: {said})") from error
         if not isinstance(name, str) or name not in names:
             raise ValueError(
                 f"the route {text} chose {name!r:.80}; it must return one of {', '.join(names)}"

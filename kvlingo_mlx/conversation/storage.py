@@ -32,7 +32,17 @@ Arrays = Mapping[str, mx.array]
 
 
 class Storage(Protocol):
-    """Arrays that were put away."""
+    """Arrays that were put away.
+
+    Attributes:
+        place: Where they are to go.
+    """
+
+    place: str
+
+    @property
+    def failed(self) -> bool:
+        """Whether they could not be put there, and are still here."""
 
     @property
     def where(self) -> str:
@@ -63,7 +73,8 @@ class Quantised:
     that a line which is put away again and again is rounded only once.
     """
 
-    where = "8bit"
+    place = where = "8bit"
+    failed = False
 
     def __init__(self, arrays: Arrays) -> None:
         self._shapes = {name: (array.shape, array.dtype) for name, array in arrays.items()}
@@ -108,6 +119,8 @@ def _rows(array: mx.array) -> mx.array:
 class File:
     """Arrays in a safetensors file, written and read beside other work; they come back exactly."""
 
+    place = "disk"
+
     def __init__(self, arrays: Arrays) -> None:
         mx.eval(list(arrays.values()))
         self._here: Arrays | None = arrays  # until they are written
@@ -125,6 +138,10 @@ class File:
             raise
         self._here = None
         return digest
+
+    @property
+    def failed(self) -> bool:
+        return self._digest.done() and self._digest.exception() is not None
 
     @property
     def where(self) -> str:
@@ -148,7 +165,8 @@ class File:
 
     def take(self) -> dict[str, mx.array]:
         if (here := self._here) is not None:
-            return dict(here)
+            # Objects of their own: a cache changes its arrays in place, and branches share these.
+            return {name: mx.array(array) for name, array in here.items()}
         self.recall()
         assert self._read is not None
         reading, self._read = self._read, None  # what is read is held no longer than needed
@@ -165,6 +183,8 @@ PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": Quantised, "disk": File}
 def to_weights(arrays: Arrays) -> Weights:
     """Evaluated arrays of one dtype as NumPy sees them, with two axes; nothing is copied."""
     dtype = next(iter(arrays.values())).dtype
+    if any(array.dtype != dtype for array in arrays.values()):
+        raise ValueError(f"arrays of {sorted({str(a.dtype) for a in arrays.values()})} in one file")
     carried = {
         name: np.array(a.view(mx.uint16) if dtype == mx.bfloat16 else a, copy=False)
         for name, a in arrays.items()

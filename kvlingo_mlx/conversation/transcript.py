@@ -79,7 +79,7 @@ class Transcript:
     def _continuation(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
         """What the template puts after an answer: its end, and the ``new`` messages."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        text = render_text(model, [*before, *new], **self.switches).rsplit(MARK, 1)[1]
+        text = render_text(model, [*before, *new], **self.switches).split(MARK, 1)[1]
         stop = model.tokenizer.decode(self.tokens[-1:])
         if self.tokens[-1] in model.tokenizer.eos_token_ids and text.startswith(stop):
             text = text[len(stop) :]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
@@ -39,29 +40,53 @@ class Turn:
     ) -> None:  # fmt: skip
         self.messages, self.prompt, self.mark = list(messages), list(prompt), mark
         self.answer: list[int] = []
-        self.text, self.ended = "", False
+        self.text, self.ended, self._parts = "", False, 0
         self._exchange, self._options, self._most = exchange, options, max_tokens
         self._started, self._ttft = time.perf_counter(), 0.0
 
+    def room(self, name: str) -> int:
+        """How many tokens a model can still add: its context's, no more than the limit's."""
+        context = self._exchange.line(name).model.context_length
+        # The last token of all need not be run.
+        room = context + 1 - len(self.prompt) - len(self.answer)
+        return room if self._most == -1 else min(room, self._most - len(self.answer))
+
     def write(
-        self, name: str, most: int = -1, until: str | None = None
+        self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
     ) -> Iterator[GenerationResponse]:
-        """Let a model go on with it: up to ``most`` tokens, or until its text holds a mark."""
+        """Let a model go on with it: up to ``most`` tokens, or until its text holds a mark.
+
+        ``last``: nobody goes on after it.
+        """
+        self._parts += 1
         tokens = [*self.prompt, *self.answer]
         switch = self._exchange.bring(name, tokens[:-1], self.mark)
         line = self._exchange.line(name)
+        limit = self.room(name) if most is None else min(most, self.room(name))
         text = ""
-        for response in self._decoded(line, tokens, self._limit(most)):
+        for response in self._decoded(line, tokens, limit):
             text += response.text
-            yield self._booked(response, switch.seconds)
-            self._exchange.put_others_away(name)
-            if until is not None and until in text:
+            booked = self._booked(response, switch.seconds)
+            done = until is not None and until in text
+            if not last and not self.ended:
+                booked = replace(booked, finish_reason=None)
+            yield booked
+            if len(self.answer) == len(tokens) - len(self.prompt) + 1:
+                self._exchange.put_others_away(name)
+            if done:
                 return
 
-    def _limit(self, most: int) -> int:
-        """The smaller one of two limits; -1 is none."""
-        left = -1 if self._most == -1 else self._most - len(self.answer)
-        return max(most, left) if -1 in (most, left) else min(most, left)
+    def said(self, name: str, *, cut: bool) -> str:
+        """The answer as text.
+
+        A character's bytes may be of two models, or wait for more when an answer is cut short;
+        then it is decoded as a whole.
+        """
+        if self._parts < 2 and not cut:
+            return self.text
+        tokenizer = self._exchange.line(name).model.tokenizer
+        stopped = self.answer and self.answer[-1] in tokenizer.eos_token_ids
+        return tokenizer.decode(self.answer[:-1] if stopped else self.answer)
 
     def _decoded(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
         """What mlx-lm decodes from a line that holds all of ``tokens`` but the last one.
@@ -69,24 +94,29 @@ class Turn:
         Its loop has run every token that it gave out, a stop token included.
         """
         streams: Any = [generation_stream]
-        with line.decoding(tokens[-1]) as run, wired_limit(line.model.model, streams):
+        with line.decoding(tokens[-1]) as (run, listening), wired_limit(line.model.model, streams):
             responses = mlx_stream_generate(
                 line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
                 prompt_cache=line.cache, sampler=self._options["sampler"],
                 logits_processors=with_prefix(self._options["logits_processors"], tokens[:-1]),
             )  # fmt: skip
             with contextlib.closing(responses):
-                for response in responses:
+                while True:
+                    with listening():
+                        response = next(responses, None)
+                    if response is None:
+                        return
                     if len(run) == 1:
                         check_numbers(response, line.model, line.model)
                     run.append(int(response.token))
                     yield response
 
     def _booked(self, response: MLXResponse, switch_s: float) -> GenerationResponse:
-        """Book a token; returns it with this turn's times."""
+        """Book a token; returns it with this turn's times and count."""
         if not self.answer:
             self._ttft = time.perf_counter() - self._started
         self.answer.append(int(response.token))
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
-        return timed(response, len(self.prompt), switch_s, self._ttft)
+        booked = timed(response, len(self.prompt), switch_s, self._ttft)
+        return replace(booked, generation_tokens=len(self.answer))

@@ -48,6 +48,7 @@ from kvlingo_mlx.loading import load, load_translator
 from kvlingo_mlx.translators.base import Translator
 
 CONDITIONS = ("reprefill", "alternated", "one switch", "naive", "shuffled", "facts hidden")
+NOT_RECORDED = ("json", "seeds", "translators")  # the command has them
 STRATEGIES = ("reprefill", "alternated", "naive")
 
 

@@ -17,16 +17,12 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-import numpy as np
-
 from kvlingo_mlx import caches, measure
-from kvlingo_mlx.assignment import by_depth
 from kvlingo_mlx.generation import translate_span
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig, maps_of
-from kvlingo_mlx.translators.linear import LinearTranslator
+from kvlingo_mlx.timing.geometries import random_translators
+from kvlingo_mlx.translators.base import Translator
 
 
 def model_of_shape(
@@ -51,20 +47,9 @@ def model_of_shape(
     return LanguageModel(model, None, config, f"random {kind}")  # no text is involved
 
 
-def spec_of(model: LanguageModel) -> ModelSpec:
-    unknown = dict.fromkeys(("geometry", "norms", "tokenizer"))
-    return ModelSpec(model.name, None, model.geometry.model_type, unknown, model.geometry.layers)
-
-
-def random_translator(source: LanguageModel, target: LanguageModel, nu: int) -> LinearTranslator:
-    rng = np.random.default_rng(0)
-    assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
-    config = TranslatorConfig(spec_of(source), spec_of(target), assignment)
-    arrays = {
-        f"{m.name}.weight": rng.standard_normal((m.outputs, m.inputs), np.float32) * 0.02
-        for m in maps_of(config)
-    }
-    return LinearTranslator.build(config, Weights("float32", arrays))
+def random_translator(source: LanguageModel, target: LanguageModel, nu: int) -> Translator:
+    """Random head-mixing maps, by relative depth."""
+    return random_translators(source, target, nu, {"float32": ("float32", None)})["float32"]
 
 
 def run(tokens: int, layers: int, trials: int) -> dict:

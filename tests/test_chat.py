@@ -30,6 +30,7 @@ from kvlingo_mlx import measure
 from kvlingo_mlx.cli import chat_input, run
 from kvlingo_mlx.cli.chat_input import Stop
 from kvlingo_mlx.conversation import Conversation, Switch
+from kvlingo_mlx.conversation.accounting import LineStats, Stats
 from kvlingo_mlx.language_model import LanguageModel
 
 NEW = 6
@@ -243,26 +244,6 @@ def test_help_and_exit(chats: Chats) -> None:
     assert chats() == ""
 
 
-@dataclass(frozen=True)
-class FakeLine:
-    name: str
-    tokens: int
-    native: int
-    translated: int
-    cache_bytes: int
-    recording_bytes: int
-    where: str
-
-
-@dataclass(frozen=True)
-class FakeStats:
-    lines: tuple[FakeLine, ...]
-    models: int = 11_000_000
-    translators: int = 2_500_000
-    total: int = 1_234_567_890
-    mlx_active: int = 13_000_000
-
-
 class Recorder(Conversation):
     """Notes how it was made and saved, and has figures to tell."""
 
@@ -288,16 +269,16 @@ class Recorder(Conversation):
         Recorder.saved.append((folder, len(self.messages)))
         return Path(folder)
 
-    def stats(self) -> FakeStats:
-        lines = (FakeLine("a", 12, 7, 5, 3_000_000, 40_000, "8bit"),
-                 FakeLine("b", 0, 0, 0, 0, 0, "empty"))  # fmt: skip
-        return FakeStats(lines)
+    def stats(self) -> Stats:
+        lines = (LineStats("a", 12, 7, 5, 3_000_000, 40_000, "8bit"),
+                 LineStats("b", 0, 0, 0, 0, 0, "empty"))  # fmt: skip
+        return Stats(lines, 11_000_000, 2_500_000, 1_234_567_890, 13_000_000)
 
     def measure_reprefill(self) -> float:
         Recorder.measured += 1
         if self.messages[0]["content"] == "slow":
             os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(5)
+            time.sleep(60)
         return 0.5
 
 
@@ -358,14 +339,14 @@ def test_stats(chats: Chats, recorder: type[Recorder]) -> None:
 def test_stats_whose_measurement_is_skipped(chats: Chats, recorder: type[Recorder]) -> None:
     started = time.monotonic()
     out = chats("slow", "/stats", "/stats", "and you")
-    assert time.monotonic() - started < 5 and recorder.measured == 2
+    assert time.monotonic() - started < 30 and recorder.measured == 2
     assert len(re.findall(r"reading all anew .* not measured\n", out)) == 2
 
 
 def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None:
-    def known(self: Recorder) -> FakeStats:
+    def known(self: Recorder) -> Stats:
         self.exchange.last = Switch("b", 101, 23, 4, 0.0123)
-        return FakeStats(())
+        return Stats((), 0, 0, 0, 0)
 
     recorder.stats, before = known, recorder.stats  # type: ignore[method-assign]
     try:
@@ -612,6 +593,8 @@ def test_a_chat_in_a_terminal(
     terminal.wait_for("a> ")
     # It takes two in a row to leave.
     for typed in ("/use b\n", "\x03", "/help\n", "\x03"):
+        # Python's readline misses a signal between its prompt and its first look at the keys.
+        time.sleep(1 if typed == "\x03" else 0)
         terminal.type(typed)
         terminal.wait_for("another Ctrl-C\nb> " if typed == "\x03" else "b> ")
     terminal.type("\x03")

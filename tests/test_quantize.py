@@ -376,10 +376,11 @@ def test_verbs_take_it(
     assert run(generate) == 0
     pair_options = ["--source", pair[0], "--target", pair[1]]
     assert run(["bench", *pair_options, *translator, "-p", "8", "-n", "1", *more]) == 0
-    assert "translator of 4 bits, medians of 1" in capsys.readouterr().out
+    assert "translation, 4 bits" in capsys.readouterr().out
     records = [json.loads(line) for line in record.read_text().splitlines()]
     assert records[0]["results"]["text"] == text[4]
-    assert [r["config"]["quantize"] for r in records] == [4, 4]
+    assert records[0]["config"]["quantize"] == 4
+    assert records[1]["config"]["forms"] == ["stored", "4 bits"]
     assert run(["show", str(folder), "--quantize", "4"]) == 0
     rows = capsys.readouterr().out
     numbers = 2 * 4 * 64 * 64

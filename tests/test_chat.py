@@ -58,6 +58,14 @@ def says(*turns: tuple[LanguageModel, str], before: str = "", most: int = NEW) -
     return answers
 
 
+@pytest.fixture(autouse=True)
+def keyboard() -> Iterator[None]:
+    """Ctrl-C as in a terminal, even where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @dataclass
 class Chats:
     """Runs chats; what the last one printed."""

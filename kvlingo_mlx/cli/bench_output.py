@@ -64,6 +64,9 @@ def show(
     ends = pair.source, pair.target
     least = [tables.floors(t, rates, *ends, pair.translators) for t in timings]
     rows = [_times(phase, timings, least) for phase in timings[0].samples if phase in _phases(pair)]
+    for phase in shown.peaks:
+        spreads = ["{} / {}".format(*map(ms, t.spread(phase))) for t in timings]
+        rows.append([f"{LABELS[phase]}, least / IQR", *spreads])
     for way in tables.speedups(timings[0]):
         rows.append([f"{way}, times sooner", *(f"{tables.speedups(t)[way]:.2f}" for t in timings)])
     for name in tables.tokens_per_second(timings[0]):

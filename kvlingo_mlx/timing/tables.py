@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -143,15 +144,16 @@ def measure_length(
     samples = interleaved(runs, trials, progress, clock.over)
     found = Timing(len(paths.tokens), samples)
     found.peak = {phase: peak_bytes(paths.phase(phase)) for phase in table.peaks}
-    with experts_touched(paths.target) as shares:
-        for name, phase in (("prompt", "native"), ("step", "target_step")):
-            if phase in runs and Costs(paths.target).experts:
-                shares.clear()
-                runs[phase]()
-                # Reading a prompt is the first pass, or as many chunks; one step follows it.
-                layers = len(paths.target.model.layers)
-                passes = shares[:-layers] if phase == "native" else shares
-                found.experts[name] = float(np.mean(passes))
+    for name, phase in (("prompt", "native"), ("step", "target_step")):
+        if phase not in runs:
+            continue
+        with experts_touched(paths.target) as shares:
+            runs[phase]()
+        if shares:
+            # Reading a prompt is the first passes, one a chunk; a step, one more, follows them.
+            chunks = math.ceil((found.prompt_tokens - 1) / paths.step_size)
+            kept = len(shares) * chunks // (chunks + 1) if phase == "native" else len(shares)
+            found.experts[name] = float(np.mean(shares[:kept]))
     return found
 
 

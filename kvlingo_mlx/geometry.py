@@ -18,6 +18,8 @@ Attention = Literal["full", "sliding", "latent"]
 # What transformers 5 moved from the config's top into ``rope_parameters``.
 LIFTED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
+CONTEXTS = ("max_position_embeddings", "original_max_position_embeddings")
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -60,6 +62,9 @@ def configured_rope(
             "dynamic NTK RoPE rotates a key differently as the text grows, so a cache "
             "cannot be written once; use a model with another RoPE scaling"
         )
+    if kind in ("longrope", "su"):  # its gain follows from two lengths, which stand elsewhere
+        lengths = {name: config[name] for name in CONTEXTS if config.get(name)}
+        rest = {name: _plain(v) for name, v in lengths.items()} | rest
     return RopeSpec(kind, base, dims, traditional, scaling=tuple(sorted(rest.items())))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,32 @@ def test_a_line_that_a_template_rewrites_is_read_again_from_there(
     bare = model.tokenizer.apply_chat_template(turns, tokenize=True, add_generation_prompt=False)
     ask(talk, "a", "and you")
     assert talk.last_switch is not None and talk.last_switch.kept == len(bare) + len(header)
+
+
+def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
+    """Nothing that stands behind the first token that differs can be handed over."""
+    models = {}
+    kind, sizes = tiny.FAMILIES["qwen3"]
+    for name, opening in (("one", ""), ("other", "hi there")):
+        folder = tiny.write_tiny_model(tmp_path / name, kind, **sizes)
+        config = json.loads((folder / "tokenizer_config.json").read_text())
+        config["chat_template"] = opening + config["chat_template"]
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        models[name] = kv.load(folder)
+    translator = identity_of(models["one"])
+    options: dict[str, Any] = {"on_missing": "reprefill", "allow_mismatch": True}
+    talk = Conversation(models, [translator], **options)
+    with pytest.warns(UserWarning, match=r"templates of .*one and .*other differ from token 0 "):
+        talk.reply("one", "is it on?", max_tokens=NEW)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        talk.reply("other", "and you", max_tokens=NEW)
+        assert talk.last_switch is not None and talk.last_switch.translated == 0
+        for quiet in (
+            Conversation(models, [translator], verbatim=True, **options),
+            Conversation(dict.fromkeys("ab", models["one"]), [translator], **options),
+        ):
+            quiet.reply(list(quiet.lines)[0], "is it on?", max_tokens=NEW)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "reprefill"])

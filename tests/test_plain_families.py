@@ -253,6 +253,27 @@ def test_rotations_are_described_as_they_run(name: str, expected: RopeSpec, open
     assert set(opened(name).geometry.rope) == {expected}
 
 
+@pytest.mark.parametrize("name", ["max_position_embeddings", "original_max_position_embeddings"])
+def test_longrope_is_described_with_what_its_gain_depends_on(name: str) -> None:
+    """Phi-3 has both lengths at its config's top; other lengths are another rotation."""
+    scaling = {k: v for k, v in ROPES["longrope"].items() if not k.startswith("original")}
+    lengths = {"max_position_embeddings": 512, "original_max_position_embeddings": 32}
+    first, *others = (
+        configured_rope({**lengths, **changed, "rope_scaling": scaling}, 16)
+        for changed in ({}, {name: 64}, {name: 128})
+    )
+    keys = mx.random.normal((2, 9, 16))
+    assert len({first, *others}) == 3
+    made = [
+        rope_utils.initialize_rope(
+            16, 1e4, False, {"type": spec.type, **dict(spec.scaling)},
+            dict(spec.scaling)["max_position_embeddings"],
+        )(keys)
+        for spec in (first, *others)
+    ]  # fmt: skip
+    assert all(np.abs(np.array(m - made[0])).max() > 0.01 for m in made[1:])
+
+
 def test_layers_that_do_not_rotate(opened: Opener) -> None:
     for name in ("smollm3", "cohere2", "exaone4", "exaone_moe", "afmoe"):
         rope = opened(name).geometry.rope

@@ -20,7 +20,7 @@ from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, stats_of
 from kvlingo_mlx.conversation.exchange import Exchange, Given, Switch
 from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.conversation.transcript import Transcript, template_difference
 from kvlingo_mlx.conversation.turn import THOUGHT, Turn
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.generation import GenerationResponse, Model
@@ -90,7 +90,7 @@ class Conversation:
             strategy=strategy, on_missing=on_missing, offload=offload,
             step_size=prefill_step_size, allow_mismatch=allow_mismatch, quantize=quantize,
         )  # fmt: skip
-        self.eager, self._open = eager, False
+        self.eager, self._open, self._compared = eager, False, False
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
         self.transcript = Transcript(start, verbatim=verbatim, switches=switches)
@@ -135,6 +135,22 @@ class Conversation:
             raise ValueError(
                 "an answer is still being written: take the rest of it from stream_reply, or "
                 "close it"
+            )
+
+    def _compare_templates(self) -> None:
+        """Tell, once, of templates under which nothing can be handed over."""
+        alternated = self.exchange.strategy != "reprefill" and not self.transcript.verbatim
+        if self._compared or not alternated:
+            return
+        self._compared = True
+        models = [line.model for line in self.lines.values()]
+        if found := template_difference(models, self.transcript.switches):
+            one, other, position = found
+            warnings.warn(
+                f"the chat templates of {one.name} and {other.name} differ from token {position} "
+                "of a conversation on: what follows there is read anew at every switch, not "
+                "translated; give verbatim=True (--verbatim) to go on from what was written",
+                stacklevel=4,
             )
 
     # ---- replies ----------------------------------------------------------------------------
@@ -186,6 +202,7 @@ class Conversation:
                 f"first_token is {first_token!r}; it must be target, or source beside a prefill"
             )
         self._check_closed()
+        self._compare_templates()
         named = [n for n in (name, prefill, reasoning) if n is not None]
         models = [self.exchange.line(n).model for n in named]  # all, before anybody begins
         new, model = _messages(message), models[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.conversation.spans import common_prefix
@@ -10,6 +10,11 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message, encode, render_text
 
 MARK = "\u2039answer\u203a"  # an answer that no conversation holds
+SAMPLE = [
+    {"role": "user", "content": "One."},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "Three."},
+]
 
 
 class Transcript:
@@ -151,6 +156,25 @@ class Transcript:
             state.previous = before
             state = before
         return made
+
+
+def template_difference(
+    models: Iterable[LanguageModel], switches: Mapping[str, Any]
+) -> tuple[LanguageModel, LanguageModel, int] | None:
+    """Two models whose chat templates render a conversation as other tokens, and from which on.
+
+    What lies behind that position in one's line is of no use to the other: it is read anew.
+    """
+    first, *others = models
+    try:
+        expected = encode(first, SAMPLE, **switches)
+        found = [(other, encode(other, SAMPLE, **switches)) for other in others]
+    except ValueError:
+        return None  # told when there is something to render
+    for other, tokens in found:
+        if tokens != expected:
+            return first, other, common_prefix(expected, tokens)
+    return None
 
 
 def _encode(model: LanguageModel, text: str) -> list[int]:

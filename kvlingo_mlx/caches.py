@@ -79,6 +79,18 @@ def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel
             cache.update_and_fetch(*stored)
 
 
+def copy(caches: Sequence[Any], into: Sequence[Any]) -> None:
+    """Write what caches hold at its positions into longer ones, as far as these hold them."""
+    for cache, longer in zip(caches, into, strict=True):
+        held = _held(cache)
+        start = cache.offset - held[0].shape[2]
+        first = longer.offset - longer._idx if is_ring(longer) else 0
+        keys, values = (array[..., max(0, first - start) :, :] for array in held)
+        if keys.shape[2]:
+            place = _place(longer, max(start, first), keys)
+            longer.keys[..., place, :], longer.values[..., place, :] = keys, values
+
+
 def _stored(
     states: TranslatedStates, model: LanguageModel
 ) -> Iterator[tuple[int, int, tuple[mx.array, mx.array]]]:

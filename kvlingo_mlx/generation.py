@@ -22,8 +22,9 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches, capture
+from kvlingo_mlx import caches, capture, hybrid
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.hybrid import Native, native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load, resolve_translator
 from kvlingo_mlx.prompts import Prompt, as_ids, encode
@@ -44,11 +45,14 @@ class GenerationResponse(MLXResponse):
     Attributes:
         prefill_s: Seconds the prefill model took for the prompt.
         translate_s: Seconds the translation took, cache write included.
+        native_s: Seconds the decode model took for what it read itself of the prompt, but for
+            its last token.
         ttft_s: Seconds from the call (models loaded) to the first token in hand.
     """
 
     prefill_s: float = 0.0
     translate_s: float = 0.0
+    native_s: float = 0.0
     ttft_s: float = 0.0
 
 
@@ -57,7 +61,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.started = self._last = time.perf_counter()
-        self.seconds: dict[str, float] = {"prefill": 0.0, "translate": 0.0}
+        self.seconds: dict[str, float] = {"prefill": 0.0, "translate": 0.0, "native": 0.0}
 
     def lap(self, phase: str) -> None:
         """Book the time since the last lap under ``phase``."""
@@ -88,6 +92,7 @@ def _hand_over(
     target: LanguageModel,
     tokens: Sequence[int],
     translator: Translator | None,
+    native: Native,
     step_size: int,
     clock: Clock,
     source_cache: list[Any] | None = None,
@@ -102,15 +107,27 @@ def _hand_over(
     if not prefix:
         return make_prompt_cache(target.model)
     assert translator is not None
+    span = native.translated(len(prefix), len(target.attentions))
+    upper = translator.above(native.layers)
+    read = prefix if source_cache is not None else prefix[: span.stop]
     with mx.stream(generation_stream):
-        cache = caches.allocate(target, len(prefix))
-        with contextlib.closing(capture.prefill(source, prefix, step_size, source_cache)) as spans:
+        cache = hybrid.allocate(target, prefix[: span.stop], native, step_size)
+        clock.lap("native")
+        with contextlib.closing(capture.prefill(source, read, step_size, source_cache)) as spans:
             for states in spans:
                 clock.lap("prefill")
-                translate_span(cache, states, source, target, translator, len(prefix))
+                start, stop = max(states.start, span.start), min(states.end, span.stop)
+                if start < stop:
+                    part = states.part(start, stop)
+                    hybrid.read_layers(target, prefix[start:stop], cache, step_size, native.layers)
+                    clock.lap("native")
+                    translate_span(cache, part, source, target, upper, span.stop)
+                    del part
                 del states
                 mx.eval(caches.arrays(cache))
                 clock.lap("translate")
+        hybrid.read_layers(target, prefix[span.stop :], cache, step_size)
+        clock.lap("native")
     return cache
 
 
@@ -132,6 +149,9 @@ def hand_over(
     *,
     translator: Translator | str | os.PathLike[str] | None = None,
     prefill_step_size: int = 2048,
+    native_layers: int | str | None = None,
+    native_head: int = 0,
+    native_tail: int = 0,
     allow_mismatch: bool = False,
 ) -> list[Any]:
     """Prefill with one model; return another's cache of ``tokens[:-1]``.
@@ -142,6 +162,12 @@ def hand_over(
         tokens: Token ids; the last one is left for the decode model to run.
         translator: Loaded, or a folder or Hub id; None searches the local store.
         prefill_step_size: Tokens per prefill chunk.
+        native_layers: Cache layers, from the first on, that the decode model reads itself, which
+            costs that share of a prefill; the others are translated. None is what the
+            translator's profile says, else none; ``auto`` insists on a profile. All of them are
+            a prefill.
+        native_head: The first so many tokens that it reads itself in all layers.
+        native_tail: The last so many of the prefix, likewise.
         allow_mismatch: Accept a translator made for another checkpoint of the same shape.
 
     Returns:
@@ -156,10 +182,11 @@ def hand_over(
     """
     source, target, tokens = load(prefill_model), load(decode_model), as_ids(tokens)
     _check_tokens(source, target, tokens, prefill_step_size)
-    resolved = None
+    resolved, native = None, Native()
     if len(tokens) > 1:  # a single token leaves nothing to translate
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
-    return _hand_over(source, target, tokens, resolved, prefill_step_size, Clock())
+        native = native_part(resolved.config, native_layers, native_head, native_tail)
+    return _hand_over(source, target, tokens, resolved, native, prefill_step_size, Clock())
 
 
 def stream_generate(
@@ -173,6 +200,9 @@ def stream_generate(
     logits_processors: list[LogitsProcessor] | None = None,
     prefill_step_size: int = 2048,
     enable_thinking: bool | None = None,
+    native_layers: int | str | None = None,
+    native_head: int = 0,
+    native_tail: int = 0,
     allow_mismatch: bool = False,
     draft_model: Model | None = None,
     num_draft_tokens: int = 2,
@@ -207,14 +237,15 @@ def stream_generate(
     if draft is not None:
         _check_draft(target, draft, tokens, max_tokens, num_draft_tokens)
         decode_options |= {"draft_model": draft.model, "num_draft_tokens": num_draft_tokens}
-    resolved = None
+    resolved, native = None, Native()
     if len(tokens) > 1:
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
+        native = native_part(resolved.config, native_layers, native_head, native_tail)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
         draft_cache = [] if draft is None else make_prompt_cache(draft.model)
         own = draft_cache if draft is source else None
-        cache = _hand_over(source, target, tokens, resolved, prefill_step_size, clock, own)
+        cache = _hand_over(source, target, tokens, resolved, native, prefill_step_size, clock, own)
         if draft is not None and draft is not source:
             with mx.stream(generation_stream):
                 for _ in capture.prefill(draft, tokens[:-1], prefill_step_size, draft_cache):
@@ -237,7 +268,9 @@ def stream_generate(
                 ttft = time.perf_counter() - clock.started
                 check_numbers(response, source, target)
             spent = clock.seconds
-            yield timed(response, len(tokens), spent["translate"], ttft, spent["prefill"])
+            yield timed(
+                response, len(tokens), spent["translate"], ttft, spent["prefill"], spent["native"]
+            )
 
 
 def _draft(
@@ -300,11 +333,14 @@ def timed(
     translate_s: float,
     ttft_s: float,
     prefill_s: float = 0.0,
+    native_s: float = 0.0,
 ) -> GenerationResponse:
     """mlx-lm's response, with the whole prompt counted and the times of a hand-over."""
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
     values |= {"prompt_tokens": prompt_tokens, "prompt_tps": prompt_tokens / ttft_s}
-    return GenerationResponse(**values, prefill_s=prefill_s, translate_s=translate_s, ttft_s=ttft_s)
+    return GenerationResponse(
+        **values, prefill_s=prefill_s, translate_s=translate_s, native_s=native_s, ttft_s=ttft_s
+    )
 
 
 def generate(
@@ -326,7 +362,9 @@ def generate(
         options: ``translator`` (loaded, a folder or Hub id; None searches the local
             store), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
-            puts the empty think block into the prompt), ``allow_mismatch``; ``draft_model``
+            puts the empty think block into the prompt), ``native_layers``, ``native_head`` and
+            ``native_tail`` (what the decode model reads itself, as in :func:`hand_over`),
+            ``allow_mismatch``; ``draft_model``
             (speculative decoding as mlx-lm does it; the prefill model can serve, and then
             reads the prompt only once) and ``num_draft_tokens`` (2); the rest as in
             :func:`stream_generate`.

@@ -52,6 +52,16 @@ class KVStates:
         """Position of a layer's first token."""
         return self.end - self.keys[layer].shape[1]
 
+    def part(self, start: int, stop: int) -> KVStates:
+        """The tokens from position ``start`` to ``stop``, where every layer holds all of them."""
+        if (start, stop) == (self.start, self.end):
+            return self
+        keys, values = (
+            tuple(array[:, start - self.start : stop - self.start] for array in side)
+            for side in (self.keys, self.values)
+        )
+        return KVStates(keys, values, self.capture, start)
+
 
 @dataclass(frozen=True)
 class LayerGroup:

@@ -54,6 +54,12 @@ class TranslatorConfig:
         return max(len(layers) for layers in self.assignment.keys)
 
     @property
+    def native_layers(self) -> int:
+        """Cache layers that the target reads itself unless told otherwise: what its profile chose,
+        or what it was trained with."""
+        return self.provenance.get("native_layers", 0)
+
+    @property
     def form(self) -> str:
         """What its maps compute, in words."""
         mixing = "head-mixing" if self.head_mixing else "head-wise"
@@ -263,6 +269,9 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
         alignment=_one_of(path, "alignment", data["alignment"], (None, "minimal_groups")),
         provenance=_typed(path, "provenance", data["provenance"], dict),
     )
+    if "native_layers" in config.provenance:
+        layers = config.provenance["native_layers"]
+        _integer(path, "provenance.native_layers", layers, 0, len(target.layers))
     _check_joint(path, config)
     _check_latent(path, config)
     if config.head_mixing and "head_map" in data:

@@ -79,16 +79,20 @@ def hand_over(
     tokens: Sequence[int],
     *,
     first_position: int = 0,
+    native_layers: int = 0,
 ) -> Reference:
     """Prefill the source, translate, decode one step with the target.
 
     ``first_position`` is where the target's keys are rotated to start; only a negative
-    control gives another one than 0.
+    control gives another one than 0. The first ``native_layers`` cache layers hold what the
+    target's own projections write.
     """
     source, target = load_model(source_folder), load_model(target_folder)
     config, tensors = read_translator(translator_folder)
     capture = config["capture"]
     finished: dict[str, list[Tensor]] = {}
+    own = dict(zip(SIDES, capture_projections(target, tokens[:-1]), strict=True))
+    origin = "latent" if has_latents(target) else "pre_norm"
     for side, states in zip(SIDES, capture_projections(source, tokens[:-1]), strict=True):
         read = [
             finish(source, side, layer, array, "pre_norm", capture)
@@ -106,6 +110,8 @@ def hand_over(
             )
             for layer in range(len(config["target"]["layers"]))
         ]
+        for layer, array in enumerate(own[side][:native_layers]):
+            finished[side][layer] = finish(target, side, layer, array, origin, "post_rope")
     return decode(target, finished["keys"], finished["values"], tokens[-1])
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+import numpy as np
 import pytest
 import tiny
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step
 from test_identity import identity_of
+from test_parity import in_order
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.conversation import Conversation
@@ -90,9 +92,21 @@ def test_switching_between_copies_is_one_model(
     model = family_models[name]
 
     @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(steps=STEPS, thinking=st.sampled_from([None, False]), verbatim=st.booleans())
-    def run(steps: list, thinking: bool | None, verbatim: bool) -> None:
-        talk = talk_of(model, "abc", eager=eager, enable_thinking=thinking, verbatim=verbatim)
+    @given(
+        steps=STEPS,
+        thinking=st.sampled_from([None, False]),
+        verbatim=st.booleans(),
+        layers=st.sampled_from([None, 1, 2]),
+    )
+    def run(steps: list, thinking: bool | None, verbatim: bool, layers: int | None) -> None:
+        talk = talk_of(
+            model,
+            "abc",
+            eager=eager,
+            enable_thinking=thinking,
+            verbatim=verbatim,
+            native_layers=layers,
+        )
         for action, message, prefill in steps:
             if action == "undo":
                 if talk.messages:
@@ -106,7 +120,7 @@ def test_switching_between_copies_is_one_model(
                 folder = talk.save(tmp_path / "talk")
                 talk = Conversation.resume(
                     folder, dict.fromkeys("abc", model), talk.exchange.translators.values(),
-                    eager=eager, prefill_step_size=7,
+                    eager=eager, prefill_step_size=7, native_layers=layers,
                 )  # fmt: skip
             elif action == "stop":
                 answer = talk.stream_reply("abc"[message % 3], MESSAGES[message], max_tokens=NEW)
@@ -133,6 +147,35 @@ def test_only_what_a_line_lacks_is_translated(family_models: dict[str, LanguageM
     spans = [(s.start, s.stop, s.writer, s.passes) for s in talk.lines["a"].spans]
     third = len(talk.transcript.tokens)
     assert spans == [(0, first, "a", 0), (first, second, "b", 1), (second, third, "a", 0)]
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "deepseek_v3"])
+def test_native_layers_read_what_is_brought(
+    family_models: dict[str, LanguageModel], name: str, eager: bool, tmp_path: Path
+) -> None:
+    """Below them the line is the model's own, above it what a wrong translator made of it."""
+    model = family_models[name]
+    assert model.path is not None
+    wrong = tiny.write_random_translator(tmp_path / "wrong", model.path, model.path)
+    own = talk_of(model, "ab", on_missing="reprefill", strategy="reprefill")
+    for layers in (0, 1, len(model.attentions)):
+        talk = Conversation(
+            dict.fromkeys("ab", model), [wrong], prefill_step_size=7, native_layers=layers,
+            eager=eager, verbatim=True,
+        )  # fmt: skip
+        talk.reply("a", "the use of an other", max_tokens=NEW)
+        tokens = talk.transcript.tokens
+        talk.exchange.bring("b", tokens)
+        own.lines["b"].clear()
+        own.exchange.bring("b", tokens)
+        held, expected = (
+            [a for c in t.lines["b"].cache for a in (in_order(c, c.keys), in_order(c, c.values))]
+            for t in (talk, own)
+        )
+        same = [np.allclose(a, b, atol=1e-5) for a, b in zip(held, expected, strict=True)]
+        assert same[: 2 * layers] == [True] * 2 * layers
+        assert not any(same[2 * layers :])
 
 
 def test_an_eager_line_is_there_before_the_switch(family_models: dict[str, LanguageModel]) -> None:
@@ -181,7 +224,7 @@ def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
             Conversation(models, [translator], verbatim=True, **options),
             Conversation(dict.fromkeys("ab", models["one"]), [translator], **options),
         ):
-            quiet.reply(list(quiet.lines)[0], "is it on?", max_tokens=NEW)
+            quiet.reply(next(iter(quiet.lines)), "is it on?", max_tokens=NEW)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "reprefill"])

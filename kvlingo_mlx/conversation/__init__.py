@@ -31,7 +31,8 @@ from kvlingo_mlx.prompts import Message
 __all__ = ["Conversation", "Stats", "Switch"]
 
 RESUMED_WITH = (
-    "eager", "on_missing", "offload", "prefill_step_size", "quantize", "allow_mismatch"
+    "eager", "on_missing", "offload", "prefill_step_size", "quantize", "native_layers",
+    "allow_mismatch",
 )  # fmt: skip
 
 
@@ -58,6 +59,8 @@ class Conversation:
         prefill_step_size: Tokens per chunk.
         allow_mismatch: Accept translators made for other checkpoints of the same shape.
         quantize: Bits of the translators that are loaded here, as in :func:`load_translator`.
+        native_layers: Cache layers, from the first on, that the incoming model reads itself at a
+            switch, as in :func:`hand_over`; the spans above them are translated.
 
     Raises:
         ValueError: No models, or an argument without meaning.
@@ -80,6 +83,7 @@ class Conversation:
         prefill_step_size: int = 2048,
         allow_mismatch: bool = False,
         quantize: int | None = None,
+        native_layers: int | str | None = None,
     ) -> None:
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
@@ -89,6 +93,7 @@ class Conversation:
             _loaded(models), translators,
             strategy=strategy, on_missing=on_missing, offload=offload,
             step_size=prefill_step_size, allow_mismatch=allow_mismatch, quantize=quantize,
+            native_layers=native_layers,
         )  # fmt: skip
         self.eager, self._open, self._compared = eager, False, False
         start = [{"role": "system", "content": system}] if system is not None else []
@@ -305,8 +310,9 @@ class Conversation:
             models: By the names they had.
             translators: As for a new conversation; those that were in use must be among them
                 or in the local store.
-            options: ``eager``, ``on_missing``, ``offload``, ``prefill_step_size``, ``quantize``
-                and ``allow_mismatch``; everything else is the saved conversation's.
+            options: ``eager``, ``on_missing``, ``offload``, ``prefill_step_size``, ``quantize``,
+                ``native_layers`` and ``allow_mismatch``; everything else is the saved
+                conversation's.
 
         Raises:
             MalformedConversationError: No saved conversation, one of another version, or damaged.

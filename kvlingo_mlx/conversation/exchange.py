@@ -17,6 +17,7 @@ from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.spans import wrote
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
+from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_translator
 from kvlingo_mlx.pairing import check_pair, check_tokenizers, matches
@@ -66,13 +67,14 @@ class Exchange:
     def __init__(
         self, models: Mapping[str, LanguageModel], translators: Iterable[Given], *,
         strategy: str, on_missing: str, offload: str | None, step_size: int, allow_mismatch: bool,
-        quantize: int | None = None,
+        quantize: int | None = None, native_layers: int | str | None = None,
     ) -> None:  # fmt: skip
-        _check(models, strategy, on_missing, offload, step_size)
+        _check(models, strategy, on_missing, offload, step_size, native_layers)
         records = len(models) > 1 and strategy != "reprefill"
         self.lines = {name: Line(name, m, records=records) for name, m in models.items()}
         self.strategy, self.on_missing, self.offload = strategy, on_missing, offload
         self.step_size, self.allow_mismatch, self.quantize = step_size, allow_mismatch, quantize
+        self.native_layers = native_layers
         self.last: Switch | None = None
         self._brought: list[int] = []
         self.active: str | None = None
@@ -121,6 +123,7 @@ class Exchange:
                 models = self.lines[source].model, self.lines[target].model
                 check_pair(config, *models, allow_mismatch=tolerance)
                 self._check_naive(translator)
+                self._native(translator)
                 self._found[source, target] = translator
 
     def _check_naive(self, translator: Translator) -> None:
@@ -150,8 +153,14 @@ class Exchange:
         if isinstance(found, Path):
             found = load_translator(found, quantize=self.quantize)
             self._check_naive(found)
+            self._native(found)
             self._found[source, target] = found
         return found
+
+    def _native(self, translator: Translator) -> int:
+        """How many layers read what a translator brings; what means nothing is refused."""
+        asked = 0 if self.strategy == "naive" else self.native_layers
+        return native_part(translator.config, asked).layers
 
     @property
     def translators(self) -> dict[tuple[str, str], Translator]:
@@ -212,7 +221,7 @@ class Exchange:
         states = source.native.read(begun, step.stop)
         line.take_over(
             tokens[begun : step.stop], states, source, translator, self.step_size,
-            keep=self.strategy == "naive",
+            native_layers=self._native(translator), keep=self.strategy == "naive",
         )  # fmt: skip
 
     def _plan(
@@ -334,7 +343,7 @@ def _no_translator(source: Line, target: Line) -> MissingTranslatorError:
 
 def _check(
     models: Mapping[str, LanguageModel], strategy: str, on_missing: str, offload: str | None,
-    step_size: int,
+    step_size: int, native_layers: int | str | None,
 ) -> None:  # fmt: skip
     for what, value, allowed in (
         ("strategy", strategy, STRATEGIES),
@@ -344,6 +353,11 @@ def _check(
         if value not in allowed:
             listed = ", ".join(map(str, allowed))
             raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
+    if strategy == "naive" and native_layers not in (None, 0):
+        raise ValueError(
+            f"native_layers is {native_layers!r}, but strategy 'naive' translates every layer; "
+            "leave one of them out"
+        )
     if step_size < 1:
         raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
     for model in models.values():

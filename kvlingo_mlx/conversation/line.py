@@ -11,8 +11,8 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from kvlingo_mlx import caches, capture
-from kvlingo_mlx.conversation.recording import Recording, part_of
+from kvlingo_mlx import caches, capture, hybrid
+from kvlingo_mlx.conversation.recording import Recording
 from kvlingo_mlx.conversation.spans import Span, common_prefix, cut, grown
 from kvlingo_mlx.conversation.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
@@ -274,13 +274,14 @@ class Line:
 
     def take_over(
         self, tokens: Sequence[int], states: KVStates, source: Line, translator: Translator,
-        step_size: int, *, keep: bool = False,
+        step_size: int, *, native_layers: int = 0, keep: bool = False,
     ) -> None:  # fmt: skip
         """Append what another line's model wrote of ``tokens``, translated; lazily.
 
-        ``states`` begin where this line ends. ``keep`` records the translation as this model's
-        own, to be translated again.
+        ``states`` begin where this line ends. The first ``native_layers`` read the tokens
+        themselves. ``keep`` records the translation as this model's own, to be translated again.
         """
+        upper = translator.above(native_layers)
         kept = self.model.geometry.first_kept(len(self) + len(tokens))
         with self.whole(), mx.stream(generation_stream):
             # A ring that all this passes by takes its window in one piece, at last.
@@ -289,9 +290,12 @@ class Line:
                 if start == states.end:
                     break
                 stop = states.end if start == passed else min(start + step_size, passed)
-                part = part_of(states, start, stop)
+                part = states.part(start, stop)
+                if native_layers:  # else a line that is away need not be back yet
+                    own = tokens[start - states.start : stop - states.start]
+                    hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
                 moved = capture.move(part, source.model, translator.config.capture)
-                self._append(translator(moved, kept), keep)
+                self._append(upper(moved, kept), keep)
             begun = len(self)
             self.tokens += tokens
             for span in source.spans:  # what it wrote itself, unless the strategy is naive

@@ -52,7 +52,7 @@ class Recording:
     def read(self, start: int, stop: int) -> KVStates:
         """One span of what is kept; ``stop`` is at most :meth:`reach` of ``start``."""
         parts = [
-            part_of(p, max(start, p.start), min(stop, p.end))
+            p.part(max(start, p.start), min(stop, p.end))
             for p in self.parts
             if p.start < stop and p.end > start
         ]
@@ -93,22 +93,11 @@ class Recording:
         return sum(array.nbytes for part in self.parts for array in part.arrays)
 
 
-def part_of(states: KVStates, start: int, stop: int) -> KVStates:
-    """The tokens of a span from position ``start`` to ``stop``."""
-    if (start, stop) == (states.start, states.end):
-        return states
-    keys, values = (
-        tuple(array[:, start - states.start : stop - states.start] for array in side)
-        for side in (states.keys, states.values)
-    )
-    return KVStates(keys, values, states.capture, start)
-
-
 def _alone(states: KVStates, start: int, stop: int) -> KVStates:
     """A part in arrays of its own, since a slice keeps all that it was cut from in memory."""
     if (start, stop) == (states.start, states.end):
         return states
-    part = part_of(states, start, stop)
+    part = states.part(start, stop)
     keys, values = (tuple(array * 1 for array in side) for side in (part.keys, part.values))
     mx.eval(keys, values)
     return KVStates(keys, values, part.capture, part.start)

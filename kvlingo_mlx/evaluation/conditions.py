@@ -11,11 +11,11 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from kvlingo_mlx.backend import mx
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches
+from kvlingo_mlx import caches, hybrid
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.generation import hand_over
 from kvlingo_mlx.geometry import layer_differences
@@ -49,9 +49,16 @@ def hidden(target: LanguageModel) -> CacheMaker:
     return lambda tokens: make_prompt_cache(target.model)
 
 
-def translated(source: LanguageModel, target: LanguageModel, translator: Translator) -> CacheMaker:
-    """Caches translated from a source's."""
-    return lambda tokens: hand_over(source, target, tokens, translator=translator)
+def translated(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    native_layers: int | str | None = None,
+) -> CacheMaker:
+    """Caches translated from a source's, above the layers that the target reads itself."""
+    return lambda tokens: hand_over(
+        source, target, tokens, translator=translator, native_layers=native_layers
+    )
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:
@@ -125,18 +132,7 @@ def reused(
 def prefill_layers(
     model: LanguageModel, tokens: Sequence[int], step_size: int, layers: int
 ) -> list:
-    """A model's cache of ``tokens``, its first ``layers`` layers true.
-
-    MLX computes what is asked for: where no later layer's cache is, no later layer runs.
-    """
+    """A model's cache of ``tokens``, its first ``layers`` layers filled."""
     cache = make_prompt_cache(model.model)
-    if not layers:
-        return cache
-    for start in range(0, len(tokens), step_size):
-        chunk = mx.array(list(tokens[start : start + step_size]))
-        # Later layers' true caches would drag along what was left unfinished of earlier chunks:
-        # they get zeros of the right length, which nobody computes.
-        later = caches.allocate(model, start)[layers:]
-        model.model(chunk[None], cache=[*cache[:layers], *later])
-        mx.eval([c.state for c in cache[:layers]])
+    hybrid.read_layers(model, tokens, cache, step_size, layers)
     return cache

@@ -6,7 +6,7 @@ import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Self
@@ -77,6 +77,14 @@ class Translator(ABC):
             for side in SIDES
         )
         return TranslatedStates(keys, values, states.capture)
+
+    def above(self, layers: int) -> Self:
+        """One that translates for target layers from ``layers`` on alone; numbers are shared."""
+        groups = {
+            side: tuple(part for group in found if (part := group.above(layers)) is not None)
+            for side, found in self.groups.items()
+        }
+        return replace(self, groups=groups) if layers else self
 
     def _apply(self, group: Group, states: KVStates, start: int) -> mx.array:
         # A source's own rings hold no more than its windows.

@@ -61,6 +61,18 @@ class Group:
     tensors: dict[str, tuple[mx.array | Quantised, ...]]
     in_blocks: bool = False
 
+    def above(self, layers: int) -> Group | None:
+        """The same for target layers from ``layers`` on alone; its numbers are shared."""
+        skipped = sum(layer < layers for layer in self.layers)
+        if skipped == len(self.layers):
+            return None
+        return Group(
+            self.layers[skipped:],
+            tuple(cut[skipped:] for cut in self.cuts),
+            {name: tuple(part[skipped:] for part in parts) for name, parts in self.tensors.items()},
+            self.in_blocks,
+        )
+
     def needed(self, tokens: int) -> int:
         """How many of a span's last tokens to read, for the last ``tokens`` to be translated."""
         return -(-tokens // BLOCK) * BLOCK if self.in_blocks else tokens

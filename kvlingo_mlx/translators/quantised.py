@@ -90,6 +90,11 @@ class Quantised:
         mx.eval(words, scales, biases)
         return cls(words, scales, biases, bits, heads)
 
+    def __getitem__(self, layers: slice) -> Quantised:
+        """The matrices of some of the layers."""
+        words, scales, biases = self.words[layers], self.scales[layers], self.biases[layers]
+        return Quantised(words, scales, biases, self.bits, self.heads)
+
     def product(self, inputs: mx.array) -> mx.array:
         """What matrices make of (G, B, 1 or H, T, in): (G, B, H, T, rows).
 

@@ -1,0 +1,280 @@
+"""Hand-overs of which the target reads a part itself: layers, first tokens, last tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+import tiny
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from test_parity import assert_same, decode, errors, in_order, within_windows
+from tiny import Case
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import checkpoint, hybrid
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
+
+TOKENS = tiny.random_tokens(41)
+STEPS = (2048, 16)
+CASES = (
+    Case("moe2x32", "dense4x16", nu=2),
+    Case("dense4x16", "moe2x32", nu=2),
+    Case("gemma2x32", "gemma4x16"),
+    Case("llama2x16", "mistral4x24"),
+    Case("same2x32", "shared2x32", nu=2),
+    Case("mla48", "mla64"),
+    Case("mla48", "mla_v2"),
+)
+
+load = functools.cache(kv.load)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's models and translators are written."""
+    return tmp_path_factory.mktemp("hybrid")
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    """A pair of every way to attend and to cache."""
+    return request.param
+
+
+def opened(root: Path, case: Case) -> tuple[LanguageModel, LanguageModel, Path]:
+    source, target, folder = tiny.write_case(root, case)
+    return load(source), load(target), folder
+
+
+def native(model: LanguageModel, tokens: Sequence[int], step: int) -> list[Any]:
+    """The cache that mlx-lm's own calls make of tokens."""
+    cache = make_prompt_cache(model.model)
+    for start in range(0, len(tokens), step):
+        model.model(mx.array([list(tokens[start : start + step])]), cache=cache)
+        mx.eval([c.state for c in cache])
+    return cache
+
+
+def arrays(cache: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What one cache layer holds, oldest token first."""
+    return in_order(cache, cache.keys), in_order(cache, cache.values)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two cache layers hold the same numbers, to the bit, up to the same position."""
+    pairs = zip(arrays(one), arrays(other), strict=True)
+    return one.offset == other.offset and all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_layers_are_the_targets_own_or_translated(root: Path, case: Case, step: int) -> None:
+    """From none, which is plain translation, to all, which is a prefill; to the bit."""
+    source, target, translator = opened(root, case)
+    own, plain = native(target, TOKENS[:-1], step), None
+    for layers in range(len(own) + 1):
+        cache = kv.hand_over(
+            source, target, TOKENS, translator=translator, prefill_step_size=step,
+            native_layers=layers,
+        )  # fmt: skip
+        plain = cache if plain is None else plain
+        below = [equal(c, o) for c, o in zip(cache, own, strict=True)]
+        above = [equal(c, p) for c, p in zip(cache, plain, strict=True)]
+        assert below == [True] * layers + [False] * (len(own) - layers)
+        assert above == [False] * layers + [True] * (len(own) - layers)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_against_pytorch(root: Path, case: Case, batched: bool) -> None:
+    """Caches and the logits of the last token, at every number of native layers."""
+    pytest.importorskip("torch")
+    reference = importlib.import_module("reference")
+    source, target, folder = opened(root, case)
+    folders = tiny.write_case(root, case)
+    translator = build(*checkpoint.read(folder), batched=batched)
+    for layers in range(1, len(target.attentions)):
+        cache = kv.hand_over(
+            source, target, TOKENS, translator=translator, native_layers=layers,
+            prefill_step_size=16,
+        )  # fmt: skip
+        expected = reference.hand_over(*folders, TOKENS, native_layers=layers)
+        assert_same(decode(target, cache, TOKENS[-1]), within_windows(folders[1], expected))
+
+
+def test_no_later_layer_runs(root: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one is entered, and the last one that is runs no further than its keys and values."""
+    _, target, _ = opened(root, case)
+    blocks = list(target.model.layers)
+    entered: list[int] = []
+
+    def counted(cls: type) -> type:
+        class Counted(cls):  # type: ignore[misc, valid-type]
+            def __call__(self, *args: Any, **options: Any) -> Any:
+                entered.append(next(i for i, b in enumerate(blocks) if b is self))
+                return super().__call__(*args, **options)
+
+        return Counted
+
+    classes = {cls: counted(cls) for cls in {type(block) for block in blocks}}
+    for block in blocks:
+        monkeypatch.setattr(block, "__class__", classes[type(block)])
+    for layers in range(1, len(target.attentions)):
+        cache = make_prompt_cache(target.model)
+        hybrid.read_layers(target, TOKENS, cache, 16, layers)
+        assert entered == list(range(layers)) * 3
+        assert [c.offset for c in cache] == [len(TOKENS)] * layers + [0] * (len(cache) - layers)
+        entered.clear()
+    assert {type(cache).__name__ for cache in cache} <= {"KVCache", "RotatingKVCache"}
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+@pytest.mark.parametrize("step", STEPS)
+def test_first_tokens_are_the_targets_own(root: Path, case: Case, step: int, layers: int) -> None:
+    """In every layer, where its window still holds them; the others are plainly translated."""
+    source, target, translator = opened(root, case)
+    head = 9
+    hand_over = functools.partial(
+        kv.hand_over, source, target, translator=translator, prefill_step_size=step,
+        native_layers=layers,
+    )  # fmt: skip
+    own, plain = native(target, TOKENS[:head], step), hand_over(TOKENS)
+    cache = hand_over(TOKENS, native_head=head)
+    for layer, (found, first, rest) in enumerate(zip(cache, own, plain, strict=True)):
+        kept = min(len(TOKENS) - 1, target.geometry.layers[layer].window or len(TOKENS))
+        held = max(0, head - (len(TOKENS) - 1 - kept))  # of the head
+        for a, b, c in zip(arrays(found), arrays(first), arrays(rest), strict=True):
+            if held:
+                assert np.array_equal(a[:, :held], b[:, -held:])
+            if layer >= layers:
+                assert np.array_equal(a[:, held:], c[:, held:])
+        assert found.offset == len(TOKENS) - 1
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_last_tokens_are_run_by_the_target(root: Path, case: Case, layers: int) -> None:
+    """As if they followed the hand-over of what is before them."""
+    source, target, translator = opened(root, case)
+    tail = 6
+    hand_over = functools.partial(
+        kv.hand_over, source, target, translator=translator, native_layers=layers
+    )
+    expected = hand_over(TOKENS[:-tail])
+    target.model(mx.array([TOKENS[-tail - 1 : -1]]), cache=expected)
+    cache = hand_over(TOKENS, native_tail=tail)
+    assert all(equal(a, b) for a, b in zip(cache, expected, strict=True))
+
+
+@pytest.mark.parametrize("parts", [{"native_head": 99}, {"native_head": 20, "native_tail": 20}])
+def test_a_prefix_read_whole_is_a_prefill(root: Path, case: Case, parts: dict[str, int]) -> None:
+    source, target, translator = opened(root, case)
+    cache = kv.hand_over(source, target, TOKENS, translator=translator, **parts)
+    own = native(target, TOKENS[:-1], 2048)
+    assert all(equal(a, b) for a, b in zip(cache, own, strict=True))
+
+
+def test_a_draft_model_has_read_all(root: Path) -> None:
+    """The prefill model that drafts holds the last tokens as well, which nobody translated."""
+    source, target, translator = opened(root, CASES[1])
+    options: dict[str, Any] = {
+        "translator": translator, "max_tokens": 8, "native_layers": 1, "native_tail": 5,
+    }  # fmt: skip
+    drafted = kv.generate(source, target, TOKENS, draft_model=source, **options)
+    assert drafted == kv.generate(source, target, TOKENS, **options)
+
+
+def test_generation_decodes_from_the_hybrid(root: Path) -> None:
+    source, target, translator = opened(root, CASES[0])
+    options: dict[str, Any] = {"native_layers": 1, "native_head": 3, "native_tail": 2}
+    cache = kv.hand_over(source, target, TOKENS, translator=translator, **options)
+    steps = generate_step(mx.array(TOKENS[-1:]), target.model, max_tokens=6, prompt_cache=cache)
+    expected = [int(token) for token, _ in steps]
+    responses = list(
+        kv.stream_generate(source, target, TOKENS, translator=translator, max_tokens=6, **options)
+    )
+    assert [r.token for r in responses] == expected[: len(responses)]
+    assert responses[-1].native_s > 0
+    plain = next(iter(kv.stream_generate(source, target, TOKENS, translator=translator)))
+    assert plain.native_s < responses[-1].native_s
+
+
+# ---- what is asked for -------------------------------------------------------------------
+
+
+def profiled(root: Path, layers: int) -> tuple[LanguageModel, LanguageModel, Translator]:
+    source, target, folder = opened(root, CASES[0])
+    translator = build(*checkpoint.read(folder))
+    config = dataclasses.replace(translator.config, provenance={"native_layers": layers})
+    return source, target, dataclasses.replace(translator, config=config)
+
+
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_a_profile_decides(root: Path, asked: str | None) -> None:
+    source, target, translator = profiled(root, 1)
+    hand_over = functools.partial(kv.hand_over, source, target, TOKENS, translator=translator)
+    found, one = hand_over(native_layers=asked), hand_over(native_layers=1)
+    assert all(equal(a, b) for a, b in zip(found, one, strict=True))
+    assert not equal(hand_over(native_layers=0)[0], found[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"native_layers": "auto"}, "has no profile; make one with `kvlingo-mlx profile`"),
+        ({"native_layers": -1}, "native_layers is -1; give a number from 0 to "),
+        ({"native_layers": 99}, "native_layers is 99; give a number from 0 to "),
+        ({"native_layers": True}, "native_layers is True; give a number from 0 to "),
+        ({"native_layers": "two"}, "native_layers is 'two'; give a number from 0 to "),
+        ({"native_head": -1}, "native_head is -1; give a number of tokens, 0 or more"),
+        ({"native_tail": 1.5}, "native_tail is 1.5; give a number of tokens, 0 or more"),
+    ],
+)
+def test_what_means_nothing_is_refused(root: Path, options: dict, message: str) -> None:
+    source, target, translator = opened(root, CASES[0])
+    with pytest.raises(ValueError, match=message):
+        kv.hand_over(source, target, TOKENS, translator=translator, **options)
+
+
+@pytest.mark.parametrize("layers", [-1, 99, "1", 1.0])
+def test_a_folder_that_asks_for_what_is_not_there(root: Path, tmp_path: Path, layers: Any) -> None:
+    import json
+
+    _, _, folder = opened(root, CASES[0])
+    config = json.loads((folder / checkpoint.CONFIG_FILE).read_text())
+    config["provenance"]["native_layers"] = layers
+    for name in (checkpoint.WEIGHTS_FILE, checkpoint.SELFTEST_FILE):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / checkpoint.CONFIG_FILE).write_text(json.dumps(config))
+    with pytest.raises(
+        kv.MalformedTranslatorError, match=r"provenance.native_layers is .*expected"
+    ):
+        kv.load_translator(tmp_path)
+
+
+def test_identity_with_any_part_native_is_the_model_itself(root: Path) -> None:
+    """Negative control beside it: a wrong translation shows, whatever part is native."""
+    from test_identity import identity_of
+
+    source, target, wrong = opened(root, CASES[1])
+    expected = native(target, TOKENS[:-1], 2048)
+    for layers, head, tail in ((0, 5, 0), (1, 0, 7), (1, 5, 7)):
+        options: dict[str, Any] = {
+            "native_layers": layers,
+            "native_head": head,
+            "native_tail": tail,
+        }
+        same = kv.hand_over(target, target, TOKENS, translator=identity_of(target), **options)
+        other = kv.hand_over(source, target, TOKENS, translator=wrong, **options)
+        for side in (0, 1):
+            pairs = [[arrays(c)[side] for c in caches] for caches in (same, expected, other)]
+            assert errors(pairs[0], pairs[1]).max() < 1e-5
+            assert errors(pairs[2], pairs[1]).max() > 1e-2

@@ -379,8 +379,32 @@ def test_kl_equals_the_devices(
         assert abs(ours - theirs) < 1e-4
 
 
-def device_kl(source: LanguageModel, target: LanguageModel, translator, sample: Sample) -> float:
-    caches = conditions.native(target), conditions.translated(source, target, translator)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_kl_with_native_layers_equals_the_devices(
+    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], layers: int
+) -> None:
+    """One translator's KL where the target reads its first layers itself; not that without."""
+    names = ("dense", "moe")
+    source, target = (torch_models[n] for n in names)
+    config = linear_config(source, target)
+    arrays = {n: a.astype(np.float32) for n, a in random_arrays(config, 3).items()}
+    mine = TorchTranslator.from_arrays(config, arrays, "cpu")
+    device = build(config, Weights.from_float32(arrays, "float32"))
+    sample, kl = Random().sample(0), objective_named("kl")
+    ours, plain = (
+        conversation_loss(target, mine, read(source, target, sample, config.capture, n), kl).kl
+        for n in (layers, 0)
+    )
+    theirs = device_kl(*(models[n] for n in names), device, sample, layers)
+    assert abs(ours - theirs) < 1e-4
+    assert abs(plain - theirs) > 1e-2
+
+
+def device_kl(
+    source: LanguageModel, target: LanguageModel, translator, sample: Sample, layers: int = 0
+) -> float:
+    translated = conditions.translated(source, target, translator, layers)
+    caches = conditions.native(target), translated
     native, translated = (
         np.concatenate([np.array(block, np.float64) for block in log_probabilities(
             target, make(sample.prefix), sample.prefix[-1], sample.continuation
@@ -477,6 +501,32 @@ def test_gradients_equal_finite_differences(
             there = TorchTranslator.from_arrays(config, moved, "cpu")
             slope += sign * conversation_loss(target, there, reading, goal).value / 2e-5
         found = 2.0 * float((translator.tensors[name].grad.numpy() * direction).sum())
+        assert found == pytest.approx(slope, rel=1e-5, abs=1e-9), name
+
+
+def test_gradients_above_native_layers(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal finite differences; maps of layers that the target reads itself have none."""
+    source, target = (double(folders[n], monkeypatch) for n in ("dense", "wide"))
+    config = linear_config(source, target)
+    arrays = random_arrays(config)
+    translator = TorchTranslator.from_arrays(config, arrays, "cpu")
+    reading = read(source, target, Random(20, 6).sample(0), config.capture, 1)
+    kl = objective_named("kl")
+    conversation_loss(target, translator, reading, kl, scale=1.0)
+    rng = np.random.default_rng(1)
+    for name, array in arrays.items():
+        if name.split(".")[1] == "0":
+            assert translator.tensors[name].grad is None
+            continue
+        direction = rng.normal(size=array.shape)
+        slope = 0.0
+        for sign in (1, -1):
+            moved = {**arrays, name: array + sign * 1e-5 * direction}
+            there = TorchTranslator.from_arrays(config, moved, "cpu")
+            slope += sign * conversation_loss(target, there, reading, kl).value / 2e-5
+        found = float((translator.tensors[name].grad.numpy() * direction).sum())
         assert found == pytest.approx(slope, rel=1e-5, abs=1e-9), name
 
 
@@ -609,6 +659,21 @@ def same_result(first: Path, second: Path) -> bool:
     maps = [checkpoint.read(out)[1].arrays for out in (first, second)]
     same = (np.array_equal(array, maps[1][name]) for name, array in maps[0].items())
     return logs[0] == logs[1] and all(same)
+
+
+def test_training_above_native_layers(torch_models: dict[str, TorchModel], tmp_path: Path) -> None:
+    """The maps below stay the closed form's, those above learn; the folder says how to use it."""
+    first, trained = (
+        training(torch_models, tmp_path / name, (1e-2,), native_layers=1, steps=steps).run()
+        for name, steps in (("first", 0), ("trained", 3))
+    )
+    assert checkpoint.read_config(trained).native_layers == 1
+    maps = [checkpoint.read(folder)[1].arrays for folder in (first, trained)]
+    for name, array in maps[0].items():
+        below = name.split(".")[1] == "0"
+        assert np.array_equal(array, maps[1][name]) == below, name
+    with pytest.raises(ValueError, match=r"--native-layers is 99; give 0 to \d"):
+        training(torch_models, tmp_path / "x", (1e-2,), native_layers=99).run()
 
 
 RATES = (1e-3, 1e-2)

@@ -81,6 +81,7 @@ def main() -> None:
     parser.add_argument("--capture")
     parser.add_argument("--head-wise", action="store_true")
     parser.add_argument("--hidden", type=int, default=256, help="an MLP's width")
+    parser.add_argument("--native-layers", type=int, default=0)
     parser.add_argument("--dialogues", type=int, default=200)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=4)
@@ -97,7 +98,7 @@ def main() -> None:
     )  # fmt: skip
     plan = Plan(
         kind=args.kind, capture=args.capture, head_mixing=not args.head_wise, hidden=args.hidden,
-        nu=args.nu, norm=args.norm, fit_samples=args.dialogues, held_out=16, recipe=recipe,
+        native_layers=args.native_layers, nu=args.nu, norm=args.norm, fit_samples=args.dialogues, held_out=16, recipe=recipe,
         stage1_recipe=first,
     )  # fmt: skip
     for pair in args.pairs:

@@ -36,6 +36,9 @@ def command(
     norm: str = typer.Option("frobenius", help="The closed form's: frobenius, attention, sink_8."),
     fit_samples: int = typer.Option(400, help="Conversations for the closed form."),
     hidden: int = typer.Option(2048, help="Hidden width of an MLP."),
+    native_layers: int = typer.Option(
+        0, help="Cache layers, from the first on, that the target reads itself."
+    ),
     objective: str = typer.Option("kl", help="kl, ce or mixed."),
     ce_weight: float = typer.Option(1.0, help="Weight of the cross-entropy in mixed."),
     steps: int = typer.Option(5000, help="Stage 2 steps; 0 keeps the closed form."),
@@ -83,7 +86,7 @@ def command(
     plan = {
         "kind": kind, "head_mixing": head_mixing, "joint": joint, "capture": capture, "nu": nu,
         "assignment": assignment, "norm": norm, "fit_samples": fit_samples,
-        "held_out": held_out, "hidden": hidden,
+        "held_out": held_out, "hidden": hidden, "native_layers": native_layers,
     }  # fmt: skip
     with progress_bar("training", steps) as step:
 

@@ -270,8 +270,8 @@ class Distillation:
 
     def read(self, sample: Sample) -> Reading:
         """Both no-gradient passes over a conversation."""
-        capture = self.runs[0].translator.config.capture
-        return read(self.source, self.target, sample, capture)
+        config = self.runs[0].translator.config
+        return read(self.source, self.target, sample, config.capture, config.native_layers)
 
     def validate(self) -> None:
         """Measure every run's KL (or reconstruction error) on the held-out conversations.

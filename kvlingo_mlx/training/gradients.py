@@ -26,22 +26,29 @@ class Reading:
     Attributes:
         sample: The conversation.
         states: The source's states of ``prefix[:-1]``.
+        native: The target's own states of ``prefix[:-1]``, of the layers that it reads itself.
         teacher: (M, width) the target's final hidden states that predict the
             continuation, from its own cache.
     """
 
     sample: Sample
     states: States
+    native: States
     teacher: torch.Tensor
 
 
 @torch.no_grad()
-def read(source: TorchModel, target: TorchModel, sample: Sample, capture: str) -> Reading:
+def read(
+    source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0
+) -> Reading:
     """Read a conversation with both models (about 80 % of a step's work)."""
-    tokens = (*sample.prefix, *sample.continuation[:-1])
-    teacher = target.hidden(tokens)[len(sample.prefix) - 1 :].clone()
-    states = source.states(sample.prefix[:-1], capture) if len(sample.prefix) > 1 else NO_STATES
-    return Reading(sample, _to(states, target), teacher)
+    tokens, num_read = (*sample.prefix, *sample.continuation[:-1]), len(sample.prefix) - 1
+    with target.tapped(native_layers) as taken:
+        teacher = target.hidden(tokens)[num_read:].clone()
+    own = target.states_of(taken, target.family.points[0], native_layers)
+    keys, values = (tuple(a[:num_read].clone() for a in side) for side in (own.keys, own.values))
+    states = source.states(sample.prefix[:-1], capture) if num_read else NO_STATES
+    return Reading(sample, _to(states, target), States(keys, values), teacher)
 
 
 NO_STATES = States((), ())
@@ -68,9 +75,12 @@ def conversation_loss(
     sample, num_read = reading.sample, len(reading.sample.prefix) - 1
     # What lies before a layer's window is not translated.
     starts = target.geometry.first_kept(num_read) if reading.states.keys else []
+    first = len(reading.native.keys)
     with torch.no_grad():
+        own = [_native(target, reading.native, t, start) for t, start in enumerate(starts[:first])]
         entries = [
-            _entry(target, translator, reading.states, t, start) for t, start in enumerate(starts)
+            _entry(target, translator, reading.states, t, starts[t])
+            for t in range(first, len(starts))
         ]
     learns = scale != 0.0
     leaves = [
@@ -78,7 +88,7 @@ def conversation_loss(
         for keys, values in entries
     ]
     del entries
-    cache = target.cache(leaves, num_read)
+    cache = target.cache([*own, *leaves], num_read)
     with torch.set_grad_enabled(learns):
         student = target.hidden((sample.prefix[-1], *sample.continuation[:-1]), cache)
     loss = loss_of(
@@ -87,8 +97,16 @@ def conversation_loss(
     )  # fmt: skip
     if loss.gradient is not None and leaves:
         student.backward(loss.gradient * scale)
-        _pull_back(target, translator, reading.states, leaves, starts)
+        _pull_back(target, translator, reading.states, leaves, starts, first)
     return loss
+
+
+def _native(
+    target: TorchModel, native: States, layer: int, start: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A layer's cache entries from position ``start`` on, as the target itself writes them."""
+    keys, values = native.keys[layer][start:], native.values[layer][start:]
+    return target.entry(layer, keys, values, target.family.points[0], start)
 
 
 def _entry(
@@ -105,9 +123,10 @@ def _pull_back(
     states: States,
     leaves: Sequence[tuple[torch.Tensor, torch.Tensor]],
     starts: Sequence[int],
+    first: int,
 ) -> None:
-    """Carry the gradients at the leaves through RoPE, k_norm and the maps."""
-    for t, entry in enumerate(leaves):
+    """Carry the gradients at the leaves, from layer ``first`` on, through the maps and so on."""
+    for t, entry in enumerate(leaves, start=first):
         outputs = _entry(target, translator, states, t, starts[t])
         torch.autograd.backward(outputs, [leaf.grad for leaf in entry])
         for leaf in entry:

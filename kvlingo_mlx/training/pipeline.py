@@ -288,6 +288,8 @@ class Training:
     ) -> dict[str, Any]:
         recipe = self.plan.recipe
         data = {"data": self.settings["data"]} if "data" in self.settings else {}
+        if self.plan.native_layers:
+            data |= {"native_layers": self.plan.native_layers}
         trained = {} if best is None else {
             "objective": recipe.objective, "steps": recipe.steps, "batch": recipe.batch,
             "learning_rate": best.rate, "held_out": held_out, "held_out_kl": best.held_out,

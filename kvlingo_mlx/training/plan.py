@@ -59,6 +59,8 @@ class Plan:
         hidden: Hidden width of an MLP.
         gated: Whether an MLP has output gates.
         recipe: Stage 2; no steps keep the closed form.
+        native_layers: Cache layers, from the first on, that the target reads itself in stage 2 and
+            whenever the translator is used; the maps above them learn to go with that.
         stage1_recipe: How an MLP without a linear map learns to reconstruct, first.
         seed: Of an MLP's start.
     """
@@ -74,6 +76,7 @@ class Plan:
     held_out: int = 64
     hidden: int = 2048
     gated: bool = True
+    native_layers: int = 0
     recipe: Recipe = field(default_factory=Recipe)
     stage1_recipe: Recipe = field(
         default_factory=lambda: Recipe(
@@ -97,6 +100,7 @@ class Plan:
         require("conversations for the closed form (--fit-samples)", self.fit_samples, 1)
         require("held-out conversations (--held-out)", self.held_out, 1)
         require("an MLP's hidden width (--hidden)", self.hidden, 1)
+        require("layers of the target's own (--native-layers)", self.native_layers, 0)
         require("the seed (--seed)", self.seed, 0, 2**63 - 1)
         if self.joint and (self.kind != "linear" or not self.head_mixing):
             raise ValueError("a joint map is linear and mixes heads; drop one of the options")
@@ -118,7 +122,8 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
     Raises:
         IncompatibleTranslatorError: The tokenizers differ, the target's windows hold more than
             the source's, or the source has no layer of a target layer's kind.
-        ValueError: Head-wise maps between head counts that do not divide.
+        ValueError: Head-wise maps between head counts that do not divide, or no layer left to
+            translate.
     """
     ends = source.spec(), target.spec()
     if ends[0].fingerprint["tokenizer"] != ends[1].fingerprint["tokenizer"]:
@@ -129,8 +134,15 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
     if not plan.head_mixing:
         check_head_ratio(*ends)
     check_windows(source.geometry.layers, target.geometry.layers)
+    most = len(target.geometry.layers) - 1
+    if plan.native_layers > most:
+        raise ValueError(
+            f"--native-layers is {plan.native_layers}; give 0 to {most}, so that a layer of "
+            f"{target.name} is left to translate"
+        )
     assignment = by_depth(source.geometry.layers, target.geometry.layers, plan.nu)
     return TranslatorConfig(
         *ends, assignment, kind=plan.kind, head_mixing=plan.head_mixing, joint=plan.joint,
         capture=capture_point(source, target, plan.capture),
+        provenance={"native_layers": plan.native_layers} if plan.native_layers else {},
     )  # fmt: skip

@@ -121,15 +121,23 @@ class TorchModel:
     @torch.no_grad()
     def states(self, tokens: Sequence[int], capture: str = "pre_norm") -> States:
         """Keys at a capture point and values of ``tokens``, read from position 0 on."""
-        taps = [self.family.taps(attention) for attention in self.attentions]
-        with tapped([module for modules in taps for module in modules]) as taken:
+        with self.tapped() as taken:
             self.hidden(tokens)
         return self.states_of(taken, capture)
 
-    def states_of(self, taken: Mapping[Any, torch.Tensor], capture: str) -> States:
+    def tapped(
+        self, layers: int | None = None
+    ) -> contextlib.AbstractContextManager[dict[Any, torch.Tensor]]:
+        """Record what holds keys and values of the first ``layers`` cache layers, or of all."""
+        taps = [self.family.taps(attention) for attention in self.attentions[:layers]]
+        return tapped([module for modules in taps for module in modules])
+
+    def states_of(
+        self, taken: Mapping[Any, torch.Tensor], capture: str, layers: int | None = None
+    ) -> States:
         """The same, of what the modules that hold them put out from position 0 on."""
         origin, keys, values = self.family.points[0], [], []
-        for t, attention in enumerate(self.attentions):
+        for t, attention in enumerate(self.attentions[:layers]):
             outputs = [taken[module] for module in self.family.taps(attention)]
             key, value = self.family.states(attention, outputs)
             keys.append(self.advance(t, key, origin, capture))

@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -108,26 +108,58 @@ def _hand_over(
         return make_prompt_cache(target.model)
     assert translator is not None
     span = native.translated(len(prefix), len(target.attentions))
-    upper = translator.above(native.layers)
     read = prefix if source_cache is not None else prefix[: span.stop]
-    with mx.stream(generation_stream):
-        cache = hybrid.allocate(target, prefix[: span.stop], native, step_size)
-        clock.lap("native")
-        with contextlib.closing(capture.prefill(source, read, step_size, source_cache)) as spans:
-            for states in spans:
-                clock.lap("prefill")
-                start, stop = max(states.start, span.start), min(states.end, span.stop)
-                if start < stop:
-                    part = states.part(start, stop)
-                    hybrid.read_layers(target, prefix[start:stop], cache, step_size, native.layers)
-                    clock.lap("native")
-                    translate_span(cache, part, source, target, upper, span.stop)
-                    del part
-                del states
-                mx.eval(caches.arrays(cache))
-                clock.lap("translate")
-        hybrid.read_layers(target, prefix[span.stop :], cache, step_size)
-        clock.lap("native")
+    with (
+        mx.stream(generation_stream),
+        contextlib.closing(capture.prefill(source, read, step_size, source_cache)) as spans,
+    ):
+        return take_over(spans, source, target, translator, prefix, native, step_size, clock)
+
+
+def take_over(
+    spans: Iterable[KVStates],
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    prefix: Sequence[int],
+    native: Native,
+    step_size: int = 2048,
+    clock: Clock | None = None,
+) -> list[Any]:
+    """The target's cache of a prefix whose source states are at hand, or come span by span.
+
+    Args:
+        spans: What the source wrote of it, in order; each is let go of once translated.
+        source: Who wrote that.
+        target: Whose cache is wanted.
+        translator: Of this pair.
+        prefix: The tokens.
+        native: What the target reads itself.
+        step_size: Tokens per chunk that it reads.
+        clock: Is told of each phase.
+
+    Returns:
+        Stock mlx-lm caches, evaluated.
+    """
+    lap = (clock or Clock()).lap
+    span = native.translated(len(prefix), len(target.attentions))
+    upper = translator.above(native.layers)
+    cache = hybrid.allocate(target, prefix[: span.stop], native, step_size)
+    lap("native")
+    for states in spans:
+        lap("prefill")
+        start, stop = max(states.start, span.start), min(states.end, span.stop)
+        if start < stop:
+            hybrid.read_layers(target, prefix[start:stop], cache, step_size, native.layers)
+            lap("native")
+            part = states.part(start, stop)
+            translate_span(cache, part, source, target, upper, span.stop)
+            del part
+        del states
+        mx.eval(caches.arrays(cache))
+        lap("translate")
+    hybrid.read_layers(target, prefix[span.stop :], cache, step_size)
+    lap("native")
     return cache
 
 

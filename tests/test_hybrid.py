@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from tiny import Case
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import checkpoint, hybrid
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.evaluation import profile
+from kvlingo_mlx.evaluation.error_bars import Mean
+from kvlingo_mlx.evaluation.profile import Point
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
@@ -246,8 +251,6 @@ def test_what_means_nothing_is_refused(root: Path, options: dict, message: str) 
 
 @pytest.mark.parametrize("layers", [-1, 99, "1", 1.0])
 def test_a_folder_that_asks_for_what_is_not_there(root: Path, tmp_path: Path, layers: Any) -> None:
-    import json
-
     _, _, folder = opened(root, CASES[0])
     config = json.loads((folder / checkpoint.CONFIG_FILE).read_text())
     config["provenance"]["native_layers"] = layers
@@ -278,3 +281,124 @@ def test_identity_with_any_part_native_is_the_model_itself(root: Path) -> None:
             pairs = [[arrays(c)[side] for c in caches] for caches in (same, expected, other)]
             assert errors(pairs[0], pairs[1]).max() < 1e-5
             assert errors(pairs[2], pairs[1]).max() > 1e-2
+
+
+# ---- profiles ------------------------------------------------------------------------------
+
+
+def points_of(way: str, kls: Sequence[float], recalls: Sequence[float | None]) -> list[Point]:
+    means = [(Mean(kl, 0.0, 4), None if r is None else Mean(r, 0.0, 4))
+             for kl, r in zip(kls, recalls, strict=True)]  # fmt: skip
+    return [Point(way, j, kl, recall) for j, (kl, recall) in enumerate(means)]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({"max_kl": 0.25}, 1), ({"max_kl": 0.05}, 2), ({"max_kl": 0.0}, 3), ({"max_kl": 9.0}, 0),
+        ({"min_recall": 0.6}, 2), ({"max_kl": 0.25, "min_recall": 0.4}, 1),
+        ({"min_recall": 1.1}, 3),
+    ],
+)  # fmt: skip
+def test_the_smallest_number_that_meets_the_bounds(bounds: dict, expected: int) -> None:
+    """DroidSpeak's points, good as they are here, do not count."""
+    hybrids = points_of("hybrid", (0.3, 0.2, 0.02), (0.3, 0.5, 0.7))
+    others = points_of("DroidSpeak", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    native = Point("native", 3, Mean(0.0, 0.0, 4), Mean(1.0, 0.0, 4))
+    assert profile.smallest([native, *others, *hybrids], **bounds) == expected
+    bare = [dataclasses.replace(point, recall=None) for point in (native, *hybrids)]
+    with pytest.raises(ValueError, match="--min-recall needs data that mark answers"):
+        profile.smallest(bare, min_recall=0.5)
+
+
+def test_a_profile_is_kept_with_the_translator(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The verb, from data to a hand-over that heeds it; marked answers give recall."""
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    own = tmp_path / "own"
+    build(*checkpoint.read(folder)).save(own)
+    data = tmp_path / "data.jsonl"
+    talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk, "answers": ["on"]}) + "\n")
+    command = ["profile", str(source), str(target), "--translator", str(own), "--data", str(data),
+               "--trials", "1", "--out", str(tmp_path / "out.jsonl")]  # fmt: skip
+    record = tmp_path / "record.jsonl"
+    assert run([*command, "--max-kl", "0", "--json", str(record)]) == 0
+    most = len(load(target).attentions)
+    assert checkpoint.read_config(own).native_layers == most
+    found = json.loads(record.read_text())["results"]
+    ways = {(p["way"], p["layers"]): p for p in found["points"]}
+    assert found["native_layers"] == most
+    assert ways["native", most]["kl"]["value"] == 0 == ways["native", most]["layers"] - most
+    assert all(ways["hybrid", j]["kl"]["value"] > 0 for j in range(most))
+    assert all(ways["hybrid", j]["recall"] and ways["hybrid", j]["seconds"] for j in range(most))
+    assert ("DroidSpeak", 0) in ways and ("hidden", None) in ways and ("shuffled", None) in ways
+    assert run([*command, "--max-kl", "1e9", "--native-layers", "1"]) == 0
+    assert checkpoint.read_config(own).native_layers == 1
+    hand_over = functools.partial(kv.hand_over, load(source), load(target), TOKENS)
+    pairs = zip(hand_over(translator=own), hand_over(translator=own, native_layers=1), strict=True)
+    assert all(equal(a, b) for a, b in pairs)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--native-layers", "0,9"], "--native-layers is '0,9'; give numbers from 0 to "),
+        (["--native-layers", "all"], "--native-layers is 'all'; give numbers from 0 to "),
+        (["--max-kl", "-1"], "--max-kl is -1.0; give 0 or more"),
+        (["--limit", "0"], "--limit is 0, --trials 5; both are at least 1"),
+        (["--data", "DATA"], "record 1: its last reply does not hold 'off'"),
+    ],
+)
+def test_profiles_that_cannot_be(
+    root: Path, tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    data = tmp_path / "data.jsonl"
+    talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk, "answers": ["off"]}) + "\n")
+    more = [str(data) if word == "DATA" else word for word in more]
+    command = ["profile", str(source), str(target), "--translator", str(folder), *more]
+    assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_the_package_holds_is_not_written_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["profile", "tiny-qwen3-s", "tiny-qwen3-l", "--max-kl", "1", "--limit", "1"]
+    assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert "is no folder of yours, so nothing can be kept in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["eval", "chat"])
+def test_verbs_refuse_what_is_no_number_of_layers(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = {
+        "eval": ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"],
+        "chat": ["--model", "a=tiny-qwen3-s"],
+    }
+    assert run([verb, *models[verb], "--native-layers", "many"]) == 2
+    message = "error: --native-layers is 'many'; give a number of layers, or auto"
+    assert message in capsys.readouterr().err
+
+
+def test_eval_compares_hybrids(root: Path, tmp_path: Path) -> None:
+    """All native layers are a prefill: nothing is lost, unlike with none."""
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    most, kls = len(load(target).attentions), []
+    talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    for layers in (0, most):
+        record = tmp_path / f"{layers}.jsonl"
+        command = ["eval", str(folder), "--source", str(source), "--target", str(target)]
+        command += ["--data", str(data), "--tasks", "continuation", "--native-layers", str(layers)]
+        # One journal for both: what is native must tell their scores apart.
+        assert run([*command, "--out", str(tmp_path / "out"), "--json", str(record)]) == 0
+        means = json.loads(record.read_text())["results"]["means"]["continuation"]["translated"]
+        kls.append(next(iter(means.values()))["kl"]["value"])
+    assert kls[0] > 0.0 == kls[1]

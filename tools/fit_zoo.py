@@ -98,8 +98,8 @@ def main() -> None:
     )  # fmt: skip
     plan = Plan(
         kind=args.kind, capture=args.capture, head_mixing=not args.head_wise, hidden=args.hidden,
-        native_layers=args.native_layers, nu=args.nu, norm=args.norm, fit_samples=args.dialogues, held_out=16, recipe=recipe,
-        stage1_recipe=first,
+        nu=args.nu, norm=args.norm, fit_samples=args.dialogues, held_out=16, recipe=recipe,
+        native_layers=args.native_layers, stage1_recipe=first,
     )  # fmt: skip
     for pair in args.pairs:
         train(*pair.split(":"), args.zoo, args.facts, args.turns, plan, args.work, args.out)

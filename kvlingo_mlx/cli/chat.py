@@ -11,7 +11,7 @@ import typer
 
 from kvlingo_mlx.cli.chat_input import Lines, history
 from kvlingo_mlx.cli.chat_session import AUTO, Chat
-from kvlingo_mlx.cli.output import QUANTIZE_HELP
+from kvlingo_mlx.cli.output import NATIVE_HELP, QUANTIZE_HELP, native_number
 from kvlingo_mlx.cli.sampling import (
     MIN_P_HELP,
     SEED_HELP,
@@ -48,6 +48,7 @@ def command(
     offload: str = typer.Option(None, help="Keep the others' caches in 8bit, or on disk."),
     resume: str = typer.Option(None, help="Go on with the conversation saved in this folder."),
     save: str = typer.Option(None, help="Save the conversation to this folder at the end."),
+    native_layers: str = typer.Option(None, help=NATIVE_HELP),
     thinking: bool = typer.Option(None, help="The chat template's thinking switch."),
     verbatim: bool = typer.Option(None, help="Keep earlier turns as written, thinking included."),
     max_tokens: int = typer.Option(512, "--max-tokens", "-m", help="Most tokens of an answer."),
@@ -72,6 +73,7 @@ def command(
     _check_folder(save)
     if resume is not None:
         _check_resumed(system_prompt=system_prompt, thinking=thinking, verbatim=verbatim)
+    layers = native_number(native_layers)
     lines = Lines()
 
     from kvlingo_mlx.conversation.routing import load_route
@@ -86,7 +88,8 @@ def command(
     talk = _conversation(
         resume, models, translator or (), begin,
         {"on_missing": on_missing, "eager": eager, "prefill_step_size": prefill_step_size,
-         "allow_mismatch": allow_mismatch, "offload": offload, "quantize": quantize},
+         "allow_mismatch": allow_mismatch, "offload": offload, "quantize": quantize,
+         "native_layers": layers},
     )  # fmt: skip
     options = {"max_tokens": max_tokens, "sampler": sampler}
     chat = Chat(talk, lines, options, route=chosen, use=use, save=save, resume=resume)

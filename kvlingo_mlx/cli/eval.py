@@ -14,8 +14,10 @@ from kvlingo_mlx.cli import eval_options as options
 from kvlingo_mlx.cli.eval_options import words
 from kvlingo_mlx.cli.output import (
     JSON_HELP,
+    NATIVE_HELP,
     keep_stdout_for_json,
     ms,
+    native_number,
     progress_bar,
     say,
     table,
@@ -42,6 +44,7 @@ def command(
     quantize: str = typer.Option(
         None, help="Also compare each translator with its weights in 8 or 4 bits: 8,4."
     ),
+    native_layers: str = typer.Option(None, help=NATIVE_HELP),
     compare: bool = typer.Option(False, "--compare", help="Also time each one's first token."),
     tasks: str = typer.Option(
         "continuation,recall", help="continuation, recall, needles, and any that lm-eval has."
@@ -90,7 +93,7 @@ def command(
         raise ValueError("--plot draws score against time to first token; add --compare")
     own, public = options.split_tasks(words(tasks), judge)
     local, facts = options.named_files(task_data), options.json_object(metadata)
-    forms = options.forms(quantize)
+    forms, layers = options.forms(quantize), native_number(native_layers)
 
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.evaluation import compare as comparison
@@ -109,7 +112,7 @@ def command(
               thinking=thinking)
         for name in own
     ]  # fmt: skip
-    line = _line_up(*models, translators, forms, words(baselines), allow_mismatch)
+    line = _line_up(*models, translators, forms, words(baselines), allow_mismatch, layers)
     outcomes: list[Outcome] = []
     with _resumable():
         if public:  # first: their data may be out of reach
@@ -135,6 +138,7 @@ def command(
             "source": models[0].name, "target": models[1].name, "data": data, "limit": limit,
             "seed": seed, "thinking": thinking, "max_tokens": max_tokens, "num_shots": num_shots,
             "apply_chat_template": chat, "judge": judge, "task_data": local, "quantize": quantize,
+            "native_layers": layers,
         }  # fmt: skip
         found = _found(outcomes, times)
         measure.append_json(json_file, measure.record("eval", config, found))
@@ -152,6 +156,7 @@ def _line_up(
     forms: list[int | None],
     baselines: list[str],
     allow_mismatch: bool,
+    native_layers: int | str | None,
 ) -> list[Condition]:
     """Who is compared: native, every translator in each of its forms, then the baselines."""
     from kvlingo_mlx.evaluation import lineup
@@ -168,7 +173,10 @@ def _line_up(
     every = [translator for found in named.values() for translator in found]
     return [
         lineup.native(target),
-        *(lineup.translated(name, source, target, found) for name, found in named.items()),
+        *(
+            lineup.translated(name, source, target, found, native_layers)
+            for name, found in named.items()
+        ),
         *(lineup.baseline(b, source, target, every) for b in baselines if b != "none"),
     ]
 

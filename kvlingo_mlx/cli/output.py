@@ -16,6 +16,16 @@ from kvlingo_mlx.errors import printable
 
 JSON_HELP = "Append the record as one JSON line to this file; - writes it to standard output."
 QUANTIZE_HELP = "Hold the translator's weights in 8 or 4 bits."
+NATIVE_HELP = "Cache layers that the target reads itself, or auto: as `profile` chose."
+
+
+def native_number(text: str | None) -> int | str | None:
+    """What ``--native-layers`` says: a number, ``auto``, or None for the translator's profile."""
+    if text in (None, "auto"):
+        return text
+    if not text.isdecimal():
+        raise ValueError(f"--native-layers is {text!r}; give a number of layers, or auto")
+    return int(text)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvlingo_mlx import pictures
 from kvlingo_mlx.evaluation.compare import ALL, Outcome
+from kvlingo_mlx.evaluation.profile import Point
 from kvlingo_mlx.measure import median
 
 
@@ -30,5 +31,27 @@ def score_against_time(outcome: Outcome, times: Mapping[str, Sequence[float]]) -
             axes.annotate(name, (1, mean.value), xycoords=("axes fraction", "data"), ha="right",
                           va="bottom", fontsize="small")  # fmt: skip
     axes.set_xscale("log")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def quality_by_layers(points: Sequence[Point]) -> Any:
+    """KL over time to first token, a line for each way, its points numbered by native layers."""
+    figure = pictures.figure()
+    axes = figure.add_subplot(xlabel="time to first token (ms)", ylabel="KL (nats a token)")
+    for way in dict.fromkeys(point.way for point in points):
+        own = [point for point in points if point.way == way]
+        timed = [point for point in own if point.time is not None]
+        if not timed:
+            axes.axhline(own[0].kl.value, linestyle=":", linewidth=1, color="grey")
+            axes.annotate(way, (1, own[0].kl.value), xycoords=("axes fraction", "data"),
+                          ha="right", va="bottom", fontsize="small")  # fmt: skip
+            continue
+        at = [1e3 * (point.time or 0.0) for point in timed]
+        axes.plot(at, [point.kl.value for point in timed], marker="o", label=way)
+        for x, point in zip(at, timed, strict=True):
+            axes.annotate(str(point.layers), (x, point.kl.value), textcoords="offset points",
+                          xytext=(3, 3), fontsize="small")  # fmt: skip
+    axes.set_yscale("symlog", linthresh=1e-3)
     axes.legend(fontsize="small")
     return figure

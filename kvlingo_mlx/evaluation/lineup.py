@@ -9,6 +9,7 @@ from typing import Any
 
 from kvlingo_mlx.evaluation import conditions, droidspeak
 from kvlingo_mlx.evaluation.conditions import CacheMaker
+from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.timing.paths import translation
 from kvlingo_mlx.translators.base import Translator
@@ -43,18 +44,25 @@ def native(target: LanguageModel) -> Condition:
 
 
 def translated(
-    name: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator]
-) -> Condition:
-    """Translated from the source's cache; several translators are seeds of one method."""
+    name: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator],
+    native_layers: int | str | None = None,
+) -> Condition:  # fmt: skip
+    """Translated from the source's cache; several translators are seeds of one method.
+
+    The target reads its first ``native_layers`` itself, as in :func:`hand_over`.
+    """
     digests = [digest(t) for t in translators]
+    parts = [native_part(t.config, native_layers) for t in translators]
     identity: dict[str, Any] = {"source": identity_of(source), "translators": digests}
     if any(t.bits is not None for t in translators):
         identity["bits"] = [t.bits for t in translators]
+    if any(part.layers for part in parts):
+        identity["native_layers"] = [part.layers for part in parts]
     return Condition(
         name,
-        tuple(conditions.translated(source, target, t) for t in translators),
+        tuple(conditions.translated(source, target, t, native_layers) for t in translators),
         identity,
-        lambda tokens: translation(source, target, translators[0], tokens),
+        lambda tokens: translation(source, target, translators[0], tokens, native=parts[0]),
     )
 
 

@@ -148,6 +148,54 @@ def continuation(
     return Task("continuation", ("kl", "perplexity", "agreement"), items, _teacher_forced)
 
 
+def marked(
+    target: LanguageModel, records: Sequence[Mapping[str, Any]], limit: int, context_length: int
+) -> Task:
+    """Predict the last replies of conversations in which ``"answers"`` marks what is recalled.
+
+    Args:
+        target: Whose tokenizer and template cut the records.
+        records: ``{"messages": [...], "answers": ["..."]}``; each answer stands in the last reply.
+        limit: Most items.
+        context_length: The shorter of both models'.
+
+    Raises:
+        ValueError: A record without answers, or with one that its reply does not hold.
+    """
+    items = []
+    for number, record in enumerate(records[:limit], 1):
+        for sample in to_samples([record], target.tokenizer, context_length):
+            spans = _places(target, sample.continuation, record.get("answers"), number)
+            whole = RecallSample(sample.prefix, sample.continuation, spans)
+            items.append(Known(str(number), "marked", whole))
+    if not items:
+        raise ValueError("no record of the data has a prefix that fits")
+    return Task("marked answers", ("recall", "kl"), items, _teacher_forced)
+
+
+def _places(
+    target: LanguageModel, tokens: Sequence[int], answers: object, number: int
+) -> tuple[tuple[int, ...], ...]:
+    """The continuation indices of each answer's tokens, where it is said last."""
+    text = target.tokenizer.decode(list(tokens))
+    if not isinstance(answers, list) or not answers:
+        raise ValueError(
+            f'record {number} marks no answers, but others do; give it "answers": ["..."]'
+        )
+    ends = [len(target.tokenizer.decode(list(tokens[: i + 1]))) for i in range(len(tokens))]
+    found = []
+    for answer in answers:
+        start = text.rfind(answer) if isinstance(answer, str) and answer else -1
+        if start < 0:
+            raise ValueError(f"record {number}: its last reply does not hold {answer!r:.60}")
+        stop = start + len(answer)
+        inside = [
+            i for i, end in enumerate(ends) if end > start and (ends[i - 1] if i else 0) < stop
+        ]
+        found.append(tuple(inside))
+    return tuple(found)
+
+
 def _kind(record: Mapping[str, Any]) -> str:
     replies = [m for m in record.get("messages") or () if m["role"] == "assistant"]
     if not replies:

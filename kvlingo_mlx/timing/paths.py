@@ -17,7 +17,8 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches, capture
-from kvlingo_mlx.generation import hand_over, translate_span
+from kvlingo_mlx.generation import hand_over, take_over, translate_span
+from kvlingo_mlx.hybrid import Native
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
 from kvlingo_mlx.translators.base import Translator
@@ -177,14 +178,22 @@ def translation(
     translator: Translator,
     tokens: Sequence[int],
     step_size: int = 2048,
+    native: Native | None = None,
 ) -> Callable[[], list[Any]]:
     """What is left to do at a switch once the source has read ``tokens[:-1]``: to translate.
 
     Returns:
-        A function that fills a fresh cache of the target from the recorded states.
+        A function that fills a fresh cache of the target from the recorded states, but for what
+        the target reads itself.
     """
     recorded = list(capture.prefill(source, tokens[:-1], step_size))
-    return lambda: translated(recorded, source, target, translator, len(tokens) - 1)
+    part, prefix = native or Native(), tokens[:-1]
+
+    def run() -> list[Any]:
+        with mx.stream(generation_stream):
+            return take_over(recorded, source, target, translator, prefix, part, step_size)
+
+    return run
 
 
 def first_token(

@@ -115,10 +115,12 @@ def token_ends(offsets: Sequence[Span] | np.ndarray, text: str) -> np.ndarray:
         )
     starts, stops = spans.T
     reached = np.maximum.accumulate(stops)
-    holds = (starts < stops) | (stops > np.concatenate([[0], reached[:-1]]))
+    before = np.append(0, reached[:-1])
+    trimmed = (starts == stops) & (stops > before)  # to nothing: it holds what no other one does
+    holds = (starts < stops) | trimmed
     first, last = np.flatnonzero(holds)[[0, -1]] if holds.any() else (0, len(spans) - 1)
-    ahead = np.append(np.where(starts < stops, starts, len(text))[1:], len(text))
-    ahead = np.minimum.accumulate(ahead[::-1])[::-1]  # where the tokens that follow begin
+    begins = np.where(trimmed, before, np.where(holds, starts, len(text)))
+    ahead = np.minimum.accumulate(np.append(begins[1:], len(text))[::-1])[::-1]
     ends = np.where(ahead >= reached, reached, NO_END)
     for token in np.flatnonzero(ahead > reached):
         if token >= first:

@@ -20,7 +20,7 @@ import numpy as np
 from kvlingo_mlx.alignment import NO_END, Span, TokenAlignment, align, token_ends
 
 Messages = Sequence[Mapping[str, Any]]
-Render = Callable[[Messages], str]  # a chat template, its switches given
+Render = Callable[[Messages], str]  # a chat template, its switches given; refuses by ValueError
 THINK_MARKS = re.compile("(</?think>)")
 MARK = re.compile("\ufdd0([0-9]+)\ufdd1")  # between two characters that no text may hold
 UNFINISHED = "\ufffd"  # what bytes that are no character yet are decoded to
@@ -226,7 +226,10 @@ def _located(
     marked: Collection[int],
 ) -> dict[int, Span] | None:
     """Where the ``marked`` parts stand in ``text``; None if marks change more than themselves."""
-    pieces = MARK.split(render(_marked(messages, parts, marked)))
+    try:
+        pieces = MARK.split(render(_marked(messages, parts, marked)))
+    except ValueError:  # a template may parse a content, and refuse a marked one
+        return None
     if "".join(pieces[::2]) != text:
         return None
     places: dict[int, list[int]] = defaultdict(list)

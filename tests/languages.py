@@ -20,43 +20,77 @@ from tokenizers import (
 )
 
 LANGUAGES = {
-    "en": "The ferry leaves the harbour at six in the morning. On Tuesdays it carries the baker, who "
-    "sells her bread on the island, and three children who go to school there. When the wind comes "
-    "from the north, nobody crosses: the baker reads a book, and the children learn at home.",
-    "es": "El barco sale del puerto a las seis de la mañana. Los martes lleva a la panadera, que vende "
-    "su pan en la isla, y a tres niños que van allí a la escuela. Cuando el viento viene del norte, "
-    "nadie cruza: ¿qué hace entonces la panadera? Lee un libro, y los niños aprenden en casa.",
-    "de": "Die Fähre verlässt den Hafen um sechs Uhr morgens. Dienstags fährt die Bäckerin mit, die ihr "
-    "Brot auf der Insel verkauft, und drei Kinder, die dort zur Schule gehen. Kommt der Wind von "
-    "Norden, setzt niemand über: Die Bäckerin liest ein Buch, und die Kinder lernen zu Hause.",
-    "el": "Το πλοίο φεύγει από το λιμάνι στις έξι το πρωί. Κάθε Τρίτη παίρνει τη φουρνάρισσα, που "
-    "πουλάει το ψωμί της στο νησί, και τρία παιδιά που πηγαίνουν εκεί στο σχολείο. Όταν φυσάει "
-    "βοριάς, κανείς δεν περνάει: η φουρνάρισσα διαβάζει ένα βιβλίο και τα παιδιά μένουν στο σπίτι.",
-    "ru": "Паром выходит из гавани в шесть часов утра. По вторникам на нём едет булочница, которая "
-    "продаёт свой хлеб на острове, и трое детей, которые ходят там в школу. Когда дует северный "
-    "ветер, никто не переправляется: булочница читает книгу, а дети учатся дома.",
-    "tr": "Vapur limandan sabah altıda kalkar. Salı günleri ekmeğini adada satan fırıncıyı ve orada "
-    "okula giden üç çocuğu taşır. Rüzgâr kuzeyden estiğinde kimse karşıya geçmez: fırıncı kitap "
-    "okur, çocuklar da evde ders çalışır.",
-    "ar": "تغادر العبّارة الميناء في الساعة السادسة صباحًا. وفي أيام الثلاثاء تحمل الخبّازة التي تبيع خبزها "
-    "في الجزيرة، وثلاثة أطفال يذهبون إلى المدرسة هناك. وعندما تهبّ الريح من الشمال لا يعبر أحد: تقرأ "
-    "الخبّازة كتابًا، ويتعلّم الأطفال في البيت.",
-    "vi": "Chuyến phà rời bến cảng lúc sáu giờ sáng. Vào thứ ba, phà chở người làm bánh, bà bán bánh mì "
-    "trên đảo, và ba đứa trẻ đi học ở đó. Khi gió thổi từ phía bắc, không ai qua sông: bà đọc sách, "
-    "còn bọn trẻ học ở nhà.",
-    "th": "เรือข้ามฟากออกจากท่าเรือตอนหกโมงเช้า ทุกวันอังคารเรือพาคนทำขนมปังซึ่งขายขนมปังบนเกาะ "
-    "และเด็กสามคนที่ไปโรงเรียนที่นั่น เมื่อลมพัดมาจากทิศเหนือก็ไม่มีใครข้าม คนทำขนมปังอ่านหนังสือ "
-    "และเด็กๆ เรียนที่บ้าน",
-    "zh": "渡船早上六点离开港口。每逢星期二，船上有一位面包师，她在岛上卖面包，还有三个孩子去岛上的学校上学。"
-    "刮北风的时候，谁也不过海：面包师看书，孩子们在家里学习。",
-    "hi": "नाव सुबह छह बजे बंदरगाह से निकलती है। मंगलवार को उसमें नानबाई जाती है, जो द्वीप पर अपनी रोटी बेचती है, "
-    "और तीन बच्चे जो वहाँ स्कूल जाते हैं। जब हवा उत्तर से आती है तो कोई पार नहीं जाता: नानबाई किताब पढ़ती है "
-    "और बच्चे घर पर पढ़ते हैं।",
+    "en": (
+        "The ferry leaves the harbour at six in the morning. On Tuesdays it carries the baker, "
+        "who sells her bread on the island, and three children who go to school there. When the "
+        "wind comes from the north, nobody crosses: the baker reads a book, and the children "
+        "learn at home."
+    ),
+    "es": (
+        "El barco sale del puerto a las seis de la mañana. Los martes lleva a la panadera, que "
+        "vende su pan en la isla, y a tres niños que van allí a la escuela. Cuando el viento "
+        "viene del norte, nadie cruza: ¿qué hace entonces la panadera? Lee un libro, y los niños "
+        "aprenden en casa."
+    ),
+    "de": (
+        "Die Fähre verlässt den Hafen um sechs Uhr morgens. Dienstags fährt die Bäckerin mit, "
+        "die ihr Brot auf der Insel verkauft, und drei Kinder, die dort zur Schule gehen. Kommt "
+        "der Wind von Norden, setzt niemand über: Die Bäckerin liest ein Buch, und die Kinder "
+        "lernen zu Hause."
+    ),
+    "el": (
+        "Το πλοίο φεύγει από το λιμάνι στις έξι το πρωί. Κάθε Τρίτη παίρνει τη φουρνάρισσα, που "
+        "πουλάει το ψωμί της στο νησί, και τρία παιδιά που πηγαίνουν εκεί στο σχολείο. Όταν "
+        "φυσάει βοριάς, κανείς δεν περνάει: η φουρνάρισσα διαβάζει ένα βιβλίο και τα παιδιά "
+        "μένουν στο σπίτι."
+    ),
+    "ru": (
+        "Паром выходит из гавани в шесть часов утра. По вторникам на нём едет булочница, которая "
+        "продаёт свой хлеб на острове, и трое детей, которые ходят там в школу. Когда дует "
+        "северный ветер, никто не переправляется: булочница читает книгу, а дети учатся дома."
+    ),
+    "tr": (
+        "Vapur limandan sabah altıda kalkar. Salı günleri ekmeğini adada satan fırıncıyı ve "
+        "orada okula giden üç çocuğu taşır. Rüzgâr kuzeyden estiğinde kimse karşıya geçmez: "
+        "fırıncı kitap okur, çocuklar da evde ders çalışır."
+    ),
+    "ar": (
+        "تغادر العبّارة الميناء في الساعة السادسة صباحًا. وفي أيام الثلاثاء تحمل الخبّازة التي "
+        "تبيع خبزها في الجزيرة، وثلاثة أطفال يذهبون إلى المدرسة هناك. وعندما تهبّ الريح من "
+        "الشمال لا يعبر أحد: تقرأ الخبّازة كتابًا، ويتعلّم الأطفال في البيت."
+    ),
+    "vi": (
+        "Chuyến phà rời bến cảng lúc sáu giờ sáng. Vào thứ ba, phà chở người làm bánh, bà bán "
+        "bánh mì trên đảo, và ba đứa trẻ đi học ở đó. Khi gió thổi từ phía bắc, không ai qua "
+        "sông: bà đọc sách, còn bọn trẻ học ở nhà."
+    ),
+    "th": (
+        "เรือข้ามฟากออกจากท่าเรือตอนหกโมงเช้า ทุกวันอังคารเรือพาคนทำขนมปังซึ่งขายขนมปังบนเกาะ "
+        "และเด็กสามคนที่ไปโรงเรียนที่นั่น เมื่อลมพัดมาจากทิศเหนือก็ไม่มีใครข้าม "
+        "คนทำขนมปังอ่านหนังสือ และเด็กๆ เรียนที่บ้าน"
+    ),
+    "zh": (
+        "渡船早上六点离开港口。每逢星期二，船上有一位面包师，她在岛上卖面包，还有三个孩子去岛上的"
+        "学校上学。刮北风的时候，谁也不过海：面包师看书，孩子们在家里学习。"
+    ),
+    "hi": (
+        "नाव सुबह छह बजे बंदरगाह से निकलती है। मंगलवार को उसमें नानबाई जाती है, जो द्वीप पर अपनी "
+        "रोटी बेचती है, और तीन बच्चे जो वहाँ स्कूल जाते हैं। जब हवा उत्तर से आती है तो कोई पार "
+        "नहीं जाता: नानबाई किताब पढ़ती है और बच्चे घर पर पढ़ते हैं।"
+    ),
 }
 OTHERS = {
-    "he": "המעבורת יוצאת מהנמל בשש בבוקר. בימי שלישי נוסעת בה האופה, ושלושה ילדים שהולכים לבית הספר.",
-    "ja": "フェリーは朝六時に港を出ます。火曜日には、島でパンを売るパン屋さんと、三人の子どもが乗ります。",
-    "ko": "배는 아침 여섯 시에 항구를 떠납니다. 화요일에는 섬에서 빵을 파는 제빵사와 아이 세 명이 탑니다.",
+    "he": (
+        "המעבורת יוצאת מהנמל בשש בבוקר. בימי שלישי נוסעת בה האופה, ושלושה ילדים שהולכים לבית הספר."
+    ),
+    "ja": (
+        "フェリーは朝六時に港を出ます。火曜日には、島でパンを売るパン屋さんと、三人の子どもが乗り"
+        "ます。"
+    ),
+    "ko": (
+        "배는 아침 여섯 시에 항구를 떠납니다. 화요일에는 섬에서 빵을 파는 제빵사와 아이 세 명이 "
+        "탑니다."
+    ),
     "code": "def ferry(day: str, wind: str = 'south') -> list[str]:\n"
     '    """Who crosses, if anybody does."""\n'
     "    if wind == 'north':\n        return []\n\n"

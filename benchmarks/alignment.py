@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx import measure
-from kvlingo_mlx.alignment import TokenAlignment, align, token_ends
+from kvlingo_mlx.alignment import Cuts, TokenAlignment, align, token_ends
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # tests are no package
 from languages import CORPUS, TEXTS, byte_level, sentencepiece
@@ -30,7 +30,7 @@ Offsets = list[tuple[int, int]]
 
 
 def aligned(source: Offsets, target: Offsets, text: str) -> TokenAlignment:
-    return align(token_ends(source, text), token_ends(target, text))
+    return align(*(Cuts.of(token_ends(offsets, text)) for offsets in (source, target)))
 
 
 def shares(source: Any, target: Any, texts: list[str]) -> dict[str, Any]:

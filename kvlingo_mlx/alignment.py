@@ -130,58 +130,60 @@ def token_ends(offsets: Sequence[Span] | np.ndarray, text: str) -> np.ndarray:
     return ends
 
 
-def align(
-    source_ends: np.ndarray,
-    target_ends: np.ndarray,
-    source_span: Span | None = None,
-    target_span: Span | None = None,
-) -> TokenAlignment:
+@dataclass(frozen=True, eq=False)
+class Cuts:
+    """Where in a text, or part of one, a side's tokens end.
+
+    Attributes:
+        offsets: (K,) the characters at which tokens end, ascending, counted from the part's first.
+        fewest: (K,) how many tokens end there or before.
+        most: (K,) the same and those after them that hold no character.
+        length: Characters of the part.
+    """
+
+    offsets: np.ndarray
+    fewest: np.ndarray
+    most: np.ndarray
+    length: int
+
+    @classmethod
+    def of(cls, ends: np.ndarray) -> Cuts:
+        """Those of a whole text, from its start on, by its tokens' :func:`token_ends`."""
+        bounds = np.append(0, ends)  # bounds[k]: where the first k tokens end
+        counts = np.flatnonzero(bounds != NO_END)
+        offsets, first, times = np.unique(bounds[counts], return_index=True, return_counts=True)
+        return cls(offsets, counts[first], counts[first + times - 1], int(offsets[-1]))
+
+    def within(self, span: Span) -> Cuts:
+        """Those of some of the text's characters."""
+        start, stop = span
+        kept = slice(*np.searchsorted(self.offsets, [start, stop + 1]))
+        return Cuts(self.offsets[kept] - start, self.fewest[kept], self.most[kept], stop - start)
+
+
+def align(source: Cuts, target: Cuts) -> TokenAlignment:
     """The minimal mismatching groups of a text that two tokenizers have cut.
 
-    Args:
-        source_ends: (S,) where the source's tokens end, as :func:`token_ends` has it.
-        target_ends: (T,) the same for the target's.
-        source_span: The characters that are to be aligned, by the source's text; None for all.
-        target_span: The same characters by the target's text.
-
-    Returns:
-        The groups from the first offset within the spans at which both sides end a token to the
-        last one; none where there are fewer than two. A token that lies across the border of
-        the spans is in none, and one that holds no character (``<s>``) at neither end of them.
+    Both are of the same text or the same part of it. The groups run from the first offset at which
+    both sides end a token, or the text begins, to the last; there are none where there are
+    fewer than two. A token that lies across the border of a part is in no group, and one that
+    holds no character (``<s>``) in none at either end.
 
     Raises:
-        ValueError: The two spans differ in length.
+        ValueError: The two parts differ in length.
     """
-    source_span = _whole(source_ends) if source_span is None else source_span
-    target_span = _whole(target_ends) if target_span is None else target_span
-    lengths = [stop - start for start, stop in (source_span, target_span)]
-    if lengths[0] != lengths[1]:
+    if source.length != target.length:
         raise ValueError(
-            f"the source's text has {lengths[0]} characters and the target's {lengths[1]}; "
+            f"the source's text has {source.length} characters and the target's {target.length}; "
             "align two tokenizations of the same text"
         )
-    cuts, first, last = _cuts(source_ends, source_span)
-    others, target_first, target_last = _cuts(target_ends, target_span)
-    _, ours, theirs = np.intersect1d(cuts, others, assume_unique=True, return_indices=True)
+    _, ours, theirs = np.intersect1d(
+        source.offsets, target.offsets, assume_unique=True, return_indices=True
+    )
     if len(ours) < 2:
         return TokenAlignment(np.zeros((0, 4), np.int64))
     columns = []
-    for fewest, most in ((first[ours], last[ours]), (target_first[theirs], target_last[theirs])):
+    for side, shared in ((source, ours), (target, theirs)):
+        fewest, most = side.fewest[shared], side.most[shared]
         columns += [np.append(most[:1], fewest[1:-1]), fewest[1:]]
     return TokenAlignment(np.stack(columns, axis=1))
-
-
-def _whole(ends: np.ndarray) -> Span:
-    return 0, int(ends.max(initial=0))
-
-
-def _cuts(ends: np.ndarray, span: Span) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The offsets within a span at which tokens end, from its start on, in order.
-
-    With each come the fewest and the most tokens that end there or before: tokens of no
-    characters make the difference.
-    """
-    bounds = np.append(0, ends)  # bounds[k]: where the first k tokens end
-    counts = np.flatnonzero((bounds >= span[0]) & (bounds <= span[1]))
-    offsets, first, times = np.unique(bounds[counts], return_index=True, return_counts=True)
-    return offsets - span[0], counts[first], counts[first + times - 1]

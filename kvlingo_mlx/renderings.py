@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.alignment import NO_END, Span, TokenAlignment, align, token_ends
+from kvlingo_mlx.alignment import NO_END, Cuts, Span, TokenAlignment, align, token_ends
 
 Messages = Sequence[Mapping[str, Any]]
 Render = Callable[[Messages], str]  # a chat template, its switches given; refuses by ValueError
@@ -88,12 +88,13 @@ def stretches(source: Rendering, target: Rendering, stop: int | None = None) -> 
         ValueError: The renderings are of different messages.
     """
     _check_contents(source, target)
-    ends = np.where(np.arange(len(target.ids)) < _count(target, stop), target.ends, NO_END)
+    count = len(target.ids) if stop is None else min(stop, len(target.ids))
     if _same(source, target):
-        alignments = [_identity(_count(target, stop))]
+        alignments = [_identity(count)]
     else:
+        ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends[:count])
         both = zip(source.contents, target.contents, strict=True)
-        alignments = [align(source.ends, ends, a, b) for a, b in both if a and b]
+        alignments = [align(ours.within(a), theirs.within(b)) for a, b in both if a and b]
     found, done = [], 0
     for alignment in sorted(alignments, key=lambda each: each.target):
         start, end = alignment.target
@@ -103,10 +104,6 @@ def stretches(source: Rendering, target: Rendering, stop: int | None = None) -> 
         found.append(Stretch(start, end, alignment))
         done = end
     return found + ([Stretch(done, len(target.ids))] if done < len(target.ids) else [])
-
-
-def _count(rendering: Rendering, stop: int | None) -> int:
-    return len(rendering.ids) if stop is None else min(stop, len(rendering.ids))
 
 
 def _same(source: Rendering, target: Rendering) -> bool:

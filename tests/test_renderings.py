@@ -200,7 +200,7 @@ excerpts = st.builds(lambda text, n: text[n : n + 40], st.sampled_from(list(TEXT
 contents = st.one_of(short, excerpts)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(contents, min_size=1, max_size=5),
     st.booleans(),

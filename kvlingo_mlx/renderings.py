@@ -235,10 +235,10 @@ def _located(
         at += len(piece)
         places[int(number)].append(at)
     found = {}
-    for part, where in places.items():
-        index, span = parts[part] if part < len(parts) else (None, (0, 0))
-        as_it_was = index is not None and messages[index]["content"][slice(*span)]
-        if len(where) == 2 and text[slice(*where)] == as_it_was:
+    for part in marked:
+        index, span = parts[part]
+        where = places[part]  # a dropped part has none, an altered one perhaps one
+        if len(where) == 2 and text[slice(*where)] == messages[index]["content"][slice(*span)]:
             found[part] = (where[0], where[1])
     return found
 

@@ -6,6 +6,7 @@ The languages are XQuAD's, on which the paper measures translation across tokeni
 from __future__ import annotations
 
 import json
+from collections import Counter
 
 from tokenizers import (
     AddedToken,
@@ -139,9 +140,12 @@ def sentencepiece(*, unigram: bool = False, legacy: bool = True) -> Tokenizer:
     """
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     model = models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    # The library would choose among equally frequent characters at random.
+    common = [c for c, _ in Counter(sorted("".join(CORPUS).replace(" ", "▁"))).most_common(300)]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=special, limit_alphabet=300, show_progress=False
-    )
+        vocab_size=VOCABULARY, special_tokens=special, initial_alphabet=common,
+        limit_alphabet=len(common), show_progress=False,
+    )  # fmt: skip
     if unigram:
         model = models.Unigram(byte_fallback=True)
         trainer = trainers.UnigramTrainer(

@@ -1,0 +1,1 @@
+"""Sections of benchmarks/RESULTS.md."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -45,6 +46,15 @@ def peak_bytes(action: Callable[[], Any]) -> int:
     action()
     mx.synchronize()
     return mx.get_peak_memory()
+
+
+@functools.cache
+def machine() -> dict[str, Any]:
+    """What times depend on besides models: the device, and what computes on it."""
+    return {
+        "device": str(mx.default_device()), "chip": _chip(), "cores": os.cpu_count(),
+        "fast_blas": _fast_blas(), "mlx": version("mlx"),
+    }  # fmt: skip
 
 
 def environment() -> dict[str, Any]:

@@ -7,11 +7,12 @@ from typing import Any
 
 import typer
 
-from kvlingo_mlx.cli.bench_output import Pair, draw, foot, show
+from kvlingo_mlx.cli.bench_output import Pair, draw, foot, keep_profile, show
 from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, progress_bar, say, warn
 from kvlingo_mlx.errors import MissingTranslatorError
 
 NAMES = ("moe-switch", "switch", "quant")
+PROFILE_HELP = "Keep the times for `generate --strategy auto`, which goes by them."
 
 
 def command(
@@ -35,6 +36,7 @@ def command(
     prefill_step_size: int = typer.Option(2048, help="Tokens per prefill chunk."),
     reference: str = typer.Option(None, help="paper-m3-ultra, or a file of --json, beside it."),
     plot: str = typer.Option(None, help="Draw times over prompt lengths into this file."),
+    save_profile: bool = typer.Option(False, "--save-profile", help=PROFILE_HELP),
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Time to first token: native, switch, accelerator; beside what the machine could do."""
@@ -52,6 +54,8 @@ def command(
     for name, given in (("--layers", layers), ("--precision", precision)):
         if given is not None and not geometry:
             raise ValueError(f"{name} is for --geometry; models from a folder are as they are")
+    if save_profile:
+        _check_profile(names, geometry)
 
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.timing import tables
@@ -67,7 +71,7 @@ def command(
     if geometry:
         pair = _of_geometry(geometry, layers, precision, nu, bits)
     else:
-        pair = _of_models(source, target, translator, nu, bits)
+        pair = _of_models(source, target, translator, nu, bits, stored=save_profile)
     rates, clock = measured_rates(), tables.Clock(time_limit)
     text = not geometry and prompt != "random"
     results: dict[str, Any] = {}
@@ -80,6 +84,8 @@ def command(
                 trials=num_trials, clock=clock, step_size=prefill_step_size, progress=step,
             )  # fmt: skip
         results[name] = show(shown, timings, left_out, pair, rates, beside)
+        if save_profile:
+            keep_profile(shown, timings, pair)
     foot(pair, rates, text)
     say(measure.machine_line())
     if plot:
@@ -98,6 +104,13 @@ def _numbers(option: str, text: str, example: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{option} is {text!r}; give numbers: {example}") from None
+
+
+def _check_profile(names: Sequence[str], geometry: str | None) -> None:
+    if geometry:
+        raise ValueError("--save-profile is for models that answer; --geometry has random ones")
+    if "moe-switch" not in names:
+        raise ValueError("--save-profile needs every way to a first token: --table moe-switch")
 
 
 # ---- what is timed ---------------------------------------------------------------------------
@@ -144,8 +157,10 @@ def _forms(bits: Sequence[int]) -> dict[str, tuple[Any, int | None]]:
 
 
 def _of_models(
-    source: str | None, target: str | None, translator: str | None, nu: int, bits: Sequence[int]
-) -> Pair:
+    source: str | None, target: str | None, translator: str | None, nu: int, bits: Sequence[int],
+    stored: bool,
+) -> Pair:  # fmt: skip
+    """Real models; where no translator is ``stored`` and none has to be, random maps."""
     from kvlingo_mlx.embedded import zoo
     from kvlingo_mlx.loading import load, resolve_translator
     from kvlingo_mlx.timing import geometries
@@ -158,7 +173,7 @@ def _of_models(
         found = {"stored": resolve_translator(translator, *models)}
         found |= {f"{n} bits": resolve_translator(translator, *models, quantize=n) for n in bits}
     except MissingTranslatorError:
-        if translator is not None:
+        if translator is not None or stored:
             raise
         warn("no translator of this pair is stored; random maps of the same shapes are timed")
         found = geometries.random_translators(models[0], models[1], nu, _forms(bits))

@@ -297,7 +297,7 @@ def _translated_start(
     clock: Clock,
     draft: LanguageModel | None,
 ) -> dict[str, Any]:
-    """The last token for mlx-lm to run, and caches of all before it: translated, the draft's own."""
+    """The last token for mlx-lm to run, and caches of all before it, a draft's own too."""
     draft_cache = [] if draft is None else make_prompt_cache(draft.model)
     own = draft_cache if draft is source else None
     cache = _hand_over(source, target, tokens, translator, step_size, clock, own)
@@ -429,8 +429,9 @@ def generate(
 def summary(response: GenerationResponse) -> str:
     """The times and rates of a finished generation, in lines."""
     return (
-        f"Prompt: {response.prompt_tokens} tokens ({response.strategy}), first token after {response.ttft_s:.3f} s "
-        f"(prefill {response.prefill_s:.3f} s, translation {response.translate_s:.3f} s)\n"
+        f"Prompt: {response.prompt_tokens} tokens ({response.strategy}), "
+        f"first token after {response.ttft_s:.3f} s (prefill {response.prefill_s:.3f} s, "
+        f"translation {response.translate_s:.3f} s)\n"
         f"Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlx_lm.generate import generate as mlx_generate
 from mlx_lm.sample_utils import make_logits_processors
-from test_identity import TOKENS, identity_of
+from test_identity import TOKENS
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import capture, generation, measure, profiles
@@ -193,6 +193,10 @@ def test_between_lengths_and_beyond_them() -> None:
     assert Profile({}, (64,), {"native": (0.5,)}).at("native", 4096) == 0.5
 
 
+def of_all(times: list[Any]) -> dict[str, Any]:
+    return {"seconds": {way: times for way in profiles.WAYS}}
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"profile_version": 2}, "profile_version is 2, expected 1"),
     ({"more": 1}, "its fields are"),
@@ -201,10 +205,10 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompt_tokens": []}, "prompt_tokens is \\[\\]"),
     ({"prompt_tokens": [10, True]}, "prompt_tokens is"),
     ({"seconds": {"native": [1.0, 2.0]}}, "seconds must be of"),
-    ({"seconds": dict.fromkeys(profiles.WAYS, [1.0])}, "must be 2 positive numbers"),
-    ({"seconds": dict.fromkeys(profiles.WAYS, [1.0, -1.0])}, "must be 2 positive numbers"),
-    ({"seconds": dict.fromkeys(profiles.WAYS, [1.0, float("nan")])}, "must be 2 positive"),
-    ({"seconds": dict.fromkeys(profiles.WAYS, [1.0, "2"])}, "must be 2 positive numbers"),
+    (of_all([1.0]), "must be 2 positive numbers"),
+    (of_all([1.0, -1.0]), "must be 2 positive numbers"),
+    (of_all([1.0, float("nan")]), "must be 2 positive"),
+    (of_all([1.0, "2"]), "must be 2 positive numbers"),
 ]
 
 

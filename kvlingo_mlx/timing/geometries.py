@@ -96,15 +96,19 @@ def _not_yet(path: str, module: nn.Module) -> bool:
 
 
 def random_translators(
-    source: LanguageModel, target: LanguageModel, nu: int, forms: Mapping[str, tuple[DType, Any]]
-) -> dict[str, Translator]:
-    """Head-mixing maps of random numbers by form: the dtype they are stored in, and their bits."""
+    source: LanguageModel, target: LanguageModel, nu: int, forms: Mapping[str, tuple[DType, Any]],
+    *, head_mixing: bool = True,
+) -> dict[str, Translator]:  # fmt: skip
+    """Linear maps of random numbers by form: the dtype they are stored in, and their bits."""
     rng = np.random.default_rng(0)
     assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
-    config = TranslatorConfig(_spec(source), _spec(target), assignment)
-    arrays = {
-        f"{m.name}.weight": rng.standard_normal((m.outputs, m.inputs), np.float32) * 0.02
+    config = TranslatorConfig(_spec(source), _spec(target), assignment, head_mixing=head_mixing)
+    shapes = {
+        f"{m.name}.weight": ((m.heads,) if m.heads else ()) + (m.outputs, m.inputs)
         for m in maps_of(config)
+    }
+    arrays = {
+        name: rng.standard_normal(shape, np.float32) * 0.02 for name, shape in shapes.items()
     }
     return {
         form: LinearTranslator.build(config, Weights.from_float32(arrays, dtype), bits=bits)

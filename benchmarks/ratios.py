@@ -148,7 +148,7 @@ def auto(trials: int, source_width: int, target_width: int) -> Found:
 
     At lengths between and beyond those of the profile.
     """
-    source, target = (_reader(width, seed) for width, seed in ((source_width, 3), (target_width, 4)))
+    source, target = _reader(source_width, 3), _reader(target_width, 4)
     translator = translation_cost.random_translator(source, target, 1)
     with tempfile.TemporaryDirectory() as home:
         os.environ["KVLINGO_HOME"] = home

@@ -27,7 +27,6 @@ from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.timing.geometries import random_translators
 from kvlingo_mlx.translators.base import Translator
 
-
 HEAD_DIM = 128
 
 

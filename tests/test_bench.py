@@ -83,6 +83,37 @@ def test_little_time_leaves_long_prompts_out(
     assert [timing.prompt_tokens for timing in done] == [16, 40] and left_out == []
 
 
+def test_a_length_that_another_table_rules_out_is_not_begun(
+    models: dict[str, LanguageModel], translator: Translator
+) -> None:
+    arguments = (models["dense"], models["moe"], {"stored": translator}, tables.TABLES["switch"])
+    samples = {"native": [1.0], "switch": [0.5], "translate stored": [0.25], "decode_source": [9.0]}
+    before = tables.Timing(16, samples)
+    options: dict[str, Any] = {"text": False, "trials": 1, "before": before}
+    # Three runs of 1.75 s, which at 40 tokens take 2.5 times as long: 13.1 s.
+    done, left_out = tables.run_table(*arguments, [40], clock=tables.Clock(13.0), **options)
+    assert done == [] and left_out == [40]
+    done, left_out = tables.run_table(*arguments, [40], clock=tables.Clock(13.3), **options)
+    assert [timing.prompt_tokens for timing in done] == [40] and left_out == []
+
+
+def test_time_is_shared_among_what_is_yet_to_be_measured() -> None:
+    clock = tables.Clock(60.0)
+    assert clock.part(3).left() == pytest.approx(20.0, abs=0.1)
+    assert tables.Clock(None).part(3).left() == float("inf")
+
+
+def test_a_long_run_is_not_warmed_up_for_its_own_sake(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    clock = iter([0.4, 0.8, 1.2] + [0.001] * 9)
+    monkeypatch.setattr(paths, "seconds", lambda run: (run(), next(clock))[1])
+    runs = {name: (lambda name=name: ran.append(name)) for name in ("rising", "known", "short")}
+    found = paths.interleaved(runs, 2, spent={"known": paths.LONG + 0.1})
+    assert ran[:5] == ["rising"] * 2 + ["rising", "short", "short"]
+    assert ran[5:] == ["rising", "known", "short"] * 2
+    assert all(len(times) == 2 for times in found.values())
+
+
 def test_prompts(models: dict[str, LanguageModel]) -> None:
     small, large = (kv.load(zoo(f"tiny-qwen3-{size}")) for size in "sl")
     tokens = tables.prompt_of(small, large, 900, text=True)
@@ -313,6 +344,35 @@ def kv_is_apple() -> bool:
     from kvlingo_mlx import measure
 
     return measure.is_apple()
+
+
+def test_a_table_for_which_there_is_no_time(
+    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "1",
+                 "--table", "all", "-p", "12", "--time-limit", "0", "--json", str(out)]  # fmt: skip
+    assert run(arguments) == 0
+    assert capsys.readouterr().out.count("left out for want of time: 12 tokens") == 2
+    results = json.loads(out.read_text())["results"]
+    assert [len(results[name]["timings"]) for name in ("moe-switch", "switch", "quant")] == [
+        1,
+        0,
+        0,
+    ]
+    from kvlingo_mlx.timing import figures
+
+    pytest.importorskip("matplotlib")
+    assert len(figures.times(results).axes) == 1
+
+
+def test_large_random_weights_repeat_and_no_row_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometries, "BLOCK", 103)
+    block = mx.random.normal((103,))
+    small, large = (geometries._filled(mx.zeros(shape), block) for shape in ((5, 20), (3, 7, 20)))
+    assert not small.any()
+    rows = {tuple(row) for row in np.array(large).reshape(-1, 20).tolist()}
+    assert len(rows) == 21 and set(np.array(large).reshape(-1).tolist()) == set(block.tolist())
 
 
 def test_bench_without_a_translator_times_random_maps(

@@ -63,6 +63,7 @@ def command(
     from kvlingo_mlx.timing.reference import load_reference
 
     keep_stdout_for_json(json_file)
+    clock = tables.Clock(time_limit)  # models are made or read within it, too
     if plot:
         pictures.check(plot)
     beside = load_reference(reference) if reference else None
@@ -72,17 +73,20 @@ def command(
         pair = _of_geometry(geometry, layers, precision, nu, bits)
     else:
         pair = _of_models(source, target, translator, nu, bits, stored=save_profile)
-    rates, clock = measured_rates(), tables.Clock(time_limit)
+    rates = measured_rates()
     text = not geometry and prompt != "random"
     results: dict[str, Any] = {}
-    for name in names:
+    before = None
+    for index, name in enumerate(names):
         shown = tables.TABLES[name]
         wanted = lengths or list(shown.lengths)
         with progress_bar(f"timing {name}", len(wanted) * num_trials) as step:
             timings, left_out = tables.run_table(
                 pair.source, pair.target, pair.translators, shown, wanted, text=text,
-                trials=num_trials, clock=clock, step_size=prefill_step_size, progress=step,
+                trials=num_trials, clock=clock.part(len(names) - index),
+                step_size=prefill_step_size, progress=step, before=before,
             )  # fmt: skip
+        before = timings[0] if timings else before
         results[name] = show(shown, timings, left_out, pair, rates, beside)
         if save_profile:
             keep_profile(shown, timings, pair)

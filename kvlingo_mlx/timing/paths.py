@@ -23,7 +23,7 @@ from kvlingo_mlx.measure import seconds
 from kvlingo_mlx.translators.base import Translator
 
 MAX_WARM_UP = 5
-LONG = 2.0  # seconds, beside which what a first run costs more does not count
+LONG = 1.0  # seconds of warming up, after which what a first run costs more does not count
 DECODED = 16  # tokens over which a decoding speed is taken
 
 
@@ -233,13 +233,15 @@ def interleaved(
     trials: int,
     progress: Callable[[], None] = lambda: None,
     out_of_time: Callable[[], bool] = lambda: False,
+    spent: Mapping[str, float] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of several runs, all warmed up, then in turns.
 
     Whatever the time, each is timed once; further rounds end when ``out_of_time`` says so.
+    ``spent`` are seconds for which some have run already.
     """
-    for run in runs.values():
-        _warm_up(run)
+    for name, run in runs.items():
+        _warm_up(run, (spent or {}).get(name, 0.0))
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for trial in range(trials):
         if trial and out_of_time():
@@ -250,13 +252,13 @@ def interleaved(
     return samples
 
 
-def _warm_up(action: Callable[[], object]) -> None:
-    """Run until two times in a row agree within 5 %, at most five times; once if that is long."""
-    last = seconds(action)
-    for _ in range(MAX_WARM_UP - 1):
-        if last > LONG:
+def _warm_up(action: Callable[[], object], spent: float) -> None:
+    """Run until two times in a row agree within 5 %, at most five times and for ``LONG``."""
+    last = 0.0
+    for _ in range(MAX_WARM_UP):
+        if spent > LONG:
             return
         now = seconds(action)
         if abs(now - last) <= 0.05 * last:
             return
-        last = now
+        last, spent = now, spent + now

@@ -20,6 +20,7 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.timing import ceilings, geometries, paths, tables
+from kvlingo_mlx.timing.batches import Batch
 from kvlingo_mlx.timing.reference import load_reference
 from kvlingo_mlx.translators.base import Translator
 
@@ -70,6 +71,35 @@ def test_the_phases_do_what_they_are_called(
     assert {cache.offset for cache in made._own} == {len(PROMPT) - 1}
 
 
+def test_a_batch_is_as_its_prompts_are_one_by_one(
+    models: dict[str, LanguageModel], translator: Translator
+) -> None:
+    arguments = (models["dense"], models["moe"], {"stored": translator})
+    batch = Batch(*arguments, PROMPT, 16, 3)
+    assert batch.ids.shape == (3, len(PROMPT)) and batch.ids[0].tolist() == PROMPT
+    native, switched = batch.native().tolist(), batch.switch().tolist()
+    assert switched == batch.target_step().tolist() == batch.target_step().tolist()
+    whole = batch._translated()
+    for row, prompt in enumerate(batch.ids.tolist()):
+        assert native[row] == next_token(models["moe"], prompt)
+        alone = kv.hand_over(*arguments[:2], prompt, translator=translator)
+        assert switched[row] == next_token(models["moe"], prompt[-1:], alone)
+        for ours, theirs in zip(whole, alone, strict=True):
+            a, b = (np.array(c.keys[..., : len(prompt) - 1, :]) for c in (ours, theirs))
+            assert np.linalg.norm(a[row] - b[0]) <= 1e-4 * np.linalg.norm(b[0])
+
+
+def test_a_table_of_a_batch(models: dict[str, LanguageModel], translator: Translator) -> None:
+    table = tables.batched(tables.TABLES["moe-switch"], 2)
+    assert table.title.endswith("2 prompts at once") and table.peaks == ("native", "switch")
+    arguments = (models["dense"], models["moe"], {"stored": translator}, table, [16])
+    options: dict[str, Any] = {"text": False, "trials": 1, "clock": tables.Clock(None)}
+    (timing,), _ = tables.run_table(*arguments, batch=2, **options)
+    wanted = {"source_prefill", "native", "translate stored", "target_step", "switch"}
+    assert set(timing.samples) == wanted and timing.batch == 2
+    assert tables.batched(table, 1) is table
+
+
 def test_little_time_leaves_long_prompts_out(
     models: dict[str, LanguageModel], translator: Translator
 ) -> None:
@@ -105,7 +135,7 @@ def test_time_is_shared_among_what_is_yet_to_be_measured() -> None:
 
 def test_a_long_run_is_not_warmed_up_for_its_own_sake(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    clock = iter([0.4, 0.8, 1.2] + [0.001] * 9)
+    clock = iter([0.3, 0.5, 0.9] + [0.001] * 9)
     monkeypatch.setattr(paths, "seconds", lambda run: (run(), next(clock))[1])
     runs = {name: (lambda name=name: ran.append(name)) for name in ("rising", "known", "short")}
     found = paths.interleaved(runs, 2, spent={"known": paths.LONG + 0.1})
@@ -244,7 +274,7 @@ def test_what_is_derived_from_times() -> None:
     assert tables.speedups(timing) == {
         "switch": 4.0, "eager switch": 8.0, "accelerator": 0.5, "source first token": 20.0
     }  # fmt: skip
-    assert tables.tokens_per_second(timing) == {"decode_source": 32.0}
+    assert tables.tokens_per_second(timing) == {"decode_source": paths.DECODED / 0.5}
     # Layers of a second each on the target's side, half a second on the source's, head of three.
     shallow = tables.Timing(8, {
         "source_prefill": [1.0], "translate x": [0.2], "native": [5.0], "target_step": [3.5],
@@ -399,6 +429,8 @@ def test_bench_without_a_translator_times_random_maps(
         (["--quantize", "7"], "7"),
         (["--prompt", "x"], "--prompt is 'x'; give text or random"),
         (["-n", "0"], "--num-trials is 0"),
+        (["--batch", "0"], "--batch is 0"),
+        (["--batch", "2", "--save-profile"], "--save-profile is of single prompts"),
         (["--reference", "nowhere"], "--reference nowhere cannot be read"),
     ],
 )

@@ -31,6 +31,7 @@ def command(
     quantize: str = typer.Option("8,4", help="Bits of more forms of the maps: 8,4 or none."),
     prompt: str = typer.Option(None, help="text (bundled) or random token ids."),
     prompt_tokens: str = typer.Option(None, "--prompt-tokens", "-p", help="Lengths: 64,256."),
+    batch: int = typer.Option(1, help="Prompts at once, of one length; fewer rows above 1."),
     num_trials: int = typer.Option(5, "--num-trials", "-n", help="Trials per length."),
     time_limit: float = typer.Option(150.0, help="Seconds in all; longer prompts are left out."),
     prefill_step_size: int = typer.Option(2048, help="Tokens per prefill chunk."),
@@ -47,6 +48,8 @@ def command(
     bits = [] if quantize == "none" else _numbers("--quantize", quantize, "8,4 or none")
     if num_trials < 1:
         raise ValueError(f"--num-trials is {num_trials}; give at least 1")
+    if batch < 1:
+        raise ValueError(f"--batch is {batch}; give at least 1")
     if prompt not in (None, "text", "random"):
         raise ValueError(f"--prompt is {prompt!r}; give text or random")
     if prompt == "text" and geometry:
@@ -55,7 +58,7 @@ def command(
         if given is not None and not geometry:
             raise ValueError(f"{name} is for --geometry; models from a folder are as they are")
     if save_profile:
-        _check_profile(names, geometry)
+        _check_profile(names, geometry, batch)
 
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.timing import tables
@@ -78,13 +81,13 @@ def command(
     results: dict[str, Any] = {}
     before = None
     for index, name in enumerate(names):
-        shown = tables.TABLES[name]
+        shown = tables.batched(tables.TABLES[name], batch)
         wanted = lengths or list(shown.lengths)
         with progress_bar(f"timing {name}", len(wanted) * num_trials) as step:
             timings, left_out = tables.run_table(
                 pair.source, pair.target, pair.translators, shown, wanted, text=text,
                 trials=num_trials, clock=clock.part(len(names) - index),
-                step_size=prefill_step_size, progress=step, before=before,
+                step_size=prefill_step_size, progress=step, before=before, batch=batch,
             )  # fmt: skip
         before = timings[0] if timings else before
         results[name] = show(shown, timings, left_out, pair, rates, beside)
@@ -98,6 +101,7 @@ def command(
         config = {
             "source": pair.source.name, "target": pair.target.name, "layers": pair.layers,
             "prompt": "bundled text" if text else "random token ids", "trials": num_trials,
+            "batch": batch,
             "forms": list(pair.translators), "rates": vars(rates), "precision": precision,
         }  # fmt: skip
         measure.append_json(json_file, measure.record("bench", config, results))
@@ -110,7 +114,9 @@ def _numbers(option: str, text: str, example: str) -> list[int]:
         raise ValueError(f"{option} is {text!r}; give numbers: {example}") from None
 
 
-def _check_profile(names: Sequence[str], geometry: str | None) -> None:
+def _check_profile(names: Sequence[str], geometry: str | None, batch: int) -> None:
+    if batch > 1:
+        raise ValueError(f"--save-profile is of single prompts; leave out --batch {batch}")
     if geometry:
         raise ValueError("--save-profile is for models that answer; --geometry has random ones")
     if "moe-switch" not in names:

@@ -20,11 +20,12 @@ from kvlingo_mlx import caches, capture
 from kvlingo_mlx.generation import hand_over, translate_span
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
+from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.translators.base import Translator
 
 MAX_WARM_UP = 5
 LONG = 1.0  # seconds of warming up, after which what a first run costs more does not count
-DECODED = 16  # tokens over which a decoding speed is taken
+DECODED = 8  # tokens over which a decoding speed is taken
 
 
 class Paths:
@@ -38,6 +39,8 @@ class Paths:
         step_size: Tokens per prefill chunk.
     """
 
+    batch = 1
+
     def __init__(
         self,
         source: LanguageModel,
@@ -49,11 +52,14 @@ class Paths:
         self.source, self.target, self.translators = source, target, translators
         self.tokens, self.step_size = list(tokens), step_size
         self._own = make_prompt_cache(source.model)
-        with mx.stream(generation_stream):
-            spans = capture.prefill(source, self.tokens[:-1], step_size, self._own)
-            self._recorded = list(spans)
+        self._recorded = self._read()
         self._cache = self._translated()
         self._native: list[Any] | None = None
+
+    def _read(self) -> list[KVStates]:
+        """Let the source read the prompt into its own cache; what it wrote, chunk by chunk."""
+        with mx.stream(generation_stream):
+            return list(capture.prefill(self.source, self.tokens[:-1], self.step_size, self._own))
 
     def _translated(self, form: str | None = None) -> list[Any]:
         translator = self.translators[form or next(iter(self.translators))]
@@ -72,17 +78,17 @@ class Paths:
         for _ in capture.prefill(self.source, self.tokens[:-1], self.step_size):
             pass
 
-    def target_step(self) -> None:
+    def target_step(self) -> object:
         """One step of the target over the last prompt token."""
-        first_token(self.target, self.tokens[-1:], _again(self._cache))
+        return first_token(self.target, self.tokens[-1:], again(self._cache))
 
     def source_step(self) -> None:
         """One step of the source, which has its cache: the first token, if it may write it."""
-        first_token(self.source, self.tokens[-1:], _again(self._own))
+        first_token(self.source, self.tokens[-1:], again(self._own))
 
-    def native(self) -> None:
+    def native(self) -> object:
         """The target reads the prompt itself, as mlx-lm does: all but one token, then that one."""
-        first_token(self.target, self.tokens, None, self.step_size)
+        return first_token(self.target, self.tokens, None, self.step_size)
 
     def native_single(self) -> int:
         """The target reads the whole prompt in one pass; returns what it predicts to come next."""
@@ -97,9 +103,9 @@ class Paths:
         """A fresh cache of the target from the recorded states."""
         return self._translated()
 
-    def switch(self) -> None:
+    def switch(self) -> object:
         """Translation and the target's step: what a switch costs."""
-        first_token(self.target, self.tokens[-1:], self._translated())
+        return first_token(self.target, self.tokens[-1:], self._translated())
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
@@ -114,18 +120,18 @@ class Paths:
 
     def decode_source(self) -> None:
         """The source goes on for some tokens from its own cache."""
-        first_token(self.source, self.tokens[-1:], _again(self._own), count=DECODED)
+        first_token(self.source, self.tokens[-1:], again(self._own), count=DECODED)
 
     def decode_translated(self) -> None:
         """The target goes on for some tokens from the translated cache."""
-        first_token(self.target, self.tokens[-1:], _again(self._cache), count=DECODED)
+        first_token(self.target, self.tokens[-1:], again(self._cache), count=DECODED)
 
     def decode_native(self) -> None:
         """The target goes on for some tokens from a cache of its own."""
         if self._native is None:
             self._native = make_prompt_cache(self.target.model)
             first_token(self.target, self.tokens, self._native, self.step_size)
-        first_token(self.target, self.tokens[-1:], _again(self._native), count=DECODED)
+        first_token(self.target, self.tokens[-1:], again(self._native), count=DECODED)
 
 
 def text_of(model: LanguageModel) -> Any:
@@ -150,7 +156,7 @@ def run_head(model: LanguageModel) -> None:
     mx.eval(head(model)(mx.ones((1, 1, model.facts["hidden_size"]), model.cache_dtype)))
 
 
-def _again(cache: Sequence[Any]) -> list[Any]:
+def again(cache: Sequence[Any]) -> list[Any]:
     """Of a cache the objects alone: the next step writes where the last one did."""
     return [copy.copy(c) for c in cache]
 
@@ -193,8 +199,8 @@ def first_token(
     cache: list[Any] | None,
     step_size: int = 2048,
     count: int = 1,
-) -> None:
-    """Run ``tokens`` from a cache and wait for the ``count`` tokens after them."""
+) -> int:
+    """Run ``tokens`` from a cache and wait for the ``count`` tokens after them; the last one."""
     steps = generate_step(
         mx.array(list(tokens)),
         target.model,
@@ -202,8 +208,8 @@ def first_token(
         prompt_cache=cache,
         prefill_step_size=step_size,
     )
-    for _ in steps:
-        pass
+    *_, (token, _) = steps
+    return int(token)
 
 
 def switch_times(

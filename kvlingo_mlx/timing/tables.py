@@ -17,6 +17,7 @@ import numpy as np
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import median, peak_bytes, seconds
+from kvlingo_mlx.timing.batches import PHASES, Batch
 from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, experts_touched, translation_work
 from kvlingo_mlx.timing.paths import DECODED, Paths, interleaved
 from kvlingo_mlx.translators.base import Translator
@@ -74,12 +75,14 @@ class Timing:
         peak: Peak bytes by phase.
         experts: Share of its experts that a layer of the target touches while it reads the
             prompt, and in one step; empty where it has none.
+        batch: Prompts at once.
     """
 
     prompt_tokens: int
     samples: dict[str, list[float]]
     peak: dict[str, int] = field(default_factory=dict)
     experts: dict[str, float] = field(default_factory=dict)
+    batch: int = 1
 
     def median(self, phase: str) -> float:
         """Median seconds of a phase."""
@@ -147,7 +150,7 @@ def measure_length(
         forms = [f"translate {form}" for form in paths.translators]
         names += forms if phase == "translate" else [phase]
     runs = {name: paths.phase(name) for name in names}
-    found = Timing(len(paths.tokens), {})
+    found = Timing(len(paths.tokens), {}, batch=paths.batch)
     # What is not timed comes first, as part of the warm-up: a long prompt is read no oftener.
     spent = dict.fromkeys(runs, 0.0)
     for name, phase in (("prompt", "native"), ("step", "target_step")):
@@ -163,7 +166,7 @@ def _count_experts(paths: Paths, name: str, phase: str, found: Timing) -> None:
     """Run a phase of the target; note the share of its experts that a layer touches, if any."""
     with experts_touched(paths.target) as shares:
         paths.phase(phase)()
-    if shares:
+    if shares and paths.batch == 1:
         # Reading a prompt is the first passes, one a chunk; a step, one more, follows them.
         chunks = math.ceil((found.prompt_tokens - 1) / paths.step_size)
         kept = len(shares) * chunks // (chunks + 1) if phase == "native" else len(shares)
@@ -198,6 +201,7 @@ def run_table(
     step_size: int = 2048,
     progress: Callable[[], None] = lambda: None,
     before: Timing | None = None,
+    batch: int = 1,
 ) -> tuple[list[Timing], list[int]]:
     """A table's columns, shortest prompt first; and the lengths that time did not allow.
 
@@ -211,7 +215,10 @@ def run_table(
         if known is not None and _least(table, length, known) > clock.left():
             return done, sorted(lengths)[index:]
         tokens = prompt_of(source, target, length, text=text)
-        paths = Paths(source, target, translators, tokens, step_size)
+        if batch == 1:
+            paths = Paths(source, target, translators, tokens, step_size)
+        else:
+            paths = Batch(source, target, translators, tokens, step_size, batch)
         share = clock.part(len(lengths) - index)
         done.append(measure_length(paths, table, trials=trials, clock=share, progress=progress))
         del paths
@@ -229,7 +236,12 @@ def floors(
     target: LanguageModel,
     translators: Mapping[str, Translator],
 ) -> dict[str, float]:
-    """By phase, the least seconds that its work can take at this machine's measured rates."""
+    """By phase, the least seconds that its work can take at this machine's measured rates.
+
+    Of single prompts alone: nothing for several at once.
+    """
+    if timing.batch > 1:
+        return {}
     count = timing.prompt_tokens - 1
     reads, steps = Costs(source), Costs(target)
     touched = timing.experts.get("prompt", 1.0)
@@ -252,6 +264,14 @@ def floors(
 
 def _experts(model: LanguageModel) -> int:
     return int(model.facts.get("num_experts") or 1)
+
+
+def batched(table: Table, batch: int) -> Table:
+    """What of a table can be timed for so many prompts at once: all of it for one."""
+    if batch == 1:
+        return table
+    phases, peaks = (tuple(p for p in of if p in PHASES) for of in (table.phases, table.peaks))
+    return Table(f"{table.title}, {batch} prompts at once", table.lengths, phases, peaks)
 
 
 def speedups(timing: Timing) -> dict[str, float]:

@@ -28,6 +28,8 @@ _HOMES = {
     "IncompatibleTranslatorError": "errors",
     "MalformedTranslatorError": "errors",
     "MissingTranslatorError": "errors",
+    "MissingProfileError": "errors",
+    "MalformedProfileError": "errors",
     "MalformedConversationError": "errors",
     "MissingExtraError": "errors",
 }

@@ -22,11 +22,12 @@ Sides = tuple[mx.array, mx.array]
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX quantises by
 
 
-def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
+def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]:
     """Stock mlx-lm caches of ``num_tokens`` that :func:`write` has yet to write, and room to grow.
 
-    The room is taken once, so that neither writing in chunks nor the first decoding
-    step copies what is there. A ring has no more room than its window.
+    ``batch`` prompts of that length lie side by side. The room is taken once, so that neither
+    writing in chunks nor the first decoding step copies what is there. A ring has no more room
+    than its window.
 
     Raises:
         UnsupportedModelError: A layer uses a cache that translation cannot write.
@@ -43,7 +44,7 @@ def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
             continue
         room = min(capacity, layer.window or capacity)
         cache.keys, cache.values = (
-            mx.zeros((1, heads, room, dim), model.cache_dtype)
+            mx.zeros((batch, heads, room, dim), model.cache_dtype)
             for heads, dim in stored_shape(model, index)
         )
         cache.offset = num_tokens

@@ -21,7 +21,8 @@ from kvlingo_mlx.cli.sampling import (
 if TYPE_CHECKING:
     from kvlingo_mlx.translators.base import Translator
 
-TIMES = ("prompt_tokens", "prefill_s", "translate_s", "ttft_s", "generation_tps")
+STRATEGY_HELP = "accelerator, native, or auto: the sooner one by `bench --save-profile`."
+TIMES = ("strategy", "prompt_tokens", "prefill_s", "translate_s", "ttft_s", "generation_tps")
 
 
 def command(
@@ -30,6 +31,7 @@ def command(
     prompt: str = typer.Option(..., "--prompt", "-p", help="The prompt; - reads standard input."),
     translator: str = typer.Option(None, help="A folder or Hub id; else the local store's."),
     quantize: int = typer.Option(None, help=QUANTIZE_HELP),
+    strategy: str = typer.Option("accelerator", help=STRATEGY_HELP),
     system_prompt: str = typer.Option(None, help="System message for the chat template."),
     ignore_chat_template: bool = typer.Option(False, help="Take the prompt as raw text."),
     thinking: bool = typer.Option(None, help="The chat template's thinking switch."),
@@ -56,14 +58,15 @@ def command(
         raise ValueError("the prompt is empty; give some text")
 
     from kvlingo_mlx import measure
-    from kvlingo_mlx.generation import stream_generate, summary
+    from kvlingo_mlx.generation import check_strategy, stream_generate, summary
     from kvlingo_mlx.loading import load, resolve_translator
     from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)
     check_bits(quantize)
     sampler = sampler_of(temp, top_p, top_k, min_p, seed)
-    source, target = load(prefill_model), load(decode_model)
+    check_strategy(strategy)
+    source, target = load(prefill_model, lazy=strategy == "native"), load(decode_model)
     used: str | Translator = translator
     if quantize is not None:
         used = resolve_translator(
@@ -72,6 +75,7 @@ def command(
     templated = target.tokenizer.has_chat_template and not ignore_chat_template
     options: dict[str, Any] = {
         "translator": used,
+        "strategy": strategy,
         "max_tokens": max_tokens,
         "sampler": sampler,
         "prefill_step_size": prefill_step_size,

@@ -118,5 +118,5 @@ class Turn:
         self.answer.append(int(response.token))
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
-        booked = timed(response, len(self.prompt), switch_s, self._ttft)
+        booked = timed(response, len(self.prompt), self._ttft, {"translate": switch_s})
         return replace(booked, generation_tokens=len(self.answer))

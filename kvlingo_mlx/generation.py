@@ -114,9 +114,16 @@ def _hand_over(
     return cache
 
 
-def _check_tokens(
+def check_max_tokens(max_tokens: int) -> None:
+    """Refuse (ValueError) what is neither a positive number nor -1."""
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
+
+
+def check_tokens(
     source: LanguageModel, target: LanguageModel, tokens: Sequence[int], step_size: int
 ) -> None:
+    """Refuse (ValueError) a prompt that one of two models cannot read, or chunks of no tokens."""
     if not tokens:
         raise ValueError("the prompt is empty; give some text")
     if step_size < 1:
@@ -155,7 +162,7 @@ def hand_over(
         MissingTranslatorError: None was given and none is stored.
     """
     source, target, tokens = load(prefill_model), load(decode_model), as_ids(tokens)
-    _check_tokens(source, target, tokens, prefill_step_size)
+    check_tokens(source, target, tokens, prefill_step_size)
     resolved = None
     if len(tokens) > 1:  # a single token leaves nothing to translate
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
@@ -194,13 +201,12 @@ def stream_generate(
             f"{', '.join(unknown)} cannot be used with a hand-over; decoding options are "
             f"{', '.join(DECODE_OPTIONS)}"
         )
-    if max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
+    check_max_tokens(max_tokens)
     source, target = load(prefill_model), load(decode_model)
     draft = _draft(draft_model, prefill_model, source)
     clock = Clock()
     tokens = encode(target, prompt, enable_thinking)
-    _check_tokens(source, target, tokens, prefill_step_size)
+    check_tokens(source, target, tokens, prefill_step_size)
     if (bits := decode_options.get("kv_bits")) is not None:
         for model in (target,) if draft is None else (target, draft):
             caches.check_bits(model, bits, decode_options.get("kv_group_size", 64))

@@ -275,7 +275,7 @@ def viewed(cache: Any) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...], tupl
     Raises:
         UnsupportedModelError: A cache of another class.
     """
-    if type(cache) is QuantizedKVCache:
+    if type(cache) is QuantizedKVCache and cache.keys is not None:
         keys, values = (
             tuple(array[..., : cache.offset, :] for array in side)
             for side in (cache.keys, cache.values)

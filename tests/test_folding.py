@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tiny
 from mlx_lm.generate import generate_step
+from mlx_lm.models import base
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 from tiny import Case
 
@@ -23,6 +24,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import assignment, caches, checkpoint, translators
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.folding import FoldedCache, decoding, fold_caches
+from kvlingo_mlx.folding import cache as wiring
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import peak_bytes
 from kvlingo_mlx.states import KVStates, flat
@@ -304,19 +306,19 @@ def test_memory(root: Path, case: Case) -> None:
         mx.eval(model.model.parameters())
     mx.synchronize()
     mx.clear_cache()
-    base = mx.get_active_memory()
+    before = mx.get_active_memory()
     own = random_cache(source, tokens)
     held = caches.nbytes(own)
     cache = fold_caches(own, source, target, translator)
     mx.eval([layer.state for layer in cache])
     del own
-    assert mx.get_active_memory() - base <= 1.01 * held
+    assert mx.get_active_memory() - before <= 1.01 * held
 
     def decode() -> None:
         for _ in range(8):
             mx.eval(target.model(mx.array([[5]]), cache=cache))
 
-    assert peak_bytes(decode) - base <= 1.1 * held
+    assert peak_bytes(decode) - before <= 1.1 * held
     assert sum(layer.nbytes for layer in cache) < 0.1 * held
 
 
@@ -324,13 +326,13 @@ def test_a_copy_would_show(root: Path) -> None:
     """Negative control: the materialised cache beside the source's is more than is allowed."""
     source, target, translator = write(root, CASES[2])
     mx.clear_cache()
-    base = mx.get_active_memory()
+    before = mx.get_active_memory()
     own = random_cache(source, 4096)
     cache = caches.allocate(target, 4096)
     states = caches.read(own, source)
     caches.write(cache, translator(states), target)
     mx.eval(caches.arrays(cache))
-    assert mx.get_active_memory() - base > 1.1 * caches.nbytes(own)
+    assert mx.get_active_memory() - before > 1.1 * caches.nbytes(own)
 
 
 def test_the_prefix_is_the_sources_own(root: Path) -> None:
@@ -378,19 +380,17 @@ def test_new_tokens_can_be_taken_back(root: Path) -> None:
 
 def test_quantised_caches_of_mlx_lm_are_as_they_were(models: dict[str, LanguageModel]) -> None:
     """The one function of mlx-lm that is replaced leaves everything else alone."""
+    wiring.install()
     model = models["dense"]
     prompt = mx.array(tiny.random_tokens(30))
     options = {"max_tokens": 12, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     steps = [logs for _, logs in generate_step(prompt, model.model, **options)]
-    from kvlingo_mlx.folding import cache
-    from mlx_lm.models import base
-
-    assert base.quantized_scaled_dot_product_attention is cache._attention
-    base.quantized_scaled_dot_product_attention = cache._stock
+    assert base.quantized_scaled_dot_product_attention is wiring._attention
+    base.quantized_scaled_dot_product_attention = wiring._stock
     try:
         again = [logs for _, logs in generate_step(prompt, model.model, **options)]
     finally:
-        cache.install()
+        wiring.install()
     assert all(mx.array_equal(a, b) for a, b in zip(steps, again, strict=True))
 
 

@@ -115,8 +115,8 @@ def _attention(
     q_values: Any,
     scale: float,
     mask: mx.array | None,
-    group_size: int | None = 64,
-    bits: int | None = 8,
+    group_size: int = 64,
+    bits: int = 8,
 ) -> mx.array:
     if not isinstance(q_keys, Segments):
         return _stock(queries, q_keys, q_values, scale, mask, group_size, bits)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +23,18 @@ from tiny import Case
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import assignment, caches, checkpoint, translators
+from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
+from kvlingo_mlx.evaluation import lineup, probes
+from kvlingo_mlx.evaluation.compare import evaluate
+from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.folding import FoldedCache, decoding, fold_caches
 from kvlingo_mlx.folding import cache as wiring
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import peak_bytes
 from kvlingo_mlx.states import KVStates, flat
 from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.timing import geometries, memory_budget
 from kvlingo_mlx.translator_config import TranslatorConfig, maps_of
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import identity
@@ -501,3 +507,122 @@ def test_identity_maps_fold_to_the_model_itself(models: dict[str, LanguageModel]
     model.model(mx.array([row[:20]]), cache=native)
     rest = pieces_of([row[20:]], [1])
     assert difference(logits(model, cache, rest), logits(model, native, rest)) <= TOLERANCE
+
+
+# ---- where it is used -------------------------------------------------------------------
+
+
+def arguments(root: Path, case: Case, *more: str) -> list[str]:
+    """``kvlingo-mlx generate`` for a case."""
+    source, target, folder = tiny.write_case(root, case)
+    pair = ["--prefill-model", str(source), "--decode-model", str(target)]
+    return ["generate", *pair, "--translator", str(folder), "-m", "6", "-p", "Hello there", *more]
+
+
+def test_the_command_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same answer with and without a budget, and with a prefix of 8 bits another or none."""
+    answers = []
+    for more in ([], ["--memory-budget"], ["--memory-budget", "--quantize", "8"]):
+        assert run(arguments(root, CASES[1], "--no-verbose", *more)) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    bits = ["--kv-bits", "8", "--kv-group-size", "32"]
+    assert run(arguments(root, BIASED, "--memory-budget", *bits)) == 0
+    assert "first token after" in capsys.readouterr().out
+
+
+def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line that says what to do."""
+    plain = Case("dense4x16", "dense2x32")
+    draft = ["--draft-model", str(tiny.write_model(root, "dense4x16"))]
+    for wrong, text in (
+        (arguments(root, plain, "--memory-budget"), "`kvlingo-mlx fit --capture post_rope`"),
+        (arguments(root, BIASED, "--memory-budget", *draft), "--draft-model does not go with"),
+    ):
+        assert run(wrong) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and text in error
+
+
+def test_show_says_whether_and_why_not(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For each reason there is."""
+    folded = tiny.write_case(root, BIASED)[2]
+    plain = tiny.write_case(root, Case("dense4x16", "dense2x32"))[2]
+    mlp = tiny.write_mlp_translator(tmp_path / "mlp", tiny.write_case(root, CASES[0])[2])
+    for folder, text in ((folded, "yes"), (plain, "no: it reads pre_norm"), (mlp, "no: it is of")):
+        assert run(["show", str(folder)]) == 0
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("can be folded"))
+        assert line.removeprefix("can be folded").strip().startswith(text)
+
+
+def test_the_folded_condition(root: Path) -> None:
+    """Scores what the translated one scores, and says that it is another."""
+    source, target, translator = write(root, BIASED)
+    record = {"text": "One two three four five six seven eight nine ten. " * 3}
+    task = probes.continuation(target, [record], 1, 512)
+    line = [
+        lineup.native(target),
+        lineup.translated("translated", source, target, [translator]),
+        lineup.baseline("folded", source, target, [translator]),
+        lineup.baseline("hidden", source, target, [translator]),
+    ]
+    found = evaluate(target, [task], line, Journal())["continuation"]
+    scores = {name: results[0].scores["kl"] for name, results in found.items()}
+    assert scores["folded"] == pytest.approx(scores["translated"], abs=1e-5)
+    assert abs(scores["folded"] - scores["prefix hidden"]) > 1e-3
+    assert line[1].identity != line[2].identity
+    assert line[2].at_switch is not None and len(line[2].at_switch([1, 2, 3])()) == 4
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Small models of its geometry; what it says of memory is what is held."""
+    small = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 32, "vocab_size": 300,
+             "intermediate_size": 128, "sliding_window": 64}  # fmt: skip
+    for name in (memory_budget.FULL, memory_budget.NARROW):
+        shrunk = {**geometries.GEOMETRIES[name], **small}
+        monkeypatch.setitem(geometries.GEOMETRIES, name, shrunk)
+    command = ["bench", "--table", "memory-budget", "--layers", "6", "-n", "1", "-p", "16384"]
+    assert run([*command, "--batch-sizes", "1,2", "--json", "-"]) == 0
+    cells = json.loads(capsys.readouterr().out)["results"]
+    assert [(cell["context"], cell["batch"]) for cell in cells] == [(16384, 1), (16384, 2)]
+    for cell in cells:
+        assert cell["cache"]["folded"] == cell["cache"]["narrowed"] == cell["cache"]["full"] / 2
+        assert cell["peak"]["folded"] < cell["peak"]["full"] - 0.4 * cell["cache"]["full"]
+        assert 0 < cell["translator_share"] < 1
+    assert cells[1]["cache"]["full"] == 2 * cells[0]["cache"]["full"]
+    for more, text in (
+        (["--geometry", "x:y"], "--geometry cannot be used with --table memory-budget"),
+        (["--batch-sizes", "0"], "--batch-sizes holds 0; give at least 1"),
+        (["-n", "0"], "--num-trials is 0"),
+    ):
+        assert run([*command, *more]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_sixteen_bits(tmp_path: Path) -> None:
+    """Nothing is widened; rounding is of the order of the materialised cache's."""
+    folders = [
+        tiny.write_tiny_model(tmp_path / f"{name}-{dtype}", "qwen3", dtype=dtype, seed=seed,
+                              layers=3, kv_heads=heads, head_dim=32)
+        for dtype in ("float32", "bfloat16")
+        for name, seed, heads in (("s", 1, 2), ("l", 2, 4))
+    ]  # fmt: skip
+    models = [load(folder) for folder in folders]
+    folder = tiny.write_random_translator(
+        tmp_path / "t", *folders[:2], head_mixing=False, bias=True, capture="post_rope"
+    )
+    translator = kv.load_translator(folder)
+    rows = prompts(1, 20)
+    exact = materialised(models[0], models[1], translator, rows, 20)
+    rest = pieces_of([rows[0][20:]], MIXED)
+    errors = {}
+    for name, hand_over in (("stock", kv.hand_over), ("folded", kv.folded_hand_over)):
+        cache = hand_over(models[2], models[3], rows[0][:21], translator=translator)
+        found = [models[3].model(mx.array(piece), cache=cache) for piece in rest]
+        assert all(array.dtype == mx.bfloat16 for array in found)
+        assert all(c.state[0].dtype == mx.bfloat16 for c in cache)
+        wide = [np.array(array.astype(mx.float32)) for array in found]
+        errors[name] = float(np.square(np.concatenate(wide, axis=1) - exact).mean() ** 0.5)
+    assert errors["folded"] <= 1.5 * errors["stock"]

@@ -47,8 +47,8 @@ def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
     return caches
 
 
-def empty(model: LanguageModel) -> list[Any]:
-    """Stock mlx-lm caches that hold nothing.
+def empty(model: LanguageModel, step: int = GROW) -> list[Any]:
+    """Stock mlx-lm caches that hold nothing, and grow by ``step`` tokens at a time.
 
     Raises:
         UnsupportedModelError: A layer uses a cache that translation cannot write.
@@ -60,6 +60,8 @@ def empty(model: LanguageModel) -> list[Any]:
                 f"layer {layer.layer} of {model.name} uses {type(cache).__name__}, "
                 "which a translation cannot write; only KVCache and RotatingKVCache are supported"
             )
+        if step != GROW:
+            cache.step = step
     return caches
 
 

@@ -42,6 +42,10 @@ from kvlingo_mlx.prompts import Prompt, as_ids, encode
 from kvlingo_mlx.translator_config import SIDES, head_map_of, unfoldable
 from kvlingo_mlx.translators.base import Translator
 
+# Tokens by which the new tokens' caches grow. mlx-lm's 256 in each of Gemma-3-12B's layers are a
+# fifth of what its source holds of 8192 tokens (benchmarks/LOG.md).
+STEP = 32
+
 AnyTranslator = Translator | str | os.PathLike[str] | None
 Parts = dict[tuple[str, int], Part]
 
@@ -121,7 +125,7 @@ def fold_caches(
         FoldedCache(_fold(translator, parts, layer, geometry.window, length), length, suffix,
                     geometry.window)
         for layer, (suffix, geometry) in enumerate(
-            zip(caches.empty(target), target.geometry.layers, strict=True)
+            zip(caches.empty(target, STEP), target.geometry.layers, strict=True)
         )
     ]  # fmt: skip
 

@@ -15,7 +15,6 @@ KV head, Hs source heads, P visible tokens of the prefix, S new tokens, d and ds
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -274,10 +273,3 @@ def _prefix_values(weights: mx.array, fold: Fold) -> mx.array:
         result = mapped if result is None else result + mapped
     assert result is not None
     return result
-
-
-def flops_per_step(fold: Fold, query_heads: int) -> int:
-    """Floating-point operations that the maps add to one decoded token of one layer."""
-    sizes = [math.prod(m.shape) for side in (fold.keys, fold.values) for m in side.matrices]
-    heads = fold.keys.matrices[0].shape[0]
-    return 2 * sum(sizes) * query_heads // heads

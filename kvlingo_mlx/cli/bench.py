@@ -45,7 +45,7 @@ def command(
     """Time to first token: native, switch, accelerator; beside what the machine could do."""
     names = NAMES if table_name == "all" else (table_name,)
     if table_name not in (*NAMES, BUDGET, "all"):
-        raise ValueError(f"--table is {table_name!r}; give {', '.join(NAMES)}, {BUDGET} or all")
+        raise ValueError(f"--table is {table_name!r}; give {', '.join(NAMES)} or all; or {BUDGET}")
     lengths = _numbers("--prompt-tokens", prompt_tokens, "64,256") if prompt_tokens else None
     if table_name == BUDGET:
         if num_trials < 1:

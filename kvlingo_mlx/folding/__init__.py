@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from kvlingo_mlx.folding.cache import FoldedCache
 from kvlingo_mlx.folding.decoding import (
-    check_foldable,
-    fold_caches,
     folded_generate,
     folded_hand_over,
     folded_stream_generate,
     prefill,
 )
+from kvlingo_mlx.folding.folds import check_foldable, fold_caches
 
 __all__ = [
     "FoldedCache",

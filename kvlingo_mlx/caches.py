@@ -7,7 +7,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT, Finish
@@ -32,14 +32,9 @@ def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]
     Raises:
         UnsupportedModelError: A layer uses a cache that translation cannot write.
     """
-    caches = make_prompt_cache(model.model)
+    caches = empty(model)
     capacity = (num_tokens // GROW + 1) * GROW
     for index, (cache, layer) in enumerate(zip(caches, model.geometry.layers, strict=True)):
-        if type(cache) not in (KVCache, RotatingKVCache):
-            raise UnsupportedModelError(
-                f"layer {layer.layer} of {model.name} uses {type(cache).__name__}, "
-                "which a translation cannot write; only KVCache and RotatingKVCache are supported"
-            )
         if not num_tokens:
             continue
         room = min(capacity, layer.window or capacity)
@@ -50,6 +45,24 @@ def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]
         cache.offset = num_tokens
         if layer.window is not None:  # in temporal order, so the next one replaces the oldest
             cache._idx = min(num_tokens, layer.window)
+    return caches
+
+
+def empty(model: LanguageModel, step: int = GROW) -> list[Any]:
+    """Stock mlx-lm caches that hold nothing, and grow by ``step`` tokens at a time.
+
+    Raises:
+        UnsupportedModelError: A layer uses a cache that translation cannot write.
+    """
+    caches = make_prompt_cache(model.model)
+    for cache, layer in zip(caches, model.geometry.layers, strict=True):
+        if type(cache) not in (KVCache, RotatingKVCache):
+            raise UnsupportedModelError(
+                f"layer {layer.layer} of {model.name} uses {type(cache).__name__}, "
+                "which a translation cannot write; only KVCache and RotatingKVCache are supported"
+            )
+        if step != GROW:
+            cache.step = step
     return caches
 
 
@@ -154,8 +167,6 @@ def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
             attention handles the cached arrays itself.
         ValueError: MLX has no such number of bits, or groups that do not divide a layer's widths.
     """
-    if bits not in BITS:
-        raise ValueError(f"kv_bits is {bits!r}; give {_listed(BITS)}")
     shared = [len(readers) > 1 for readers in model.family.readers(model.model)]
     reasons = {
         "which keep a window in a RotatingKVCache": [bool(g.window) for g in model.geometry.layers],
@@ -170,6 +181,13 @@ def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
                 f"of its {len(layers)} cache layers (the first: layer {layers.index(True)}), "
                 f"{reason}; leave out kv_bits (--kv-bits)"
             )
+    check_groups(model, bits, group_size)
+
+
+def check_groups(model: LanguageModel, bits: int, group_size: int) -> None:
+    """Refuse (ValueError) bits that MLX does not have, or groups that no row is a multiple of."""
+    if bits not in BITS:
+        raise ValueError(f"kv_bits is {bits!r}; give {_listed(BITS)}")
     shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
     widths = sorted({width for both in shapes for _, width in both})
     possible = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
@@ -261,6 +279,50 @@ def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -
         raise ValueError(f"the caches end at different positions: {sorted(end)}")
     longest = max(array.shape[1] for array in keys)
     return KVStates(tuple(keys), tuple(values), goal, end.pop() - longest)
+
+
+def viewed(cache: Any) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...], tuple[int, int] | None]:
+    """What a cache holds, oldest first, without a copy: keys, values, group size and bits.
+
+    Keys and values are one array (B, H, T, D), or words, scales and biases of a quantised cache.
+    A ring that has turned is copied.
+
+    Raises:
+        UnsupportedModelError: A cache of another class.
+    """
+    if type(cache) is QuantizedKVCache and cache.keys is not None:
+        keys, values = (
+            tuple(array[..., : cache.offset, :] for array in side)
+            for side in (cache.keys, cache.values)
+        )
+        return keys, values, (cache.group_size, cache.bits)
+    held = _held(cache)
+    # A new array each: to write to a cache later is to write to its own.
+    entry, value = (array[..., : array.shape[2], :] for array in held)
+    return (entry,), (value,), None
+
+
+def settle(caches: Sequence[Any]) -> None:
+    """Let rings go of what a prefill left in them beyond their windows, in temporal order."""
+    for cache in caches:
+        if not is_ring(cache):
+            continue
+        cache.keys, cache.values = map(mx.contiguous, _held(cache))
+        cache._idx = cache.keys.shape[2]
+        mx.eval(cache.keys, cache.values)
+
+
+def quantise(caches: list[Any], bits: int, group_size: int) -> None:
+    """Quantise caches in place, one after the other; rings stay, as mlx-lm cannot quantise them.
+
+    Their groups must fit: :func:`check_groups`.
+    """
+    for index, cache in enumerate(caches):
+        if is_ring(cache):
+            continue
+        caches[index] = cache.to_quantized(group_size=group_size, bits=bits)
+        mx.eval(caches[index].keys, caches[index].values)
+        del cache
 
 
 def _held(cache: Any) -> tuple[mx.array, mx.array]:

@@ -51,7 +51,7 @@ class GenerationResponse(MLXResponse):
         native_s: Seconds the decode model took for what it read itself of the prompt, but for
             its last token.
         ttft_s: Seconds from the call (models loaded) to the first token in hand.
-        strategy: How the prompt was read: ``accelerator`` or ``native``; ``switch`` in a
+        strategy: How the prompt was read: ``accelerator``, ``native`` or ``folded``; ``switch`` in a
             conversation, whose own ``last_switch`` tells more.
     """
 
@@ -169,9 +169,16 @@ def take_over(
     return cache
 
 
-def _check_tokens(
+def check_max_tokens(max_tokens: int) -> None:
+    """Refuse (ValueError) what is neither a positive number nor -1."""
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
+
+
+def check_tokens(
     source: LanguageModel, target: LanguageModel, tokens: Sequence[int], step_size: int
 ) -> None:
+    """Refuse (ValueError) a prompt that one of two models cannot read, or chunks of no tokens."""
     if not tokens:
         raise ValueError("the prompt is empty; give some text")
     if step_size < 1:
@@ -219,7 +226,7 @@ def hand_over(
         MissingTranslatorError: None was given and none is stored.
     """
     source, target, tokens = load(prefill_model), load(decode_model), as_ids(tokens)
-    _check_tokens(source, target, tokens, prefill_step_size)
+    check_tokens(source, target, tokens, prefill_step_size)
     resolved, native = None, Native()
     if len(tokens) > 1:  # a single token leaves nothing to translate
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
@@ -263,8 +270,7 @@ def stream_generate(
             f"{', '.join(unknown)} cannot be used with a hand-over; decoding options are "
             f"{', '.join(DECODE_OPTIONS)}"
         )
-    if max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
+    check_max_tokens(max_tokens)
     check_strategy(strategy)
     source, target = load(prefill_model, lazy=strategy == "native"), load(decode_model)
     draft = _draft(draft_model, prefill_model, source)
@@ -273,7 +279,7 @@ def stream_generate(
     way = strategy
     if strategy == "auto":
         way = _quickest(source, target, len(tokens), translator, allow_mismatch)
-    _check_tokens(target if way == "native" else source, target, tokens, prefill_step_size)
+    check_tokens(target if way == "native" else source, target, tokens, prefill_step_size)
     if (bits := decode_options.get("kv_bits")) is not None:
         for model in (target,) if draft is None else (target, draft):
             caches.check_bits(model, bits, decode_options.get("kv_group_size", 64))

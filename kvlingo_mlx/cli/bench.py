@@ -7,16 +7,20 @@ from typing import Any
 
 import typer
 
+from kvlingo_mlx.cli import bench_budget
 from kvlingo_mlx.cli.bench_output import Pair, draw, foot, keep_profile, show
 from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, progress_bar, say, warn
 from kvlingo_mlx.errors import MissingTranslatorError
 
 NAMES = ("moe-switch", "switch", "quant")
 PROFILE_HELP = "Keep the times for `generate --strategy auto`, which goes by them."
+BUDGET = "memory-budget"  # a table of its own: no translation is timed, so "all" leaves it out
 
 
 def command(
-    table_name: str = typer.Option("moe-switch", "--table", help=f"{', '.join(NAMES)} or all."),
+    table_name: str = typer.Option(
+        "moe-switch", "--table", help=f"{', '.join(NAMES)} or all; {BUDGET}."
+    ),
     source: str = typer.Option(None, help="The prefill model; default: a tiny embedded one."),
     target: str = typer.Option(None, help="The decode model; default: a tiny embedded one."),
     translator: str = typer.Option(None, help="A folder or Hub id; else the local store's."),
@@ -34,6 +38,7 @@ def command(
     batch: int = typer.Option(1, help="Prompts at once, of one length; fewer rows above 1."),
     num_trials: int = typer.Option(5, "--num-trials", "-n", help="Trials per length."),
     time_limit: float = typer.Option(150.0, help="Seconds in all; longer prompts are left out."),
+    batch_sizes: str = typer.Option("1,8", help=f"Rows that {BUDGET} decodes at once."),
     prefill_step_size: int = typer.Option(2048, help="Tokens per prefill chunk."),
     reference: str = typer.Option(None, help="paper-m3-ultra, or a file of --json, beside it."),
     plot: str = typer.Option(None, help="Draw times over prompt lengths into this file."),
@@ -42,9 +47,18 @@ def command(
 ) -> None:
     """Time to first token: native, switch, accelerator; beside what the machine could do."""
     names = NAMES if table_name == "all" else (table_name,)
-    if table_name not in (*NAMES, "all"):
-        raise ValueError(f"--table is {table_name!r}; give {', '.join(NAMES)} or all")
+    if table_name not in (*NAMES, BUDGET, "all"):
+        raise ValueError(f"--table is {table_name!r}; give {', '.join(NAMES)} or all; or {BUDGET}")
     lengths = _numbers("--prompt-tokens", prompt_tokens, "64,256") if prompt_tokens else None
+    if table_name == BUDGET:
+        if num_trials < 1:
+            raise ValueError(f"--num-trials is {num_trials}; give at least 1")
+        others = {"--source": source, "--target": target, "--translator": translator,
+                  "--geometry": geometry, "--reference": reference, "--plot": plot}  # fmt: skip
+        batches = _numbers("--batch-sizes", batch_sizes, "1,8")
+        bench_budget.check([name for name, value in others.items() if value], lengths, batches)
+        bench_budget.run(lengths, batches, layers, precision, num_trials, time_limit, json_file)
+        return
     bits = [] if quantize == "none" else _numbers("--quantize", quantize, "8,4 or none")
     if num_trials < 1:
         raise ValueError(f"--num-trials is {num_trials}; give at least 1")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,6 +20,7 @@ from kvlingo_mlx.cli.sampling import (
 )
 
 if TYPE_CHECKING:
+    from kvlingo_mlx.generation import GenerationResponse
     from kvlingo_mlx.translators.base import Translator
 
 STRATEGY_HELP = "accelerator, native, or auto: the sooner one by `bench --save-profile`."
@@ -47,6 +49,9 @@ def command(
     quantized_kv_start: int = typer.Option(5000, help="Tokens before --kv-bits applies."),
     draft_model: str = typer.Option(None, help="Speculative decoding; --prefill-model will do."),
     num_draft_tokens: int = typer.Option(3, help="Tokens that --draft-model drafts at a time."),
+    memory_budget: bool = typer.Option(
+        False, help="Decode from the prefill model's own cache; --kv-bits is then that cache's."
+    ),
     allow_mismatch: bool = typer.Option(False, help="Accept another checkpoint's translator."),
     verbose: bool = typer.Option(True, help="Print the times after the answer."),
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
@@ -90,9 +95,12 @@ def command(
             "kv_group_size": kv_group_size,
             "quantized_kv_start": quantized_kv_start,
         }
+    respond: Callable[..., Iterable[GenerationResponse]] = stream_generate
+    if memory_budget:
+        respond, options = _folded(options)
     full_prompt = _messages(text, system_prompt) if templated else text
     pieces = []
-    for response in stream_generate(source, target, full_prompt, **options):
+    for response in respond(source, target, full_prompt, **options):
         pieces.append(response.text)
         say(response.text, end="")
     say("")
@@ -101,9 +109,19 @@ def command(
         say(summary(response))
     if json_file:
         config = {"prefill_model": source.name, "decode_model": target.name, "prompt": text,
-                  "quantize": quantize}  # fmt: skip
+                  "quantize": quantize, "memory_budget": memory_budget}  # fmt: skip
         results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES}}
         measure.append_json(json_file, measure.record("generate", config, results))
+
+
+def _folded(options: dict[str, Any]) -> tuple[Callable[..., Iterable[GenerationResponse]], Any]:
+    """What answers from the prefill model's cache, and which of the options it takes."""
+    from kvlingo_mlx.folding import folded_stream_generate
+
+    if options["draft_model"] is not None:
+        raise ValueError("--draft-model does not go with --memory-budget; leave out one of them")
+    others = ("draft_model", "num_draft_tokens", "quantized_kv_start")
+    return folded_stream_generate, {k: v for k, v in options.items() if k not in others}
 
 
 def _stdin() -> str:

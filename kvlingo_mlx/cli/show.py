@@ -45,10 +45,11 @@ def command(
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
     from kvlingo_mlx import checkpoint
     from kvlingo_mlx.errors import IncompatibleTranslatorError
-    from kvlingo_mlx.translator_config import flops_of
+    from kvlingo_mlx.translator_config import flops_of, unfoldable
     from kvlingo_mlx.translators import check_applicable
 
     config, weights = checkpoint.read(folder)
+    folded = unfoldable(config)
     try:
         check_applicable(config)
         applicable = "yes"
@@ -67,7 +68,7 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
         "MFLOP per token": f"{flops_of(sizes.items()) / 1e6:.3g}",
         **({} if quantize is None else _quantised_facts(config, weights, quantize)),
         "can be applied": applicable,
-        "can be folded": "yes" if config.capture == "post_rope" else "no: not post-RoPE",
+        "can be folded": "yes" if folded is None else f"no: {folded}",
         **config.provenance,
     }
 

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches, hybrid
 from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.folding import check_foldable, folded_hand_over
 from kvlingo_mlx.generation import hand_over
 from kvlingo_mlx.geometry import layer_differences
 from kvlingo_mlx.language_model import LanguageModel
@@ -59,6 +60,16 @@ def translated(
     return lambda tokens: hand_over(
         source, target, tokens, translator=translator, native_layers=native_layers
     )
+
+
+def folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> CacheMaker:
+    """The target reads the prefix from the source's own cache, by a post-RoPE linear translator.
+
+    Raises:
+        IncompatibleTranslatorError, UnsupportedModelError: It cannot; the message says why.
+    """
+    check_foldable(source, target, translator)
+    return lambda tokens: folded_hand_over(source, target, tokens, translator=translator)
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:

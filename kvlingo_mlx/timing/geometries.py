@@ -55,7 +55,14 @@ BLOCK = 2**20 + 7  # odd, so that no two rows of a matrix are alike
 PRECISIONS = ("float32", "bfloat16", "8bit", "4bit")
 
 
-def random_model(name: str, layers: int | None, precision: str, seed: int = 0) -> LanguageModel:
+def random_model(
+    name: str,
+    layers: int | None,
+    precision: str,
+    seed: int = 0,
+    *,
+    activations: mx.Dtype | None = None,
+) -> LanguageModel:
     """A model of random weights, with the embedded models' tokenizer, which is not its own.
 
     Args:
@@ -63,6 +70,7 @@ def random_model(name: str, layers: int | None, precision: str, seed: int = 0) -
         layers: How many of its layers; None for all.
         precision: ``float32``, ``bfloat16``, or ``8bit`` or ``4bit`` in groups of 64.
         seed: Of the weights.
+        activations: What quantised weights compute in; None is bfloat16.
 
     Raises:
         ValueError: No such geometry or precision, or a number of layers that it does not have.
@@ -83,13 +91,15 @@ def random_model(name: str, layers: int | None, precision: str, seed: int = 0) -
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
-    dtype = mx.float32 if precision == "float32" else mx.bfloat16
+    model.sanitize({})  # Gemma-3 learns from its weights that its head is its embedding
+    dtype = mx.float32 if precision == "float32" else activations or mx.bfloat16
     block = mx.random.normal((BLOCK,)) * 0.02
     model.update(tree_map(lambda array: _filled(array, block), model.parameters()))
     for part in [*model.layers, model]:  # a layer at a time: a whole float32 copy may not fit
         part.set_dtype(dtype)
         if precision.endswith("bit"):
             nn.quantize(part, 64, int(precision[0]), class_predicate=_not_yet)
+            _pack_at_random(part)
         mx.eval(part.parameters())
     tokenizer = load_tokenizer(zoo("tiny-qwen3-s"))
     return LanguageModel(model, tokenizer, config, f"random {name}")
@@ -103,6 +113,20 @@ def _filled(array: mx.array, block: mx.array) -> mx.array:
     return mx.broadcast_to(block, (rows, BLOCK)).reshape(-1)[: array.size].reshape(array.shape)
 
 
+def _pack_at_random(part: nn.Module) -> None:
+    """Random words for quantised weights: no floats are drawn to be quantised, nothing is yet."""
+    for module in part.modules():
+        if "scales" not in module:
+            continue
+        scales = module["scales"]
+        width = scales.shape[-1] * module.group_size
+        step = 2.0 ** (1 - module.bits) / width**0.5
+        words = mx.random.randint(-(2**31), 2**31 - 1, module["weight"].shape, mx.int32)
+        module.weight = words.view(mx.uint32)
+        module.scales = mx.full(scales.shape, step, scales.dtype)
+        module.biases = mx.full(scales.shape, -step * 2.0 ** (module.bits - 1), scales.dtype)
+
+
 def _not_yet(path: str, module: nn.Module) -> bool:
     return hasattr(module, "to_quantized")
 
@@ -114,7 +138,7 @@ def random_translators(
     """Linear maps of random numbers by form: the dtype they are stored in, and their bits."""
     rng = np.random.default_rng(0)
     assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
-    config = TranslatorConfig(_spec(source), _spec(target), assignment, head_mixing=head_mixing)
+    config = TranslatorConfig(spec_of(source), spec_of(target), assignment, head_mixing=head_mixing)
     shapes = {
         f"{m.name}.weight": ((m.heads,) if m.heads else ()) + (m.outputs, m.inputs)
         for m in maps_of(config)
@@ -126,7 +150,7 @@ def random_translators(
     }
 
 
-def _spec(model: LanguageModel) -> ModelSpec:
+def spec_of(model: LanguageModel) -> ModelSpec:
     """What a model looks like; random models have no fingerprints."""
     unknown = dict.fromkeys(("geometry", "norms", "tokenizer"))
     return ModelSpec(model.name, None, model.geometry.model_type, unknown, model.geometry.layers)

@@ -51,8 +51,8 @@ class GenerationResponse(MLXResponse):
         native_s: Seconds the decode model took for what it read itself of the prompt, but for
             its last token.
         ttft_s: Seconds from the call (models loaded) to the first token in hand.
-        strategy: How the prompt was read: ``accelerator``, ``native`` or ``folded``; ``switch`` in a
-            conversation, whose own ``last_switch`` tells more.
+        strategy: How the prompt was read: ``accelerator``, ``native`` or ``folded``; ``switch``
+            in a conversation, whose own ``last_switch`` tells more.
     """
 
     prefill_s: float = 0.0

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, QUANTIZE_HELP, keep_stdout_for_json, say
+from kvlingo_mlx.cli.output import (
+    JSON_HELP,
+    NATIVE_HELP,
+    QUANTIZE_HELP,
+    keep_stdout_for_json,
+    native_number,
+    say,
+)
 from kvlingo_mlx.cli.sampling import (
     MIN_P_HELP,
     SEED_HELP,
@@ -24,7 +31,8 @@ if TYPE_CHECKING:
     from kvlingo_mlx.translators.base import Translator
 
 STRATEGY_HELP = "accelerator, native, or auto: the sooner one by `bench --save-profile`."
-TIMES = ("strategy", "prompt_tokens", "prefill_s", "translate_s", "ttft_s", "generation_tps")
+TIMES = ("strategy", "prompt_tokens", "prefill_s", "translate_s", "native_s", "ttft_s",
+         "generation_tps")  # fmt: skip
 
 
 def command(
@@ -34,6 +42,9 @@ def command(
     translator: str = typer.Option(None, help="A folder or Hub id; else the local store's."),
     quantize: int = typer.Option(None, help=QUANTIZE_HELP),
     strategy: str = typer.Option("accelerator", help=STRATEGY_HELP),
+    native_layers: str = typer.Option(None, help=NATIVE_HELP),
+    native_head: int = typer.Option(0, help="First tokens that the decode model reads itself."),
+    native_tail: int = typer.Option(0, help="Last tokens that it reads itself."),
     system_prompt: str = typer.Option(None, help="System message for the chat template."),
     ignore_chat_template: bool = typer.Option(False, help="Take the prompt as raw text."),
     thinking: bool = typer.Option(None, help="The chat template's thinking switch."),
@@ -81,6 +92,9 @@ def command(
     options: dict[str, Any] = {
         "translator": used,
         "strategy": strategy,
+        "native_layers": native_number(native_layers),
+        "native_head": native_head,
+        "native_tail": native_tail,
         "max_tokens": max_tokens,
         "sampler": sampler,
         "prefill_step_size": prefill_step_size,
@@ -118,9 +132,13 @@ def _folded(options: dict[str, Any]) -> tuple[Callable[..., Iterable[GenerationR
     """What answers from the prefill model's cache, and which of the options it takes."""
     from kvlingo_mlx.folding import folded_stream_generate
 
-    if options["draft_model"] is not None:
-        raise ValueError("--draft-model does not go with --memory-budget; leave out one of them")
-    others = ("draft_model", "num_draft_tokens", "quantized_kv_start")
+    usual = {"draft_model": None, "strategy": "accelerator", "native_layers": None,
+             "native_head": 0, "native_tail": 0}  # fmt: skip
+    for name, value in usual.items():
+        if options[name] != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} does not go with --memory-budget; leave out one of them")
+    others = (*usual, "num_draft_tokens", "quantized_kv_start")
     return folded_stream_generate, {k: v for k, v in options.items() if k not in others}
 
 

@@ -160,7 +160,9 @@ def load_translator(
     check_bits(quantize)
     name = os.fspath(path_or_hf_repo)
     path, _ = resolve(name, None, list(OUR_FILES), MissingTranslatorError)
-    return build(*checkpoint.read(path), quantize=quantize)
+    config, weights = checkpoint.read(path)
+    checkpoint.check_sizes(path, config, weights)
+    return build(config, weights, quantize=quantize)
 
 
 def store() -> Path:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import os
 import random
@@ -241,21 +242,19 @@ class Jobs:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=100, help="kills in all")
+    parser.add_argument("--jobs", nargs="+", default=list(SHARES), choices=SHARES)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="append the record to this file")
     args = parser.parse_args()
-    import torch  # noqa: F401  (once, not in every child)
-
-    import kvlingo_mlx.fitting
-    import kvlingo_mlx.generation
-    import kvlingo_mlx.training.pipeline  # noqa: F401
+    for module in ("fitting", "generation", *(["training.pipeline"] * ("train" in args.jobs))):
+        importlib.import_module(f"kvlingo_mlx.{module}")  # once, not in every child
 
     room, started = Path(tempfile.mkdtemp(prefix="kill-points-")), time.perf_counter()
     jobs = Jobs(room, random.Random(args.seed))
     jobs.prepare()
-    for name, share in SHARES.items():
+    for name in args.jobs:
         kills = 0
-        while kills < max(1, round(share * args.points)):
+        while kills < max(1, round(SHARES[name] * args.points)):
             kills += jobs.survive(name)
             sys.stderr.write(f"\r{dict(jobs.counts)} ")
     shutil.rmtree(room)
@@ -264,7 +263,7 @@ def main() -> None:
     if args.json:
         from kvlingo_mlx import measure
 
-        config = {"points": args.points, "seed": args.seed}
+        config = {"points": args.points, "jobs": args.jobs, "seed": args.seed}
         measure.append_json(args.json, measure.record("kill_points", config, results))
 
 

@@ -29,6 +29,7 @@ _HOMES = {
     "MalformedTranslatorError": "errors",
     "MissingTranslatorError": "errors",
     "MalformedConversationError": "errors",
+    "CacheError": "errors",
     "MissingExtraError": "errors",
 }
 __all__ = sorted(_HOMES)

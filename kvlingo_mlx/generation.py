@@ -29,6 +29,7 @@ from kvlingo_mlx.loading import load, resolve_translator
 from kvlingo_mlx.prompts import Prompt, as_ids, encode
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.validation import first_bad, room_for, validate_cache
 
 DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 
@@ -111,6 +112,7 @@ def _hand_over(
                 del states
                 mx.eval(caches.arrays(cache))
                 clock.lap("translate")
+        validate_cache(cache, target, len(prefix))
     return cache
 
 
@@ -207,6 +209,7 @@ def stream_generate(
     if draft is not None:
         _check_draft(target, draft, tokens, max_tokens, num_draft_tokens)
         decode_options |= {"draft_model": draft.model, "num_draft_tokens": num_draft_tokens}
+    room = min(room_for(model, len(tokens), max_tokens) for model in (target, draft or target))
     resolved = None
     if len(tokens) > 1:
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
@@ -225,7 +228,7 @@ def stream_generate(
             target.model,
             target.tokenizer,
             tokens[-1:],
-            max_tokens=max_tokens,
+            max_tokens=room,
             prompt_cache=cache,
             sampler=sampler,
             logits_processors=with_prefix(logits_processors, tokens[:-1]),
@@ -235,7 +238,7 @@ def stream_generate(
         for response in responses:
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
-                check_numbers(response, source, target)
+                check_numbers(response, source, target, cache)
             spent = clock.seconds
             yield timed(response, len(tokens), spent["translate"], ttft, spent["prefill"])
 
@@ -271,12 +274,19 @@ def _check_draft(
     caches.check_draft(target, draft, len(tokens), max_tokens)
 
 
-def check_numbers(response: MLXResponse, source: LanguageModel, target: LanguageModel) -> None:
-    """Refuse a first prediction that is not a number: decoding would go on with token 0."""
+def check_numbers(
+    response: MLXResponse, source: LanguageModel, target: LanguageModel, cache: Sequence[Any]
+) -> None:
+    """Refuse a first prediction that is not a number: decoding would go on with token 0.
+
+    ``cache`` is what it was made from; it is searched for the place only then.
+    """
     if mx.isnan(response.logprobs).any().item():
+        place = first_bad(cache, target)
         raise KVLingoError(
             f"the first prediction of {target.name} after the hand-over from {source.name} is not "
             "a number: the translator's output overflows, or the model's weights are damaged"
+            + (f" (NaN or Inf first in {place})" if place else "")
         )
 
 
@@ -324,7 +334,8 @@ def generate(
             template renders.
         verbose: Write the text as it comes, and the times at the end.
         options: ``translator`` (loaded, a folder or Hub id; None searches the local
-            store), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
+            store), ``max_tokens`` (256; -1 and more than the context leave room for end with it,
+            ``finish_reason`` "length"), ``sampler``, ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
             puts the empty think block into the prompt), ``allow_mismatch``; ``draft_model``
             (speculative decoding as mlx-lm does it; the prefill model can serve, and then

@@ -21,7 +21,8 @@ HEIGHT = {
     "translator_config": 2, "tensor_file": 2, "checkpoint": 2, "closed_form": 3, "selection": 3,
     "training": 3, "backend": 2, "embedded": 2, "families": 3, "states": 3, "keys": 4,
     "language_model": 4, "prompts": 5, "translators": 5, "pairing": 5, "capture": 5, "caches": 5,
-    "hub": 3, "pictures": 1, "loading": 6, "importing": 7, "measure": 6, "generation": 7,
+    "validation": 6, "hub": 3, "pictures": 1, "loading": 6, "importing": 7, "measure": 6,
+    "generation": 7,
     "conversation": 8, "fitting": 8, "evaluation": 8, "timing": 8, "analysis": 8, "cli": 9,
 }  # fmt: skip
 NO_MLX = (

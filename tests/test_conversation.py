@@ -181,7 +181,7 @@ def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
             Conversation(models, [translator], verbatim=True, **options),
             Conversation(dict.fromkeys("ab", models["one"]), [translator], **options),
         ):
-            quiet.reply(list(quiet.lines)[0], "is it on?", max_tokens=NEW)
+            quiet.reply(next(iter(quiet.lines)), "is it on?", max_tokens=NEW)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "reprefill"])

@@ -271,6 +271,8 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _card_value(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {entry}" for name, entry in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

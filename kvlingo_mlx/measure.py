@@ -60,7 +60,7 @@ def environment() -> dict[str, Any]:
         "chip": _chip(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
-        "fast_blas": _fast_blas(),
+        "fast_blas": fast_blas(),
         "cuda": _cuda(),
         "versions": versions,
     }
@@ -124,7 +124,7 @@ def _cuda() -> str | None:
     return torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None
 
 
-def _fast_blas() -> str | None:
+def fast_blas() -> str | None:
     """The BLAS that MLX's CPU build found open, on Linux; None elsewhere."""
     try:
         maps = Path("/proc/self/maps").read_text()

@@ -165,8 +165,8 @@ def verdict(found: Agreement, receipt: dict[str, float] | None) -> tuple[bool, s
     """
     if not found.kl < found.hidden_kl:
         return False, (
-            f"useless: KL {found.kl:.4f}, and {found.hidden_kl:.4f} with the prefix hidden; is it for "
-            "these models?"
+            f"useless: KL {found.kl:.4f}, and {found.hidden_kl:.4f} with the prefix hidden; is it "
+            "for these models?"
         )
     if receipt is None:
         return True, "works, but its training left no receipt for these conversations to compare"

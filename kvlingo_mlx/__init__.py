@@ -34,6 +34,7 @@ _HOMES = {
     "MissingProfileError": "errors",
     "MalformedProfileError": "errors",
     "MalformedConversationError": "errors",
+    "CacheError": "errors",
     "MissingExtraError": "errors",
 }
 __all__ = sorted(_HOMES)

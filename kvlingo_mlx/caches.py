@@ -366,6 +366,13 @@ def is_ring(cache: Any) -> bool:
     return isinstance(cache, RotatingKVCache)
 
 
+def is_stock(cache: Any, window: int | None) -> bool:
+    """Whether a cache is mlx-lm's own for a layer with such a window, or with none."""
+    if window is None:
+        return type(cache) is KVCache
+    return type(cache) is RotatingKVCache and cache.max_size == window
+
+
 def numbers(cache: Any) -> dict[str, int]:
     """What a cache knows besides its arrays: its length, a ring's size and where it writes."""
     return {name: value for name, value in vars(cache).items() if name not in SIDES}

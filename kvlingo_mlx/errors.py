@@ -41,6 +41,10 @@ class MalformedConversationError(KVLingoError):
     """A saved conversation's folder that is absent, of another version, or damaged."""
 
 
+class CacheError(KVLingoError, ValueError):
+    """A key-value cache that is not what its model would go on from."""
+
+
 class MissingExtraError(KVLingoError):
     """A feature whose optional dependencies are not installed."""
 

@@ -30,6 +30,7 @@ from kvlingo_mlx.loading import load, resolve_translator, translator_facts
 from kvlingo_mlx.prompts import Prompt, as_ids, encode
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.validation import first_bad, room_for, validate_cache
 
 STRATEGIES = ("accelerator", "native", "auto")
 PHASES = ("prefill", "translate", "native")
@@ -166,6 +167,7 @@ def take_over(
         lap("translate")
     hybrid.read_layers(target, prefix[span.stop :], cache, step_size)
     lap("native")
+    validate_cache(cache, target, len(prefix))
     return cache
 
 
@@ -286,6 +288,7 @@ def stream_generate(
     if draft is not None:
         _check_draft(target, draft, tokens, max_tokens, num_draft_tokens)
         decode_options |= {"draft_model": draft.model, "num_draft_tokens": num_draft_tokens}
+    room = min(room_for(model, len(tokens), max_tokens) for model in (target, draft or target))
     resolved, native = None, Native()
     if len(tokens) > 1 and way != "native":
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
@@ -301,7 +304,7 @@ def stream_generate(
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
-            max_tokens=max_tokens,
+            max_tokens=room,
             sampler=sampler,
             logits_processors=with_prefix(logits_processors, tokens[: -len(start["prompt"])]),
             **start,
@@ -311,7 +314,7 @@ def stream_generate(
         for response in responses:
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
-                check_numbers(response, source, target)
+                check_numbers(response, source, target, start.get("prompt_cache", ()))
             spent = clock.seconds
             yield timed(response, len(tokens), ttft, spent, way)
 
@@ -412,12 +415,19 @@ def _check_draft(
     caches.check_draft(target, draft, len(tokens), max_tokens)
 
 
-def check_numbers(response: MLXResponse, source: LanguageModel, target: LanguageModel) -> None:
-    """Refuse a first prediction that is not a number: decoding would go on with token 0."""
+def check_numbers(
+    response: MLXResponse, source: LanguageModel, target: LanguageModel, cache: Sequence[Any]
+) -> None:
+    """Refuse a first prediction that is not a number: decoding would go on with token 0.
+
+    ``cache`` is what it was made from; it is searched for the place only then.
+    """
     if mx.isnan(response.logprobs).any().item():
+        place = first_bad(cache, target)
         raise KVLingoError(
             f"the first prediction of {target.name} after the hand-over from {source.name} is not "
             "a number: the translator's output overflows, or the model's weights are damaged"
+            + (f" (NaN or Inf first in {place})" if place else "")
         )
 
 
@@ -468,7 +478,8 @@ def generate(
         options: ``translator`` (loaded, a folder or Hub id; None searches the local
             store), ``strategy`` (``accelerator``; ``native``: the decode model reads the prompt
             itself; ``auto``: whichever `kvlingo-mlx bench --save-profile` found to be sooner at
-            such a length), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
+            such a length), ``max_tokens`` (256; -1 and more than the context leave room for
+            end with it, ``finish_reason`` "length"), ``sampler``, ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
             puts the empty think block into the prompt), ``native_layers``, ``native_head`` and
             ``native_tail`` (what the decode model reads itself, as in :func:`hand_over`),

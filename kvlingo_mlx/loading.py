@@ -159,7 +159,10 @@ def load_translator(
         IncompatibleTranslatorError: A sound one that this version cannot apply.
     """
     check_bits(quantize)
-    return build(*checkpoint.read(_translator_folder(path_or_hf_repo)), quantize=quantize)
+    path = _translator_folder(path_or_hf_repo)
+    config, weights = checkpoint.read(path)
+    checkpoint.check_sizes(path, config, weights)
+    return build(config, weights, quantize=quantize)
 
 
 def _translator_folder(path_or_hf_repo: str | os.PathLike[str]) -> Path:

@@ -63,7 +63,7 @@ def machine() -> dict[str, Any]:
     """What times depend on besides models: the device, and what computes on it."""
     return {
         "device": str(mx.default_device()), "chip": _chip(), "cores": os.cpu_count(),
-        "fast_blas": _fast_blas(), "mlx": version("mlx"),
+        "fast_blas": fast_blas(), "mlx": version("mlx"),
     }  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def environment() -> dict[str, Any]:
         "chip": _chip(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
-        "fast_blas": _fast_blas(),
+        "fast_blas": fast_blas(),
         "cuda": _cuda(),
         "versions": versions,
     }
@@ -144,7 +144,7 @@ def _cuda() -> str | None:
     return torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None
 
 
-def _fast_blas() -> str | None:
+def fast_blas() -> str | None:
     """The BLAS that MLX's CPU build found open, on Linux; None elsewhere."""
     try:
         maps = Path("/proc/self/maps").read_text()

@@ -37,6 +37,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load, resolve_translator
 from kvlingo_mlx.prompts import Prompt, as_ids, encode
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.validation import room_for
 
 AnyTranslator = Translator | str | os.PathLike[str] | None
 
@@ -188,7 +189,7 @@ def folded_stream_generate(
             target.model,
             target.tokenizer,
             tokens[-1:],
-            max_tokens=max_tokens,
+            max_tokens=room_for(target, len(tokens), max_tokens),
             prompt_cache=cache,
             sampler=sampler,
             logits_processors=with_prefix(logits_processors, tokens[:-1]),
@@ -197,7 +198,7 @@ def folded_stream_generate(
         for response in responses:
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
-                check_numbers(response, source, target)
+                check_numbers(response, source, target, cache)
             spent = clock.seconds
             yield timed(response, len(tokens), ttft, spent, "folded")
 

@@ -71,6 +71,34 @@ def test_the_phases_do_what_they_are_called(
     assert {cache.offset for cache in made._own} == {len(PROMPT) - 1}
 
 
+def test_switches_of_some_native_layers(
+    made: paths.Paths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their caches are the hybrid's; they stand after the plain switch, where there is one."""
+    table = tables.with_hybrids(tables.TABLES["switch"], [1, 2])
+    at = table.phases.index("switch")
+    assert table.phases[at : at + 3] == ("switch", "hybrid 1", "hybrid 2")
+    assert tables.with_hybrids(tables.TABLES["quant"], [1]) == tables.TABLES["quant"]
+    seen = []
+    monkeypatch.setattr(paths, "first_token", lambda model, tokens, cache: seen.append(cache))
+    translator = next(iter(made.translators.values()))
+    for layers in (1, 2):
+        made.phase(f"hybrid {layers}")()
+        expected = kv.hand_over(
+            made.source, made.target, PROMPT, translator=translator, prefill_step_size=16,
+            native_layers=layers,
+        )  # fmt: skip
+        for ours, theirs in zip(seen.pop(), expected, strict=True):
+            assert np.array_equal(ours.keys_and_values()[0], theirs.keys_and_values()[0])
+
+
+def test_the_command_times_hybrids(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "--table", "switch", "-p", "12", "-n", "1", "--native-layers", "2,6"]
+    assert run(command) == 0
+    text = capsys.readouterr().out
+    assert "switch, 2 layers native" in text and "switch, 6 layers native" in text
+
+
 def test_a_batch_is_as_its_prompts_are_one_by_one(
     models: dict[str, LanguageModel], translator: Translator
 ) -> None:
@@ -430,6 +458,9 @@ def test_bench_without_a_translator_times_random_maps(
         (["--prompt", "x"], "--prompt is 'x'; give text or random"),
         (["-n", "0"], "--num-trials is 0"),
         (["--batch", "0"], "--batch is 0"),
+        (["--native-layers", "x"], "--native-layers is 'x'; give numbers: 1,2"),
+        (["--native-layers", "9"], "--native-layers is '9'; give numbers from 1 to 6"),
+        (["--native-layers", "1", "--batch", "2"], "--native-layers is of single prompts"),
         (["--batch", "2", "--save-profile"], "--save-profile is of single prompts"),
         (["--reference", "nowhere"], "--reference nowhere cannot be read"),
     ],

@@ -33,6 +33,7 @@ def command(
     ),
     nu: int = typer.Option(1, help="Source layers a target layer reads, where maps are random."),
     quantize: str = typer.Option("8,4", help="Bits of more forms of the maps: 8,4 or none."),
+    native_layers: str = typer.Option(None, help="Also switches of so many native layers: 1,2."),
     prompt: str = typer.Option(None, help="text (bundled) or random token ids."),
     prompt_tokens: str = typer.Option(None, "--prompt-tokens", "-p", help="Lengths: 64,256."),
     batch: int = typer.Option(1, help="Prompts at once, of one length; fewer rows above 1."),
@@ -62,6 +63,9 @@ def command(
     bits = [] if quantize == "none" else _numbers("--quantize", quantize, "8,4 or none")
     if num_trials < 1:
         raise ValueError(f"--num-trials is {num_trials}; give at least 1")
+    hybrids = _numbers("--native-layers", native_layers, "1,2") if native_layers else []
+    if hybrids and batch > 1:
+        raise ValueError(f"--native-layers is of single prompts; leave out --batch {batch}")
     if batch < 1:
         raise ValueError(f"--batch is {batch}; give at least 1")
     if prompt not in (None, "text", "random"):
@@ -90,12 +94,15 @@ def command(
         pair = _of_geometry(geometry, layers, precision, nu, bits)
     else:
         pair = _of_models(source, target, translator, nu, bits, stored=save_profile)
+    most = len(pair.target.attentions)
+    if not all(0 < j <= most for j in hybrids):
+        raise ValueError(f"--native-layers is {native_layers!r}; give numbers from 1 to {most}")
     rates = measured_rates()
     text = not geometry and prompt != "random"
     results: dict[str, Any] = {}
     before = None
     for index, name in enumerate(names):
-        shown = tables.batched(tables.TABLES[name], batch)
+        shown = tables.with_hybrids(tables.batched(tables.TABLES[name], batch), hybrids)
         wanted = lengths or list(shown.lengths)
         with progress_bar(f"timing {name}", len(wanted) * num_trials) as step:
             timings, left_out = tables.run_table(

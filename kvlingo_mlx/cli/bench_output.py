@@ -65,7 +65,7 @@ def show(
         return _nothing(shown, left_out)
     ends = pair.source, pair.target
     least = [tables.floors(t, rates, *ends, pair.translators) for t in timings]
-    rows = [_times(phase, timings, least) for phase in timings[0].samples if phase in _phases(pair)]
+    rows = [_times(name, timings, least) for name in timings[0].samples if name not in SPEED_LABELS]
     for phase in shown.peaks:
         spreads = ["{} / {}".format(*map(ms, t.spread(phase))) for t in timings]
         rows.append([f"{LABELS[phase]}, least / IQR", *spreads])
@@ -103,11 +103,10 @@ def _nothing(shown: Table, left_out: Sequence[int]) -> dict[str, Any]:
     return {"timings": [], "floors": [], "extrapolated": [], "left_out": list(left_out)}
 
 
-def _phases(pair: Pair) -> list[str]:
-    return [*LABELS, *(f"translate {form}" for form in pair.translators)]
-
-
 def _label(phase: str) -> str:
+    kind, _, rest = phase.partition(" ")
+    if kind == "hybrid":
+        return f"switch, {rest} layers native"
     return LABELS.get(phase, phase.replace("translate", "translation,"))
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -26,6 +27,7 @@ from kvlingo_mlx.translators.base import Translator
 
 MAX_WARM_UP = 5
 LONG = 1.0  # seconds of warming up, after which what a first run costs more does not count
+HYBRID = "hybrid "  # before a number of layers
 DECODED = 8  # tokens over which a decoding speed is taken
 
 
@@ -69,9 +71,11 @@ class Paths:
         )
 
     def phase(self, name: str) -> Callable[[], object]:
-        """A phase's work: ``translate FORM`` translates by one of the translators."""
+        """A phase's work: ``translate FORM`` by one of the translators, or ``hybrid J``."""
         if name.startswith("translate "):
             return lambda: self._translated(name.removeprefix("translate "))
+        if name.startswith(HYBRID):
+            return partial(self.hybrid, int(name.removeprefix(HYBRID)))
         return getattr(self, name)
 
     def source_prefill(self) -> None:
@@ -107,6 +111,16 @@ class Paths:
     def switch(self) -> object:
         """Translation and the target's step: what a switch costs."""
         return first_token(self.target, self.tokens[-1:], self._translated())
+
+    def hybrid(self, layers: int) -> object:
+        """A switch at which the target reads its first ``layers`` cache layers itself."""
+        translator = next(iter(self.translators.values()))
+        with mx.stream(generation_stream):
+            cache = take_over(
+                self._recorded, self.source, self.target, translator, self.tokens[:-1],
+                Native(layers), self.step_size,
+            )  # fmt: skip
+        return first_token(self.target, self.tokens[-1:], cache)
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""

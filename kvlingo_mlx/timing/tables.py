@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import median, peak_bytes, seconds
 from kvlingo_mlx.timing.batches import PHASES, Batch
 from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, experts_touched, translation_work
-from kvlingo_mlx.timing.paths import DECODED, Paths, interleaved
+from kvlingo_mlx.timing.paths import DECODED, HYBRID, Paths, interleaved
 from kvlingo_mlx.translators.base import Translator
 
 RUNS = 3  # of every phase at least: to count experts or take a peak, to warm up, to be timed
@@ -63,6 +63,15 @@ TABLES = {
 
 
 FIRST_TOKENS = Table("Time to first token", (512,), ("native", "switch", "accelerator"), ())
+
+
+def with_hybrids(table: Table, layers: Sequence[int]) -> Table:
+    """A table that also has switches of so many native layers, after the plain one."""
+    if "switch" not in table.phases:
+        return table
+    at = table.phases.index("switch") + 1
+    more = tuple(f"{HYBRID}{j}" for j in layers)
+    return replace(table, phases=(*table.phases[:at], *more, *table.phases[at:]))
 
 
 @dataclass

@@ -68,8 +68,8 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--layers", type=int, default=12, help="of the wide target, of 48")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--layers", type=int, default=4, help="of the wide target, of 48")
     parser.add_argument("--trials", type=int, default=9)
     parser.add_argument("--json", help="append the record to this file")
     args = parser.parse_args()

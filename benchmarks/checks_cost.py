@@ -92,7 +92,7 @@ def main() -> None:
             for kind in ("median", "least"):
                 found = row[kind]
                 print(
-                    f"{name:8} {row['tokens']:4d} tokens, {row['layers']} layers, {kind}: hand-over "
+                    f"{name:8} {row['tokens']:4d} tokens, {row['layers']} layers, {kind}: all "
                     f"{1e3 * found['hand_over']:8.1f} ms, checks {1e3 * found['checks_s']:.3f} ms, "
                     f"{100 * found['share']:.3f} %"
                 )

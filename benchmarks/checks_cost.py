@@ -6,7 +6,8 @@ Checked: the token ids for both models, the finished cache (layers, offsets, sha
 first prediction. Two pairs: the embedded tiny one, the least favourable there is, and random models
 whose caches are as wide as Qwen3-4B's and Qwen3-30B-A3B's; their hidden width is tiny, so their
 prefill costs nothing and the share is larger than it would be of true models. Trials of hand-over
-and checks alternate; a share is of medians.
+and checks alternate. A share is of medians, and of the least times: on a busy machine a check of
+0.3 ms that is put off counts as 15.
 """
 
 from __future__ import annotations
@@ -60,16 +61,18 @@ def run(
     for _ in range(trials):
         for name, action in actions.items():
             samples[name].append(measure.seconds(action))
-    medians = {name: measure.median(values) for name, values in samples.items()}
-    checks = medians["tokens_and_cache"] + medians["first_prediction"]
-    return {"tokens": length, "layers": len(target.attentions), "samples_s": samples,
-            "checks_s": checks, "share": checks / medians["hand_over"]}  # fmt: skip
+    found: dict[str, Any] = {"tokens": length, "layers": len(target.attentions)}
+    for kind, of in (("median", measure.median), ("least", min)):
+        times = {name: of(values) for name, values in samples.items()}
+        checks = times["tokens_and_cache"] + times["first_prediction"]
+        found[kind] = {"checks_s": checks, "share": checks / times["hand_over"], **times}
+    return {**found, "samples_s": samples}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--layers", type=int, default=12, help="of the wide target, of 48")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--layers", type=int, default=4, help="of the wide target, of 48")
     parser.add_argument("--trials", type=int, default=9)
     parser.add_argument("--json", help="append the record to this file")
     args = parser.parse_args()
@@ -86,11 +89,13 @@ def main() -> None:
     }
     for name, rows in results.items():
         for row in rows:
-            print(
-                f"{name:8} {row['tokens']:5d} tokens, {row['layers']} layers: hand-over "
-                f"{1e3 * measure.median(row['samples_s']['hand_over']):8.1f} ms, checks "
-                f"{1e3 * row['checks_s']:.3f} ms, {100 * row['share']:.2f} %"
-            )
+            for kind in ("median", "least"):
+                found = row[kind]
+                print(
+                    f"{name:8} {row['tokens']:4d} tokens, {row['layers']} layers, {kind}: all "
+                    f"{1e3 * found['hand_over']:8.1f} ms, checks {1e3 * found['checks_s']:.3f} ms, "
+                    f"{100 * found['share']:.3f} %"
+                )
     print(measure.machine_line())
     if args.json:
         config = {k: v for k, v in vars(args).items() if k != "json"}

@@ -177,7 +177,7 @@ def test_the_token_is_in_no_output_at_any_level(
     loud = {"HF_DEBUG": "1", "HF_HUB_VERBOSITY": "debug", "TRANSFORMERS_VERBOSITY": "debug"}
     done = command(*words, "--debug", **loud)
     if words != ("doctor",):
-        assert "debug" in done.stderr.lower() and f"Bearer {TOKEN}" in hub.tokens
+        assert "Request " in done.stderr and f"Bearer {TOKEN}" in hub.tokens
 
 
 def test_what_the_hub_refuses(hub: LoopbackHub, translator: Path, command, store) -> None:

@@ -154,8 +154,9 @@ def receipt_of(config: TranslatorConfig) -> dict[str, float] | None:
     if not isinstance(left, dict) or left.get("prompts") != NAME:
         return None
     numbers: dict[str, Any] = {name: left.get(name) for name in ("kl", "top1")}
-    sound = all(type(value) in (int, float) for value in numbers.values())
-    return {name: float(value) for name, value in numbers.items()} if sound else None
+    if any(type(value) not in (int, float) for value in numbers.values()):
+        return None
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def verdict(found: Agreement, receipt: dict[str, float] | None) -> tuple[bool, str]:

@@ -199,11 +199,12 @@ def analyses() -> str:
 
 def hybrids() -> str:
     """Recall and KL by the number of layers that the target reads itself."""
-    parts = []
+    parts, latest = [], {}
     for record in (r for r in records("hybrid") if r["config"]["what"] == "quality"):
-        for pair, found in record["results"].items():
-            parts.append(f"### {pair.replace(':', ' to ')}\n\n{hybrid_table(found)}")
-        parts.append(source(record))
+        latest |= {pair: (found, source(record)) for pair, found in record["results"].items()}
+    for pair, (found, _) in latest.items():
+        parts.append(f"### {pair.replace(':', ' to ')}\n\n{hybrid_table(found)}")
+    parts += dict.fromkeys(origin for _, origin in latest.values())
     for record in (r for r in records("hybrid") if r["config"]["what"] == "time"):
         samples, ratios = record["results"]["samples_s"], record["results"]["ratio"]
         rows = [[j, f"{1e3 * np.median(samples[f'j = {j}']):.0f}", f"{ratio:.2f}"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvlingo_mlx.assignment import check_windows
-from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.geometry import layer_differences
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig
@@ -63,6 +63,39 @@ def check_pair(
     check_windows(source.geometry.layers, target.geometry.layers)
     if config.alignment is None:
         check_tokenizers(source, target)
+    else:
+        check_positions(target)
+
+
+def check_positions(target: LanguageModel) -> None:
+    """Refuse a target whose cache cannot hold other than one entry a token.
+
+    Raises:
+        UnsupportedModelError: Its layers keep windows, which count entries, or its attention
+            depends on absolute positions.
+    """
+    windows = [layer.window for layer in target.geometry.layers if layer.window is not None]
+    why = f"it keeps windows of {windows[0]} tokens, which count entries" if windows else None
+    if not target.family.relative_positions:
+        why = "its attention depends on more than the distance of two positions"
+    if why is not None:
+        raise UnsupportedModelError(
+            f"{target.name} cannot take over from a model of another tokenizer: {why}; choose "
+            "another decode model"
+        )
+
+
+def check_one_tokenizer(config: TranslatorConfig, what: str) -> None:
+    """Refuse a translator between two tokenizers for ``what`` is made for one.
+
+    Raises:
+        IncompatibleTranslatorError: It is such a one.
+    """
+    if config.alignment is not None:
+        raise IncompatibleTranslatorError(
+            f"{_title(config)} is between two tokenizers (alignment {config.alignment}), which "
+            f"{what} does not know; use it with generate, fit, train or eval"
+        )
 
 
 def check_end(

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, cast
 from jinja2 import TemplateError
 
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.renderings import Rendering, chat, plain
 
 Message = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -38,6 +39,32 @@ def encode(
     return tokens
 
 
+def rendering(
+    model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None
+) -> Rendering:
+    """A prompt as a model reads it, with the places of its tokens: what two models can share.
+
+    Raises:
+        ValueError: The prompt is empty or token ids, or holds messages and the model has no
+            template, or no fast tokenizer.
+    """
+    if isinstance(prompt, str):
+        _check_text(prompt)
+        return plain(model.tokenizer, prompt)
+    if not _is_chat(prompt):
+        raise ValueError(
+            "the prompt is token ids, which the two tokenizers of this pair read differently; "
+            "give text or messages"
+        )
+    return chat(
+        model.tokenizer,
+        lambda messages: _render(
+            model, messages, {"enable_thinking": enable_thinking}, tokenize=False
+        ),
+        prompt,
+    )
+
+
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
     return len(prompt) > 0 and isinstance(prompt[0], dict)
 
@@ -55,7 +82,7 @@ def render_text(model: LanguageModel, messages: Sequence[Message], **switches: A
 
 
 def _render(
-    model: LanguageModel, messages: Sequence[Message], switches: Mapping[str, Any], **options: Any
+    model: LanguageModel, messages: Sequence[Mapping[str, Any]], switches: Mapping[str, Any], **options: Any
 ) -> Any:
     if not model.tokenizer.has_chat_template:
         raise ValueError(f"{model.name} has no chat template; pass the prompt as text")

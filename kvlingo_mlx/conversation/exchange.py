@@ -20,7 +20,7 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorErr
 from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_translator
-from kvlingo_mlx.pairing import check_pair, check_tokenizers, matches
+from kvlingo_mlx.pairing import check_one_tokenizer, check_pair, check_tokenizers, matches
 from kvlingo_mlx.translators.base import Translator
 
 STRATEGIES = ("alternated", "naive", "reprefill")
@@ -106,6 +106,7 @@ class Exchange:
     def _assign(self, translator: Translator, *, exact: bool) -> None:
         """Give a translator the directions that it serves; those made for them come first."""
         config = translator.config
+        check_one_tokenizer(config, "a conversation")
         tolerance = self.allow_mismatch and not exact
         pairs = [
             (a.name, b.name)

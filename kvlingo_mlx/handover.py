@@ -95,6 +95,24 @@ class Handover:
         translated = self.groups[:, 1] <= self.own[:, None]
         return np.concatenate([translated, self.own <= self.own[:, None]], axis=1)
 
+    @property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(K,) translated entries and (K,) target tokens: each entry with all of its group."""
+        counts = self.groups[:, 1] - self.groups[:, 0]
+        entries = np.repeat(np.arange(len(self.rows)), counts)
+        first = self.groups[:, 0] - (np.cumsum(counts) - counts)
+        return entries, np.arange(len(entries)) + np.repeat(first, counts)
+
+    def spread(self, weights: np.ndarray) -> np.ndarray:
+        """Weights of the target's tokens (L, T) as those of translated entries, (L, S).
+
+        A group's weight is the sum of its target tokens', split evenly over its source tokens.
+        """
+        entries, tokens = self.pairs
+        _, group, sizes = np.unique(self.groups[:, 0], return_inverse=True, return_counts=True)
+        sums = [np.bincount(entries, row[tokens], len(self.rows)) for row in weights]
+        return np.stack(sums) / sizes[group]
+
     def between(self, start: int, stop: int) -> slice:
         """Which translated entries are of the source's tokens from ``start`` to ``stop``."""
         return slice(*np.searchsorted(self.rows, [start, stop]).tolist())

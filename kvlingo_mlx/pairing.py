@@ -64,7 +64,21 @@ def check_pair(
     if config.alignment is None:
         check_tokenizers(source, target)
     else:
+        check_alignment(config.capture)
         check_positions(target)
+
+
+def check_alignment(capture: str) -> None:
+    """Refuse a capture point at which keys of another tokenizer's tokens cannot be taken over.
+
+    Raises:
+        IncompatibleTranslatorError: Keys are rotated there, by the source's own positions.
+    """
+    if capture == "post_rope":
+        raise IncompatibleTranslatorError(
+            "between two tokenizers keys are rotated at the target's positions, but those captured "
+            "post_rope are rotated at the source's; use capture pre_norm or post_norm"
+        )
 
 
 def check_positions(target: LanguageModel) -> None:
@@ -77,7 +91,7 @@ def check_positions(target: LanguageModel) -> None:
     windows = [layer.window for layer in target.geometry.layers if layer.window is not None]
     why = f"it keeps windows of {windows[0]} tokens, which count entries" if windows else None
     if not target.family.relative_positions:
-        why = "its attention depends on more than the distance of two positions"
+        why = "its attention depends on more of two positions than their distance"
     if why is not None:
         raise UnsupportedModelError(
             f"{target.name} cannot take over from a model of another tokenizer: {why}; choose "
@@ -123,8 +137,12 @@ def _title(config: TranslatorConfig) -> str:
     return f"the translator from {config.source.name} to {config.target.name}"
 
 
-def check_tokenizers(source: LanguageModel, target: LanguageModel) -> None:
-    """Refuse two models whose tokenizers differ.
+def check_tokenizers(
+    source: LanguageModel,
+    target: LanguageModel,
+    then: str = "this pair needs a cross-tokenizer translator",
+) -> None:
+    """Refuse two models whose tokenizers differ; ``then`` is what that means here.
 
     Raises:
         IncompatibleTranslatorError: They do; names the first id that differs.
@@ -136,6 +154,5 @@ def check_tokenizers(source: LanguageModel, target: LanguageModel) -> None:
     first = next(i for i in sorted({*ours, *theirs}) if ours.get(i) != theirs.get(i))
     raise IncompatibleTranslatorError(
         f"the tokenizers of {source.name} and {target.name} differ (id {first} is "
-        f"{ours.get(first)!r} and {theirs.get(first)!r}): this pair needs a cross-tokenizer "
-        "translator"
+        f"{ours.get(first)!r} and {theirs.get(first)!r}): {then}"
     )

@@ -82,7 +82,10 @@ def render_text(model: LanguageModel, messages: Sequence[Message], **switches: A
 
 
 def _render(
-    model: LanguageModel, messages: Sequence[Mapping[str, Any]], switches: Mapping[str, Any], **options: Any
+    model: LanguageModel,
+    messages: Sequence[Mapping[str, Any]],
+    switches: Mapping[str, Any],
+    **options: Any,
 ) -> Any:
     if not model.tokenizer.has_chat_template:
         raise ValueError(f"{model.name} has no chat template; pass the prompt as text")

@@ -6,6 +6,7 @@ alone; the target reads the text stretch by stretch, and what it has not read ye
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def assignments(source: Side, target: Side, count: int) -> dict[int, int]:
     for message in range(count):
         ours, theirs = source.cuts(message), target.cuts(message)
         shared = sorted(set(ours) & set(theirs))
-        for low, high in zip(shared, shared[1:], strict=False):
+        for low, high in itertools.pairwise(shared):
             p, q = ours[high] - ours[low], theirs[high] - theirs[low]
             for i in range(1, p + 1):
                 j = 1 if p == 1 else 1 + round((i - 1) * (q - 1) / (p - 1))

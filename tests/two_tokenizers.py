@@ -21,7 +21,10 @@ MISTRAL_TEMPLATE = (
 TALK = [
     {"role": "system", "content": "You are the ferryman of an unbelievably long river."},
     {"role": "user", "content": "Who is the other passenger, and where is the money?"},
-    {"role": "assistant", "content": "In the house: the money is hers, and the rest of it is ours."},
+    {
+        "role": "assistant",
+        "content": "In the house: the money is hers, the rest of it is ours.",
+    },
     {"role": "user", "content": "Summarise this unbelievably long prefix. Then: 1 + 23 = ?"},
 ]
 VOCAB = 1600
@@ -35,7 +38,7 @@ def write_qwen(folder: Path, **options: Any) -> Path:
 
 def write_mistral(folder: Path, **options: Any) -> Path:
     """SentencePiece's marks and byte fallback, Mistral's template, no k_norm."""
-    facts = {"seed": 6, "layers": 4, "kv_heads": 1, "head_dim": 24, "vocab": VOCAB} | options
+    facts = {"seed": 6, "layers": 4, "kv_heads": 1, "head_dim": 32, "vocab": VOCAB} | options
     tiny.write_tiny_model(folder, "mistral", **facts)
     tokenizer = sentencepiece()
     tokenizer.save(str(folder / "tokenizer.json"))

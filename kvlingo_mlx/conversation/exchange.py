@@ -368,4 +368,4 @@ def _check(
                 "little of a translated prefix to be translated again; use alternated"
             )
     for a, b in itertools.combinations(models.values(), 2):
-        check_tokenizers(a, b)
+        check_tokenizers(a, b, "a conversation takes models of one tokenizer")

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kvlingo_mlx.alignment import TokenAlignment
+from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
+from kvlingo_mlx.geometry import LayerGeometry
 from kvlingo_mlx.renderings import Rendering, stretches
 
 
@@ -127,6 +129,33 @@ class Handover:
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
         return replace(self, positions=place[: len(self.rows)])
+
+
+def check_capture(capture: str) -> None:
+    """Refuse a capture point at which keys of another tokenizer's tokens cannot be taken over.
+
+    Raises:
+        IncompatibleTranslatorError: Keys are rotated there, by the source's own positions.
+    """
+    if capture == "post_rope":
+        raise IncompatibleTranslatorError(
+            "between two tokenizers keys are rotated at the target's positions, but those captured "
+            "post_rope are rotated at the source's; use capture pre_norm or post_norm"
+        )
+
+
+def check_layers(layers: Sequence[LayerGeometry], name: str) -> None:
+    """Refuse a target whose layers keep windows.
+
+    Raises:
+        UnsupportedModelError: One does; ``name`` is the target's.
+    """
+    windows = [layer.window for layer in layers if layer.window is not None]
+    if windows:
+        raise UnsupportedModelError(
+            f"{name} cannot take over from a model of another tokenizer: it keeps windows of "
+            f"{windows[0]} tokens, which count entries; choose another target"
+        )
 
 
 def _spans(alignment: TokenAlignment) -> np.ndarray:

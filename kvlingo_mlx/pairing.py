@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvlingo_mlx.assignment import check_windows
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.geometry import layer_differences
+from kvlingo_mlx.handover import check_capture, check_layers
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig
 
@@ -64,21 +65,8 @@ def check_pair(
     if config.alignment is None:
         check_tokenizers(source, target)
     else:
-        check_alignment(config.capture)
+        check_capture(config.capture)
         check_positions(target)
-
-
-def check_alignment(capture: str) -> None:
-    """Refuse a capture point at which keys of another tokenizer's tokens cannot be taken over.
-
-    Raises:
-        IncompatibleTranslatorError: Keys are rotated there, by the source's own positions.
-    """
-    if capture == "post_rope":
-        raise IncompatibleTranslatorError(
-            "between two tokenizers keys are rotated at the target's positions, but those captured "
-            "post_rope are rotated at the source's; use capture pre_norm or post_norm"
-        )
 
 
 def check_positions(target: LanguageModel) -> None:
@@ -88,14 +76,11 @@ def check_positions(target: LanguageModel) -> None:
         UnsupportedModelError: Its layers keep windows, which count entries, or its attention
             depends on absolute positions.
     """
-    windows = [layer.window for layer in target.geometry.layers if layer.window is not None]
-    why = f"it keeps windows of {windows[0]} tokens, which count entries" if windows else None
+    check_layers(target.geometry.layers, target.name)
     if not target.family.relative_positions:
-        why = "its attention depends on more of two positions than their distance"
-    if why is not None:
         raise UnsupportedModelError(
-            f"{target.name} cannot take over from a model of another tokenizer: {why}; choose "
-            "another decode model"
+            f"{target.name} cannot take over from a model of another tokenizer: its attention "
+            "depends on more of two positions than their distance; choose another target"
         )
 
 

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from kvlingo_mlx.alignment import NO_END
+from kvlingo_mlx.geometry import vocabulary_fingerprint
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.renderings import chat, plain
 
@@ -40,6 +42,11 @@ class Sample:
     def source_prefix(self) -> tuple[int, ...]:
         """The prefix as the source reads it."""
         return self.prefix if self.handover is None else self.handover.source_ids
+
+    @property
+    def num_translated(self) -> int:
+        """How many tokens of the prefix can be fitted on."""
+        return len(self.prefix) if self.handover is None else len(self.handover.rows)
 
     @property
     def num_read(self) -> int:
@@ -107,6 +114,12 @@ def _check_unicode(text: str, where: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{where}: text that is not valid Unicode ({error.reason})") from None
+
+
+def other_tokenizer(source: Any, target: Any) -> Any:
+    """A source's tokenizer where it is not the target's, else None."""
+    ours, theirs = (vocabulary_fingerprint(t.get_vocab()) for t in (source, target))
+    return None if ours == theirs else source
 
 
 def to_samples(
@@ -185,11 +198,11 @@ def _of_two(record: Mapping[str, Any], source: Any, target: Any, turn: int) -> S
 
 
 def between(
-    messages: Sequence[Mapping[str, Any]], source: Any, target: Any, **switch: bool
+    messages: Sequence[Mapping[str, Any]], source: Any, target: Any, **switch: Any
 ) -> Sample:
     """Messages up to the header of an answer, as two tokenizers and templates have them."""
     both = (
-        chat(tokenizer, lambda m, own=tokenizer: _render(own, m, True, **switch), messages)
+        chat(tokenizer, partial(_render, tokenizer, opens=True, **switch), messages)
         for tokenizer in (source, target)
     )
     found = Handover.of(*both)

@@ -21,10 +21,11 @@ from kvlingo_mlx.capture import move, prefill
 from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
 from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.attention import attention_mass
+from kvlingo_mlx.handover import check_capture
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
-from kvlingo_mlx.pairing import check_alignment, check_positions
+from kvlingo_mlx.pairing import check_positions
 from kvlingo_mlx.samples import Sample, to_samples
 from kvlingo_mlx.selection import METHODS, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.states import KVStates
@@ -132,7 +133,7 @@ def _alignment(source: LanguageModel, target: LanguageModel, capture: str) -> st
     """How a pair's tokens correspond: one to one, unless it has two tokenizers."""
     if source.tokenizer_fingerprint == target.tokenizer_fingerprint:
         return None
-    check_alignment(capture)
+    check_capture(capture)
     check_positions(target)
     return "minimal_groups"
 
@@ -168,9 +169,12 @@ class _Reader:
             self._check(sample)
             if self.norm in ATTENTION_NORMS and not sample.continuation:
                 continue  # nothing attends to this prefix
+            if not sample.num_translated:
+                continue
             mass = partial(attention_mass, self.target, sample)
             weights = token_weights(norm, len(sample.prefix), mass)
             self._add(sample, weights, add)
+            self.tokens += sample.num_translated
             self.used += 1
             self.done += 1
             if self.progress is not None:
@@ -194,7 +198,6 @@ class _Reader:
         if sample.handover is not None:
             pair = aligned_states(self.source, self.target, sample.handover, self.capture)
             add(*pair, None if weights is None else sample.handover.spread(weights))
-            self.tokens += len(sample.handover.rows)
             return
         with contextlib.closing(_spans(self.source, self.target, sample.prefix)) as spans:
             for read, wanted in spans:
@@ -204,7 +207,6 @@ class _Reader:
                     move(wanted, self.target, self.capture),
                     None if weights is None else weights[:, span],
                 )
-        self.tokens += len(sample.prefix)
 
 
 def _solve(

@@ -35,7 +35,7 @@ def _whole(model: LanguageModel, tokens: Sequence[int], capture: str) -> KVState
     """All that a model writes of a text."""
     spans = [move(states, model, capture) for states in prefill(model, tokens)]
     keys, values = (
-        tuple(mx.concatenate(parts, axis=1) for parts in zip(*side, strict=True))
+        tuple(mx.concatenate(list(parts), axis=1) for parts in zip(*side, strict=True))
         for side in ([span.keys for span in spans], [span.values for span in spans])
     )
     return KVStates(keys, values, capture, 0)

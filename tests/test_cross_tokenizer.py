@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -29,7 +30,13 @@ from two_tokenizers import TALK, write_mistral, write_qwen, write_translator
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import capture, cross_tokenizer, pairing
+from kvlingo_mlx.cli import run
 from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.evaluation import lineup, probes
+from kvlingo_mlx.evaluation.compare import evaluate
+from kvlingo_mlx.evaluation.journal import Journal
+from kvlingo_mlx.generation import hand_over_across
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.keys import Rotation
 from kvlingo_mlx.language_model import LanguageModel
@@ -394,3 +401,81 @@ def test_windows_are_refused(root: Path, opened: Callable[[str], LanguageModel])
     with pytest.raises(kv.UnsupportedModelError, match="windows of 16 tokens, which count entries"):
         pairing.check_positions(gemma)
     pairing.check_positions(opened("mistral"))
+
+
+# ---- evaluation and the command line ---------------------------------------------------------
+
+
+def test_evaluation(folder: Callable[..., Path], opened: Callable[[str], LanguageModel]) -> None:
+    """Every condition by its own account; teacher forcing goes on from the handed-over cache."""
+    source, target = map(opened, PAIRS[1])
+    translator = load_translator(folder(*PAIRS[1]))
+    records = [{"messages": [*TALK, {"role": "assistant", "content": "It is 24."}]}]
+    task = probes.continuation(target, records, 1, 512, source.tokenizer)
+    (item,) = task.items
+    line = [
+        lineup.native(target),
+        lineup.translated("own", source, target, [translator]),
+        *(lineup.baseline(n, source, target, [translator])
+          for n in ("hidden", "shuffled", "canonical", "text")),
+    ]  # fmt: skip
+    found = evaluate(target, [task], line, Journal())["continuation"]
+    kl = {name: scored.scores["kl"] for name, (scored,) in found.items()}
+    assert kl.pop("native") == 0.0 and len(set(kl.values())) == len(kl) == 5
+    handed = hand_over_across(source, target, translator, item.read)
+    entries = handed[0].offset
+    tokens = [item.prefix[-1], *item.sample.continuation[:-1]]
+    native = make_prompt_cache(target.model)
+    target.model(mx.array(item.prefix[:-1])[None], cache=native)
+    both = (logits(target, c, tokens).astype(np.float64) for c in (native, handed))
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in both)
+    assert kl["own"] == pytest.approx((np.exp(p) * (p - q)).sum(-1).mean(), rel=1e-4)
+    assert line[1].at_switch is not None
+    again = line[1].at_switch(item.read)()
+    assert again[0].offset == entries == item.read.num_entries
+    with pytest.raises(kv.IncompatibleTranslatorError, match="other tokens cannot be reused"):
+        lineup.baseline("reuse", source, target, [translator])
+    with pytest.raises(ValueError, match="'canonical', which needs a pair of two tokenizers"):
+        one = replace(translator, config=replace(translator.config, alignment=None))
+        lineup.baseline("canonical", source, target, [one])
+
+
+def test_recall_and_needles_have_both_readings(opened: Callable[[str], LanguageModel]) -> None:
+    source, target = map(opened, PAIRS[0])
+    for task in (
+        probes.recall(target, 1, 0, source),
+        probes.find_needles(target, ["single"], [120], 1, max_tokens=8, source=source),
+    ):
+        for item in task.items:
+            assert isinstance(item.read, Handover) and item.read.target_ids == item.prefix
+            source.check_tokens(item.read.source_ids)
+    sample = probes.recall(target, 1, 0, source).items[0].sample
+    talk = next(iter(dialogues.held_out(1)))
+    text = target.tokenizer.decode(sample.continuation)
+    assert all(fact.say(dialogues.ANSWER) in text for fact in talk.asked)
+    for fact, places in zip(talk.asked, sample.recalled, strict=True):
+        spelled = "".join(target.tokenizer.decode([sample.continuation[i]]) for i in places)
+        assert spelled.replace(" ", "") == fact.value.replace(" ", "")
+
+
+def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = [str(root / "qwen"), str(root / "mistral")]
+    pair = ["--source", ends[0], "--target", ends[1]]
+    data, out = tmp_path / "data.jsonl", tmp_path / "fitted"
+    record = {"messages": [*TALK, {"role": "assistant", "content": "It is 24."}]}
+    data.write_text(json.dumps(record) + "\n")
+    assert run(["fit", *pair, "--data", str(data), "--out", str(out), "--nu", "2"]) == 0
+    assert run(["show", str(out)]) == 0
+    assert "minimal_groups" in capsys.readouterr().out
+    models = ["--prefill-model", ends[0], "--decode-model", ends[1], "--translator", str(out)]
+    assert run(["generate", *models, "-p", "Who is it?", "--max-tokens", "3"]) == 0
+    assert run(["eval", *pair, "--translator", str(out), "--tasks", "continuation", "--data",
+                str(data), "--baselines", "hidden,canonical", "--limit", "1",
+                "--out", str(tmp_path / "scores.jsonl")]) == 0  # fmt: skip
+    assert "canonical" in capsys.readouterr().out
+    for verb in (["bench", *pair, "--translator", str(out)],
+                 ["profile", *pair, "--translator", str(out), "--data", str(data)]):  # fmt: skip
+        assert run(verb) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1
+        assert "between two tokenizers" in error

@@ -27,7 +27,6 @@ TALK = [
     },
     {"role": "user", "content": "Summarise this unbelievably long prefix. Then: 1 + 23 = ?"},
 ]
-VOCAB = 1600
 
 
 def write_qwen(folder: Path, **options: Any) -> Path:
@@ -38,9 +37,10 @@ def write_qwen(folder: Path, **options: Any) -> Path:
 
 def write_mistral(folder: Path, **options: Any) -> Path:
     """SentencePiece's marks and byte fallback, Mistral's template, no k_norm."""
-    facts = {"seed": 6, "layers": 4, "kv_heads": 1, "head_dim": 32, "vocab": VOCAB} | options
-    tiny.write_tiny_model(folder, "mistral", **facts)
     tokenizer = sentencepiece()
+    rows = tokenizer.get_vocab_size()  # mlx-lm cannot spell more ids than there are
+    facts = {"seed": 6, "layers": 4, "kv_heads": 1, "head_dim": 32, "vocab": rows} | options
+    tiny.write_tiny_model(folder, "mistral", **facts)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

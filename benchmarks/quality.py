@@ -4,11 +4,13 @@
     python benchmarks/quality.py --nu 1 2 4 --json FILE      # closed forms fitted here as well
     python benchmarks/quality.py --zoo tests/zoo --facts 8 16 --pairs tiny-gemma3-s:tiny-gemma3-l \
         --nu 1 2 4 --norms frobenius --assignments relative_depth r2 greedy --json FILE
+    python benchmarks/quality.py --nu 1 2 --capture post_rope --head-wise --json FILE  # and folded
 
 For every pair: the target's native cache, the self-distilled translator if there is one, closed
 forms under the norms and with the assignments given at each nu, and the controls: the prefix
 hidden, and every translator with its layers shuffled or, between two tokenizers, with its keys
-rotated where their entries stand. Only the first asking of each fact is
+rotated where their entries stand. Post-RoPE translators are folded as well: the target decodes
+from the source's own cache. Only the first asking of each fact is
 scored; standard errors are over questions for recall and over dialogues for KL. ``--zoo`` names a
 folder with more models and translators than the package's.
 """
@@ -29,6 +31,7 @@ from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.fitting import fit
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load, load_translator
+from kvlingo_mlx.translator_config import unfoldable
 from kvlingo_mlx.translators.base import Translator
 
 PAIRS = (
@@ -54,6 +57,9 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
         makers[f"{name}, shuffled"] = conditions.translated(source, target, control)
         if translator.config.alignment is not None:
             makers[f"{name}, canonical positions"] = conditions.canonical(makers[name])
+        if unfoldable(translator.config) is None:
+            makers[f"{name}, folded"] = conditions.folded(source, target, translator)
+            makers[f"{name}, shuffled, folded"] = conditions.folded(source, target, control)
     scores = quality.score(target, samples, makers)
     lengths = [len(sample.prefix) for sample in samples]
     print(
@@ -75,7 +81,10 @@ def translators(
     records = [{"messages": talk.conversation()} for talk in talks]
     for nu, norm, assignment in itertools.product(args.nu, args.norms, args.assignments):
         name = norm if args.assignments == ["relative_depth"] else f"{norm} {assignment}"
-        fitted = fit(source, target, records, norm=norm, nu=nu, assignment=assignment)
+        fitted = fit(
+            source, target, records, norm=norm, nu=nu, assignment=assignment,
+            capture=args.capture, head_mixing=not args.head_wise,
+        )  # fmt: skip
         yield f"{name} nu={nu}", fitted
 
 
@@ -108,6 +117,8 @@ def main() -> None:
     parser.add_argument("--nu", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--norms", nargs="+", default=list(NORMS))
     parser.add_argument("--assignments", nargs="+", default=["relative_depth"])
+    parser.add_argument("--capture", help="of closed forms: post_rope can be folded, and is")
+    parser.add_argument("--head-wise", action="store_true", help="closed forms, head by head")
     parser.add_argument("--facts", type=int, nargs=2, default=[12, 28], metavar=("FEWEST", "MOST"))
     parser.add_argument("--dialogues", type=int, default=64)
     parser.add_argument("--fit-dialogues", type=int, default=400)
@@ -116,7 +127,8 @@ def main() -> None:
     results = {pair: run_pair(pair, args) for pair in args.pairs}
     print(measure.machine_line())
     if args.json:
-        names = ("nu", "norms", "assignments", "facts", "dialogues", "fit_dialogues")
+        names = ("nu", "norms", "assignments", "capture", "head_wise", "facts", "dialogues",
+                 "fit_dialogues")  # fmt: skip
         config = {name: getattr(args, name) for name in names}
         measure.append_json(args.json, measure.record("quality", config, results))
 

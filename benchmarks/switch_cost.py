@@ -223,7 +223,7 @@ def ratios(steps: dict[str, list[Times]]) -> dict[str, dict[str, float]]:
         values, processor = zip(*((a[0] / b[0], a[1] / b[1]) for a, b in rounds), strict=True)
         found[f"eager / {name}"] = {
             "median": measure.median(values), "min": min(values), "max": max(values),
-            "processor": measure.median(processor),
+            "processor": measure.median(processor), "ratios": values, "processor_ratios": processor,
         }  # fmt: skip
     return dict(sorted(found.items()))
 

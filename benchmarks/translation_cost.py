@@ -3,7 +3,8 @@
     python benchmarks/translation_cost.py [--layers 48] [--tokens 64 1024] [--json FILE]
 
 Shapes of Qwen3-4B to Qwen3-30B-A3B: each of 48 target layers reads nu = 3 source layers
-through 512 x 3072 per side; random weights. The translation counts everything between
+through 512 x 3072 per side; random weights. With `--shape preserving` those of Qwen3-0.6B to
+Qwen3-1.7B: 28 layers, nu = 1, 1024 x 1024. The translation counts everything between
 the source's recorded states and a cache that the target can decode from: products,
 k_norm, RoPE, cache write. The bare matmuls are two batched products, one a side, of
 inputs that lie stacked in memory already. Both alternate in one run; medians and ratios.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -23,6 +26,26 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.timing.geometries import random_translators
 from kvlingo_mlx.translators.base import Translator
+
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Layers and KV heads of source and target, and source layers that a target layer reads."""
+
+    source: tuple[int, int]
+    target: tuple[int, int]
+    nu: int
+
+    def bare_products(self, layers: int, tokens: int) -> tuple[mx.array, mx.array]:
+        """One side's inputs (layers, T, in), stacked, and maps (layers, out, in)."""
+        inputs = self.nu * self.source[1] * HEAD_DIM
+        maps = mx.random.normal((layers, self.target[1] * HEAD_DIM, inputs)) * 0.02
+        return mx.random.normal((layers, tokens, inputs)), maps
+
+
+SHAPES = {"moe": Shape((36, 8), (48, 4), 3), "preserving": Shape((28, 8), (28, 8), 1)}
 
 
 def model_of_shape(
@@ -47,23 +70,51 @@ def model_of_shape(
     return LanguageModel(model, None, config, f"random {kind}")  # no text is involved
 
 
-def random_translator(source: LanguageModel, target: LanguageModel, nu: int) -> Translator:
-    """Random head-mixing maps, by relative depth."""
-    return random_translators(source, target, nu, {"float32": ("float32", None)})["float32"]
+def random_translator(
+    source: LanguageModel, target: LanguageModel, nu: int, *, head_mixing: bool = True
+) -> Translator:
+    """Random maps, by relative depth."""
+    form = {"float32": ("float32", None)}
+    return random_translators(source, target, nu, form, head_mixing=head_mixing)["float32"]
 
 
-def run(tokens: int, layers: int, trials: int) -> dict:
-    source = model_of_shape("qwen3", layers * 36 // 48, 8, 128)
-    target = model_of_shape("qwen3_moe", layers, 4, 128)
-    translator = random_translator(source, target, 3)
-    states = KVStates(
-        *(tuple(mx.random.normal((1, tokens, 1024)) for _ in source.attentions) for _ in range(2)),
-        "pre_norm",
-        0,
+def random_states(source: LanguageModel, tokens: int) -> KVStates:
+    """What a source might have written, evaluated."""
+    width = source.geometry.layers[0].key_width
+    keys, values = (
+        tuple(mx.random.normal((1, tokens, width)) for _ in source.attentions) for _ in range(2)
     )
-    stacked = mx.random.normal((layers, tokens, 3072))
-    maps = mx.random.normal((layers, 512, 3072)) * 0.02
-    mx.eval(states.arrays, stacked, maps)
+    mx.eval(keys, values)
+    return KVStates(keys, values, "pre_norm", 0)
+
+
+def alternated(actions: dict[str, Callable[[], object]], trials: int) -> dict[str, Any]:
+    """Seconds of actions in turns, and the first one's over the sum of the others', by round."""
+    for action in actions.values():
+        action()
+    rounds = [
+        {name: measure.wall_and_processor(action) for name, action in actions.items()}
+        for _ in range(trials)
+    ]
+    first, *others = actions
+    ratios, processor = (
+        [found[first][clock] / sum(found[name][clock] for name in others) for found in rounds]
+        for clock in (0, 1)
+    )
+    return {
+        "samples_s": {name: [found[name][0] for found in rounds] for name in actions},
+        "ratios": ratios, "processor_ratios": processor,
+        "ratio": measure.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios),
+    }  # fmt: skip
+
+
+def run(tokens: int, layers: int, trials: int, shape: Shape = SHAPES["moe"]) -> dict[str, Any]:
+    depth = layers * shape.source[0] // shape.target[0]
+    source = model_of_shape("qwen3", depth, shape.source[1], HEAD_DIM)
+    target = model_of_shape("qwen3", layers, shape.target[1], HEAD_DIM)
+    translator, states = random_translator(source, target, shape.nu), random_states(source, tokens)
+    stacked, maps = shape.bare_products(layers, tokens)
+    mx.eval(stacked, maps)
     cache_dtype = target.cache_dtype  # learnt once per model, not per translation
     assert cache_dtype == mx.float32
 
@@ -76,32 +127,25 @@ def run(tokens: int, layers: int, trials: int) -> dict:
         translate_span(cache, states, source, target, translator, tokens)
         mx.eval(caches.arrays(cache))
 
-    bare(), translate()
-    samples: dict[str, list[float]] = {"bare": [], "translation": []}
-    for _ in range(trials):
-        samples["bare"].append(measure.seconds(bare))
-        samples["translation"].append(measure.seconds(translate))
-    ratios = [t / b for t, b in zip(samples["translation"], samples["bare"], strict=True)]
-    flops = 2 * 2 * layers * tokens * 512 * 3072
+    found = alternated({"translation": translate, "bare": bare}, trials)
+    flops = 2 * 2 * tokens * maps.size
     return {
-        "tokens": tokens,
-        "layers": layers,
-        "samples_s": samples,
-        "bare_gflops": flops / measure.median(samples["bare"]) / 1e9,
-        "ratio": measure.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
-    }
+        "tokens": tokens, "layers": layers, **found,
+        "bare_gflops": flops / measure.median(found["samples_s"]["bare"]) / 1e9,
+    }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--shape", choices=SHAPES, default="moe")
+    parser.add_argument("--layers", type=int, help="of the target; default: all")
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--trials", type=int, default=9)
     parser.add_argument("--json", help="append the record to this file")
     args = parser.parse_args()
-    results = [run(tokens, args.layers, args.trials) for tokens in args.tokens]
+    shape = SHAPES[args.shape]
+    layers = args.layers or shape.target[0]
+    results = [run(tokens, layers, args.trials, shape) for tokens in args.tokens]
     for r in results:
         bare, translation = (
             1e3 * measure.median(r["samples_s"][k]) for k in ("bare", "translation")
@@ -109,11 +153,12 @@ def main() -> None:
         print(
             f"{r['tokens']:5d} tokens: bare {bare:7.1f} ms ({r['bare_gflops']:.0f} GFLOP/s), "
             f"translation {translation:7.1f} ms, ratio {r['ratio']:.2f} "
-            f"({r['ratio_min']:.2f} to {r['ratio_max']:.2f})"
+            f"({r['ratio_min']:.2f} to {r['ratio_max']:.2f}), "
+            f"of processor time {measure.median(r['processor_ratios']):.2f}"
         )
     print(measure.machine_line())
     if args.json:
-        config = {"layers": args.layers, "trials": args.trials}
+        config = {"shape": args.shape, "layers": layers, "trials": args.trials}
         measure.append_json(args.json, measure.record("translation_cost", config, results))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from translation_cost import model_of_shape, random_translator
+from translation_cost import alternated, model_of_shape, random_translator
 
 from kvlingo_mlx import caches, measure
 from kvlingo_mlx.generation import translate_span
@@ -57,24 +57,14 @@ def run(tokens: int, layers: int, nu: int, step: int, trials: int) -> dict[str, 
             mx.eval(caches.arrays(cache))
 
     models = {"window": target, "every token": unbounded}
-    for model in models.values():
-        translate(model)
-    samples: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(trials):
-        for name, model in models.items():
-            samples[name].append(measure.seconds(functools.partial(translate, model)))
-    ratios = [w / e for w, e in zip(samples["window"], samples["every token"], strict=True)]
+    actions = {name: functools.partial(translate, model) for name, model in models.items()}
+    found = alternated(actions, trials)
+    every_s = measure.median(found["samples_s"]["every token"])
     kept = [tokens - first for first in target.geometry.first_kept(tokens)]
     return {
-        "samples_s": samples,
-        "gflops": translator.flops_per_token
-        * tokens
-        / measure.median(samples["every token"])
-        / 1e9,
+        **found,
+        "gflops": translator.flops_per_token * tokens / every_s / 1e9,
         "tokens_kept": sum(kept) / (tokens * layers),
-        "ratio": measure.median(ratios),
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
     }
 
 

@@ -18,6 +18,9 @@ _HOMES = {
     "stream_generate": "generation",
     "hand_over": "generation",
     "GenerationResponse": "generation",
+    "folded_generate": "folding",
+    "folded_stream_generate": "folding",
+    "folded_hand_over": "folding",
     "LanguageModel": "language_model",
     "fit": "fitting",
     "Conversation": "conversation",
@@ -28,7 +31,10 @@ _HOMES = {
     "IncompatibleTranslatorError": "errors",
     "MalformedTranslatorError": "errors",
     "MissingTranslatorError": "errors",
+    "MissingProfileError": "errors",
+    "MalformedProfileError": "errors",
     "MalformedConversationError": "errors",
+    "CacheError": "errors",
     "MissingExtraError": "errors",
 }
 __all__ = sorted(_HOMES)

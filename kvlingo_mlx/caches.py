@@ -96,33 +96,47 @@ def pin(caches: Sequence[Any]) -> list[Any]:
     return pinned
 
 
-def allocate(model: LanguageModel, num_tokens: int) -> list[Any]:
+def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]:
     """Stock mlx-lm caches of ``num_tokens`` that :func:`write` has yet to write, and room to grow.
 
-    The room is taken once, so that neither writing in chunks nor the first decoding
-    step copies what is there. A ring has no more room than its window.
+    ``batch`` prompts of that length lie side by side. The room is taken once, so that neither
+    writing in chunks nor the first decoding step copies what is there. A ring has no more room
+    than its window.
 
     Raises:
         UnsupportedModelError: A layer uses a cache that translation cannot write.
     """
-    caches = make_prompt_cache(model.model)
+    caches = empty(model)
     capacity = (num_tokens // GROW + 1) * GROW
     for index, (cache, layer) in enumerate(zip(caches, model.geometry.layers, strict=True)):
-        if type(cache) not in (KVCache, RotatingKVCache):
-            raise UnsupportedModelError(
-                f"layer {layer.layer} of {model.name} uses {type(cache).__name__}, "
-                "which a translation cannot write; only KVCache and RotatingKVCache are supported"
-            )
         if not num_tokens:
             continue
         room = min(capacity, layer.window or capacity)
         cache.keys, cache.values = (
-            mx.zeros((1, heads, room, dim), model.cache_dtype)
+            mx.zeros((batch, heads, room, dim), model.cache_dtype)
             for heads, dim in stored_shape(model, index)
         )
         cache.offset = num_tokens
         if layer.window is not None:  # in temporal order, so the next one replaces the oldest
             cache._idx = min(num_tokens, layer.window)
+    return caches
+
+
+def empty(model: LanguageModel, step: int = GROW) -> list[Any]:
+    """Stock mlx-lm caches that hold nothing, and grow by ``step`` tokens at a time.
+
+    Raises:
+        UnsupportedModelError: A layer uses a cache that translation cannot write.
+    """
+    caches = make_prompt_cache(model.model)
+    for cache, layer in zip(caches, model.geometry.layers, strict=True):
+        if type(cache) not in (KVCache, RotatingKVCache):
+            raise UnsupportedModelError(
+                f"layer {layer.layer} of {model.name} uses {type(cache).__name__}, "
+                "which a translation cannot write; only KVCache and RotatingKVCache are supported"
+            )
+        if step != GROW:
+            cache.step = step
     return caches
 
 
@@ -311,8 +325,6 @@ def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
             attention handles the cached arrays itself.
         ValueError: MLX has no such number of bits, or groups that do not divide a layer's widths.
     """
-    if bits not in BITS:
-        raise ValueError(f"kv_bits is {bits!r}; give {_listed(BITS)}")
     shared = [len(readers) > 1 for readers in model.family.readers(model.model)]
     reasons = {
         "which keep a window in a RotatingKVCache": [bool(g.window) for g in model.geometry.layers],
@@ -327,6 +339,13 @@ def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
                 f"of its {len(layers)} cache layers (the first: layer {layers.index(True)}), "
                 f"{reason}; leave out kv_bits (--kv-bits)"
             )
+    check_groups(model, bits, group_size)
+
+
+def check_groups(model: LanguageModel, bits: int, group_size: int) -> None:
+    """Refuse (ValueError) bits that MLX does not have, or groups that no row is a multiple of."""
+    if bits not in BITS:
+        raise ValueError(f"kv_bits is {bits!r}; give {_listed(BITS)}")
     shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
     widths = sorted({width for both in shapes for _, width in both})
     possible = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
@@ -420,6 +439,50 @@ def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -
     return KVStates(tuple(keys), tuple(values), goal, end.pop() - longest)
 
 
+def viewed(cache: Any) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...], tuple[int, int] | None]:
+    """What a cache holds, oldest first, without a copy: keys, values, group size and bits.
+
+    Keys and values are one array (B, H, T, D), or words, scales and biases of a quantised cache.
+    A ring that has turned is copied.
+
+    Raises:
+        UnsupportedModelError: A cache of another class.
+    """
+    if type(cache) is QuantizedKVCache and cache.keys is not None:
+        keys, values = (
+            tuple(array[..., : cache.offset, :] for array in side)
+            for side in (cache.keys, cache.values)
+        )
+        return keys, values, (cache.group_size, cache.bits)
+    held = _held(cache)
+    # A new array each: to write to a cache later is to write to its own.
+    entry, value = (array[..., : array.shape[2], :] for array in held)
+    return (entry,), (value,), None
+
+
+def settle(caches: Sequence[Any]) -> None:
+    """Let rings go of what a prefill left in them beyond their windows, in temporal order."""
+    for cache in caches:
+        if not is_ring(cache):
+            continue
+        cache.keys, cache.values = map(mx.contiguous, _held(cache))
+        cache._idx = cache.keys.shape[2]
+        mx.eval(cache.keys, cache.values)
+
+
+def quantise(caches: list[Any], bits: int, group_size: int) -> None:
+    """Quantise caches in place, one after the other; rings stay, as mlx-lm cannot quantise them.
+
+    Their groups must fit: :func:`check_groups`.
+    """
+    for index, cache in enumerate(caches):
+        if is_ring(cache):
+            continue
+        caches[index] = cache.to_quantized(group_size=group_size, bits=bits)
+        mx.eval(caches[index].keys, caches[index].values)
+        del cache
+
+
 def _held(cache: Any) -> tuple[mx.array, mx.array]:
     """A cache's keys and values (B, H, T, D) up to its last position, without a gap."""
     if type(cache) is KVCache:
@@ -459,6 +522,13 @@ def nbytes(caches: Sequence[Any]) -> int:
 def is_ring(cache: Any) -> bool:
     """Whether a cache keeps a window alone, and cannot be trimmed once it is full."""
     return isinstance(cache, RotatingKVCache)
+
+
+def is_stock(cache: Any, window: int | None) -> bool:
+    """Whether a cache is mlx-lm's own for a layer with such a window, or with none."""
+    if window is None:
+        return type(cache) in (KVCache, TranslatedKVCache)
+    return type(cache) is RotatingKVCache and cache.max_size == window
 
 
 def numbers(cache: Any) -> dict[str, int]:

@@ -10,16 +10,17 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
+from kvlingo_mlx import atomic
 from kvlingo_mlx.errors import malformed
 from kvlingo_mlx.tensor_file import (
     PICKLE,
     PICKLE_SUFFIXES,
+    Shapes,
     Weights,
     check_numbers,
     read_tensors,
@@ -41,6 +42,7 @@ WEIGHTS_FILE = "translator.safetensors"
 SELFTEST_FILE = "selftest.safetensors"
 CARD_FILE = "README.md"
 OUR_FILES = (CONFIG_FILE, WEIGHTS_FILE, SELFTEST_FILE, CARD_FILE)
+LARGEST = 1e4  # of any weight
 PROBE_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
 
 
@@ -86,17 +88,21 @@ def _apply_map(tensors: Mapping[str, np.ndarray], x: np.ndarray, m: Map) -> np.n
 
 
 def _check_selftest(path: Path, config: TranslatorConfig, weights: Weights) -> None:
-    stored = read_tensors(path)
+    computed = selftest(config, weights)
+
+    def check(shapes: Shapes) -> None:
+        _check_names(path, set(shapes), set(computed))
+        for name, mine in computed.items():
+            if shapes[name] != mine.shape:
+                raise malformed(path, f"{name} has shape {shapes[name]}, expected {mine.shape}")
+
+    stored = read_tensors(path, check)
     if stored.dtype != "float32":
         raise malformed(path, f"probes are {stored.dtype}, expected float32")
     check_numbers(path, stored)
-    computed = selftest(config, weights)
-    _check_names(path, set(stored.arrays), set(computed))
     for name, mine in computed.items():
         # In float64: squares of float32 can overflow.
         mine, theirs = mine.astype(np.float64), stored.arrays[name].astype(np.float64)
-        if theirs.shape != mine.shape:
-            raise malformed(path, f"{name} has shape {theirs.shape}, expected {mine.shape}")
         scale = max(float(np.linalg.norm(theirs)), float(np.linalg.norm(mine)), 1e-30)
         error = float(np.linalg.norm(theirs - mine)) / scale
         if not error <= PROBE_TOLERANCE[weights.dtype]:
@@ -132,8 +138,8 @@ def read(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, Weights]:
     folder = _folder(folder)
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
-    weights = read_tensors(path)
-    _check_tensors(path, config, weights)
+    weights = read_tensors(path, lambda shapes: _check_shapes(path, config, shapes))
+    check_numbers(path, weights)
     if (folder / SELFTEST_FILE).exists():
         _check_selftest(folder / SELFTEST_FILE, config, weights)
     return config, weights
@@ -145,6 +151,9 @@ def _folder(folder: str | os.PathLike[str]) -> Path:
         if path.suffix.lower() in PICKLE_SUFFIXES:
             raise malformed(path, PICKLE)
         what = "is a file" if path.exists() else "does not exist"
+        kept = [p / "old" for p in atomic.leftovers(path) if (p / "old").is_dir()]
+        if kept:
+            what = f"was being replaced when that was stopped; move {kept[0]} back to it"
         raise malformed(path, f"{what}; a translator is a folder with {CONFIG_FILE}")
     return path
 
@@ -152,25 +161,47 @@ def _folder(folder: str | os.PathLike[str]) -> Path:
 def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
     for what, names in (("missing", expected - found), ("unexpected", found - expected)):
         if names:
-            listed = ", ".join(sorted(names)[:3]) + (", ..." if len(names) > 3 else "")
+            listed = ", ".join(sorted(names)[:10]) + (", ..." if len(names) > 10 else "")
             raise malformed(path, f"{len(names)} {what} tensor(s): {listed}")
 
 
-def _check_tensors(path: Path, config: TranslatorConfig, weights: Weights) -> None:
-    shapes = expected_shapes(config, weights.arrays)
-    _check_names(path, set(weights.arrays), set(shapes))
-    for name, expected in shapes.items():
-        found = weights.arrays[name].shape
-        hidden = _hidden_width(name, weights) if -1 in expected else None
+def _check_shapes(path: Path, config: TranslatorConfig, shapes: Shapes) -> None:
+    wanted = expected_shapes(config, shapes)
+    _check_names(path, set(shapes), set(wanted))
+    for name, expected in wanted.items():
+        hidden = _hidden_width(name, shapes) if -1 in expected else None
         expected = tuple(hidden if n == -1 else n for n in expected)
-        if found != expected:
-            raise malformed(path, f"{name} has shape {found}, expected {expected}")
-    check_numbers(path, weights)
+        if shapes[name] != expected:
+            raise malformed(
+                path,
+                f"{name} has shape {shapes[name]}, expected {expected} (rows: the target layer's "
+                "KV heads x dim; columns: the same of the source layers that it reads)",
+            )
 
 
-def _hidden_width(name: str, weights: Weights) -> int:
-    b1 = weights.arrays[name.rsplit(".", 1)[0] + ".b1"]
-    return max(b1.shape[-1], 1) if b1.ndim else 1
+def _hidden_width(name: str, shapes: Shapes) -> int:
+    b1 = shapes[name.rsplit(".", 1)[0] + ".b1"]
+    return max(b1[-1], 1) if b1 else 1
+
+
+def check_sizes(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights) -> None:
+    """Refuse maps that the format allows and no training makes: all zero, or of huge weights.
+
+    Raises:
+        MalformedTranslatorError: With the tensor, and what was found in it.
+    """
+    path = Path(folder) / WEIGHTS_FILE
+    last = {"linear": ".weight", "mlp": ".w2", "linear_mlp": ".weight"}[config.kind]
+    for name in weights.arrays:
+        largest = float(np.abs(weights.as_float32(name)).max())
+        if largest > LARGEST:
+            raise malformed(
+                path,
+                f"{name} holds {largest:.3g}, expected at most {LARGEST:g}; was it exported in "
+                "another dtype, or after the training had diverged?",
+            )
+        if name.endswith(last) and not largest:
+            raise malformed(path, f"{name} is all zero; was it exported before the training?")
 
 
 # ---- writing --------------------------------------------------------------------------
@@ -190,20 +221,26 @@ def write(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Wei
     text = json.dumps(config.to_json(), indent=2) + "\n"
     # What we would refuse to read, we refuse to write.
     parse_config(folder / CONFIG_FILE, parse_json(folder / CONFIG_FILE, text.encode()))
-    _check_tensors(folder / WEIGHTS_FILE, config, weights)
+    path = folder / WEIGHTS_FILE
+    _check_shapes(path, config, {name: array.shape for name, array in weights.arrays.items()})
+    check_numbers(path, weights)
     probes = Weights("float32", selftest(config, weights))
     check_numbers(folder / SELFTEST_FILE, probes)
+    card = model_card(config, weights)
+    atomic.check_room(folder, weights.nbytes + probes.nbytes + len(text) + len(card))
     folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        temporary.chmod(0o755)
-        _write_text(temporary / CONFIG_FILE, text)
-        write_tensors(temporary / WEIGHTS_FILE, weights)
-        write_tensors(temporary / SELFTEST_FILE, probes)
-        _write_text(temporary / CARD_FILE, model_card(config, weights))
-        _replace_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with atomic.alone(folder):
+        atomic.put_back(folder)
+        temporary = atomic.temporary_beside(folder)
+        try:
+            temporary.chmod(0o755)
+            _write_text(temporary / CONFIG_FILE, text)
+            write_tensors(temporary / WEIGHTS_FILE, weights)
+            write_tensors(temporary / SELFTEST_FILE, probes)
+            _write_text(temporary / CARD_FILE, card)
+            atomic.replace_folder(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
@@ -226,24 +263,6 @@ def check_destination(folder: str | os.PathLike[str]) -> None:
         )
 
 
-def _replace_folder(temporary: Path, folder: Path) -> None:
-    """Move ``temporary`` to ``folder``; an older one steps aside first, and back if we fail."""
-    if not folder.exists():
-        os.rename(temporary, folder)
-        return
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-    try:
-        os.rename(folder, aside / "old")
-        os.rename(temporary, folder)
-    except BaseException:
-        if not folder.exists():
-            os.rename(aside / "old", folder)
-        raise
-    finally:
-        if folder.exists():  # otherwise ``aside`` holds the only copy
-            shutil.rmtree(aside, ignore_errors=True)
-
-
 def _write_text(path: Path, text: str) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
@@ -252,6 +271,8 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _card_value(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {entry}" for name, entry in value.items())
     return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 

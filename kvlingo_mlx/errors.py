@@ -29,8 +29,20 @@ class MissingTranslatorError(KVLingoError):
     """No translator for this pair where one was looked for."""
 
 
+class MissingProfileError(KVLingoError):
+    """No profile of this pair on this machine, where the quickest way was to be chosen by one."""
+
+
+class MalformedProfileError(KVLingoError):
+    """A profile's file that breaks its format (the message names the file)."""
+
+
 class MalformedConversationError(KVLingoError):
     """A saved conversation's folder that is absent, of another version, or damaged."""
+
+
+class CacheError(KVLingoError, ValueError):
+    """A key-value cache that is not what its model would go on from."""
 
 
 class MissingExtraError(KVLingoError):

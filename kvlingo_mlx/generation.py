@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,16 +22,20 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches, capture, cross_tokenizer, hybrid
+from kvlingo_mlx import caches, capture, cross_tokenizer, hybrid, profiles
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.hybrid import Native, native_part
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load, resolve_translator
+from kvlingo_mlx.loading import load, resolve_translator, translator_facts
+from kvlingo_mlx.pairing import check_one_tokenizer
 from kvlingo_mlx.prompts import Prompt, encode
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.validation import first_bad, room_for, validate_cache
 
+STRATEGIES = ("accelerator", "native", "auto")
+PHASES = ("prefill", "translate", "native")
 DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 
 Model = str | os.PathLike[str] | LanguageModel
@@ -44,17 +48,21 @@ class GenerationResponse(MLXResponse):
     """mlx-lm's response, with the times of a hand-over.
 
     Attributes:
-        prefill_s: Seconds the prefill model took for the prompt.
+        prefill_s: Seconds the prefill model took for the prompt; the decode model where it read
+            the prompt itself (0 if it has a draft model as well: mlx-lm does not tell).
         translate_s: Seconds the translation took, cache write included.
         native_s: Seconds the decode model took for what it read itself of the prompt, but for
             its last token.
         ttft_s: Seconds from the call (models loaded) to the first token in hand.
+        strategy: How the prompt was read: ``accelerator``, ``native`` or ``folded``; ``switch``
+            in a conversation, whose own ``last_switch`` tells more.
     """
 
     prefill_s: float = 0.0
     translate_s: float = 0.0
     native_s: float = 0.0
     ttft_s: float = 0.0
+    strategy: str = "switch"
 
 
 class Clock:
@@ -62,7 +70,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.started = self._last = time.perf_counter()
-        self.seconds: dict[str, float] = {"prefill": 0.0, "translate": 0.0, "native": 0.0}
+        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def lap(self, phase: str) -> None:
         """Book the time since the last lap under ``phase``."""
@@ -145,9 +153,11 @@ def hand_over_across(
         mx.stream(generation_stream),
         contextlib.closing(capture.prefill(source, read, step_size)) as spans,
     ):
-        return cross_tokenizer.take_over(
+        cache = cross_tokenizer.take_over(
             spans, source, target, translator, handover, step_size, lap
         )
+    validate_cache(cache, target, handover.num_entries)
+    return cache
 
 
 def take_over(
@@ -194,12 +204,20 @@ def take_over(
         lap("translate")
     hybrid.read_layers(target, prefix[span.stop :], cache, step_size)
     lap("native")
+    validate_cache(cache, target, len(prefix))
     return cache
 
 
-def _check_tokens(
+def check_max_tokens(max_tokens: int) -> None:
+    """Refuse (ValueError) what is neither a positive number nor -1."""
+    if max_tokens == 0 or max_tokens < -1:
+        raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
+
+
+def check_tokens(
     source: LanguageModel, target: LanguageModel, tokens: Sequence[int], step_size: int
 ) -> None:
+    """Refuse (ValueError) a prompt that one of two models cannot read, or chunks of no tokens."""
     if not tokens:
         raise ValueError("the prompt is empty; give some text")
     if step_size < 1:
@@ -271,7 +289,7 @@ def hand_over(
     """
     source, target = load(prefill_model), load(decode_model)
     prompt, tokens = tokens, encode(target, tokens)
-    _check_tokens(source, target, tokens, prefill_step_size)
+    check_tokens(source, target, tokens, prefill_step_size)
     resolved, native = None, Native()
     if len(tokens) > 1:  # a single token leaves nothing to translate
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
@@ -287,6 +305,7 @@ def stream_generate(
     prompt: Prompt,
     *,
     translator: Translator | str | os.PathLike[str] | None = None,
+    strategy: str = "accelerator",
     max_tokens: int = 256,
     sampler: Sampler | None = None,
     logits_processors: list[LogitsProcessor] | None = None,
@@ -316,59 +335,122 @@ def stream_generate(
             f"{', '.join(unknown)} cannot be used with a hand-over; decoding options are "
             f"{', '.join(DECODE_OPTIONS)}"
         )
-    if max_tokens == 0 or max_tokens < -1:
-        raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
-    source, target = load(prefill_model), load(decode_model)
+    check_max_tokens(max_tokens)
+    check_strategy(strategy)
+    source, target = load(prefill_model, lazy=strategy == "native"), load(decode_model)
     draft = _draft(draft_model, prefill_model, source)
     clock = Clock()
     tokens = encode(target, prompt, enable_thinking)
-    _check_tokens(source, target, tokens, prefill_step_size)
+    way = strategy
+    if strategy == "auto":
+        way = _quickest(source, target, len(tokens), translator, allow_mismatch)
+    check_tokens(target if way == "native" else source, target, tokens, prefill_step_size)
     if (bits := decode_options.get("kv_bits")) is not None:
         for model in (target,) if draft is None else (target, draft):
             caches.check_bits(model, bits, decode_options.get("kv_group_size", 64))
     if draft is not None:
         _check_draft(target, draft, tokens, max_tokens, num_draft_tokens)
         decode_options |= {"draft_model": draft.model, "num_draft_tokens": num_draft_tokens}
+    room = min(room_for(model, len(tokens), max_tokens) for model in (target, draft or target))
     resolved, native, across = None, Native(), None
-    if len(tokens) > 1:
+    if len(tokens) > 1 and way != "native":
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
         native = native_part(resolved.config, native_layers, native_head, native_tail)
         across = _across(source, target, prompt, resolved, native, enable_thinking)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
-        draft_cache = [] if draft is None else make_prompt_cache(draft.model)
-        own = draft_cache if draft is source and across is None else None
-        if across is not None and resolved is not None:
-            cache = hand_over_across(source, target, resolved, across, prefill_step_size, clock)
+        if way == "native":
+            start = _native_start(tokens, prefill_step_size, clock)
         else:
-            cache = _hand_over(
-                source, target, tokens, resolved, native, prefill_step_size, clock, own
+            start = _translated_start(
+                source, target, tokens, resolved, native, prefill_step_size, clock, draft, across
             )
-        if draft is not None and own is None:
-            with mx.stream(generation_stream):
-                for _ in capture.prefill(draft, tokens[:-1], prefill_step_size, draft_cache):
-                    pass
-            clock.lap("draft")
-        cache += draft_cache  # no second list: mlx-lm lets go of what it quantises in this one
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
-            tokens[-1:],
-            max_tokens=max_tokens,
-            prompt_cache=cache,
+            max_tokens=room,
             sampler=sampler,
-            logits_processors=with_prefix(logits_processors, tokens[:-1]),
+            logits_processors=with_prefix(logits_processors, tokens[: -len(start["prompt"])]),
+            **start,
             **decode_options,
         )
         ttft = None
         for response in responses:
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
-                check_numbers(response, source, target)
+                check_numbers(response, source, target, start.get("prompt_cache", ()))
             spent = clock.seconds
-            yield timed(
-                response, len(tokens), spent["translate"], ttft, spent["prefill"], spent["native"]
-            )
+            yield timed(response, len(tokens), ttft, spent, way)
+
+
+def check_strategy(strategy: str) -> None:
+    """Refuse what is no way to read a prompt.
+
+    Raises:
+        ValueError: Says which there are; a switch needs a source that holds the conversation.
+    """
+    if strategy == "switch":
+        raise ValueError(
+            "strategy is 'switch', but nobody has read this prompt yet; switches are made by "
+            "Conversation and `kvlingo-mlx chat`; give accelerator, native or auto"
+        )
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy is {strategy!r}; give accelerator, native or auto")
+
+
+def _quickest(
+    source: LanguageModel,
+    target: LanguageModel,
+    num_tokens: int,
+    translator: Translator | str | os.PathLike[str] | None,
+    allow_mismatch: bool,
+) -> str:
+    """The way that this machine's profile of the pair names for a prompt's length."""
+    if num_tokens < 2:
+        return "native"  # nothing to translate
+    facts = translator_facts(translator, source, target, allow_mismatch=allow_mismatch)
+    check_one_tokenizer(facts[0], "strategy auto")
+    profile = profiles.read(profiles.key_of(source, target, *facts), (source.name, target.name))
+    return profile.best(num_tokens)
+
+
+def _native_start(tokens: Sequence[int], step_size: int, clock: Clock) -> dict[str, Any]:
+    """The whole prompt for mlx-lm to read, the time of all but its last token booked."""
+
+    def read(done: int, total: int) -> None:
+        if done < total:
+            clock.lap("prefill" if done else "prepare")
+
+    return {
+        "prompt": tokens, "prefill_step_size": step_size, "prompt_progress_callback": read,
+    }  # fmt: skip
+
+
+def _translated_start(
+    source: LanguageModel,
+    target: LanguageModel,
+    tokens: Sequence[int],
+    translator: Translator | None,
+    native: Native,
+    step_size: int,
+    clock: Clock,
+    draft: LanguageModel | None,
+    across: Handover | None = None,
+) -> dict[str, Any]:
+    """The last token for mlx-lm to run, and caches of all before it, a draft's own too."""
+    draft_cache = [] if draft is None else make_prompt_cache(draft.model)
+    own = draft_cache if draft is source and across is None else None
+    if across is not None and translator is not None:
+        cache = hand_over_across(source, target, translator, across, step_size, clock)
+    else:
+        cache = _hand_over(source, target, tokens, translator, native, step_size, clock, own)
+    if draft is not None and own is None:
+        with mx.stream(generation_stream):
+            for _ in capture.prefill(draft, tokens[:-1], step_size, draft_cache):
+                pass
+        clock.lap("draft")
+    cache += draft_cache  # no second list: mlx-lm lets go of what it quantises in this one
+    return {"prompt": tokens[-1:], "prompt_cache": cache}
 
 
 def _draft(
@@ -402,12 +484,19 @@ def _check_draft(
     caches.check_draft(target, draft, len(tokens), max_tokens)
 
 
-def check_numbers(response: MLXResponse, source: LanguageModel, target: LanguageModel) -> None:
-    """Refuse a first prediction that is not a number: decoding would go on with token 0."""
+def check_numbers(
+    response: MLXResponse, source: LanguageModel, target: LanguageModel, cache: Sequence[Any]
+) -> None:
+    """Refuse a first prediction that is not a number: decoding would go on with token 0.
+
+    ``cache`` is what it was made from; it is searched for the place only then.
+    """
     if mx.isnan(response.logprobs).any().item():
+        place = first_bad(cache, target)
         raise KVLingoError(
             f"the first prediction of {target.name} after the hand-over from {source.name} is not "
             "a number: the translator's output overflows, or the model's weights are damaged"
+            + (f" (NaN or Inf first in {place})" if place else "")
         )
 
 
@@ -428,17 +517,15 @@ def with_prefix(
 def timed(
     response: MLXResponse,
     prompt_tokens: int,
-    translate_s: float,
     ttft_s: float,
-    prefill_s: float = 0.0,
-    native_s: float = 0.0,
+    seconds: Mapping[str, float],
+    strategy: str = "switch",
 ) -> GenerationResponse:
-    """mlx-lm's response, with the whole prompt counted and the times of a hand-over."""
+    """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase."""
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
     values |= {"prompt_tokens": prompt_tokens, "prompt_tps": prompt_tokens / ttft_s}
-    return GenerationResponse(
-        **values, prefill_s=prefill_s, translate_s=translate_s, native_s=native_s, ttft_s=ttft_s
-    )
+    values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
+    return GenerationResponse(**values, ttft_s=ttft_s, strategy=strategy)
 
 
 def generate(
@@ -458,7 +545,10 @@ def generate(
             template renders.
         verbose: Write the text as it comes, and the times at the end.
         options: ``translator`` (loaded, a folder or Hub id; None searches the local
-            store), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
+            store), ``strategy`` (``accelerator``; ``native``: the decode model reads the prompt
+            itself; ``auto``: whichever `kvlingo-mlx bench --save-profile` found to be sooner at
+            such a length), ``max_tokens`` (256; -1 and more than the context leave room for
+            end with it, ``finish_reason`` "length"), ``sampler``, ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
             puts the empty think block into the prompt), ``native_layers``, ``native_head`` and
             ``native_tail`` (what the decode model reads itself, as in :func:`hand_over`),
@@ -475,6 +565,7 @@ def generate(
         MissingModelError, UnsupportedModelError: A model cannot be used, or not so.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
+        MissingProfileError, MalformedProfileError: ``auto`` has no profile to go by.
     """
     text, response = "", None
     for response in stream_generate(prefill_model, decode_model, prompt, **options):
@@ -490,8 +581,9 @@ def generate(
 def summary(response: GenerationResponse) -> str:
     """The times and rates of a finished generation, in lines."""
     return (
-        f"Prompt: {response.prompt_tokens} tokens, first token after {response.ttft_s:.3f} s "
-        f"(prefill {response.prefill_s:.3f} s, translation {response.translate_s:.3f} s)\n"
+        f"Prompt: {response.prompt_tokens} tokens ({response.strategy}), "
+        f"first token after {response.ttft_s:.3f} s (prefill {response.prefill_s:.3f} s, "
+        f"translation {response.translate_s:.3f} s)\n"
         f"Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"

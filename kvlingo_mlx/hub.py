@@ -24,6 +24,10 @@ from kvlingo_mlx.errors import KVLingoError, printable
 # A model's files beside its weights, and all of them.
 SMALL_FILES = ("*.json", "tokenizer.model", "*.txt", "*.jinja")
 MODEL_FILES = (*SMALL_FILES, "model*.safetensors")
+UNREACHED = (
+    "the Hub cannot be reached, and it is not in the cache; check the network, or run `hf download "
+    "{name}` where there is one"
+)
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PROBLEMS = (
     HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RevisionResolutionError, OSError,
@@ -88,4 +92,7 @@ def _reason(name: str, problem: BaseException) -> str:
     for kind, text in REASONS:
         if any(isinstance(cause, kind) for cause in causes):
             return text.format(name=name)
+    answered = any(isinstance(cause, HfHubHTTPError) for cause in causes)
+    if isinstance(problem, LocalEntryNotFoundError) and not answered:
+        return UNREACHED.format(name=name)
     return " ".join(str(problem).split())[:200]

@@ -11,13 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from kvlingo_mlx import checkpoint
-from kvlingo_mlx.errors import MissingModelError, MissingTranslatorError, UnsupportedModelError
+from kvlingo_mlx.errors import (
+    MalformedTranslatorError,
+    MissingModelError,
+    MissingTranslatorError,
+    UnsupportedModelError,
+)
 from kvlingo_mlx.hub import resolve
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import at_hand, store
 from kvlingo_mlx.pairing import check_end, check_pair
-from kvlingo_mlx.tensor_file import DType
+from kvlingo_mlx.tensor_file import DType, Weights
 from kvlingo_mlx.translator_config import TranslatorConfig
 
 
@@ -29,13 +36,15 @@ class Imported:
         folder: The translator's new home.
         config: Its facts.
         unchecked: Models that it could not be held against, and why.
-        replaced: Whether an earlier import of the same models and form stood there.
+        replaced: Whether another translator of the same models and form stood there.
+        unchanged: Whether this very translator stood there; nothing was written then.
     """
 
     folder: Path
     config: TranslatorConfig
     unchecked: Mapping[str, str]
     replaced: bool
+    unchanged: bool
 
 
 def import_translator(
@@ -46,6 +55,7 @@ def import_translator(
     dtype: DType = "bfloat16",
     models: tuple[LanguageModel, LanguageModel] | None = None,
     allow_mismatch: bool = False,
+    force: bool = False,
 ) -> Imported:
     """Validate a translator and put it, cast to ``dtype``, into the local store.
 
@@ -60,15 +70,19 @@ def import_translator(
         models: Source and target to check it against. Default: those it names, where
             they are on this machine.
         allow_mismatch: Accept other checkpoints of the same shape.
+        force: Replace another translator that stands there.
 
     Raises:
         MissingTranslatorError: No such folder or repository.
         MalformedTranslatorError: It breaks the format.
         IncompatibleTranslatorError: It is not for the models it names, or those given.
-        ValueError: ``out`` exists and is not a translator of ours.
+        ValueError: ``out`` exists and is not a translator of ours, or is another translator
+            and ``force`` is off.
+        OSError: The disk is full, or another process writes there.
     """
     path, commit = resolve(path_or_hf_repo, revision, checkpoint.OUR_FILES, MissingTranslatorError)
     config, weights = checkpoint.read(path)
+    checkpoint.check_sizes(path, config, weights)
     unchecked = {}
     if models is not None:
         check_pair(config, *models, allow_mismatch=allow_mismatch)
@@ -78,9 +92,29 @@ def import_translator(
         origin = {"imported_from": f"{path_or_hf_repo}@{commit}"}
         config = dataclasses.replace(config, provenance={**config.provenance, **origin})
     folder = Path(out) if out is not None else store() / _store_name(config)
-    replaced = folder.exists()
-    checkpoint.write(folder, config, weights.cast(dtype))
-    return Imported(folder, config, unchecked, replaced)
+    weights = weights.cast(dtype)
+    checkpoint.check_destination(folder)
+    replaced = folder.exists() and any(folder.iterdir())
+    unchanged = replaced and _is_same(folder, config, weights)
+    if replaced and not unchanged and not force:
+        raise ValueError(
+            f"{folder} holds another translator of these models and this form; replace it with "
+            "--force (force=True), or give another folder with --out (out=)"
+        )
+    if not unchanged:
+        checkpoint.write(folder, config, weights)
+    return Imported(folder, config, unchecked, replaced and not unchanged, unchanged)
+
+
+def _is_same(folder: Path, config: TranslatorConfig, weights: Weights) -> bool:
+    """Whether a folder holds these facts and these numbers."""
+    try:
+        there, own = checkpoint.read(folder)
+    except MalformedTranslatorError:
+        return False
+    if there.to_json() != config.to_json() or own.dtype != weights.dtype:
+        return False
+    return all(np.array_equal(array, own.arrays[n]) for n, array in weights.arrays.items())
 
 
 def _check_those_at_hand(config: TranslatorConfig, allow_mismatch: bool) -> dict[str, str]:

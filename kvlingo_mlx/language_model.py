@@ -122,8 +122,8 @@ class LanguageModel:
                 the model's context.
         """
         rows = self.geometry.embedding_rows
-        bad = next((t for t in tokens if not 0 <= t < rows), None)
-        if bad is not None:
+        if len(tokens) and (min(tokens) < 0 or max(tokens) >= rows):
+            bad = next(t for t in tokens if not 0 <= t < rows)
             raise ValueError(f"token id {bad} is outside the {rows} ids of {self.name}")
         if len(tokens) > self.context_length:
             raise ValueError(

@@ -24,6 +24,7 @@ from kvlingo_mlx.families import family_of
 from kvlingo_mlx.hub import MODEL_FILES, resolve
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.pairing import check_pair, matches
+from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.quantised import check_bits
@@ -156,16 +157,26 @@ def load_translator(
         MalformedTranslatorError: The folder breaks the format.
     """
     check_bits(quantize)
+    path = _translator_folder(path_or_hf_repo)
+    config, weights = checkpoint.read(path)
+    checkpoint.check_sizes(path, config, weights)
+    return build(config, weights, quantize=quantize)
+
+
+def _translator_folder(path_or_hf_repo: str | os.PathLike[str]) -> Path:
     name = os.fspath(path_or_hf_repo)
-    path, _ = resolve(name, None, list(OUR_FILES), MissingTranslatorError)
-    return build(*checkpoint.read(path), quantize=quantize)
+    return resolve(name, None, list(OUR_FILES), MissingTranslatorError)[0]
+
+
+def home() -> Path:
+    """Where we keep what is the user's: ``KVLINGO_HOME``, else a folder in the user's cache."""
+    given = os.environ.get("KVLINGO_HOME")
+    return Path(given) if given else Path.home() / ".cache" / "kvlingo-mlx"
 
 
 def store() -> Path:
-    """The local translator store: ``KVLINGO_HOME``, else a folder in the user's cache."""
-    home = os.environ.get("KVLINGO_HOME")
-    root = Path(home) if home else Path.home() / ".cache" / "kvlingo-mlx"
-    return root / "translators"
+    """The local translator store."""
+    return home() / "translators"
 
 
 def stored_translators() -> Iterator[Path]:
@@ -227,3 +238,22 @@ def resolve_translator(
         translator = load_translator(translator, quantize=quantize)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
     return translator
+
+
+def translator_facts(
+    translator: Translator | str | os.PathLike[str] | None,
+    source: LanguageModel,
+    target: LanguageModel,
+    *,
+    allow_mismatch: bool = False,
+) -> tuple[TranslatorConfig, int | None]:
+    """What :func:`resolve_translator` would find, its weights unread: its facts and its bits.
+
+    Raises:
+        MissingTranslatorError: None was given and none is stored.
+    """
+    if isinstance(translator, Translator):
+        return translator.config, translator.bits
+    if translator is None:
+        translator = find_translator(source, target, allow_mismatch=allow_mismatch)
+    return checkpoint.read_config(_translator_folder(translator)), None

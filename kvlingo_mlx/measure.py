@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
@@ -32,6 +33,16 @@ def seconds(action: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
+def wall_and_processor(action: Callable[[], Any]) -> tuple[float, float]:
+    """Wall seconds of ``action``, and those of the processor, of all threads of this process.
+
+    Where others use the machine too, ratios of the latter are disturbed less.
+    """
+    before = time.process_time()
+    wall = seconds(action)
+    return wall, time.process_time() - before
+
+
 def median(samples: Sequence[float]) -> float:
     """The number to quote of repeated samples."""
     return float(np.median(samples))
@@ -47,6 +58,15 @@ def peak_bytes(action: Callable[[], Any]) -> int:
     return mx.get_peak_memory()
 
 
+@functools.cache
+def machine() -> dict[str, Any]:
+    """What times depend on besides models: the device, and what computes on it."""
+    return {
+        "device": str(mx.default_device()), "chip": _chip(), "cores": os.cpu_count(),
+        "fast_blas": fast_blas(), "mlx": version("mlx"),
+    }  # fmt: skip
+
+
 def environment() -> dict[str, Any]:
     """Machine and versions; no host name, no path, no variable of the environment."""
     versions = {"kvlingo-mlx": __version__, "python": platform.python_version()}
@@ -60,7 +80,7 @@ def environment() -> dict[str, Any]:
         "chip": _chip(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
-        "fast_blas": _fast_blas(),
+        "fast_blas": fast_blas(),
         "cuda": _cuda(),
         "versions": versions,
     }
@@ -124,7 +144,7 @@ def _cuda() -> str | None:
     return torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None
 
 
-def _fast_blas() -> str | None:
+def fast_blas() -> str | None:
     """The BLAS that MLX's CPU build found open, on Linux; None elsewhere."""
     try:
         maps = Path("/proc/self/maps").read_text()

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,9 @@ from kvlingo_mlx.errors import malformed
 from kvlingo_mlx.translator_config import no_duplicates
 
 MAX_HEADER_BYTES = 100 * 2**20
+MAX_FILE_BYTES = 16 * 2**30  # a stranger's file must not fill the memory; ours are below 3 GB
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+METADATA = "__metadata__"
 PICKLE = "is a pickle, which can run code; only safetensors are read: export it again as such"
 
 DType = Literal["float32", "float16", "bfloat16"]
@@ -36,6 +38,11 @@ class Weights:
 
     dtype: DType
     arrays: Mapping[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(array.nbytes for array in self.arrays.values())
 
     def as_float32(self, name: str) -> np.ndarray:
         """One tensor as float32, exactly."""
@@ -83,10 +90,20 @@ def regular_file(path: Path) -> int:
             if other.suffix.lower() in PICKLE_SUFFIXES:
                 raise malformed(other, PICKLE)
         raise malformed(path, "is missing; a translator folder needs it (incomplete download?)")
+    if path.is_symlink() and not _stays(path):
+        raise malformed(
+            path, "is a link out of its folder, expected a file; copy the file itself here"
+        )
     info = os.stat(path)
     if not stat.S_ISREG(info.st_mode):
         raise malformed(path, "is not a regular file")
     return info.st_size
+
+
+def _stays(link: Path) -> bool:
+    """Whether a link leads to its own folder, or to the blobs of its own Hub snapshot."""
+    place, own = link.resolve().parent, link.parent.resolve()
+    return place == own or (own.parent.name == "snapshots" and place == own.parents[1] / "blobs")
 
 
 def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
@@ -96,6 +113,8 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     shapes beyond NumPy pass.
     """
     size = regular_file(path)
+    if size > MAX_FILE_BYTES:
+        raise malformed(path, f"has {size:,} bytes, expected at most {MAX_FILE_BYTES:,}")
     with open(path, "rb") as file:
         head = file.read(8)
         length = int.from_bytes(head, "little")
@@ -106,12 +125,13 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
             raise malformed(path, text)
         header_bytes = file.read(length)
     try:
+        header = json.loads(header_bytes.decode("utf-8"), object_pairs_hook=no_duplicates)
+        _check_length(path, header, 8 + length, size)
         with safe_open(path, framework="np"):
             pass
-        header = json.loads(header_bytes.decode("utf-8"), object_pairs_hook=no_duplicates)
-    except (SafetensorError, ValueError, OSError) as error:
+    except (SafetensorError, ValueError, RecursionError, OSError) as error:
         raise malformed(path, f"is no sound safetensors file or truncated: {error}") from None
-    header.pop("__metadata__", None)
+    header.pop(METADATA, None)
     for name, entry in header.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise malformed(path, f"{name}: expected dtype, shape and data_offsets alone")
@@ -121,17 +141,31 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     return header, 8 + length
 
 
-def read_tensors(path: Path) -> Weights:
-    """Read a safetensors file into NumPy."""
+def _check_length(path: Path, header: Any, begin: int, size: int) -> None:
+    """Say how much a file lacks that ends too early; what else may be wrong is left to others."""
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != METADATA]
+    except (AttributeError, TypeError, KeyError, IndexError):
+        return
+    stop = max((end for end in ends if type(end) is int), default=0)
+    if begin + stop > size:
+        raise malformed(
+            path,
+            f"is truncated: its header tells of {min(begin + stop, 2**64)} bytes, it has {size}; "
+            "download or copy it again",
+        )
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def read_tensors(path: Path, check: Callable[[Shapes], None] = lambda shapes: None) -> Weights:
+    """Read a safetensors file into NumPy, after ``check`` has seen its tensors' shapes."""
     header, begin = _read_header(path)
     if not header:
         raise malformed(path, "holds no tensors")
-    dtypes = {entry["dtype"] for entry in header.values()}
-    if len(dtypes) != 1 or not dtypes <= set(FILE_DTYPES):
-        raise malformed(
-            path, f"dtypes {sorted(dtypes)}; expected one of {sorted(FILE_DTYPES)} throughout"
-        )
-    dtype = FILE_DTYPES[dtypes.pop()]
+    dtype = _only_dtype(path, header)
+    check({name: tuple(entry["shape"]) for name, entry in header.items()})
     data = np.memmap(path, np.uint8, "r", offset=begin)
     arrays = {}
     for name, entry in header.items():
@@ -141,12 +175,29 @@ def read_tensors(path: Path) -> Weights:
     return Weights(dtype, arrays)
 
 
+def _only_dtype(path: Path, header: Mapping[str, Mapping[str, Any]]) -> DType:
+    first, wanted = next(iter(header.items()))
+    for name, entry in header.items():
+        if entry["dtype"] not in FILE_DTYPES:
+            allowed = ", ".join(FILE_DTYPES)
+            raise malformed(path, f"{name} is {entry['dtype']}, expected one of {allowed}")
+        if entry["dtype"] != wanted["dtype"]:
+            raise malformed(
+                path,
+                f"{name} is {entry['dtype']}, {first} is {wanted['dtype']}; expected one dtype",
+            )
+    return FILE_DTYPES[wanted["dtype"]]
+
+
 def check_numbers(path: Path, weights: Weights) -> None:
+    """Refuse a tensor of another dtype than it should have, or with a NaN or Inf; says where."""
     for name, array in weights.arrays.items():
         if array.dtype != STORAGE[weights.dtype]:  # a caller's, when writing
             raise malformed(path, f"{name} is {array.dtype}, not {weights.dtype}")
-        if not np.isfinite(weights.as_float32(name)).all():
-            raise malformed(path, f"{name} holds NaN or Inf")
+        finite = np.isfinite(weights.as_float32(name))
+        if not finite.all():
+            first = tuple(map(int, np.argwhere(~finite)[0]))
+            raise malformed(path, f"{name} holds NaN or Inf, expected numbers; first at {first}")
 
 
 def write_tensors(path: Path, weights: Weights) -> None:

@@ -108,6 +108,24 @@ def capture_point(source: Captured, target: Captured, asked: str | None = None) 
     return asked
 
 
+def unfoldable(config: TranslatorConfig) -> str | None:
+    """Why a model cannot decode from its source's own cache by this translator; None if it can.
+
+    Query folding takes a linear map of what the source caches, which is keys after RoPE
+    (appendix "Decoding under a memory budget").
+    """
+    if config.alignment is not None:
+        return "it is between two tokenizers, whose caches hold other tokens"
+    if config.kind != "linear":
+        return f"it is of kind {config.kind}, and only linear maps can be taken to the queries"
+    if config.capture != "post_rope":
+        return (
+            f"it reads {config.capture} keys, and a cache holds post_rope ones; make one that "
+            "reads those with `kvlingo-mlx fit --capture post_rope`"
+        )
+    return None
+
+
 # ---- what a config says about its tensors ---------------------------------------------
 
 

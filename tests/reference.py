@@ -87,13 +87,46 @@ def hand_over(
     control gives another one than 0. The first ``native_layers`` cache layers hold what the
     target's own projections write.
     """
+    keys, values = translate(
+        source_folder, target_folder, translator_folder, tokens[:-1], first_position, native_layers
+    )
+    return decode(load_model(target_folder), keys, values, tokens[-1])
+
+
+@torch.no_grad()
+def continued(
+    source_folder: Path,
+    target_folder: Path,
+    translator_folder: Path,
+    prefix: Sequence[int],
+    rest: Sequence[int],
+) -> np.ndarray:
+    """The target's logits for ``rest``, (tokens, V), read after a translated prefix."""
+    target = load_model(target_folder)
+    sides = translate(source_folder, target_folder, translator_folder, prefix)
+    cache = DynamicCache()
+    for layer, pair in enumerate(zip(*sides, strict=True)):
+        cache.update(*(array.transpose(0, 1)[None].contiguous() for array in pair), layer)
+    logits = target(torch.tensor([list(rest)]), past_key_values=cache).logits[0]
+    return logits.float().numpy()
+
+
+def translate(
+    source_folder: Path,
+    target_folder: Path,
+    translator_folder: Path,
+    prefix: Sequence[int],
+    first_position: int = 0,
+    native_layers: int = 0,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Every target layer's rotated keys and values of a prefix, (T, H, D)."""
     source, target = load_model(source_folder), load_model(target_folder)
     config, tensors = read_translator(translator_folder)
     capture = config["capture"]
     finished: dict[str, list[Tensor]] = {}
-    own = dict(zip(SIDES, capture_projections(target, tokens[:-1]), strict=True))
+    own = dict(zip(SIDES, capture_projections(target, prefix), strict=True))
     origin = "latent" if has_latents(target) else "pre_norm"
-    for side, states in zip(SIDES, capture_projections(source, tokens[:-1]), strict=True):
+    for side, states in zip(SIDES, capture_projections(source, prefix), strict=True):
         read = [
             finish(source, side, layer, array, "pre_norm", capture)
             for layer, array in enumerate(states)
@@ -112,7 +145,7 @@ def hand_over(
         ]
         for layer, array in enumerate(own[side][:native_layers]):
             finished[side][layer] = finish(target, side, layer, array, origin, "post_rope")
-    return decode(target, finished["keys"], finished["values"], tokens[-1])
+    return finished["keys"], finished["values"]
 
 
 @torch.no_grad()

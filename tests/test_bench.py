@@ -20,6 +20,7 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.timing import ceilings, geometries, paths, tables
+from kvlingo_mlx.timing.batches import Batch
 from kvlingo_mlx.timing.reference import load_reference
 from kvlingo_mlx.translators.base import Translator
 
@@ -70,6 +71,63 @@ def test_the_phases_do_what_they_are_called(
     assert {cache.offset for cache in made._own} == {len(PROMPT) - 1}
 
 
+def test_switches_of_some_native_layers(
+    made: paths.Paths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their caches are the hybrid's; they stand after the plain switch, where there is one."""
+    table = tables.with_hybrids(tables.TABLES["switch"], [1, 2])
+    at = table.phases.index("switch")
+    assert table.phases[at : at + 3] == ("switch", "hybrid 1", "hybrid 2")
+    assert tables.with_hybrids(tables.TABLES["quant"], [1]) == tables.TABLES["quant"]
+    seen = []
+    monkeypatch.setattr(paths, "first_token", lambda model, tokens, cache: seen.append(cache))
+    translator = next(iter(made.translators.values()))
+    for layers in (1, 2):
+        made.phase(f"hybrid {layers}")()
+        expected = kv.hand_over(
+            made.source, made.target, PROMPT, translator=translator, prefill_step_size=16,
+            native_layers=layers,
+        )  # fmt: skip
+        for ours, theirs in zip(seen.pop(), expected, strict=True):
+            assert np.array_equal(ours.keys_and_values()[0], theirs.keys_and_values()[0])
+
+
+def test_the_command_times_hybrids(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["bench", "--table", "switch", "-p", "12", "-n", "1", "--native-layers", "2,6"]
+    assert run(command) == 0
+    text = capsys.readouterr().out
+    assert "switch, 2 layers native" in text and "switch, 6 layers native" in text
+
+
+def test_a_batch_is_as_its_prompts_are_one_by_one(
+    models: dict[str, LanguageModel], translator: Translator
+) -> None:
+    arguments = (models["dense"], models["moe"], {"stored": translator})
+    batch = Batch(*arguments, PROMPT, 16, 3)
+    assert batch.ids.shape == (3, len(PROMPT)) and batch.ids[0].tolist() == PROMPT
+    native, switched = batch.native().tolist(), batch.switch().tolist()
+    assert switched == batch.target_step().tolist() == batch.target_step().tolist()
+    whole = batch._translated()
+    for row, prompt in enumerate(batch.ids.tolist()):
+        assert native[row] == next_token(models["moe"], prompt)
+        alone = kv.hand_over(*arguments[:2], prompt, translator=translator)
+        assert switched[row] == next_token(models["moe"], prompt[-1:], alone)
+        for ours, theirs in zip(whole, alone, strict=True):
+            a, b = (np.array(c.keys[..., : len(prompt) - 1, :]) for c in (ours, theirs))
+            assert np.linalg.norm(a[row] - b[0]) <= 1e-4 * np.linalg.norm(b[0])
+
+
+def test_a_table_of_a_batch(models: dict[str, LanguageModel], translator: Translator) -> None:
+    table = tables.batched(tables.TABLES["moe-switch"], 2)
+    assert table.title.endswith("2 prompts at once") and table.peaks == ("native", "switch")
+    arguments = (models["dense"], models["moe"], {"stored": translator}, table, [16])
+    options: dict[str, Any] = {"text": False, "trials": 1, "clock": tables.Clock(None)}
+    (timing,), _ = tables.run_table(*arguments, batch=2, **options)
+    wanted = {"source_prefill", "native", "translate stored", "target_step", "switch"}
+    assert set(timing.samples) == wanted and timing.batch == 2
+    assert tables.batched(table, 1) is table
+
+
 def test_little_time_leaves_long_prompts_out(
     models: dict[str, LanguageModel], translator: Translator
 ) -> None:
@@ -81,6 +139,37 @@ def test_little_time_leaves_long_prompts_out(
     options["clock"] = tables.Clock(None)
     done, left_out = tables.run_table(*arguments, tables.TABLES["switch"], [40, 16], **options)
     assert [timing.prompt_tokens for timing in done] == [16, 40] and left_out == []
+
+
+def test_a_length_that_another_table_rules_out_is_not_begun(
+    models: dict[str, LanguageModel], translator: Translator
+) -> None:
+    arguments = (models["dense"], models["moe"], {"stored": translator}, tables.TABLES["switch"])
+    samples = {"native": [1.0], "switch": [0.5], "translate stored": [0.25], "decode_source": [9.0]}
+    before = tables.Timing(16, samples)
+    options: dict[str, Any] = {"text": False, "trials": 1, "before": before}
+    # Three runs of 1.75 s, which at 40 tokens take 2.5 times as long: 13.1 s.
+    done, left_out = tables.run_table(*arguments, [40], clock=tables.Clock(13.0), **options)
+    assert done == [] and left_out == [40]
+    done, left_out = tables.run_table(*arguments, [40], clock=tables.Clock(13.3), **options)
+    assert [timing.prompt_tokens for timing in done] == [40] and left_out == []
+
+
+def test_time_is_shared_among_what_is_yet_to_be_measured() -> None:
+    clock = tables.Clock(60.0)
+    assert clock.part(3).left() == pytest.approx(20.0, abs=0.1)
+    assert tables.Clock(None).part(3).left() == float("inf")
+
+
+def test_a_long_run_is_not_warmed_up_for_its_own_sake(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    clock = iter([0.3, 0.5, 0.9] + [0.001] * 9)
+    monkeypatch.setattr(paths, "seconds", lambda run: (run(), next(clock))[1])
+    runs = {name: (lambda name=name: ran.append(name)) for name in ("rising", "known", "short")}
+    found = paths.interleaved(runs, 2, spent={"known": paths.LONG + 0.1})
+    assert ran[:5] == ["rising"] * 2 + ["rising", "short", "short"]
+    assert ran[5:] == ["rising", "known", "short"] * 2
+    assert all(len(times) == 2 for times in found.values())
 
 
 def test_prompts(models: dict[str, LanguageModel]) -> None:
@@ -213,7 +302,7 @@ def test_what_is_derived_from_times() -> None:
     assert tables.speedups(timing) == {
         "switch": 4.0, "eager switch": 8.0, "accelerator": 0.5, "source first token": 20.0
     }  # fmt: skip
-    assert tables.tokens_per_second(timing) == {"decode_source": 32.0}
+    assert tables.tokens_per_second(timing) == {"decode_source": paths.DECODED / 0.5}
     # Layers of a second each on the target's side, half a second on the source's, head of three.
     shallow = tables.Timing(8, {
         "source_prefill": [1.0], "translate x": [0.2], "native": [5.0], "target_step": [3.5],
@@ -315,6 +404,35 @@ def kv_is_apple() -> bool:
     return measure.is_apple()
 
 
+def test_a_table_for_which_there_is_no_time(
+    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "1",
+                 "--table", "all", "-p", "12", "--time-limit", "0", "--json", str(out)]  # fmt: skip
+    assert run(arguments) == 0
+    assert capsys.readouterr().out.count("left out for want of time: 12 tokens") == 2
+    results = json.loads(out.read_text())["results"]
+    assert [len(results[name]["timings"]) for name in ("moe-switch", "switch", "quant")] == [
+        1,
+        0,
+        0,
+    ]
+    from kvlingo_mlx.timing import figures
+
+    pytest.importorskip("matplotlib")
+    assert len(figures.times(results).axes) == 1
+
+
+def test_large_random_weights_repeat_and_no_row_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(geometries, "BLOCK", 103)
+    block = mx.random.normal((103,))
+    small, large = (geometries._filled(mx.zeros(shape), block) for shape in ((5, 20), (3, 7, 20)))
+    assert not small.any()
+    rows = {tuple(row) for row in np.array(large).reshape(-1, 20).tolist()}
+    assert len(rows) == 21 and set(np.array(large).reshape(-1).tolist()) == set(block.tolist())
+
+
 def test_bench_without_a_translator_times_random_maps(
     folders: dict[str, Path], store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,6 +457,11 @@ def test_bench_without_a_translator_times_random_maps(
         (["--quantize", "7"], "7"),
         (["--prompt", "x"], "--prompt is 'x'; give text or random"),
         (["-n", "0"], "--num-trials is 0"),
+        (["--batch", "0"], "--batch is 0"),
+        (["--native-layers", "x"], "--native-layers is 'x'; give numbers: 1,2"),
+        (["--native-layers", "9"], "--native-layers is '9'; give numbers from 1 to 6"),
+        (["--native-layers", "1", "--batch", "2"], "--native-layers is of single prompts"),
+        (["--batch", "2", "--save-profile"], "--save-profile is of single prompts"),
         (["--reference", "nowhere"], "--reference nowhere cannot be read"),
     ],
 )

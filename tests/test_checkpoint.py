@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from kvlingo_mlx import checkpoint, tensor_file
+from kvlingo_mlx import atomic, checkpoint, tensor_file
 from kvlingo_mlx.assignment import Assignment
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.geometry import LayerGeometry
@@ -423,11 +423,25 @@ def test_a_header_length_may_look_like_a_pickle(folder: Path, start: bytes) -> N
 
 
 def test_a_hub_snapshot_of_links_is_read(folder: Path, tmp_path: Path) -> None:
-    snapshot = tmp_path / "snapshot"
-    snapshot.mkdir()
-    for path in folder.iterdir():
-        (snapshot / path.name).symlink_to(path)
+    blobs, snapshot = tmp_path / "models--me--t" / "blobs", tmp_path / "models--me--t/snapshots/4f"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     checkpoint.read(snapshot)
+
+
+@pytest.mark.parametrize("name", [CONFIG, TENSORS, SELFTEST])
+def test_a_link_out_of_the_folder(folder: Path, tmp_path: Path, name: str) -> None:
+    """A stranger's folder must not make us read, and quote, the user's own files."""
+    (folder / name).rename(tmp_path / "secret")
+    (folder / name).symlink_to(tmp_path / "secret")
+    refuse(folder, "is a link out of its folder", "copy the file itself", names=name)
+    (folder / name).unlink()
+    (tmp_path / "secret").rename(folder / "beside")
+    (folder / name).symlink_to("beside")
+    checkpoint.read(folder)
 
 
 def test_a_folder_may_be_called_pt(tmp_path: Path) -> None:
@@ -1476,6 +1490,8 @@ timing = pytest.mark.parametrize("after", [False, True], ids=["before", "after"]
 def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, after: bool) -> Faulty:
     """Make the ``at``-th call of one of the writer's functions fail."""
     owner: Any = tensor_file if name == "serialize_file" else checkpoint
+    if name == "os.rename":  # a file system that cannot exchange two folders at once
+        monkeypatch.setattr(atomic, "exchange", lambda *_: False)
     *path, last = name.split(".")
     for step in path:
         owner = getattr(owner, step)
@@ -1486,7 +1502,7 @@ def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, aft
 
 @errors
 @timing
-@pytest.mark.parametrize(("name", "call"), [*STEPS, ("os.rename", 2)])
+@pytest.mark.parametrize(("name", "call"), [*STEPS, ("os.rename", 2), ("atomic.exchange", 1)])
 def test_a_failure_keeps_the_older_translator(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -1502,7 +1518,8 @@ def test_a_failure_keeps_the_older_translator(
         write(tmp_path / "t", seed=2)
     monkeypatch.undo()
     assert fault.calls >= call
-    done = (name, call, after) == ("os.rename", 2, True)  # it was in place already
+    placed = (("os.rename", 2, True), ("atomic.exchange", 1, True))
+    done = (name, call, after) in placed
     assert contents(tmp_path / "t") == (new if done else old)
     assert listing(tmp_path) == ["scratch", "t"]
     checkpoint.read(tmp_path / "t")
@@ -1531,6 +1548,7 @@ def test_the_only_copy_survives_when_it_cannot_be_moved_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = contents(write(tmp_path / "t", seed=1))
+    monkeypatch.setattr(atomic, "exchange", lambda *_: False)
     rename_once, calls = os.rename, []
 
     def stuck(source: Any, target: Any) -> None:
@@ -1545,6 +1563,11 @@ def test_the_only_copy_survives_when_it_cannot_be_moved_back(
     monkeypatch.undo()
     left = contents(tmp_path)
     assert sorted(left.values()) == sorted(old.values())
+    refuse(tmp_path / "t", "was being replaced", "/old back to it", names="")
+    monkeypatch.setattr(checkpoint, "write_tensors", Faulty(print, 1, OSError, False))
+    with pytest.raises(OSError, match="injected"):
+        write(tmp_path / "t", seed=2)  # the next one that writes puts it back first
+    assert contents(tmp_path / "t") == old and listing(tmp_path) == ["t"]
 
 
 def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,7 +315,7 @@ def test_a_translator_of_two_layers_is_shown_imported_and_used(
     assert ["MFLOP", "per", "token", f"{2 * 8 * 2 * 64 * 8 / 1e6:.3g}"] in rows
     assert run(["import", str(mlp)]) == 0
     captured = capsys.readouterr()
-    assert "try: kvlingo-mlx generate" in captured.out and "cannot apply" not in captured.err
+    assert "try: kvlingo-mlx generate" in captured.out
     assert "(mlp, head-mixing, pre_norm, nu = 1, bfloat16)" in captured.out
     generate = generate_arguments(folders, "--prompt", "abc")
     assert run(generate) == 0
@@ -336,8 +336,30 @@ def test_imports_of_other_models_or_forms_stand_side_by_side(
         assert "replaced" not in capsys.readouterr().out
     assert len(list(store.iterdir())) == 3
     assert run(["import", str(tmp_path / "1")]) == 0
-    assert "replaced" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("nothing to do: found")
     assert len(list(store.iterdir())) == 3
+
+
+def test_another_translator_is_not_replaced_unasked(
+    folders: dict[str, Path], data: Path, tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Equal models and form, other numbers."""
+    for name, options in (("one", []), ("two", ["--norm", "sink_8"])):
+        assert run([*fit_arguments(folders, data, tmp_path / name), *options]) == 0
+    assert run(["import", str(tmp_path / "one")]) == 0
+    (folder,) = store.iterdir()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    capsys.readouterr()
+    assert run(["import", str(tmp_path / "two")]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {folder} holds another translator" in error and "--force" in error
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert run(["import", str(tmp_path / "two"), "--force"]) == 0
+    assert "was replaced" in capsys.readouterr().out
+    assert [path.name for path in store.iterdir()] == [folder.name]
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after["translator.safetensors"] != before["translator.safetensors"]
 
 
 def test_mismatch_is_allowed_for_the_stores_own_too(

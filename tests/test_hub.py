@@ -159,6 +159,27 @@ def test_offline(hub: LoopbackHub, translator: Path, command, store) -> None:
     assert hub.requests == []
 
 
+def test_a_hub_that_cannot_be_reached(command, store) -> None:
+    refused(
+        command("import", "me/maps", HF_ENDPOINT="http://127.0.0.1:9"),
+        "the Hub cannot be reached, and it is not in the cache", "hf download me/maps",
+    )  # fmt: skip
+    assert not store.exists()
+
+
+@pytest.mark.parametrize("words", [("import", "me/maps"), ("import", "me/gated"), ("doctor",)])
+def test_the_token_is_in_no_output_at_any_level(
+    hub: LoopbackHub, translator: Path, command, words: tuple[str, ...]
+) -> None:
+    """``command`` looks for it; tracebacks and every library's debug messages included."""
+    hub.add("me/maps", translator)
+    hub.add("me/gated", translator, gated=True)
+    loud = {"HF_DEBUG": "1", "HF_HUB_VERBOSITY": "debug", "TRANSFORMERS_VERBOSITY": "debug"}
+    done = command(*words, "--debug", **loud)
+    if words != ("doctor",):
+        assert "Request " in done.stderr and f"Bearer {TOKEN}" in hub.tokens
+
+
 def test_what_the_hub_refuses(hub: LoopbackHub, translator: Path, command, store) -> None:
     refused(command("import", "me/absent"), "no such repository")
     hub.add("me/gated", translator, gated=True)

@@ -62,7 +62,7 @@ def train(
             plan, work / f"{source}--{target}", progress=show, settings=settings,
         ).run()  # fmt: skip
     folder = out / f"{source}--{target}"
-    config = import_translator(str(trained), out=folder).config
+    config = import_translator(str(trained), out=folder, force=True).config
     size = (folder / checkpoint.WEIGHTS_FILE).stat().st_size
     kl = config.provenance.get("held_out_kl")
     print(f"{folder.name}: {size / 1e6:.2f} MB, nu = {plan.nu}, held-out KL {kl}", flush=True)

@@ -43,7 +43,9 @@ def families() -> str:
         "Gemma-3: tiny-gemma3-s has four layers, every second one global, four KV heads of width\n"
         "32; tiny-gemma3-l six, every third one global, two of width 64. Windows hold 64 tokens,\n"
         "prefixes 147 to 276. A kind of layer with fewer than nu source layers gives all it has.\n"
-        "`self-distilled` reads one layer, by relative depth.\n"
+        "`self-distilled` reads one layer, by relative depth. tiny-qwen3-s has four layers,\n"
+        "tiny-qwen3-moe six. MLA: tiny-mla-s has four layers with latents of 128, tiny-mla-l six\n"
+        "of 160, both k_R of 32.\n"
     ]
     return "\n".join([*parts, *(p for r in found for p in recalls(r))]) if found else ""
 

@@ -18,8 +18,8 @@ from kvlingo_mlx.cli.output import complain
 from kvlingo_mlx.errors import KVLingoError
 
 VERBS = (
-    "generate", "chat", "demo", "fit", "train", "import", "show", "eval", "profile", "analyze",
-    "bench",
+    "generate", "chat", "demo", "fit", "train", "import", "show", "verify", "doctor", "eval",
+    "profile", "analyze", "bench",
 )  # fmt: skip
 
 app = typer.Typer(

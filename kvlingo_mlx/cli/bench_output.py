@@ -61,9 +61,11 @@ def show(
     """Print a table; returns what its record holds."""
     from kvlingo_mlx.timing import tables
 
+    if not timings:
+        return _nothing(shown, left_out)
     ends = pair.source, pair.target
     least = [tables.floors(t, rates, *ends, pair.translators) for t in timings]
-    rows = [_times(phase, timings, least) for phase in timings[0].samples if phase in _phases(pair)]
+    rows = [_times(name, timings, least) for name in timings[0].samples if name not in SPEED_LABELS]
     for phase in shown.peaks:
         spreads = ["{} / {}".format(*map(ms, t.spread(phase))) for t in timings]
         rows.append([f"{LABELS[phase]}, least / IQR", *spreads])
@@ -84,18 +86,27 @@ def show(
     if beside is not None:
         _beside(timings, beside)
     if left_out:
-        say(f"left out for want of time: {', '.join(map(str, left_out))} tokens (--time-limit)")
+        say(_left_out(left_out))
     return {
         "timings": [tables.as_json(t) for t in timings], "floors": least,
         "extrapolated": grown, "left_out": list(left_out),
     }  # fmt: skip
 
 
-def _phases(pair: Pair) -> list[str]:
-    return [*LABELS, *(f"translate {form}" for form in pair.translators)]
+def _left_out(lengths: Sequence[int]) -> str:
+    return f"left out for want of time: {', '.join(map(str, lengths))} tokens (--time-limit)"
+
+
+def _nothing(shown: Table, left_out: Sequence[int]) -> dict[str, Any]:
+    """Say that there was no time for a table at all; returns what its record holds."""
+    say(f"{shown.title}\n{_left_out(left_out)}")
+    return {"timings": [], "floors": [], "extrapolated": [], "left_out": list(left_out)}
 
 
 def _label(phase: str) -> str:
+    kind, _, rest = phase.partition(" ")
+    if kind == "hybrid":
+        return f"switch, {rest} layers native"
     return LABELS.get(phase, phase.replace("translate", "translation,"))
 
 
@@ -149,7 +160,7 @@ def foot(pair: Pair, rates: Rates, text: bool) -> None:
     say("prompts: " + ("bundled text" if text else "random token ids"))
     say(
         f"ceilings: {rates.flops / 1e9:,.0f} GFLOP/s in a large {rates.dtype} product, "
-        f"{rates.bandwidth / 1e9:,.1f} GB/s in a large sum, both measured now"
+        f"{rates.bandwidth / 1e9:,.1f} GB/s in a large sum or matrix times vector, measured now"
     )
 
 
@@ -158,3 +169,17 @@ def draw(plot: str, results: Mapping[str, Any]) -> None:
     from kvlingo_mlx.timing.figures import times
 
     pictures.save(times(results), plot)
+
+
+def keep_profile(shown: Table, timings: Sequence[Timing], pair: Pair) -> None:
+    """Keep the times of a table that has all ways, for `generate --strategy auto`."""
+    from kvlingo_mlx import profiles
+    from kvlingo_mlx.timing import profiling
+
+    if not profiling.serves(shown):
+        return
+    first = next(iter(pair.translators.values()))  # whole ways are timed with this one
+    profile = profiling.profile_of(pair.source, pair.target, first, timings)
+    profiles.write(profile)
+    ways = ", ".join(f"{n} tokens {profile.best(n)}" for n in profile.prompt_tokens)
+    say(f"profile kept for --strategy auto: {ways}")

@@ -50,7 +50,8 @@ def command(
         "continuation,recall", help="continuation, recall, needles, and any that lm-eval has."
     ),
     baselines: str = typer.Option(
-        "hidden,shuffled", help="hidden, shuffled, reuse, droidspeak, droidspeak:J, text; or none."
+        "hidden,shuffled",
+        help="hidden, shuffled, reuse, droidspeak, droidspeak:J, text, folded; or none.",
     ),
     data: str = typer.Option(None, help="JSONL for continuation; default: generated dialogues."),
     limit: int = typer.Option(64, help="Items a task; of needles, a variant and length."),

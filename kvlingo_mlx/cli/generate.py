@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, QUANTIZE_HELP, keep_stdout_for_json, say
+from kvlingo_mlx.cli.output import (
+    JSON_HELP,
+    NATIVE_HELP,
+    QUANTIZE_HELP,
+    keep_stdout_for_json,
+    native_number,
+    say,
+)
 from kvlingo_mlx.cli.sampling import (
     MIN_P_HELP,
     SEED_HELP,
@@ -19,9 +27,12 @@ from kvlingo_mlx.cli.sampling import (
 )
 
 if TYPE_CHECKING:
+    from kvlingo_mlx.generation import GenerationResponse
     from kvlingo_mlx.translators.base import Translator
 
-TIMES = ("prompt_tokens", "prefill_s", "translate_s", "ttft_s", "generation_tps")
+STRATEGY_HELP = "accelerator, native, or auto: the sooner one by `bench --save-profile`."
+TIMES = ("strategy", "prompt_tokens", "prefill_s", "translate_s", "native_s", "ttft_s",
+         "generation_tps")  # fmt: skip
 
 
 def command(
@@ -30,6 +41,10 @@ def command(
     prompt: str = typer.Option(..., "--prompt", "-p", help="The prompt; - reads standard input."),
     translator: str = typer.Option(None, help="A folder or Hub id; else the local store's."),
     quantize: int = typer.Option(None, help=QUANTIZE_HELP),
+    strategy: str = typer.Option("accelerator", help=STRATEGY_HELP),
+    native_layers: str = typer.Option(None, help=NATIVE_HELP),
+    native_head: int = typer.Option(0, help="First tokens that the decode model reads itself."),
+    native_tail: int = typer.Option(0, help="Last tokens that it reads itself."),
     system_prompt: str = typer.Option(None, help="System message for the chat template."),
     ignore_chat_template: bool = typer.Option(False, help="Take the prompt as raw text."),
     thinking: bool = typer.Option(None, help="The chat template's thinking switch."),
@@ -45,6 +60,9 @@ def command(
     quantized_kv_start: int = typer.Option(5000, help="Tokens before --kv-bits applies."),
     draft_model: str = typer.Option(None, help="Speculative decoding; --prefill-model will do."),
     num_draft_tokens: int = typer.Option(3, help="Tokens that --draft-model drafts at a time."),
+    memory_budget: bool = typer.Option(
+        False, help="Decode from the prefill model's own cache; --kv-bits is then that cache's."
+    ),
     allow_mismatch: bool = typer.Option(False, help="Accept another checkpoint's translator."),
     verbose: bool = typer.Option(True, help="Print the times after the answer."),
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
@@ -56,14 +74,15 @@ def command(
         raise ValueError("the prompt is empty; give some text")
 
     from kvlingo_mlx import measure
-    from kvlingo_mlx.generation import stream_generate, summary
+    from kvlingo_mlx.generation import check_strategy, stream_generate, summary
     from kvlingo_mlx.loading import load, resolve_translator
     from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)
     check_bits(quantize)
     sampler = sampler_of(temp, top_p, top_k, min_p, seed)
-    source, target = load(prefill_model), load(decode_model)
+    check_strategy(strategy)
+    source, target = load(prefill_model, lazy=strategy == "native"), load(decode_model)
     used: str | Translator = translator
     if quantize is not None:
         used = resolve_translator(
@@ -72,6 +91,10 @@ def command(
     templated = target.tokenizer.has_chat_template and not ignore_chat_template
     options: dict[str, Any] = {
         "translator": used,
+        "strategy": strategy,
+        "native_layers": native_number(native_layers),
+        "native_head": native_head,
+        "native_tail": native_tail,
         "max_tokens": max_tokens,
         "sampler": sampler,
         "prefill_step_size": prefill_step_size,
@@ -86,9 +109,12 @@ def command(
             "kv_group_size": kv_group_size,
             "quantized_kv_start": quantized_kv_start,
         }
+    respond: Callable[..., Iterable[GenerationResponse]] = stream_generate
+    if memory_budget:
+        respond, options = _folded(options)
     full_prompt = _messages(text, system_prompt) if templated else text
     pieces = []
-    for response in stream_generate(source, target, full_prompt, **options):
+    for response in respond(source, target, full_prompt, **options):
         pieces.append(response.text)
         say(response.text, end="")
     say("")
@@ -97,9 +123,23 @@ def command(
         say(summary(response))
     if json_file:
         config = {"prefill_model": source.name, "decode_model": target.name, "prompt": text,
-                  "quantize": quantize}  # fmt: skip
+                  "quantize": quantize, "memory_budget": memory_budget}  # fmt: skip
         results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES}}
         measure.append_json(json_file, measure.record("generate", config, results))
+
+
+def _folded(options: dict[str, Any]) -> tuple[Callable[..., Iterable[GenerationResponse]], Any]:
+    """What answers from the prefill model's cache, and which of the options it takes."""
+    from kvlingo_mlx.folding import folded_stream_generate
+
+    usual = {"draft_model": None, "strategy": "accelerator", "native_layers": None,
+             "native_head": 0, "native_tail": 0}  # fmt: skip
+    for name, value in usual.items():
+        if options[name] != value:
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} does not go with --memory-budget; leave out one of them")
+    others = (*usual, "num_draft_tokens", "quantized_kv_start")
+    return folded_stream_generate, {k: v for k, v in options.items() if k not in others}
 
 
 def _stdin() -> str:

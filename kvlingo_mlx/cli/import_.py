@@ -20,6 +20,7 @@ def command(
     allow_mismatch: bool = typer.Option(
         False, "--allow-mismatch", help="Accept other checkpoints of the same shape."
     ),
+    force: bool = typer.Option(False, "--force", help="Replace another translator there."),
 ) -> None:
     """Validate a translator and put it into the local store."""
     from kvlingo_mlx import tensor_file
@@ -35,16 +36,17 @@ def command(
     models = None if source is None else (load(source, lazy=True), load(target, lazy=True))
     done = import_translator(
         path_or_hub_id, revision=revision, out=out, dtype=dtype, models=models,
-        allow_mismatch=allow_mismatch,
+        allow_mismatch=allow_mismatch, force=force,
     )  # fmt: skip
     config = done.config
     for name, reason in done.unchecked.items():
         warn(f"not checked against {name}: {reason}")
     what = f"{config.form}, {config.capture}, nu = {config.nu}, {dtype}"
     ends = f"{config.source.name} to {config.target.name}"
-    say(printable(f"imported {ends} into {done.folder} ({what})"))
+    verb = "nothing to do: found" if done.unchanged else "imported"
+    say(printable(f"{verb} {ends} {'in' if done.unchanged else 'into'} {done.folder} ({what})"))
     if done.replaced:
-        say("an earlier translator of the same models and form stood there and was replaced")
+        say("another translator of the same models and form stood there and was replaced")
     words = ["--prefill-model", config.source.name, "--decode-model", config.target.name,
              "--translator", str(done.folder), "--prompt", "Hello"]  # fmt: skip
     say(printable("try: kvlingo-mlx generate " + shlex.join(words)))

@@ -44,9 +44,10 @@ def command(
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
     from kvlingo_mlx import checkpoint
-    from kvlingo_mlx.translator_config import flops_of
+    from kvlingo_mlx.translator_config import flops_of, unfoldable
 
     config, weights = checkpoint.read(folder)
+    folded = unfoldable(config)
     sizes = {name: array.size for name, array in weights.arrays.items()}
     return {
         "source": _spec_line(config.source),
@@ -60,7 +61,7 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
         "MFLOP per token": f"{flops_of(sizes.items()) / 1e6:.3g}",
         **({} if quantize is None else _quantised_facts(config, weights, quantize)),
         "tokenizers": "one" if config.alignment is None else f"two, {config.alignment}",
-        "can be folded": "yes" if config.capture == "post_rope" else "no: not post-RoPE",
+        "can be folded": "yes" if folded is None else f"no: {folded}",
         **config.provenance,
     }
 

@@ -22,6 +22,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_translator
 from kvlingo_mlx.pairing import check_one_tokenizer, check_pair, check_tokenizers, matches
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.validation import validate_cache
 
 STRATEGIES = ("alternated", "naive", "reprefill")
 ON_MISSING = ("error", "reprefill")
@@ -190,6 +191,7 @@ class Exchange:
         line.trim(kept)
         self._grow(line, plan, tokens, mark)
         mx.eval(caches.arrays(line.cache))
+        validate_cache(line.cache, line.model, len(tokens))
         self.active, self._from = name, origin
         self._forget()
         starts = [kept, *(step.stop for step in plan)]

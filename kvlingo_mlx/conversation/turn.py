@@ -18,6 +18,7 @@ from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.generation import GenerationResponse, check_numbers, timed, with_prefix
 from kvlingo_mlx.prompts import Message
+from kvlingo_mlx.validation import room_for
 
 THOUGHT = "</think>"  # what ends a reasoning trace
 
@@ -46,10 +47,9 @@ class Turn:
 
     def room(self, name: str) -> int:
         """How many tokens a model can still add: its context's, no more than the limit's."""
-        context = self._exchange.line(name).model.context_length
-        # The last token of all need not be run.
-        room = context + 1 - len(self.prompt) - len(self.answer)
-        return room if self._most == -1 else min(room, self._most - len(self.answer))
+        left = -1 if self._most == -1 else self._most - len(self.answer)
+        model = self._exchange.line(name).model
+        return room_for(model, len(self.prompt) + len(self.answer), left)
 
     def write(
         self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
@@ -107,7 +107,7 @@ class Turn:
                     if response is None:
                         return
                     if len(run) == 1:
-                        check_numbers(response, line.model, line.model)
+                        check_numbers(response, line.model, line.model, line.cache)
                     run.append(int(response.token))
                     yield response
 
@@ -118,5 +118,5 @@ class Turn:
         self.answer.append(int(response.token))
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
-        booked = timed(response, len(self.prompt), switch_s, self._ttft)
+        booked = timed(response, len(self.prompt), self._ttft, {"translate": switch_s})
         return replace(booked, generation_tokens=len(self.answer))

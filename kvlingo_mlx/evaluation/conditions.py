@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches, hybrid
 from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.folding import check_foldable, folded_hand_over
 from kvlingo_mlx.generation import hand_over, hand_over_across
 from kvlingo_mlx.geometry import layer_differences
 from kvlingo_mlx.handover import Handover
@@ -83,6 +84,18 @@ def translated(
 def canonical(make: CacheMaker) -> CacheMaker:
     """Control: keys of another tokenizer rotated by where their entries stand, not assigned."""
     return lambda prefix: make(prefix.canonical() if isinstance(prefix, Handover) else prefix)
+
+
+def folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> CacheMaker:
+    """The target reads the prefix from the source's own cache, by a post-RoPE linear translator.
+
+    Raises:
+        IncompatibleTranslatorError, UnsupportedModelError: It cannot; the message says why.
+    """
+    check_foldable(source, target, translator)
+    return lambda prefix: folded_hand_over(
+        source, target, target_ids(prefix), translator=translator
+    )
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:

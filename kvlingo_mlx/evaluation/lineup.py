@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvlingo_mlx import folding
 from kvlingo_mlx.evaluation import conditions, droidspeak
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
 from kvlingo_mlx.hybrid import native_part
@@ -15,7 +16,7 @@ from kvlingo_mlx.timing.paths import translation
 from kvlingo_mlx.translators.base import Translator
 
 Action = Callable[[], list]
-BASELINES = ("hidden", "shuffled", "canonical", "reuse", "droidspeak", "text")
+BASELINES = ("hidden", "shuffled", "canonical", "reuse", "droidspeak", "text", "folded")
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,22 @@ def translated(
     )
 
 
+def folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> Condition:
+    """Nothing is translated: the target reads the source's own cache (folded decoding)."""
+
+    def at_switch(prefix: Prefix) -> Action:
+        tokens = target_ids(prefix)
+        theirs = folding.prefill(source, [tokens[:-1]], 2048)
+        return lambda: folding.fold_caches(theirs, source, target, translator)
+
+    return Condition(
+        "folded",
+        (conditions.folded(source, target, translator),),
+        {"source": identity_of(source), "translators": [digest(translator)], "folded": True},
+        at_switch,
+    )
+
+
 def baseline(
     spec: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator]
 ) -> Condition:
@@ -80,11 +97,13 @@ def baseline(
             source's tokens spell).
         source: Whose cache is at hand.
         target: Who decodes.
-        translators: What ``shuffled`` and ``canonical`` spoil.
+        translators: What ``shuffled`` and ``canonical`` spoil and ``folded`` folds.
 
     Raises:
         ValueError: No such baseline, or ``canonical`` where there is one tokenizer.
-        IncompatibleTranslatorError: Reuse between caches of different shape.
+        IncompatibleTranslatorError: Reuse between caches of different shape; or translators that
+            cannot be folded.
+        UnsupportedModelError: A model that folded decoding does not reach.
     """
     name, _, argument = spec.partition(":")
     theirs = {"source": identity_of(source)}
@@ -97,6 +116,8 @@ def baseline(
     if name == "text":
         make = conditions.text(source, target)
         return Condition("text", (make,), theirs, lambda tokens: lambda: make(tokens))
+    if name == "folded":
+        return folded(source, target, translators[0])
     if name == "shuffled":
         control = conditions.shuffled(translators[0])
         make = conditions.translated(source, target, control)

@@ -31,7 +31,8 @@ class Rates:
 
     Attributes:
         flops: Floating-point operations a second in a large square product.
-        bandwidth: Bytes a second, read and written, of a sum over a large array.
+        bandwidth: Bytes a second, read and written: the better of a sum over a large array and
+            a large matrix times a vector, which a decoding step consists of.
         dtype: Of that product.
     """
 
@@ -60,10 +61,13 @@ def measured_rates() -> Rates:
     size, dtype = (8192, mx.bfloat16) if on_gpu() else (1024, mx.float32)
     square = mx.random.normal((size, size)).astype(dtype)
     long = mx.zeros(2**26 if on_gpu() else 2**24, mx.float32)
-    mx.eval(square, long)
+    wide, vector = long.reshape(-1, 4096), mx.zeros((4096, 1), mx.float32)
+    mx.eval(square, long, wide, vector)
     product = min(seconds(lambda: mx.eval(square @ square)) for _ in range(REPEATS))
     total = min(seconds(lambda: mx.eval(long + 1)) for _ in range(REPEATS))
-    return Rates(2 * size**3 / product, 2 * long.nbytes / total, str(dtype).rsplit(".", 1)[-1])
+    step = min(seconds(lambda: mx.eval(wide @ vector)) for _ in range(REPEATS))
+    bandwidth = max(2 * long.nbytes / total, wide.nbytes / step)
+    return Rates(2 * size**3 / product, bandwidth, str(dtype).rsplit(".", 1)[-1])
 
 
 class Costs:

@@ -13,10 +13,11 @@ SHOWN = ("native", "switch", "target_step", "accelerator", "source_prefill")
 
 def times(results: Mapping[str, Any]) -> Any:
     """A panel a table: median seconds to the first token by way, over the prompt's length."""
+    results = {name: result for name, result in results.items() if result["timings"]}
     drawn = {
         n: r for n, r in results.items() if any(p in r["timings"][0]["samples"] for p in SHOWN)
     }
-    drawn = drawn or dict(results)
+    drawn = drawn or results
     figure = pictures.figure(width=pictures.WIDTH * len(drawn))
     for index, (name, result) in enumerate(drawn.items(), start=1):
         axes = figure.add_subplot(

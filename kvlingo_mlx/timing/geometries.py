@@ -9,6 +9,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx, nn
 
 import numpy as np
+from mlx.utils import tree_map
 from mlx_lm.utils import load_tokenizer
 
 from kvlingo_mlx.assignment import by_depth
@@ -50,10 +51,18 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "gemma-3-4b": _dense(GEMMA3, 2560, 34, 8, 10240, num_key_value_heads=4),
     "gemma-3-12b": _dense(GEMMA3, 3840, 48, 16, 15360, num_key_value_heads=8),
 }  # fmt: skip
+BLOCK = 2**20 + 7  # odd, so that no two rows of a matrix are alike
 PRECISIONS = ("float32", "bfloat16", "8bit", "4bit")
 
 
-def random_model(name: str, layers: int | None, precision: str, seed: int = 0) -> LanguageModel:
+def random_model(
+    name: str,
+    layers: int | None,
+    precision: str,
+    seed: int = 0,
+    *,
+    activations: mx.Dtype | None = None,
+) -> LanguageModel:
     """A model of random weights, with the embedded models' tokenizer, which is not its own.
 
     Args:
@@ -61,6 +70,7 @@ def random_model(name: str, layers: int | None, precision: str, seed: int = 0) -
         layers: How many of its layers; None for all.
         precision: ``float32``, ``bfloat16``, or ``8bit`` or ``4bit`` in groups of 64.
         seed: Of the weights.
+        activations: What quantised weights compute in; None is bfloat16.
 
     Raises:
         ValueError: No such geometry or precision, or a number of layers that it does not have.
@@ -81,14 +91,40 @@ def random_model(name: str, layers: int | None, precision: str, seed: int = 0) -
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
-    dtype = mx.float32 if precision == "float32" else mx.bfloat16
+    model.sanitize({})  # Gemma-3 learns from its weights that its head is its embedding
+    dtype = mx.float32 if precision == "float32" else activations or mx.bfloat16
+    block = mx.random.normal((BLOCK,)) * 0.02
+    model.update(tree_map(lambda array: _filled(array, block), model.parameters()))
     for part in [*model.layers, model]:  # a layer at a time: a whole float32 copy may not fit
         part.set_dtype(dtype)
         if precision.endswith("bit"):
             nn.quantize(part, 64, int(precision[0]), class_predicate=_not_yet)
+            _pack_at_random(part)
         mx.eval(part.parameters())
     tokenizer = load_tokenizer(zoo("tiny-qwen3-s"))
     return LanguageModel(model, tokenizer, config, f"random {name}")
+
+
+def _filled(array: mx.array, block: mx.array) -> mx.array:
+    """A large array of random numbers that repeat; drawing each takes far longer than a table."""
+    if array.size <= BLOCK:
+        return array
+    rows = -(-array.size // BLOCK)
+    return mx.broadcast_to(block, (rows, BLOCK)).reshape(-1)[: array.size].reshape(array.shape)
+
+
+def _pack_at_random(part: nn.Module) -> None:
+    """Random words for quantised weights: no floats are drawn to be quantised, nothing is yet."""
+    for module in part.modules():
+        if "scales" not in module:
+            continue
+        scales = module["scales"]
+        width = scales.shape[-1] * module.group_size
+        step = 2.0 ** (1 - module.bits) / width**0.5
+        words = mx.random.randint(-(2**31), 2**31 - 1, module["weight"].shape, mx.int32)
+        module.weight = words.view(mx.uint32)
+        module.scales = mx.full(scales.shape, step, scales.dtype)
+        module.biases = mx.full(scales.shape, -step * 2.0 ** (module.bits - 1), scales.dtype)
 
 
 def _not_yet(path: str, module: nn.Module) -> bool:
@@ -96,23 +132,25 @@ def _not_yet(path: str, module: nn.Module) -> bool:
 
 
 def random_translators(
-    source: LanguageModel, target: LanguageModel, nu: int, forms: Mapping[str, tuple[DType, Any]]
-) -> dict[str, Translator]:
-    """Head-mixing maps of random numbers by form: the dtype they are stored in, and their bits."""
+    source: LanguageModel, target: LanguageModel, nu: int, forms: Mapping[str, tuple[DType, Any]],
+    *, head_mixing: bool = True,
+) -> dict[str, Translator]:  # fmt: skip
+    """Linear maps of random numbers by form: the dtype they are stored in, and their bits."""
     rng = np.random.default_rng(0)
     assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
-    config = TranslatorConfig(_spec(source), _spec(target), assignment)
-    arrays = {
-        f"{m.name}.weight": rng.standard_normal((m.outputs, m.inputs), np.float32) * 0.02
+    config = TranslatorConfig(spec_of(source), spec_of(target), assignment, head_mixing=head_mixing)
+    shapes = {
+        f"{m.name}.weight": ((m.heads,) if m.heads else ()) + (m.outputs, m.inputs)
         for m in maps_of(config)
     }
+    arrays = {name: rng.standard_normal(shape, np.float32) * 0.02 for name, shape in shapes.items()}
     return {
         form: LinearTranslator.build(config, Weights.from_float32(arrays, dtype), bits=bits)
         for form, (dtype, bits) in forms.items()
     }
 
 
-def _spec(model: LanguageModel) -> ModelSpec:
+def spec_of(model: LanguageModel) -> ModelSpec:
     """What a model looks like; random models have no fingerprints."""
     unknown = dict.fromkeys(("geometry", "norms", "tokenizer"))
     return ModelSpec(model.name, None, model.geometry.model_type, unknown, model.geometry.layers)

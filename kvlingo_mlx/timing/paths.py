@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -22,11 +23,13 @@ from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.hybrid import Native
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
+from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.translators.base import Translator
 
 MAX_WARM_UP = 5
-LONG = 2.0  # seconds, beside which what a first run costs more does not count
-DECODED = 16  # tokens over which a decoding speed is taken
+LONG = 1.0  # seconds of warming up, after which what a first run costs more does not count
+HYBRID = "hybrid "  # before a number of layers
+DECODED = 8  # tokens over which a decoding speed is taken
 
 
 class Paths:
@@ -40,6 +43,8 @@ class Paths:
         step_size: Tokens per prefill chunk.
     """
 
+    batch = 1
+
     def __init__(
         self,
         source: LanguageModel,
@@ -51,11 +56,14 @@ class Paths:
         self.source, self.target, self.translators = source, target, translators
         self.tokens, self.step_size = list(tokens), step_size
         self._own = make_prompt_cache(source.model)
-        with mx.stream(generation_stream):
-            spans = capture.prefill(source, self.tokens[:-1], step_size, self._own)
-            self._recorded = list(spans)
+        self._recorded = self._read()
         self._cache = self._translated()
         self._native: list[Any] | None = None
+
+    def _read(self) -> list[KVStates]:
+        """Let the source read the prompt into its own cache; what it wrote, chunk by chunk."""
+        with mx.stream(generation_stream):
+            return list(capture.prefill(self.source, self.tokens[:-1], self.step_size, self._own))
 
     def _translated(self, form: str | None = None) -> list[Any]:
         translator = self.translators[form or next(iter(self.translators))]
@@ -64,9 +72,11 @@ class Paths:
         )
 
     def phase(self, name: str) -> Callable[[], object]:
-        """A phase's work: ``translate FORM`` translates by one of the translators."""
+        """A phase's work: ``translate FORM`` by one of the translators, or ``hybrid J``."""
         if name.startswith("translate "):
             return lambda: self._translated(name.removeprefix("translate "))
+        if name.startswith(HYBRID):
+            return partial(self.hybrid, int(name.removeprefix(HYBRID)))
         return getattr(self, name)
 
     def source_prefill(self) -> None:
@@ -74,17 +84,17 @@ class Paths:
         for _ in capture.prefill(self.source, self.tokens[:-1], self.step_size):
             pass
 
-    def target_step(self) -> None:
+    def target_step(self) -> object:
         """One step of the target over the last prompt token."""
-        first_token(self.target, self.tokens[-1:], _again(self._cache))
+        return first_token(self.target, self.tokens[-1:], again(self._cache))
 
     def source_step(self) -> None:
         """One step of the source, which has its cache: the first token, if it may write it."""
-        first_token(self.source, self.tokens[-1:], _again(self._own))
+        first_token(self.source, self.tokens[-1:], again(self._own))
 
-    def native(self) -> None:
+    def native(self) -> object:
         """The target reads the prompt itself, as mlx-lm does: all but one token, then that one."""
-        first_token(self.target, self.tokens, None, self.step_size)
+        return first_token(self.target, self.tokens, None, self.step_size)
 
     def native_single(self) -> int:
         """The target reads the whole prompt in one pass; returns what it predicts to come next."""
@@ -99,9 +109,19 @@ class Paths:
         """A fresh cache of the target from the recorded states."""
         return self._translated()
 
-    def switch(self) -> None:
+    def switch(self) -> object:
         """Translation and the target's step: what a switch costs."""
-        first_token(self.target, self.tokens[-1:], self._translated())
+        return first_token(self.target, self.tokens[-1:], self._translated())
+
+    def hybrid(self, layers: int) -> object:
+        """A switch at which the target reads its first ``layers`` cache layers itself."""
+        translator = next(iter(self.translators.values()))
+        with mx.stream(generation_stream):
+            cache = take_over(
+                self._recorded, self.source, self.target, translator, self.tokens[:-1],
+                Native(layers), self.step_size,
+            )  # fmt: skip
+        return first_token(self.target, self.tokens[-1:], cache)
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
@@ -116,18 +136,18 @@ class Paths:
 
     def decode_source(self) -> None:
         """The source goes on for some tokens from its own cache."""
-        first_token(self.source, self.tokens[-1:], _again(self._own), count=DECODED)
+        first_token(self.source, self.tokens[-1:], again(self._own), count=DECODED)
 
     def decode_translated(self) -> None:
         """The target goes on for some tokens from the translated cache."""
-        first_token(self.target, self.tokens[-1:], _again(self._cache), count=DECODED)
+        first_token(self.target, self.tokens[-1:], again(self._cache), count=DECODED)
 
     def decode_native(self) -> None:
         """The target goes on for some tokens from a cache of its own."""
         if self._native is None:
             self._native = make_prompt_cache(self.target.model)
             first_token(self.target, self.tokens, self._native, self.step_size)
-        first_token(self.target, self.tokens[-1:], _again(self._native), count=DECODED)
+        first_token(self.target, self.tokens[-1:], again(self._native), count=DECODED)
 
 
 def text_of(model: LanguageModel) -> Any:
@@ -152,7 +172,7 @@ def run_head(model: LanguageModel) -> None:
     mx.eval(head(model)(mx.ones((1, 1, model.facts["hidden_size"]), model.cache_dtype)))
 
 
-def _again(cache: Sequence[Any]) -> list[Any]:
+def again(cache: Sequence[Any]) -> list[Any]:
     """Of a cache the objects alone: the next step writes where the last one did."""
     return [copy.copy(c) for c in cache]
 
@@ -226,8 +246,8 @@ def first_token(
     cache: list[Any] | None,
     step_size: int = 2048,
     count: int = 1,
-) -> None:
-    """Run ``tokens`` from a cache and wait for the ``count`` tokens after them."""
+) -> int:
+    """Run ``tokens`` from a cache and wait for the ``count`` tokens after them; the last one."""
     steps = generate_step(
         mx.array(list(tokens)),
         target.model,
@@ -235,8 +255,8 @@ def first_token(
         prompt_cache=cache,
         prefill_step_size=step_size,
     )
-    for _ in steps:
-        pass
+    *_, (token, _) = steps
+    return int(token)
 
 
 def switch_times(
@@ -266,13 +286,15 @@ def interleaved(
     trials: int,
     progress: Callable[[], None] = lambda: None,
     out_of_time: Callable[[], bool] = lambda: False,
+    spent: Mapping[str, float] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of several runs, all warmed up, then in turns.
 
     Whatever the time, each is timed once; further rounds end when ``out_of_time`` says so.
+    ``spent`` are seconds for which some have run already.
     """
-    for run in runs.values():
-        _warm_up(run)
+    for name, run in runs.items():
+        _warm_up(run, (spent or {}).get(name, 0.0))
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for trial in range(trials):
         if trial and out_of_time():
@@ -283,13 +305,13 @@ def interleaved(
     return samples
 
 
-def _warm_up(action: Callable[[], object]) -> None:
-    """Run until two times in a row agree within 5 %, at most five times; once if that is long."""
-    last = seconds(action)
-    for _ in range(MAX_WARM_UP - 1):
-        if last > LONG:
+def _warm_up(action: Callable[[], object], spent: float) -> None:
+    """Run until two times in a row agree within 5 %, at most five times and for ``LONG``."""
+    last = 0.0
+    for _ in range(MAX_WARM_UP):
+        if spent > LONG:
             return
         now = seconds(action)
         if abs(now - last) <= 0.05 * last:
             return
-        last = now
+        last, spent = now, spent + now

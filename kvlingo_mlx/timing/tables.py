@@ -6,7 +6,8 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -15,11 +16,13 @@ import numpy as np
 
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.measure import median, peak_bytes
+from kvlingo_mlx.measure import median, peak_bytes, seconds
+from kvlingo_mlx.timing.batches import PHASES, Batch
 from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, experts_touched, translation_work
-from kvlingo_mlx.timing.paths import DECODED, Paths, interleaved
+from kvlingo_mlx.timing.paths import DECODED, HYBRID, Paths, interleaved
 from kvlingo_mlx.translators.base import Translator
 
+RUNS = 3  # of every phase at least: to count experts or take a peak, to warm up, to be timed
 SPEEDS = ("decode_source", "decode_native", "decode_translated")
 
 
@@ -62,6 +65,15 @@ TABLES = {
 FIRST_TOKENS = Table("Time to first token", (512,), ("native", "switch", "accelerator"), ())
 
 
+def with_hybrids(table: Table, layers: Sequence[int]) -> Table:
+    """A table that also has switches of so many native layers, after the plain one."""
+    if "switch" not in table.phases:
+        return table
+    at = table.phases.index("switch") + 1
+    more = tuple(f"{HYBRID}{j}" for j in layers)
+    return replace(table, phases=(*table.phases[:at], *more, *table.phases[at:]))
+
+
 @dataclass
 class Timing:
     """One prompt length.
@@ -72,12 +84,14 @@ class Timing:
         peak: Peak bytes by phase.
         experts: Share of its experts that a layer of the target touches while it reads the
             prompt, and in one step; empty where it has none.
+        batch: Prompts at once.
     """
 
     prompt_tokens: int
     samples: dict[str, list[float]]
     peak: dict[str, int] = field(default_factory=dict)
     experts: dict[str, float] = field(default_factory=dict)
+    batch: int = 1
 
     def median(self, phase: str) -> float:
         """Median seconds of a phase."""
@@ -102,6 +116,10 @@ class Clock:
     def over(self) -> bool:
         """Whether it is used up."""
         return self.left() <= 0
+
+    def part(self, of: int) -> Clock:
+        """A clock for the first of so many things that are yet to be measured."""
+        return Clock(None if self._end is None else self.left() / of)
 
 
 def prompt_of(source: LanguageModel, target: LanguageModel, count: int, *, text: bool) -> list[int]:
@@ -141,20 +159,42 @@ def measure_length(
         forms = [f"translate {form}" for form in paths.translators]
         names += forms if phase == "translate" else [phase]
     runs = {name: paths.phase(name) for name in names}
-    samples = interleaved(runs, trials, progress, clock.over)
-    found = Timing(len(paths.tokens), samples)
-    found.peak = {phase: peak_bytes(paths.phase(phase)) for phase in table.peaks}
+    found = Timing(len(paths.tokens), {}, batch=paths.batch)
+    # What is not timed comes first, as part of the warm-up: a long prompt is read no oftener.
+    spent = dict.fromkeys(runs, 0.0)
     for name, phase in (("prompt", "native"), ("step", "target_step")):
-        if phase not in runs:
-            continue
-        with experts_touched(paths.target) as shares:
-            runs[phase]()
-        if shares:
-            # Reading a prompt is the first passes, one a chunk; a step, one more, follows them.
-            chunks = math.ceil((found.prompt_tokens - 1) / paths.step_size)
-            kept = len(shares) * chunks // (chunks + 1) if phase == "native" else len(shares)
-            found.experts[name] = float(np.mean(shares[:kept]))
+        if phase in runs:
+            spent[phase] += seconds(partial(_count_experts, paths, name, phase, found))
+    for phase in table.peaks:
+        spent[phase] += seconds(partial(_take_peak, paths, phase, found))
+    found.samples.update(interleaved(runs, trials, progress, clock.over, spent))
     return found
+
+
+def _count_experts(paths: Paths, name: str, phase: str, found: Timing) -> None:
+    """Run a phase of the target; note the share of its experts that a layer touches, if any."""
+    with experts_touched(paths.target) as shares:
+        paths.phase(phase)()
+    if shares and paths.batch == 1:
+        # Reading a prompt is the first passes, one a chunk; a step, one more, follows them.
+        chunks = math.ceil((found.prompt_tokens - 1) / paths.step_size)
+        kept = len(shares) * chunks // (chunks + 1) if phase == "native" else len(shares)
+        found.experts[name] = float(np.mean(shares[:kept]))
+
+
+def _take_peak(paths: Paths, phase: str, found: Timing) -> None:
+    found.peak[phase] = peak_bytes(paths.phase(phase))
+
+
+def _least(table: Table, length: int, before: Timing) -> float:
+    """Seconds that a length takes at least, going by another's tokens: warm-ups, and one round.
+
+    Before it come the source's prefill and a translation, not timed.
+    """
+    took = {name: before.median(name) for name in before.samples}
+    each = [t for n, t in took.items() if n in table.phases or n.startswith("translate ")]
+    grows = max(1.0, length / before.prompt_tokens)
+    return grows * (RUNS * sum(each) + took.get("source_prefill", 0.0))
 
 
 def run_table(
@@ -169,25 +209,29 @@ def run_table(
     clock: Clock,
     step_size: int = 2048,
     progress: Callable[[], None] = lambda: None,
+    before: Timing | None = None,
+    batch: int = 1,
 ) -> tuple[list[Timing], list[int]]:
     """A table's columns, shortest prompt first; and the lengths that time did not allow.
 
-    A length is left out where the one before took more than its share of what time is left, going
-    by the number of tokens.
+    A length is left out where it would take more than all the time that is left, going by the
+    tokens of the length before: of this table, or ``before`` of another one. Without either it is
+    measured, whatever it takes. Rounds beyond the first share the time evenly among lengths.
     """
     done: list[Timing] = []
-    taken = 0.0
     for index, length in enumerate(sorted(lengths)):
-        if done and taken * length / done[-1].prompt_tokens > clock.left():
+        known = done[-1] if done else before
+        if known is not None and _least(table, length, known) > clock.left():
             return done, sorted(lengths)[index:]
-        started = time.perf_counter()
         tokens = prompt_of(source, target, length, text=text)
-        paths = Paths(source, target, translators, tokens, step_size)
-        done.append(measure_length(paths, table, trials=trials, clock=clock, progress=progress))
+        if batch == 1:
+            paths = Paths(source, target, translators, tokens, step_size)
+        else:
+            paths = Batch(source, target, translators, tokens, step_size, batch)
+        share = clock.part(len(lengths) - index)
+        done.append(measure_length(paths, table, trials=trials, clock=share, progress=progress))
         del paths
         mx.clear_cache()
-        # One round of every phase, and what prepares them: what a length takes at least.
-        taken = min(time.perf_counter() - started, 2 * sum(map(sum, done[-1].samples.values())))
     return done, []
 
 
@@ -201,7 +245,12 @@ def floors(
     target: LanguageModel,
     translators: Mapping[str, Translator],
 ) -> dict[str, float]:
-    """By phase, the least seconds that its work can take at this machine's measured rates."""
+    """By phase, the least seconds that its work can take at this machine's measured rates.
+
+    Of single prompts alone: nothing for several at once.
+    """
+    if timing.batch > 1:
+        return {}
     count = timing.prompt_tokens - 1
     reads, steps = Costs(source), Costs(target)
     touched = timing.experts.get("prompt", 1.0)
@@ -224,6 +273,14 @@ def floors(
 
 def _experts(model: LanguageModel) -> int:
     return int(model.facts.get("num_experts") or 1)
+
+
+def batched(table: Table, batch: int) -> Table:
+    """What of a table can be timed for so many prompts at once: all of it for one."""
+    if batch == 1:
+        return table
+    phases, peaks = (tuple(p for p in of if p in PHASES) for of in (table.phases, table.peaks))
+    return Table(f"{table.title}, {batch} prompts at once", table.lengths, phases, peaks)
 
 
 def speedups(timing: Timing) -> dict[str, float]:

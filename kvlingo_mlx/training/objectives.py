@@ -43,12 +43,14 @@ def objective_named(name: str, ce_weight: float = 1.0) -> Objective:
 class Loss:
     """A continuation's mean objective and mean KL, and the gradient of the objective.
 
-    ``gradient`` is with respect to the student's hidden states, (M, width).
+    ``gradient`` is with respect to the student's hidden states, (M, width). ``agreed`` counts the
+    tokens at which both have the same first choice, where no gradient is asked for.
     """
 
     value: float
     kl: float
     gradient: torch.Tensor | None
+    agreed: int = 0
 
 
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -74,6 +76,7 @@ def loss_of(
         with_gradient: Also work out ``gradient``.
     """
     total = kl_total = 0.0
+    agreed = 0
     gradients = []
     targets = torch.tensor(list(labels), device=student.device)
     for start in range(0, len(targets), BLOCK):
@@ -82,16 +85,17 @@ def loss_of(
         with torch.set_grad_enabled(with_gradient):
             logits = head(hidden)
         with torch.no_grad():
-            kl, ce, slope = _block(
-                objective, logits.detach(), head(teacher[span]), targets[span], with_gradient
-            )
+            native = head(teacher[span])
+            if not with_gradient:
+                agreed += int((logits.argmax(dim=-1) == native.argmax(dim=-1)).sum())
+            kl, ce, slope = _block(objective, logits.detach(), native, targets[span], with_gradient)
         if slope is not None:
             logits.backward(slope.div_(len(targets)))
             assert hidden.grad is not None
             gradients.append(hidden.grad)
         total += (objective.kl * kl + objective.ce * ce) / len(targets)
         kl_total += kl / len(targets)
-    return Loss(total, kl_total, torch.cat(gradients) if with_gradient else None)
+    return Loss(total, kl_total, torch.cat(gradients) if with_gradient else None, agreed)
 
 
 def _block(

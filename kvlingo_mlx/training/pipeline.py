@@ -33,8 +33,9 @@ from kvlingo_mlx.training.distill import Distillation, Recipe, Report, Run, star
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.interruption import Interruption, postponed
 from kvlingo_mlx.training.plan import Plan, make_config
+from kvlingo_mlx.training.receipt import receipt
 from kvlingo_mlx.training.torch_model import TorchModel
-from kvlingo_mlx.training.translator import initial_mlp
+from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp
 from kvlingo_mlx.translator_config import (
     TranslatorConfig,
 )
@@ -307,7 +308,10 @@ class Training:
         arrays: Mapping[str, np.ndarray],
         provenance: Mapping[str, Any],
     ) -> None:
-        config = dataclasses.replace(config, provenance=dict(provenance))
+        translator = TorchTranslator.from_arrays(config, arrays, self.target.device)
+        found = receipt(self.source, self.target, translator)
+        left = {} if found is None else {"receipt": found}
+        config = dataclasses.replace(config, provenance={**provenance, **left})
         weights = Weights.from_float32(
             {name: np.asarray(a, np.float32) for name, a in arrays.items()}, "float32"
         )

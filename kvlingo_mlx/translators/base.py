@@ -16,12 +16,28 @@ from kvlingo_mlx.backend import mx, on_gpu
 import numpy as np
 
 from kvlingo_mlx import checkpoint
+from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.geometry import canonical_json
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.tensor_file import DType, Weights
 from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, flops_of, head_map_of
 from kvlingo_mlx.translators.products import Group, Read, plan
 from kvlingo_mlx.translators.quantised import Quantised
+
+
+@dataclass(frozen=True)
+class LinearMap:
+    """The map to one side of one target layer, for who applies it elsewhere than to states.
+
+    Attributes:
+        reads: For each of ``matrices``, the sides and source layers that its columns read.
+        matrices: (H, rows, in) each; their products are summed.
+        bias: (H, rows) in float32, or None.
+    """
+
+    reads: tuple[tuple[Read, ...], ...]
+    matrices: tuple[mx.array, ...]
+    bias: mx.array | None
 
 
 @dataclass(frozen=True)
@@ -59,6 +75,16 @@ class Translator(ABC):
     @abstractmethod
     def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
         """A group's maps but for their bias, (G, B, H, T, D), of what its cuts read."""
+
+    def linear_map(self, side: str, layer: int) -> LinearMap:
+        """What it does to one side of a target layer, as matrices.
+
+        Raises:
+            IncompatibleTranslatorError: It is not linear.
+        """
+        raise IncompatibleTranslatorError(
+            f"a translator of kind {self.config.kind} is no linear map: it cannot be taken apart"
+        )
 
     def __call__(self, states: KVStates, first: Sequence[int] | None = None) -> TranslatedStates:
         """Translate a span, keys taken at ``config.capture``; nothing is evaluated.
@@ -108,7 +134,10 @@ class Translator(ABC):
         batch, tokens, _ = array.shape
         heads = self.config.source.layers[layer].kv_heads
         split = array.reshape(batch, tokens, heads, -1).swapaxes(1, 2)
-        return split if self._head_index is None else mx.take(split, self._head_index, axis=1)
+        if self._head_index is not None:
+            return mx.take(split, self._head_index, axis=1)
+        # A CPU's matmul copies what is not contiguous, three times slower than this (LOG.md).
+        return split if on_gpu() else mx.contiguous(split)
 
     @cached_property
     def _head_index(self) -> mx.array | None:

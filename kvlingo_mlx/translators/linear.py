@@ -11,7 +11,7 @@ import numpy as np
 
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import SIDES, TranslatorConfig
-from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.base import LinearMap, Translator
 from kvlingo_mlx.translators.products import Group
 
 
@@ -21,6 +21,14 @@ class LinearTranslator(Translator):
 
     def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
         return group.project("weight", inputs)
+
+    def linear_map(self, side: str, layer: int) -> LinearMap:
+        """Its matrices and bias, shared with this translator."""
+        group = next(group for group in self.groups[side] if layer in group.layers)
+        index = group.layers.index(layer)
+        bias = group.vector("bias")[index, 0, :, 0] if "bias" in group.tensors else None
+        reads = tuple(cut[index] for cut in group.cuts)
+        return LinearMap(reads, group.layer_matrices(layer, "weight"), bias)
 
 
 def identity(config: TranslatorConfig) -> LinearTranslator:

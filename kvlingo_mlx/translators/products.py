@@ -123,6 +123,15 @@ class Group:
         assert isinstance(array, mx.array)  # only matrices are quantised
         return array
 
+    def layer_matrices(self, layer: int, name: str) -> tuple[mx.array, ...]:
+        """A target layer's own matrices, (H, rows, in) a cut: the floats in use, not copies.
+
+        Quantised ones are unpacked.
+        """
+        index = self.layers.index(layer)
+        floats = (p.floats() if isinstance(p, Quantised) else p for p in self.tensors[name])
+        return tuple(array[index, 0] for array in floats)
+
     def stored(self, head_mixing: bool) -> dict[tuple[int, str], np.ndarray]:
         """By layer and last name, float32 arrays shaped as the format stores them.
 

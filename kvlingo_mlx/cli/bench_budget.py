@@ -1,0 +1,75 @@
+"""kvlingo-mlx bench --table memory-budget: decoding from a narrower model's cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvlingo_mlx.cli.output import keep_stdout_for_json, progress_bar, say, table
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.timing.memory_budget import Cell
+
+TITLE = "Decoding under a memory budget (paper, app. of that name): {}, random weights and cache"
+COLUMNS = ["context", "batch", "full (tokens/s)", "narrowed", "narrowed + translator",
+           "translator's share", "full (GB)", "narrowed", "narrowed + translator"]  # fmt: skip
+
+
+def check(unused: Sequence[str], contexts: Sequence[int] | None, batches: Sequence[int]) -> None:
+    """Refuse (ValueError) options that this table has no use for, and sizes below 1."""
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)} cannot be used with --table memory-budget, whose models are "
+            "those of the paper; leave it out"
+        )
+    for option, numbers in (("--prompt-tokens", contexts or [1]), ("--batch-sizes", batches)):
+        if min(numbers) < 1:
+            raise ValueError(f"{option} holds {min(numbers)}; give at least 1")
+
+
+def run(
+    contexts: Sequence[int] | None,
+    batches: Sequence[int],
+    layers: int | None,
+    precision: str | None,
+    trials: int,
+    time_limit: float,
+    json_file: str | None,
+) -> None:
+    """Measure, print the table and append the record."""
+    from kvlingo_mlx import measure
+    from kvlingo_mlx.timing import memory_budget
+    from kvlingo_mlx.timing.tables import Clock
+
+    keep_stdout_for_json(json_file)
+    if not measure.is_apple():
+        say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
+    precision = precision or "4bit"
+    models, clock = memory_budget.setup(layers, precision), Clock(time_limit)
+    contexts, decoded = contexts or memory_budget.CONTEXTS, memory_budget.default_decoded()
+    with progress_bar("timing memory-budget", len(contexts) * len(batches) * trials) as step:
+        cells = list(memory_budget.run(models, contexts, batches, trials=trials, decoded=decoded,
+                                       clock=clock, progress=step))  # fmt: skip
+    table(TITLE.format(memory_budget.FULL), COLUMNS, [_row(cell) for cell in cells])
+    left_out = len(contexts) * len(batches) - len(cells)
+    if left_out:
+        say(f"{left_out} of {left_out + len(cells)} cells left out: --time-limit allows no more")
+    depth, whole = len(models.full.attentions), memory_budget.whole_depth()
+    if depth < whole:
+        say(f"{depth} of {whole} layers: caches and layers' weights are that part of the whole's, "
+            "embeddings and head are whole")  # fmt: skip
+    say(f"{precision} weights, head-wise post-RoPE maps; {decoded} tokens a row, best of {trials}; "
+        "memory: the most alive while decoding")  # fmt: skip
+    say(measure.machine_line())
+    if json_file:
+        config = {"layers": depth, "whole_layers": whole, "precision": precision,
+                  "trials": trials, "decoded": decoded}  # fmt: skip
+        found = [cell.as_json() for cell in cells]
+        measure.append_json(json_file, measure.record("memory_budget", config, found))
+
+
+def _row(cell: Cell) -> list[str]:
+    peaks = [f"{cell.peak[way] / 1e9:.2f}" for way in ("full", "narrowed", "folded")]
+    gains = [f"{cell.gain(way):+.0%}" for way in ("narrowed", "folded")]
+    return [f"{cell.context}", f"{cell.batch}", f"{cell.rate('full'):.2f}", *gains,
+            f"{cell.share:.1%}", *peaks]  # fmt: skip

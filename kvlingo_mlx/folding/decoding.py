@@ -1,0 +1,249 @@
+"""Prefill with one model, decode with another from the first one's cache as it is.
+
+The same three layers as in :mod:`kvlingo_mlx.generation`, but nothing is translated: the source
+reads the prompt as it always does, and its maps are laid at the target's queries.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.folding.folds import check_foldable, fold_caches
+from kvlingo_mlx.generation import (
+    Clock,
+    GenerationResponse,
+    LogitsProcessor,
+    Model,
+    Sampler,
+    check_max_tokens,
+    check_numbers,
+    check_tokens,
+    summary,
+    timed,
+    with_prefix,
+)
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.loading import load, resolve_translator
+from kvlingo_mlx.prompts import Prompt, as_ids, encode
+from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.validation import room_for
+
+AnyTranslator = Translator | str | os.PathLike[str] | None
+
+
+def prefill(model: LanguageModel, rows: Sequence[Sequence[int]], step_size: int) -> list[Any]:
+    """A model's own cache of some prompts of one length, as mlx-lm fills it."""
+    cache = make_prompt_cache(model.model)
+    tokens = mx.array([list(row) for row in rows])
+    for start in range(0, tokens.shape[1], step_size):
+        model.model(tokens[:, start : start + step_size], cache=cache)
+        mx.eval([c.state for c in cache])
+        mx.clear_cache()
+    caches.settle(cache)
+    return cache
+
+
+def _folded(
+    source: LanguageModel,
+    target: LanguageModel,
+    rows: Sequence[Sequence[int]],
+    translator: Translator | None,
+    step_size: int,
+    kv_bits: int | None,
+    kv_group_size: int,
+    clock: Clock,
+) -> list[Any]:
+    """The target's folded caches of all but the last token of each row."""
+    if translator is None:
+        return make_prompt_cache(target.model)
+    with mx.stream(generation_stream):
+        cache = prefill(source, [row[:-1] for row in rows], step_size)
+        if kv_bits is not None:
+            caches.quantise(cache, kv_bits, kv_group_size)
+        clock.lap("prefill")
+        folded = fold_caches(cache, source, target, translator)
+        clock.lap("translate")
+    return folded
+
+
+def _resolve(
+    translator: AnyTranslator,
+    source: LanguageModel,
+    target: LanguageModel,
+    tokens: Sequence[int],
+    allow_mismatch: bool,
+    kv_bits: int | None,
+    kv_group_size: int,
+) -> Translator | None:
+    """The translator to fold, everything checked; None where a single token leaves no prefix."""
+    if kv_bits is not None:
+        caches.check_groups(source, kv_bits, kv_group_size)
+    if len(tokens) < 2:
+        return None
+    found = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
+    check_foldable(source, target, found)
+    return found
+
+
+def folded_hand_over(
+    prefill_model: Model,
+    decode_model: Model,
+    tokens: Sequence[int] | Sequence[Sequence[int]],
+    *,
+    translator: AnyTranslator = None,
+    prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    allow_mismatch: bool = False,
+) -> list[Any]:
+    """Prefill with one model; return caches by which another decodes from that one's cache.
+
+    Args:
+        prefill_model: Reads the tokens; its cache of them stays.
+        decode_model: Who will decode.
+        tokens: Token ids, or several prompts of one length; the last of each is left for the
+            decode model to run.
+        translator: Loaded, or a folder or Hub id; None searches the local store. It must be
+            linear and of post-RoPE keys.
+        prefill_step_size: Tokens per prefill chunk.
+        kv_bits: Quantise the prefix once it is read, but for layers with a window.
+        kv_group_size: Groups of ``kv_bits``.
+        allow_mismatch: Accept a translator made for another checkpoint of the same shape.
+
+    Returns:
+        Caches for ``decode_model.model(last, cache=...)`` or mlx-lm's ``generate_step``. They
+        cannot be merged into mlx-lm's batches or saved.
+
+    Raises:
+        ValueError: No tokens, prompts of several lengths, an id out of range, or bits that do
+            not fit.
+        IncompatibleTranslatorError, UnsupportedModelError: It cannot be folded (the message says
+            why), or is for another pair.
+        MissingTranslatorError: None was given and none is stored.
+    """
+    source, target = load(prefill_model), load(decode_model)
+    rows = _rows(tokens)
+    for row in rows:
+        check_tokens(source, target, row, prefill_step_size)
+    options = allow_mismatch, kv_bits, kv_group_size
+    found = _resolve(translator, source, target, rows[0], *options)
+    return _folded(source, target, rows, found, prefill_step_size, *options[1:], Clock())
+
+
+def _rows(tokens: Any) -> list[list[int]]:
+    """Prompts of one length; one prompt alone is one row."""
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    if not listed or not isinstance(listed[0], Sequence):
+        return [as_ids(listed)]
+    rows = [as_ids(row) for row in listed]
+    lengths = sorted({len(row) for row in rows})
+    if len(lengths) > 1:
+        raise ValueError(
+            f"the prompts have {lengths[0]} to {lengths[-1]} tokens; folded decoding takes "
+            "several at once where they are of one length: hand them over one by one"
+        )
+    return rows
+
+
+def folded_stream_generate(
+    prefill_model: Model,
+    decode_model: Model,
+    prompt: Prompt,
+    *,
+    translator: AnyTranslator = None,
+    max_tokens: int = 256,
+    sampler: Sampler | None = None,
+    logits_processors: list[LogitsProcessor] | None = None,
+    prefill_step_size: int = 2048,
+    enable_thinking: bool | None = None,
+    allow_mismatch: bool = False,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+) -> Iterator[GenerationResponse]:
+    """Prefill with one model, decode with another from that one's cache; a response a token.
+
+    Arguments are those of :func:`folded_generate`.
+    """
+    check_max_tokens(max_tokens)
+    source, target = load(prefill_model), load(decode_model)
+    clock = Clock()
+    tokens = encode(target, prompt, enable_thinking)
+    check_tokens(source, target, tokens, prefill_step_size)
+    options = allow_mismatch, kv_bits, kv_group_size
+    found = _resolve(translator, source, target, tokens, *options)
+    clock.lap("prepare")
+    with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
+        cache = _folded(source, target, [tokens], found, prefill_step_size, *options[1:], clock)
+        responses = mlx_stream_generate(
+            target.model,
+            target.tokenizer,
+            tokens[-1:],
+            max_tokens=room_for(target, len(tokens), max_tokens),
+            prompt_cache=cache,
+            sampler=sampler,
+            logits_processors=with_prefix(logits_processors, tokens[:-1]),
+        )
+        ttft = None
+        for response in responses:
+            if ttft is None:
+                ttft = time.perf_counter() - clock.started
+                check_numbers(response, source, target, cache)
+            spent = clock.seconds
+            yield timed(response, len(tokens), ttft, spent, "folded")
+
+
+def folded_generate(
+    prefill_model: Model,
+    decode_model: Model,
+    prompt: Prompt,
+    *,
+    verbose: bool = False,
+    **options: Any,
+) -> str:
+    """Answer with one model from another's cache of the prompt, which is never translated.
+
+    Memory: both models, the prefill model's cache, and the answer's own tokens. In the decode
+    model's every step the translator is applied once a layer (appendix "Decoding under a memory
+    budget"). A head-wise translator costs little; a head-mixing one makes every query head read
+    every source head.
+
+    Args:
+        prefill_model: Reads the prompt: a folder, a Hub id or a loaded model.
+        decode_model: Writes the answer; likewise.
+        prompt: Text, token ids, or chat messages, which the decode model's own chat template
+            renders.
+        verbose: Write the text as it comes, and the times at the end.
+        options: ``translator`` (linear and of post-RoPE keys; loaded, a folder or Hub id; None
+            searches the local store), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
+            ``prefill_step_size`` (2048), ``enable_thinking``, ``allow_mismatch``; ``kv_bits`` and
+            ``kv_group_size`` (64), which quantise the prefix once it is read.
+
+    Returns:
+        The answer, without the prompt.
+
+    Raises:
+        ValueError: An empty prompt, one beyond a model's context, or a bad argument.
+        IncompatibleTranslatorError, UnsupportedModelError: The translator or a model does not
+            allow it; the message says why.
+        MissingModelError, MissingTranslatorError, MalformedTranslatorError: As for ``generate``.
+    """
+    text, response = "", None
+    for response in folded_stream_generate(prefill_model, decode_model, prompt, **options):
+        text += response.text
+        if verbose:
+            sys.stdout.write(response.text)
+            sys.stdout.flush()
+    if verbose and response is not None:
+        sys.stdout.write(f"\n{'=' * 10}\n{summary(response)}\n")
+    return text

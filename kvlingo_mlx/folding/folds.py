@@ -1,0 +1,121 @@
+"""A target's caches over its source's: what can be folded, and what each layer then reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
+from kvlingo_mlx.families.base import LATENT
+from kvlingo_mlx.folding.attention import Fold, Part, Rows, Side
+from kvlingo_mlx.folding.cache import FoldedCache
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.translator_config import SIDES, head_map_of, unfoldable
+from kvlingo_mlx.translators.base import Translator
+
+# Tokens by which the new tokens' caches grow. mlx-lm's 256 in each of Gemma-3-12B's layers are a
+# fifth of what its source holds of 8192 tokens (benchmarks/LOG.md).
+STEP = 32
+Parts = dict[tuple[str, int], Part]
+
+
+def check_foldable(source: LanguageModel, target: LanguageModel, translator: Translator) -> None:
+    """Refuse a translator or models that query folding does not reach.
+
+    Raises:
+        IncompatibleTranslatorError: The translator is not linear, or not of post-RoPE keys.
+        UnsupportedModelError: A model caches latents; or the target's attention handles the
+            cached arrays itself, or has layers that read another's cache.
+    """
+    why = unfoldable(translator.config)
+    if why is not None:
+        raise IncompatibleTranslatorError(
+            f"{target.name} cannot decode from the cache of {source.name} by this translator: {why}"
+        )
+    for model in (source, target):
+        if LATENT in model.family.points:
+            raise UnsupportedModelError(
+                f"{model.name} caches latents, which folded decoding does not know: use generate "
+                "(leave out --memory-budget)"
+            )
+    readers = target.family.readers(target.model)
+    shared = next((i for i, found in enumerate(readers) if len(found) > 1), None)
+    reasons = {
+        "its attention handles the cached arrays itself": not target.family.quantised_cache,
+        f"other layers read the cache of layer {shared}": shared is not None,
+    }
+    for reason, found in reasons.items():
+        if found:
+            raise UnsupportedModelError(
+                f"{target.name} cannot decode from another model's cache, since {reason}: use "
+                "generate (leave out --memory-budget)"
+            )
+
+
+def fold_caches(
+    source_cache: Sequence[Any],
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+) -> list[Any]:
+    """A target's caches whose prefix is what a source's caches hold; nothing is computed.
+
+    Should the source go on in the same caches, MLX copies what it writes to.
+
+    Args:
+        source_cache: Stock mlx-lm caches that ``source`` has filled from position 0 on, any
+            number of rows; those of one row serve any number of rows of the target's tokens.
+        source: Who filled them.
+        target: Who will decode.
+        translator: From ``source`` to ``target``, linear and of post-RoPE keys.
+
+    Returns:
+        One cache a layer, to be given to the target's model or to mlx-lm as ``prompt_cache``.
+
+    Raises:
+        IncompatibleTranslatorError, UnsupportedModelError: As :func:`check_foldable`, or a cache
+            of a class that cannot be read.
+        ValueError: The caches are empty or end at different positions.
+    """
+    check_foldable(source, target, translator)
+    ends = {cache.offset for cache in source_cache}
+    if len(ends) != 1 or ends == {0} or len(source_cache) != len(source.attentions):
+        raise ValueError(
+            f"the caches of {source.name} are {len(source_cache)} that end at {sorted(ends)}; "
+            f"expected {len(source.attentions)}, filled to one position"
+        )
+    parts: Parts = {}
+    for index, cache in enumerate(source_cache):
+        *sides, packing = caches.viewed(cache)
+        parts |= {(s, index): Part(a, packing) for s, a in zip(SIDES, sides, strict=True)}
+    mx.eval([part.arrays for part in parts.values()])
+    length = ends.pop()
+    return [
+        FoldedCache(_fold(translator, parts, layer, geometry.window, length), length, suffix,
+                    geometry.window)
+        for layer, (suffix, geometry) in enumerate(
+            zip(caches.empty(target, STEP), target.geometry.layers, strict=True)
+        )
+    ]  # fmt: skip
+
+
+def _fold(
+    translator: Translator, parts: Parts, layer: int, window: int | None, length: int
+) -> Fold:
+    """What one target layer reads; of a window no more than its tokens."""
+    config = translator.config
+    head_map = None if config.head_mixing else head_map_of(config)
+    rows = Rows.of(head_map, config.source.layers[0].kv_heads)
+    tokens = min(length, window or length)
+    keys, values = (
+        Side.of(
+            translator.linear_map(side, layer),
+            lambda read: parts[read].last(tokens),
+            heads_apart=config.head_mixing,
+        )
+        for side in SIDES
+    )
+    return Fold(keys, values, rows)

@@ -1,0 +1,91 @@
+"""The ways to a first token for several prompts of one length at once.
+
+mlx-lm's own decoding loop takes one prompt, so these phases call the models themselves: a prefill
+in chunks and a step, each waited for. mlx-lm queues the step after the first as well, so a batch of
+one takes less here than :class:`Paths` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvlingo_mlx import caches, capture
+from kvlingo_mlx.generation import translate_span
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.timing.paths import Paths, again
+from kvlingo_mlx.translators.base import Translator
+
+PHASES = ("source_prefill", "native", "translate", "target_step", "switch")
+
+
+class Batch(Paths):
+    """As :class:`Paths`, for ``batch`` prompts: that of ``tokens``, begun at other places."""
+
+    def __init__(
+        self, source: LanguageModel, target: LanguageModel, translators: Mapping[str, Translator],
+        tokens: Sequence[int], step_size: int, batch: int,
+    ) -> None:  # fmt: skip
+        rows = [[*tokens[i % len(tokens) :], *tokens[: i % len(tokens)]] for i in range(batch)]
+        self.ids, self.batch = mx.array(rows), batch  # (B, T)
+        super().__init__(source, target, translators, tokens, step_size)
+
+    def _read(self) -> list[KVStates]:
+        spans = []
+        with capture.tap_keys_and_values(self.source) as take, mx.stream(generation_stream):
+            for start, _ in self._prefill(self.source, self._own):
+                spans.append(take(start))
+                mx.eval(spans[-1].arrays)
+        return spans
+
+    def _prefill(self, model: LanguageModel, cache: list[Any]) -> Any:
+        """Let a model read all but the last token of each prompt; yields after each chunk."""
+        prefix = self.ids[:, :-1]
+        for start in range(0, prefix.shape[1], self.step_size):
+            model.model(prefix[:, start : start + self.step_size], cache=cache)
+            mx.eval([c.state for c in cache])
+            yield start, cache
+
+    def _translated(self, form: str | None = None) -> list[Any]:
+        translator = self.translators[form or next(iter(self.translators))]
+        length = len(self.tokens) - 1
+        with mx.stream(generation_stream):
+            cache = caches.allocate(self.target, length, batch=self.batch)
+            for states in self._recorded:
+                translate_span(cache, states, self.source, self.target, translator, length)
+            mx.eval(caches.arrays(cache))
+        return cache
+
+    def _step(self, cache: list[Any]) -> mx.array:
+        with mx.stream(generation_stream):
+            found = self.target.model(self.ids[:, -1:], cache=cache)[:, -1].argmax(axis=-1)
+            mx.eval(found)
+        return found
+
+    def source_prefill(self) -> None:
+        """The source reads the prompts, nothing recorded."""
+        with mx.stream(generation_stream):
+            for _ in self._prefill(self.source, make_prompt_cache(self.source.model)):
+                pass
+
+    def native(self) -> mx.array:
+        """The target reads the prompts itself; returns a first token for each, (B,)."""
+        cache = make_prompt_cache(self.target.model)
+        with mx.stream(generation_stream):
+            for _ in self._prefill(self.target, cache):
+                pass
+        return self._step(cache)
+
+    def target_step(self) -> mx.array:
+        """One step of the target over the last token of each prompt, (B,)."""
+        return self._step(again(self._cache))
+
+    def switch(self) -> mx.array:
+        """Translation and the target's step, (B,)."""
+        return self._step(self._translated())

@@ -1,0 +1,268 @@
+"""The paper's table of decoding under a memory budget (appendix of that name), on this machine.
+
+Gemma-3-12B with random weights and a random cache decodes in three ways: from its own cache of 8
+KV heads; from one narrowed to the 4 of Gemma-3-4B, which its projections would write; and from
+that one through a random head-wise translator, folded into its queries and pooled values.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn, on_gpu
+
+import numpy as np
+from mlx.utils import tree_flatten
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.assignment import identity
+from kvlingo_mlx.folding import FoldedCache, fold_caches
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.measure import seconds
+from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.timing.geometries import GEOMETRIES, random_model, spec_of
+from kvlingo_mlx.timing.tables import Clock
+from kvlingo_mlx.translator_config import TranslatorConfig, maps_of
+from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.linear import LinearTranslator
+
+FULL, NARROW = "gemma-3-12b", "gemma-3-4b"
+WAYS = ("full", "narrowed", "folded")
+CONTEXTS, BATCHES = (8192, 32768), (1, 8)
+OWN = ("k_proj", "v_proj")  # what a narrowed model does not share
+BLOCK = 256  # random tokens that a random cache repeats
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The models of the table: the narrowed one shares all weights but its projections.
+
+    Attributes:
+        full: Decodes.
+        narrowed: The same with fewer KV heads.
+        translator: Head-wise, from the narrowed cache to the full one.
+    """
+
+    full: LanguageModel
+    narrowed: LanguageModel
+    translator: Translator
+
+    def foreign_bytes(self, way: str) -> int:
+        """Bytes of weights that lie in memory and that ``way`` has no use for."""
+        full, narrowed = _own_bytes(self.full), _own_bytes(self.narrowed)
+        maps = self.translator.nbytes
+        used = {"full": full, "narrowed": narrowed, "folded": full + maps}
+        return full + narrowed + maps - used[way]
+
+
+@dataclass
+class Cell:
+    """One context and batch.
+
+    Attributes:
+        context: Cached tokens.
+        batch: Rows.
+        decoded: Tokens a row that each sample decodes.
+        samples: Raw seconds by way.
+        peak: Most bytes alive while decoding, by way: its weights, its cache, what comes between.
+        cache: Bytes of the cache, by way; of a folded one the source's.
+        maps: Raw seconds of the translator's products alone, for as many tokens.
+    """
+
+    context: int
+    batch: int
+    decoded: int
+    samples: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
+    peak: dict[str, int] = field(default_factory=dict)
+    cache: dict[str, int] = field(default_factory=dict)
+    maps: list[float] = field(default_factory=list)
+
+    def rate(self, way: str) -> float:
+        """Tokens a second of all rows, the best sample (as in the paper)."""
+        return self.batch * self.decoded / min(self.samples[way])
+
+    def gain(self, way: str) -> float:
+        """Throughput beside the full cache's: 0.1 is a tenth more."""
+        return self.rate(way) / self.rate("full") - 1
+
+    @property
+    def share(self) -> float:
+        """The translator's products' part of a folded step."""
+        return min(self.maps) / min(self.samples["folded"])
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, with what is derived."""
+        gains = {way: self.gain(way) for way in WAYS[1:]}
+        return {**asdict(self), "gain": gains, "translator_share": self.share}
+
+
+def setup(layers: int | None, precision: str = "4bit") -> Setup:
+    """Random models of the table's geometry, and the translator between their caches.
+
+    Args:
+        layers: How many of the 48; None for all.
+        precision: As for :func:`random_model`; on a CPU activations are float32.
+    """
+    dtype = mx.bfloat16 if on_gpu() else mx.float32
+    full = random_model(FULL, layers, precision, activations=dtype)
+    narrowed = _narrowed(full, GEOMETRIES[NARROW]["num_key_value_heads"], precision, dtype)
+    ends = spec_of(narrowed), spec_of(full)
+    config = TranslatorConfig(
+        *ends, identity(len(full.attentions)), head_mixing=False, capture="post_rope"
+    )
+    rng = np.random.default_rng(0)
+    arrays = {
+        f"{m.name}.weight": rng.standard_normal((m.heads or 1, m.outputs, m.inputs), np.float32)
+        / np.float32(m.inputs**0.5)
+        for m in maps_of(config)
+    }
+    weights = Weights.from_float32(arrays, "bfloat16" if on_gpu() else "float32")
+    return Setup(full, narrowed, LinearTranslator.build(config, weights))
+
+
+def _narrowed(full: LanguageModel, kv_heads: int, precision: str, dtype: mx.Dtype) -> LanguageModel:
+    """The same model with fewer KV heads; all other weights are the same arrays."""
+    config = {**full.config, "num_key_value_heads": kv_heads}
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model.eval()
+    model.sanitize({})  # as the full one
+    _share(model, full.model)
+    for layer in model.layers:
+        for name in OWN:
+            projection = layer.self_attn[name]
+            projection.set_dtype(dtype)
+            if precision.endswith("bit"):
+                projection = projection.to_quantized(64, int(precision[0]))
+            layer.self_attn[name] = projection
+    mx.eval(model.parameters())
+    return LanguageModel(model, full.tokenizer, config, f"{full.name}, {kv_heads} KV heads")
+
+
+def _share(mine: nn.Module, theirs: nn.Module) -> None:
+    """Put another model's modules into this one's place, but for ``OWN``."""
+    for name, child in theirs.children().items():
+        if name == "layers":
+            for layer, other in zip(mine[name], child, strict=True):
+                _share(layer, other)
+        elif name in ("model", "self_attn"):
+            _share(mine[name], child)
+        elif name not in OWN:
+            mine[name] = child
+
+
+def _own_bytes(model: LanguageModel) -> int:
+    modules = [layer.self_attn[name] for layer in model.model.layers for name in OWN]
+    arrays: Any = tree_flatten([module.parameters() for module in modules])
+    return sum(array.nbytes for _, array in arrays)
+
+
+def random_cache(model: LanguageModel, tokens: int, batch: int) -> list[Any]:
+    """A model's cache of ``tokens`` in ``batch`` rows: random numbers that repeat."""
+    cache = caches.allocate(model, tokens)
+    for layer in cache:
+        for name in ("keys", "values"):
+            _, heads, room, dim = getattr(layer, name).shape
+            block = mx.random.normal((1, heads, 1, BLOCK, dim)).astype(model.cache_dtype)
+            tiled = mx.broadcast_to(block, (batch, heads, -(-room // BLOCK), BLOCK, dim))
+            setattr(layer, name, mx.flatten(tiled, 2, 3)[..., :room, :])
+            mx.eval(getattr(layer, name))
+    return cache
+
+
+def decode(model: LanguageModel, cache: list[Any], batch: int, tokens: int) -> None:
+    """Decode greedily, each step queued while the one before runs."""
+    last = mx.zeros((batch, 1), mx.int32)
+    for _ in range(tokens):
+        last = mx.argmax(model.model(last, cache=cache)[:, -1:], axis=-1)
+        mx.async_eval(last)
+    mx.eval(last)
+
+
+def translate_alone(cache: Sequence[FoldedCache], heads: int, batch: int, tokens: int) -> None:
+    """The translator's products of as many decoding steps, and nothing else."""
+    for _ in range(tokens):
+        done = []
+        for layer in cache:
+            keys, values = layer.fold.keys.matrices, layer.fold.values.matrices
+            for matrix in (*keys, *(m.swapaxes(1, 2) for m in values)):
+                rows = (batch, len(matrix), heads // len(matrix), matrix.shape[1])
+                done.append(mx.zeros(rows, matrix.dtype) @ matrix)
+        mx.async_eval(done)
+    mx.eval(done)
+
+
+def measure_cell(
+    models: Setup,
+    context: int,
+    batch: int,
+    *,
+    trials: int,
+    decoded: int,
+    progress: Callable[[], None] = lambda: None,
+) -> Cell:
+    """Time one cell, the ways in turns; each has its own cache, made anew and let go."""
+    cell = Cell(context, batch, decoded)
+    for _ in range(trials):
+        for way in WAYS:
+            _sample(models, way, cell)
+            mx.clear_cache()
+        progress()
+    return cell
+
+
+def _sample(models: Setup, way: str, cell: Cell) -> None:
+    model = models.narrowed if way == "narrowed" else models.full
+    cached = models.full if way == "full" else models.narrowed
+    cache = random_cache(cached, cell.context, cell.batch)
+    cell.cache[way] = caches.nbytes(cache)
+    if way == "folded":
+        cache = fold_caches(cache, models.narrowed, models.full, models.translator)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    decode(model, cache, cell.batch, 1)  # the first step allocates
+    cell.samples[way].append(seconds(lambda: decode(model, cache, cell.batch, cell.decoded)))
+    cell.peak[way] = mx.get_peak_memory() - models.foreign_bytes(way)
+    if way == "folded":
+        heads = models.full.facts["num_attention_heads"]
+        work = (cache, heads, cell.batch, cell.decoded)
+        translate_alone(cache, heads, cell.batch, 1)
+        cell.maps.append(seconds(lambda: translate_alone(*work)))
+
+
+def run(
+    models: Setup,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    *,
+    trials: int,
+    decoded: int,
+    clock: Clock,
+    progress: Callable[[], None] = lambda: None,
+) -> Iterator[Cell]:
+    """The cells in the order of their size, until the next would take more time than is left."""
+    done: tuple[int, float] | None = None
+    for context, batch in sorted(
+        ((c, b) for c in contexts for b in batches), key=lambda cell: cell[0] * cell[1]
+    ):
+        if done is not None and done[1] * context * batch / done[0] > clock.left():
+            return
+        started = time.perf_counter()
+        yield measure_cell(
+            models, context, batch, trials=trials, decoded=decoded, progress=progress
+        )
+        done = context * batch, time.perf_counter() - started
+
+
+def whole_depth() -> int:
+    """Layers of the geometry."""
+    return int(GEOMETRIES[FULL]["num_hidden_layers"])
+
+
+def default_decoded() -> int:
+    """Tokens a sample decodes: the paper's 128, or few on a CPU."""
+    return 128 if on_gpu() else 4

@@ -1,0 +1,24 @@
+"""From a table's times to the profile by which `--strategy auto` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.profiles import WAYS, Profile, key_of
+from kvlingo_mlx.timing.tables import Table, Timing
+from kvlingo_mlx.translators.base import Translator
+
+
+def serves(table: Table) -> bool:
+    """Whether a table times every way that a profile compares."""
+    return set(WAYS) <= set(table.phases)
+
+
+def profile_of(
+    source: LanguageModel, target: LanguageModel, translator: Translator, timings: Sequence[Timing]
+) -> Profile:
+    """What a table found of a pair, by a translator that it timed whole ways with."""
+    key = key_of(source, target, translator.config, translator.bits)
+    lengths = tuple(timing.prompt_tokens for timing in timings)
+    return Profile(key, lengths, {way: tuple(t.median(way) for t in timings) for way in WAYS})

@@ -1,0 +1,155 @@
+"""kvlingo-mlx doctor: each fault injected, each told with what to do."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import socket
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvlingo_mlx import diagnosis
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import TRANSLATORS
+
+TOKEN = "hf_averysecrettokenofsomebody"
+
+
+@pytest.fixture
+def reach() -> Callable[[str], bool]:
+    """The function that knocks at the Hub's door, before it is replaced."""
+    return diagnosis._reach
+
+
+@pytest.fixture(autouse=True)
+def offline(reach: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is asked, and whatever this machine has installed is as it should be."""
+    monkeypatch.setattr(diagnosis, "_reach", lambda endpoint: False)
+    installed = {"mlx": "0.32.4", "mlx-lm": "0.32.2", "mlx-cpu": "0.32.4"}
+    set_installed(monkeypatch, installed)
+
+
+def set_installed(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    wanted = ["mlx[cpu]<0.33,>=0.32.4", "mlx-lm<0.33,>=0.32.2", 'torch>=2.8; extra == "cuda"']
+    monkeypatch.setattr(
+        diagnosis, "metadata",
+        SimpleNamespace(version=version, requires=lambda name: wanted,
+                        PackageNotFoundError=metadata.PackageNotFoundError),
+    )  # fmt: skip
+
+
+def told(capsys: pytest.CaptureFixture[str], status: int) -> str:
+    capsys.readouterr()
+    assert run(["doctor"]) == status
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    return captured.out
+
+
+def test_nothing_is_wrong(
+    store: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(TRANSLATORS, store)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    out = told(capsys, 0)
+    assert out.endswith("nothing is wrong\n")
+    assert f"{store}, 6 translators" in out
+    assert "0.32.2 (tested <0.33,>=0.32.2)" in out
+    assert "not reached" in out and "there is one" in out and TOKEN not in out
+    assert run(["doctor", "--json", "-"]) == 0
+    text = capsys.readouterr().out
+    results = json.loads(text)["results"]
+    assert (
+        TOKEN not in text and {"name": "MLX builds", "value": "mlx-cpu", "problem": None} in results
+    )
+
+
+FAULTS: dict[str, tuple[dict[str, str], str]] = {
+    "two builds": (
+        {"mlx": "0.32.4", "mlx-lm": "0.32.2", "mlx-cpu": "0.32.4", "mlx-cuda-13": "0.32.4"},
+        "wrong: MLX builds: mlx-cpu and mlx-cuda-13 own the same libmlx; keep one: pip uninstall",
+    ),
+    "old": ({"mlx": "0.32.4", "mlx-lm": "0.31.3"}, "wrong: mlx-lm: 0.31.3 is not among the tested"),
+    "new": ({"mlx": "0.33.0", "mlx-lm": "0.32.2"}, "wrong: mlx: 0.33.0 is not among the tested"),
+    "missing": ({"mlx": "0.32.4"}, 'wrong: mlx-lm: install it: pip install "mlx-lm<0.33,>=0.32.2"'),
+}
+
+
+@pytest.mark.parametrize(("installed", "text"), FAULTS.values(), ids=FAULTS)
+def test_versions_and_clashes(
+    installed: dict[str, str], text: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    set_installed(monkeypatch, installed)
+    assert text in told(capsys, 1)
+
+
+def test_damaged_translators_and_leftovers(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l", store / "sound")
+    shutil.copytree(store / "sound", store / "cut")
+    (store / "cut" / "translator.safetensors").write_bytes(b"\0" * 20)
+    (store / ".gone.old-abcdefgh" / "old").mkdir(parents=True)
+    (store / ".gone.new-abcdefgh").mkdir()
+    (store / ".gone.lock").touch()
+    out = told(capsys, 1)
+    assert f"wrong: cut: {store / 'cut' / 'translator.safetensors'}: is no s" in out
+    assert f"rm -r {store / 'cut'}\n" in out and "wrong: sound" not in out
+    assert f"move {store / '.gone.old-abcdefgh' / 'old'} back to its name" in out
+    assert f"a stopped import left it: rm -r {store / '.gone.new-abcdefgh'}" in out
+    assert out.endswith(f"3 of {out.count(chr(10)) - 4} things are wrong\n")
+
+
+def test_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def usage(path: Any) -> Any:
+        return SimpleNamespace(free=10**6)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 4096))
+    monkeypatch.setattr(diagnosis.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(diagnosis.measure, "fast_blas", lambda: "bundled BLAS")
+    out = told(capsys, 1)
+    assert "wrong: open files: too few for models in many files: ulimit -n" in out
+    assert "wrong: disk of the store: nearly full" in out
+    assert "offline (HF_HUB_OFFLINE)" in out and "bundled BLAS (slow" in out
+
+
+def test_a_device_that_does_not_compute(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(a: Any, b: Any) -> Any:
+        raise RuntimeError("no metal device")
+
+    monkeypatch.setattr(diagnosis.mx, "matmul", broken)
+    assert "wrong: device: it does not compute (no metal device); install MLX anew" in told(
+        capsys, 1
+    )
+    monkeypatch.setattr(diagnosis.mx, "matmul", lambda a, b: diagnosis.mx.zeros((4, 4)))
+    assert "wrong: device: it computes a product wrongly" in told(capsys, 1)
+
+
+def test_without_metadata_of_our_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def requires(name: str) -> list[str]:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(diagnosis.metadata, "requires", requires)
+    assert "0.32.2 (tested >=0.32.2,<0.33)" in told(capsys, 0)
+
+
+def test_reaching_the_hub(reach: Callable[[str], bool]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert reach(endpoint)
+    assert not reach(endpoint) and not reach("nonsense")

@@ -1,0 +1,40 @@
+"""Write receipts into translators that were trained before trainings left any.
+
+    python tools/leave_receipts.py kvlingo_mlx/embedded/translators/*
+
+What PyTorch measures with the stored weights on the bundled conversations goes into their
+provenance, for ``kvlingo-mlx verify``; their weights stay as they are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+import torch
+
+from kvlingo_mlx import checkpoint
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.training import torch_model
+from kvlingo_mlx.training.receipt import receipt
+from kvlingo_mlx.training.translator import TorchTranslator
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folders", nargs="+", help="of translators between embedded models")
+    for folder in parser.parse_args().folders:
+        config, weights = checkpoint.read(folder)
+        source, target = (
+            torch_model.load(str(zoo(spec.name)), dtype=torch.float32)
+            for spec in (config.source, config.target)
+        )
+        arrays = {name: weights.as_float32(name) for name in weights.arrays}
+        translator = TorchTranslator.from_arrays(config, arrays, target.device)
+        left = {**config.provenance, "receipt": receipt(source, target, translator)}
+        checkpoint.write(folder, dataclasses.replace(config, provenance=left), weights)
+        print(folder, left["receipt"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -479,5 +479,3 @@ def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1
         assert "between two tokenizers" in error
-    assert run(["verify", str(out), *pair]) in (0, 1)  # random models may be of no use to anybody
-    assert "KL" in capsys.readouterr().out

@@ -348,7 +348,10 @@ def test_generate(
 ) -> None:
     source, target = map(opened, pair)
     translator = folder(*pair)
-    for prompt in (TALK, TEXT, TALK[1:2]):
+    for prompt in (TALK, TEXT, TALK[1:2], f"<s>{TEXT}"):
+        plan = cross_tokenizer.plan(source, target, prompt)
+        ids = [encode(model, prompt) for model in (source, target)]
+        assert [list(plan.source_ids), list(plan.target_ids)] == ids
         handed = kv.hand_over(source, target, prompt, translator=translator)
         expected = decode(target, handed, encode(target, prompt)[-1])
         responses = list(

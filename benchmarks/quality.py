@@ -8,8 +8,9 @@
 
 For every pair: the target's native cache, the self-distilled translator if there is one, closed
 forms under the norms and with the assignments given at each nu, and the controls: the prefix
-hidden, and every translator with its layers shuffled. Post-RoPE translators are folded as well:
-the target decodes from the source's own cache. Only the first asking of each fact is
+hidden, and every translator with its layers shuffled or, between two tokenizers, with its keys
+rotated where their entries stand. Post-RoPE translators are folded as well: the target decodes
+from the source's own cache. Only the first asking of each fact is
 scored; standard errors are over questions for recall and over dialogues for KL. ``--zoo`` names a
 folder with more models and translators than the package's.
 """
@@ -48,12 +49,14 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, dict]:
     names = pair.split(":")
     source, target = (load(model_folder(name, args.zoo)) for name in names)
     talks = dialogues.held_out(args.dialogues, facts=tuple(args.facts))
-    samples = [quality.recall_sample(target, talk) for talk in talks]
+    samples = [quality.recall_sample(target, talk, source) for talk in talks]
     makers = {"prefix hidden": conditions.hidden(target)}
     for name, translator in translators(names, source, target, args):
         control = conditions.shuffled(translator)
         makers[name] = conditions.translated(source, target, translator)
         makers[f"{name}, shuffled"] = conditions.translated(source, target, control)
+        if translator.config.alignment is not None:
+            makers[f"{name}, canonical positions"] = conditions.canonical(makers[name])
         if unfoldable(translator.config) is None:
             makers[f"{name}, folded"] = conditions.folded(source, target, translator)
             makers[f"{name}, shuffled, folded"] = conditions.folded(source, target, control)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.backend import mx
+from kvlingo_mlx.backend import mx, nn
 
+import mlx_lm.models.cache
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT, Finish
-from kvlingo_mlx.keys import Rotation, advance, normalise_values, rotate_back
+from kvlingo_mlx.keys import Rotation, advance, at_positions, normalise_values, rotate_back
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates, flat
 
@@ -20,6 +22,78 @@ SIDES = ("keys", "values")
 MOVING = ("offset", "_idx")  # what a cache's numbers say of how far it is written
 Sides = tuple[mx.array, mx.array]
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX quantises by
+
+
+class _Pinned:
+    """Entries of a prefix that are not one a token: to trim tokens would be to trim others."""
+
+    prefix: int = 0
+    offset: int
+
+    def trim(self, n: int) -> int:
+        """Drop the last ``n`` entries.
+
+        Raises:
+            ValueError: Some of them are the prefix's.
+        """
+        if n > self.offset - self.prefix:
+            raise ValueError(
+                f"{n} entries are to be trimmed, but only {self.offset - self.prefix} follow the "
+                f"{self.prefix} of a prefix translated between two tokenizers, which are not one "
+                "a token; hand over again"
+            )
+        self.offset -= n
+        return n
+
+
+class TranslatedKVCache(_Pinned, KVCache):
+    """A stock cache but for ``trim``, which does not reach into a prefix of two tokenizers."""
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What is evaluated and saved."""
+        return *super().state, self.prefix
+
+    @state.setter
+    def state(self, saved: tuple[Any, ...]) -> None:
+        self.keys, self.values, self.offset, self.prefix = saved
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
+        """The same in fewer bits."""
+        stock = super().to_quantized(group_size, bits)
+        found = TranslatedQuantizedKVCache(group_size, bits)
+        found.keys, found.values, found.offset = stock.keys, stock.values, stock.offset
+        found.prefix = self.prefix
+        return found
+
+
+class TranslatedQuantizedKVCache(_Pinned, QuantizedKVCache):
+    """What :class:`TranslatedKVCache` becomes under ``kv_bits``."""
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What is evaluated and saved."""
+        return *super().state, self.prefix
+
+    @state.setter
+    def state(self, saved: tuple[Any, ...]) -> None:
+        *stock, self.prefix = saved
+        self.keys, self.values, self.offset, self.group_size, self.bits = stock
+
+
+for _cls in (TranslatedKVCache, TranslatedQuantizedKVCache):  # load_prompt_cache looks there
+    setattr(mlx_lm.models.cache, _cls.__name__, _cls)
+
+
+def pin(caches: Sequence[Any]) -> list[Any]:
+    """The same caches, all that they hold now kept from being trimmed."""
+    pinned = []
+    for cache in caches:
+        found = TranslatedKVCache()
+        found.keys, found.values, found.offset = cache.state
+        found.prefix = cache.offset
+        pinned.append(found)
+    return pinned
 
 
 def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]:
@@ -66,15 +140,98 @@ def empty(model: LanguageModel, step: int = GROW) -> list[Any]:
     return caches
 
 
-def write(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
-    """Write a translated span at its positions: norms, RoPE, cast, one slice a layer and side.
+def write(
+    caches: Sequence[Any],
+    states: TranslatedStates,
+    model: LanguageModel,
+    positions: mx.array | None = None,
+) -> None:
+    """Write a translated span at its place: norms, RoPE, cast, one slice a layer and side.
 
-    Nothing is evaluated here.
+    Keys are rotated there too, unless each token has its own of ``positions`` (T,). Nothing is
+    evaluated here.
     """
-    for layer, start, stored in _stored(states, model):
+    for layer, start, stored in _stored(states, model, positions):
         cache = caches[layer]
         place = _place(cache, start, stored[0])
         cache.keys[..., place, :], cache.values[..., place, :] = stored
+
+
+def prefill_between(
+    model: LanguageModel,
+    cache: Sequence[Any],
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    visible: mx.array,
+    step_size: int = 2048,
+) -> None:
+    """Let a model read tokens that stand between what its caches hold already.
+
+    Their entries follow the E that are there; attention does not depend on the order of
+    entries, so who sees whom is the mask's to say. Evaluated chunk by chunk.
+
+    Args:
+        model: The model.
+        cache: Its caches, E entries written in each, none of them a ring.
+        tokens: (B,) what it reads, in the text's order.
+        positions: (B,) where each is rotated; any integers.
+        visible: (B, E + B) whether a token sees an entry, itself included.
+        step_size: Tokens a chunk.
+    """
+    held = visible.shape[1] - len(tokens)
+    for each in cache:
+        each.offset = held
+    for start in range(0, len(tokens), step_size):
+        stop = min(start + step_size, len(tokens))
+        seen = visible[start:stop, : held + stop][None, None]
+        with _rotated_at(model, mx.array(list(positions[start:stop]))), _masked(cache, seen):
+            model.model(mx.array(list(tokens[start:stop]))[None], cache=cache)
+        mx.eval(arrays(cache))
+        mx.clear_cache()
+
+
+@contextlib.contextmanager
+def _rotated_at(model: LanguageModel, positions: mx.array) -> Iterator[None]:
+    """Rotate each token of a forward pass at a position of its own, whatever a cache's length."""
+
+    def placed(cls: type[nn.Module]) -> type[nn.Module]:
+        class Placed(cls):  # type: ignore[misc, valid-type]
+            def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+                return at_positions(super().__call__, x, positions)
+
+        return Placed
+
+    ropes = {id(r): r for r in map(model.family.rotary, model.attentions)}.values()
+    with _reclassed(ropes, placed):
+        yield
+
+
+@contextlib.contextmanager
+def _masked(caches: Sequence[Any], visible: mx.array) -> Iterator[None]:
+    """Let attention see what ``visible`` says, (1, 1, B, E), in place of what came before."""
+
+    def masked(cls: type) -> type:
+        class Masked(cls):  # type: ignore[misc, valid-type]
+            def make_mask(self, *args: Any, **kwargs: Any) -> mx.array:
+                return visible
+
+        return Masked
+
+    with _reclassed(caches, masked):
+        yield
+
+
+@contextlib.contextmanager
+def _reclassed(objects: Iterable[Any], derive: Callable[[type], type]) -> Iterator[None]:
+    """Let objects be of a class derived from their own for a while."""
+    found = [(each, type(each)) for each in objects]
+    try:
+        for each, cls in found:
+            each.__class__ = derive(cls)
+        yield
+    finally:
+        for each, cls in found:
+            each.__class__ = cls
 
 
 def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
@@ -106,13 +263,14 @@ def copy(caches: Sequence[Any], into: Sequence[Any]) -> None:
 
 
 def _stored(
-    states: TranslatedStates, model: LanguageModel
+    states: TranslatedStates, model: LanguageModel, positions: mx.array | None = None
 ) -> Iterator[tuple[int, int, tuple[mx.array, mx.array]]]:
     """By cache layer, the first position and what is stored from there on: norms, RoPE, cast."""
     rotations: dict[int, Rotation] = {}
 
     def finish_keys(array: mx.array, finishes: Sequence[Finish], start: int) -> mx.array:
-        rotation = rotations.setdefault(start, Rotation(start))
+        at = start if positions is None else positions
+        rotation = rotations.setdefault(start, Rotation(at))
         return advance(array, finishes, rotation, states.capture, "post_rope")
 
     def finish_values(array: mx.array, finishes: Sequence[Finish], start: int) -> mx.array:
@@ -369,7 +527,7 @@ def is_ring(cache: Any) -> bool:
 def is_stock(cache: Any, window: int | None) -> bool:
     """Whether a cache is mlx-lm's own for a layer with such a window, or with none."""
     if window is None:
-        return type(cache) is KVCache
+        return type(cache) in (KVCache, TranslatedKVCache)
     return type(cache) is RotatingKVCache and cache.max_size == window
 
 

@@ -22,12 +22,14 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches, capture, hybrid, profiles
+from kvlingo_mlx import caches, capture, cross_tokenizer, hybrid, profiles
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.hybrid import Native, native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load, resolve_translator, translator_facts
-from kvlingo_mlx.prompts import Prompt, as_ids, encode
+from kvlingo_mlx.pairing import check_one_tokenizer
+from kvlingo_mlx.prompts import Prompt, encode
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import first_bad, room_for, validate_cache
@@ -123,6 +125,41 @@ def _hand_over(
         return take_over(spans, source, target, translator, prefix, native, step_size, clock)
 
 
+def hand_over_across(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    handover: Handover,
+    step_size: int = 2048,
+    clock: Clock | None = None,
+) -> list[Any]:
+    """The target's cache of what two models with two tokenizers read, as ``handover`` has it.
+
+    Args:
+        source: Reads its own rendering, up to the last token that is translated.
+        target: Whose cache is wanted; prefills the rest of its rendering, but for the last token.
+        translator: Of this pair, ``alignment`` minimal_groups.
+        handover: Both renderings, and what of them is translated.
+        step_size: Tokens per prefill chunk.
+        clock: Is told of each phase.
+
+    Returns:
+        Stock mlx-lm caches, evaluated, whose ``offset`` is the number of their entries, which need
+        not be that of tokens. They cannot be trimmed into what was handed over.
+    """
+    read = handover.source_ids[: handover.num_read]
+    lap = (clock or Clock()).lap
+    with (
+        mx.stream(generation_stream),
+        contextlib.closing(capture.prefill(source, read, step_size)) as spans,
+    ):
+        cache = cross_tokenizer.take_over(
+            spans, source, target, translator, handover, step_size, lap
+        )
+    validate_cache(cache, target, handover.num_entries)
+    return cache
+
+
 def take_over(
     spans: Iterable[KVStates],
     source: LanguageModel,
@@ -185,14 +222,34 @@ def check_tokens(
         raise ValueError("the prompt is empty; give some text")
     if step_size < 1:
         raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
-    source.check_tokens(tokens)
+    if source.tokenizer_fingerprint == target.tokenizer_fingerprint:  # else it has its own ids
+        source.check_tokens(tokens)
     target.check_tokens(tokens)
+
+
+def _across(
+    source: LanguageModel,
+    target: LanguageModel,
+    prompt: Prompt,
+    translator: Translator,
+    native: Native,
+    enable_thinking: bool | None = None,
+) -> Handover | None:
+    """The prompt as both models read it, for a translator between two tokenizers; else None."""
+    if translator.config.alignment is None:
+        return None
+    if native != Native():
+        raise ValueError(
+            "native_layers, native_head and native_tail cannot be used between two tokenizers, "
+            "where the decode model reads what is not translated already; leave them out"
+        )
+    return cross_tokenizer.plan(source, target, prompt, enable_thinking)
 
 
 def hand_over(
     prefill_model: Model,
     decode_model: Model,
-    tokens: Sequence[int],
+    tokens: Prompt,
     *,
     translator: Translator | str | os.PathLike[str] | None = None,
     prefill_step_size: int = 2048,
@@ -206,7 +263,8 @@ def hand_over(
     Args:
         prefill_model: Reads the tokens.
         decode_model: Whose cache is wanted.
-        tokens: Token ids; the last one is left for the decode model to run.
+        tokens: Token ids, or text or messages; two tokenizers need the latter. The last one, by
+            the decode model's tokenizer and template, is left for it to run.
         translator: Loaded, or a folder or Hub id; None searches the local store.
         prefill_step_size: Tokens per prefill chunk.
         native_layers: Cache layers, from the first on, that the decode model reads itself, which
@@ -221,18 +279,23 @@ def hand_over(
         Stock mlx-lm caches, evaluated, for ``mlx_lm.generate.generate_step(
         mx.array(tokens[-1:]), decode_model.model, prompt_cache=...)`` and whatever else mlx-lm
         does with caches: batches, ``save_prompt_cache``, ``trim_prompt_cache``, ``kv_bits``.
+        Between two tokenizers their ``offset`` counts entries, which are not one a token, so
+        nothing of them can be trimmed, only what comes after.
 
     Raises:
         ValueError: No tokens, an id out of range, or more than a model's context.
         IncompatibleTranslatorError: The translator is for another pair.
         MissingTranslatorError: None was given and none is stored.
     """
-    source, target, tokens = load(prefill_model), load(decode_model), as_ids(tokens)
+    source, target = load(prefill_model), load(decode_model)
+    prompt, tokens = tokens, encode(target, tokens)
     check_tokens(source, target, tokens, prefill_step_size)
     resolved, native = None, Native()
     if len(tokens) > 1:  # a single token leaves nothing to translate
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
         native = native_part(resolved.config, native_layers, native_head, native_tail)
+        if across := _across(source, target, prompt, resolved, native):
+            return hand_over_across(source, target, resolved, across, prefill_step_size)
     return _hand_over(source, target, tokens, resolved, native, prefill_step_size, Clock())
 
 
@@ -289,17 +352,18 @@ def stream_generate(
         _check_draft(target, draft, tokens, max_tokens, num_draft_tokens)
         decode_options |= {"draft_model": draft.model, "num_draft_tokens": num_draft_tokens}
     room = min(room_for(model, len(tokens), max_tokens) for model in (target, draft or target))
-    resolved, native = None, Native()
+    resolved, native, across = None, Native(), None
     if len(tokens) > 1 and way != "native":
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
         native = native_part(resolved.config, native_layers, native_head, native_tail)
+        across = _across(source, target, prompt, resolved, native, enable_thinking)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
         if way == "native":
             start = _native_start(tokens, prefill_step_size, clock)
         else:
             start = _translated_start(
-                source, target, tokens, resolved, native, prefill_step_size, clock, draft
+                source, target, tokens, resolved, native, prefill_step_size, clock, draft, across
             )
         responses = mlx_stream_generate(
             target.model,
@@ -345,6 +409,7 @@ def _quickest(
     if num_tokens < 2:
         return "native"  # nothing to translate
     facts = translator_facts(translator, source, target, allow_mismatch=allow_mismatch)
+    check_one_tokenizer(facts[0], "strategy auto")
     profile = profiles.read(profiles.key_of(source, target, *facts), (source.name, target.name))
     return profile.best(num_tokens)
 
@@ -370,12 +435,16 @@ def _translated_start(
     step_size: int,
     clock: Clock,
     draft: LanguageModel | None,
+    across: Handover | None = None,
 ) -> dict[str, Any]:
     """The last token for mlx-lm to run, and caches of all before it, a draft's own too."""
     draft_cache = [] if draft is None else make_prompt_cache(draft.model)
-    own = draft_cache if draft is source else None
-    cache = _hand_over(source, target, tokens, translator, native, step_size, clock, own)
-    if draft is not None and draft is not source:
+    own = draft_cache if draft is source and across is None else None
+    if across is not None and translator is not None:
+        cache = hand_over_across(source, target, translator, across, step_size, clock)
+    else:
+        cache = _hand_over(source, target, tokens, translator, native, step_size, clock, own)
+    if draft is not None and own is None:
         with mx.stream(generation_stream):
             for _ in capture.prefill(draft, tokens[:-1], step_size, draft_cache):
                 pass

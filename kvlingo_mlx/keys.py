@@ -7,7 +7,7 @@ norms its values too, a capture point before the norm is before both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvlingo_mlx.backend import mx, on_gpu
 
@@ -19,7 +19,9 @@ SHARED = ("default", "linear", "llama3", "proportional")
 
 
 class Rotation:
-    """RoPE of one span of positions, for all layers of a model.
+    """RoPE of some tokens, for all layers of a model.
+
+    They are those of one span, by its first position, or each has a position of its own, (T,).
 
     On a GPU the model's own module is one fused kernel. On a CPU it works out every
     cosine anew for each layer; there the module is asked once for the rotation of a unit
@@ -27,8 +29,8 @@ class Rotation:
     on the keys is the module's own, so the result is equal to the bit.
     """
 
-    def __init__(self, start: int) -> None:
-        self.start = start
+    def __init__(self, positions: int | mx.array) -> None:
+        self.positions = positions
         self._tables: dict[RopeSpec, tuple[mx.array, mx.array]] = {}
 
     def __call__(self, keys: mx.array, finish: Finish) -> mx.array:
@@ -39,16 +41,32 @@ class Rotation:
         flat = keys.reshape(-1, *keys.shape[-3:])
         shared = spec.type in SHARED and not spec.traditional and spec.dims == dim
         if on_gpu() or not shared or keys.dtype != mx.float32:
-            return finish.rope(flat, offset=self.start).reshape(keys.shape)
+            return self._turned(flat, finish).reshape(keys.shape)
         if spec not in self._tables:
             unit = mx.repeat(mx.array([1.0, 0.0]), dim // 2)
             unit = mx.broadcast_to(unit, (1, 1, tokens, dim))
-            cos, sin = mx.split(finish.rope(unit, offset=self.start), 2, axis=-1)
+            cos, sin = mx.split(self._turned(unit, finish), 2, axis=-1)
             self._tables[spec] = cos, sin
         cos, sin = self._tables[spec]
         first, second = mx.split(flat, 2, axis=-1)
         turned = [first * cos - second * sin, first * sin + second * cos]
         return mx.concatenate(turned, axis=-1).reshape(keys.shape)
+
+    def _turned(self, heads: mx.array, finish: Finish) -> mx.array:
+        """(F, H, T, D) rotated by the model's own module."""
+        if isinstance(self.positions, int):
+            return finish.rope(heads, offset=self.positions)
+        return at_positions(finish.rope, heads, self.positions)
+
+
+def at_positions(rope: Callable[..., mx.array], heads: mx.array, positions: mx.array) -> mx.array:
+    """(F, H, T, D) rotated by a rotary module, each token at its own of ``positions`` (T,).
+
+    MLX takes one position for each row of a batch, so tokens stand there meanwhile.
+    """
+    rows, count, tokens, dim = heads.shape
+    batch = heads.reshape(rows * count, tokens, 1, dim).swapaxes(0, 1)
+    return rope(batch, offset=positions).swapaxes(0, 1).reshape(heads.shape)
 
 
 def advance(

@@ -16,7 +16,6 @@ from kvlingo_mlx import checkpoint
 from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES, WEIGHTS_FILE
 from kvlingo_mlx.embedded import MODELS, TRANSLATORS
 from kvlingo_mlx.errors import (
-    IncompatibleTranslatorError,
     MalformedTranslatorError,
     MissingModelError,
     MissingTranslatorError,
@@ -26,7 +25,7 @@ from kvlingo_mlx.hub import MODEL_FILES, resolve
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.pairing import check_pair, matches
 from kvlingo_mlx.translator_config import TranslatorConfig
-from kvlingo_mlx.translators import build, check_applicable
+from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.quantised import check_bits
 
@@ -156,7 +155,6 @@ def load_translator(
         ValueError: ``quantize`` is something else, or would change no matrix.
         MissingTranslatorError: No such folder or repository.
         MalformedTranslatorError: The folder breaks the format.
-        IncompatibleTranslatorError: A sound one that this version cannot apply.
     """
     check_bits(quantize)
     path = _translator_folder(path_or_hf_repo)
@@ -199,15 +197,17 @@ def find_translator(
     Raises:
         MissingTranslatorError: There is none; says how to make one.
     """
+    one = source.tokenizer_fingerprint == target.tokenizer_fingerprint
     for tolerance in (False, True) if allow_mismatch else (False,):  # their own first
         for path in stored_translators():
             try:
                 config = checkpoint.read_config(path)
-                check_applicable(config)
-            except (MalformedTranslatorError, IncompatibleTranslatorError):
+            except MalformedTranslatorError:
                 continue  # a folder of no use to this pair must not block all others
             ends = ((config.source, source), (config.target, target))
-            if all(matches(spec, model, allow_mismatch=tolerance) for spec, model in ends):
+            if (config.alignment is None) == one and all(
+                matches(spec, model, allow_mismatch=tolerance) for spec, model in ends
+            ):
                 return path
     raise MissingTranslatorError(
         f"no translator from {source.name} to {target.name} is in the local store; make one "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvlingo_mlx.assignment import check_windows
-from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.geometry import layer_differences
+from kvlingo_mlx.handover import check_capture, check_layers
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig
 
@@ -63,6 +64,37 @@ def check_pair(
     check_windows(source.geometry.layers, target.geometry.layers)
     if config.alignment is None:
         check_tokenizers(source, target)
+    else:
+        check_capture(config.capture)
+        check_positions(target)
+
+
+def check_positions(target: LanguageModel) -> None:
+    """Refuse a target whose cache cannot hold other than one entry a token.
+
+    Raises:
+        UnsupportedModelError: Its layers keep windows, which count entries, or its attention
+            depends on absolute positions.
+    """
+    check_layers(target.geometry.layers, target.name)
+    if not target.family.relative_positions:
+        raise UnsupportedModelError(
+            f"{target.name} cannot take over from a model of another tokenizer: its attention "
+            "depends on more of two positions than their distance; choose another target"
+        )
+
+
+def check_one_tokenizer(config: TranslatorConfig, what: str) -> None:
+    """Refuse a translator between two tokenizers for ``what`` is made for one.
+
+    Raises:
+        IncompatibleTranslatorError: It is such a one.
+    """
+    if config.alignment is not None:
+        raise IncompatibleTranslatorError(
+            f"{_title(config)} is between two tokenizers (alignment {config.alignment}), which "
+            f"{what} does not know; use it with generate, fit, train or eval"
+        )
 
 
 def check_end(
@@ -90,8 +122,12 @@ def _title(config: TranslatorConfig) -> str:
     return f"the translator from {config.source.name} to {config.target.name}"
 
 
-def check_tokenizers(source: LanguageModel, target: LanguageModel) -> None:
-    """Refuse two models whose tokenizers differ.
+def check_tokenizers(
+    source: LanguageModel,
+    target: LanguageModel,
+    then: str = "this pair needs a cross-tokenizer translator",
+) -> None:
+    """Refuse two models whose tokenizers differ; ``then`` is what that means here.
 
     Raises:
         IncompatibleTranslatorError: They do; names the first id that differs.
@@ -103,6 +139,5 @@ def check_tokenizers(source: LanguageModel, target: LanguageModel) -> None:
     first = next(i for i in sorted({*ours, *theirs}) if ours.get(i) != theirs.get(i))
     raise IncompatibleTranslatorError(
         f"the tokenizers of {source.name} and {target.name} differ (id {first} is "
-        f"{ours.get(first)!r} and {theirs.get(first)!r}): this pair needs a cross-tokenizer "
-        "translator"
+        f"{ours.get(first)!r} and {theirs.get(first)!r}): {then}"
     )

@@ -9,6 +9,7 @@ from typing import Any, TypeGuard, cast
 from jinja2 import TemplateError
 
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.renderings import Rendering, bare, chat, plain
 
 Message = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -27,8 +28,7 @@ def encode(
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
         _check_text(prompt)
-        bare = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-        tokens = tokenizer.encode(prompt, add_special_tokens=bare)
+        tokens = tokenizer.encode(prompt, add_special_tokens=not _opened(model, prompt))
     elif _is_chat(prompt):
         tokens = list(_render(model, prompt, {"enable_thinking": enable_thinking, **switches}))
     else:
@@ -36,6 +36,37 @@ def encode(
     if not tokens:
         raise ValueError("the prompt is empty; give some text")
     return tokens
+
+
+def rendering(
+    model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None
+) -> Rendering:
+    """A prompt as a model reads it, with the places of its tokens: what two models can share.
+
+    Raises:
+        ValueError: The prompt is empty or token ids, or holds messages and the model has no
+            template, or no fast tokenizer.
+    """
+    if isinstance(prompt, str):
+        _check_text(prompt)
+        return (bare if _opened(model, prompt) else plain)(model.tokenizer, prompt)
+    if not _is_chat(prompt):
+        raise ValueError(
+            "the prompt is token ids, which the two tokenizers of this pair read differently; "
+            "give text or messages"
+        )
+    return chat(
+        model.tokenizer,
+        lambda messages: _render(
+            model, messages, {"enable_thinking": enable_thinking}, tokenize=False
+        ),
+        prompt,
+    )
+
+
+def _opened(model: LanguageModel, text: str) -> bool:
+    """Whether a text has the token that a tokenizer would put in front already."""
+    return model.tokenizer.bos_token is not None and text.startswith(model.tokenizer.bos_token)
 
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
@@ -55,7 +86,10 @@ def render_text(model: LanguageModel, messages: Sequence[Message], **switches: A
 
 
 def _render(
-    model: LanguageModel, messages: Sequence[Message], switches: Mapping[str, Any], **options: Any
+    model: LanguageModel,
+    messages: Sequence[Mapping[str, Any]],
+    switches: Mapping[str, Any],
+    **options: Any,
 ) -> Any:
     if not model.tokenizer.has_chat_template:
         raise ValueError(f"{model.name} has no chat template; pass the prompt as text")

@@ -64,6 +64,11 @@ def plain(tokenizer: Any, text: str) -> Rendering:
     return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=True), ((0, len(text)),))
 
 
+def bare(tokenizer: Any, text: str) -> Rendering:
+    """A text with nothing around it, as what follows a rendering is."""
+    return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=False), ((0, len(text)),))
+
+
 def chat(tokenizer: Any, render: Render, messages: Messages) -> Rendering:
     """A conversation by a model's chat template, ``render``."""
     text, contents = content_spans(render, messages)

@@ -9,11 +9,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
+
+from kvlingo_mlx.alignment import NO_END
+from kvlingo_mlx.geometry import vocabulary_fingerprint
+from kvlingo_mlx.handover import Handover
+from kvlingo_mlx.renderings import chat, plain
 
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
 ROLES = ("system", "user", "assistant", "tool")
@@ -21,10 +28,30 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Sample:
-    """A prefix whose cache is translated, and what follows it (may be empty)."""
+    """A prefix whose cache is translated, and what follows it (may be empty).
+
+    Both are the target's tokens, and the source's too unless ``handover`` has the prefix as
+    either of two tokenizers cuts it.
+    """
 
     prefix: tuple[int, ...]
     continuation: tuple[int, ...]
+    handover: Handover | None = field(default=None, compare=False)
+
+    @property
+    def source_prefix(self) -> tuple[int, ...]:
+        """The prefix as the source reads it."""
+        return self.prefix if self.handover is None else self.handover.source_ids
+
+    @property
+    def num_translated(self) -> int:
+        """How many tokens of the prefix can be fitted on."""
+        return len(self.prefix) if self.handover is None else len(self.handover.rows)
+
+    @property
+    def num_read(self) -> int:
+        """How many tokens the longer prefix has."""
+        return max(len(self.prefix), len(self.source_prefix))
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -89,24 +116,44 @@ def _check_unicode(text: str, where: str) -> None:
         raise ValueError(f"{where}: text that is not valid Unicode ({error.reason})") from None
 
 
+def other_tokenizer(source: Any, target: Any) -> Any:
+    """A source's tokenizer where it is not the target's, else None."""
+    ours, theirs = (vocabulary_fingerprint(t.get_vocab()) for t in (source, target))
+    return None if ours == theirs else source
+
+
 def to_samples(
-    records: Iterable[Mapping[str, Any] | Sample], tokenizer: Any, context_length: int
+    records: Iterable[Mapping[str, Any] | Sample],
+    tokenizer: Any,
+    context_length: int,
+    source_tokenizer: Any = None,
 ) -> Iterator[Sample]:
     """Tokenise records for a pair that shares ``tokenizer`` and its chat template.
 
-    Records whose prefix is empty or beyond ``context_length`` are left out.
+    ``source_tokenizer`` is the source's where it has another one. Records whose prefix is empty
+    or beyond ``context_length`` are left out.
+
+    Raises:
+        ValueError: A record is malformed, or a ``Sample`` of one tokenizer given for two.
     """
     limit = min(MAX_PREFIX, context_length)
     for number, record in enumerate(records, 1):
         if not isinstance(record, Sample):
             check_record(record, f"record {number}")
-            record = tokenise(record, tokenizer)
+            record = tokenise(record, tokenizer, source_tokenizer=source_tokenizer)
+        if source_tokenizer is not None and record.handover is None:
+            raise ValueError(
+                f"sample {number} has the tokens of one tokenizer, and this pair has two; give "
+                "records of text or messages"
+            )
         room = min(MAX_CONTINUATION, context_length - len(record.prefix))
-        if 0 < len(record.prefix) <= limit:
-            yield Sample(record.prefix, record.continuation[:room])
+        if 0 < record.num_read <= limit:
+            yield replace(record, continuation=record.continuation[:room])
 
 
-def tokenise(record: Mapping[str, Any], tokenizer: Any, turn: int = -1) -> Sample:
+def tokenise(
+    record: Mapping[str, Any], tokenizer: Any, turn: int = -1, *, source_tokenizer: Any = None
+) -> Sample:
     """One record as token ids.
 
     A conversation is cut where an assistant turn opens (``turn`` counts those turns, the
@@ -114,19 +161,64 @@ def tokenise(record: Mapping[str, Any], tokenizer: Any, turn: int = -1) -> Sampl
     chat template up to and including that header, the turn itself the continuation. A turn
     without reasoning leaves Qwen3's empty think block in the prefix (appendix "Training
     data"). A conversation without an assistant turn has no continuation. A plain text is
-    cut in the middle.
+    cut in the middle. ``source_tokenizer`` is the source's where it has another one.
     """
+    if source_tokenizer is not None:
+        return _of_two(record, source_tokenizer, tokenizer, turn)
     if record.get("messages") is None:
         tokens = encode_plain(tokenizer, record["text"])
         middle = len(tokens) // 2
         return Sample(tokens[:middle], tokens[middle:])
     messages = list(record["messages"])
+    reply = _reply(messages, turn)
+    if reply is None:
+        return Sample(encode_plain(tokenizer, _render(tokenizer, messages, True)), ())
+    prefix, continuation = cut(messages[: reply + 1], tokenizer)
+    return Sample(encode_plain(tokenizer, prefix), encode_plain(tokenizer, continuation))
+
+
+def _reply(messages: Sequence[Mapping[str, Any]], turn: int) -> int | None:
+    """Where the assistant's ``turn`` after a question stands; None if there is no such turn."""
     asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > asked]
-    if not replies:
-        return Sample(encode_plain(tokenizer, _render(tokenizer, messages, True)), ())
-    prefix, continuation = cut(messages[: replies[turn] + 1], tokenizer)
-    return Sample(encode_plain(tokenizer, prefix), encode_plain(tokenizer, continuation))
+    return replies[turn] if replies else None
+
+
+def _of_two(record: Mapping[str, Any], source: Any, target: Any, turn: int) -> Sample:
+    """One record as two tokenizers cut it, and as two chat templates render it."""
+    if record.get("messages") is None:
+        return _text_of_two(record["text"], source, target)
+    messages = list(record["messages"])
+    reply = _reply(messages, turn)
+    if reply is None:
+        return between(messages, source, target)
+    _, continuation = cut(messages[: reply + 1], target)
+    found = between(messages[:reply], source, target, enable_thinking=reasons(messages[reply]))
+    return replace(found, continuation=encode_plain(target, continuation))
+
+
+def between(
+    messages: Sequence[Mapping[str, Any]], source: Any, target: Any, **switch: Any
+) -> Sample:
+    """Messages up to the header of an answer, as two tokenizers and templates have them."""
+    both = (
+        chat(tokenizer, partial(_render, tokenizer, opens=True, **switch), messages)
+        for tokenizer in (source, target)
+    )
+    found = Handover.of(*both)
+    return Sample(found.target_ids, (), found)
+
+
+def _text_of_two(text: str, source: Any, target: Any) -> Sample:
+    """A text cut where the target ends a token, about the middle.
+
+    The second half keeps the tokens that it has in the whole text.
+    """
+    whole = plain(target, text)
+    ends = np.flatnonzero(whole.ends[: (len(whole.ids) + 1) // 2] != NO_END)
+    last = int(ends[-1]) if len(ends) else len(whole.ids) - 1
+    found = Handover.of(*(plain(t, text[: whole.ends[last]]) for t in (source, target)))
+    return Sample(found.target_ids, tuple(whole.ids[last + 1 :].tolist()), found)
 
 
 def cut(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[str, str]:

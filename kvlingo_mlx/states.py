@@ -62,6 +62,11 @@ class KVStates:
         )
         return KVStates(keys, values, self.capture, start)
 
+    def gathered(self, rows: mx.array, start: int) -> KVStates:
+        """Some tokens, by their places (T,) in the span, as one that begins at ``start``."""
+        keys, values = (tuple(a[:, rows] for a in side) for side in (self.keys, self.values))
+        return KVStates(keys, values, self.capture, start)
+
 
 @dataclass(frozen=True)
 class LayerGroup:

@@ -114,6 +114,8 @@ def unfoldable(config: TranslatorConfig) -> str | None:
     Query folding takes a linear map of what the source caches, which is keys after RoPE
     (appendix "Decoding under a memory budget").
     """
+    if config.alignment is not None:
+        return "it is between two tokenizers, whose caches hold other tokens"
     if config.kind != "linear":
         return f"it is of kind {config.kind}, and only linear maps can be taken to the queries"
     if config.capture != "post_rope":

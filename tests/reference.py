@@ -178,7 +178,7 @@ def has_latents(model: Model) -> bool:
 def read_translator(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """A translator's config and its tensors, as float64."""
     config = json.loads((folder / "translator_config.json").read_text())
-    if config["kind"] != "linear" or config["joint"] or config["alignment"] is not None:
+    if config["kind"] != "linear" or config["joint"]:
         raise ValueError(f"{folder}: the reference knows plain linear translators only")
     tensors = load_file(folder / "translator.safetensors")
     return config, {name: tensor.double() for name, tensor in tensors.items()}

@@ -223,7 +223,7 @@ def test_text_reads_what_the_tokens_spell(models: dict[str, LanguageModel]) -> N
 @pytest.mark.parametrize("spec", ["nothing", "droidspeak:x", "reuse:2"])
 def test_unknown_baselines(models: dict[str, LanguageModel], spec: str) -> None:
     model = models["dense"]
-    with pytest.raises(ValueError, match="known are hidden, shuffled, reuse"):
+    with pytest.raises(ValueError, match="known are hidden, shuffled, canonical, reuse"):
         lineup.baseline(spec, model, model, [])
     with pytest.raises(ValueError, match="give droidspeak:J"):  # 512 tokens of context
         lineup.baseline("droidspeak", model, model, [])

@@ -58,8 +58,8 @@ def train(
 
         trained = Training(
             *(replace(torch_model.load(str(f), dtype=torch.float32), name=f.name) for f in folders),
-            DialogueStream(load(folders[1]), facts=facts, turns=turns), plan,
-            work / f"{source}--{target}", progress=show, settings=settings,
+            DialogueStream(load(folders[1]), facts=facts, turns=turns, source=load(folders[0])),
+            plan, work / f"{source}--{target}", progress=show, settings=settings,
         ).run()  # fmt: skip
     folder = out / f"{source}--{target}"
     config = import_translator(str(trained), out=folder, force=True).config

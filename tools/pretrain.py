@@ -31,20 +31,16 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from zoo_chats import MISTRAL, QWEN, SPECIAL, Chat, train_mistral, train_qwen
 
 from kvlingo_mlx.embedded import dialogues
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 VOCAB_SIZE = 1024
 CONTEXT = 2048
-# Qwen's split: words with one leading mark, single digits, punctuation, newlines, spaces.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
+# Mistral's tokenizer sees so few turns that it spells the rarer names: 83 % of the groups of a
+# dialogue hold one token of Qwen's and one of its own, as the paper has it for the real pair.
+FEW_TURNS = 1000
 
 
 @dataclass(frozen=True)
@@ -134,7 +130,8 @@ class Model:
 
     ``noisy`` ends the names of the modules that make keys and values; ``sharp`` is in the
     names of the norms that bound how sharply a head attends, ``start`` their first weight;
-    ``quiet`` is that of the norms that a block's output passes, where there are such.
+    ``quiet`` is that of the norms that a block's output passes, where there are such; ``chat``
+    how it reads a conversation.
     """
 
     seed: int
@@ -145,6 +142,7 @@ class Model:
     sharp: tuple[str, ...] = ("q_norm", "k_norm")
     start: float = SHARP_START
     quiet: float = 0.0
+    chat: Chat = QWEN
 
 
 LATENT = dict(noisy=("kv_a_proj_with_mqa",), sharp=("kv_a_layernorm",))
@@ -187,6 +185,10 @@ MODELS = {
     "tiny-mla-l": Model(111, "deepseek_v3", MLA | dict(
         hidden_size=144, intermediate_size=288, num_hidden_layers=6, first_k_dense_replace=6,
         num_attention_heads=6, num_key_value_heads=6, kv_lora_rank=160), **LATENT),
+    "tiny-mistral": Model(122, "mistral", QWEN3 | dict(
+        hidden_size=160, intermediate_size=320, num_hidden_layers=5, sliding_window=None,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=32, bos_token_id=1),
+        sharp=(), chat=MISTRAL),
 }  # fmt: skip
 
 
@@ -198,48 +200,17 @@ def plain_english() -> str:
     return "\n".join(pydoc_data.topics.topics[key] for key in sorted(pydoc_data.topics.topics))
 
 
-def train_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE over dialogues and plain English, with Qwen3's chat template."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(SPECIAL),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+def train_tokenizer(chat: Chat = QWEN) -> PreTrainedTokenizerFast:
+    """A family's tokenizer over dialogues and plain English."""
     rng = random.Random(0)
     talk = [
         turn["content"]
         for _ in range(4000)
         for turn in dialogues.dialogue(rng, 12, 6).conversation()
     ]
-    roles = ["system\n", "user\n", "assistant\n"] * 2000
-    tokenizer.train_from_iterator([plain_english(), *talk, *roles], trainer)
-    # Specials take the first ids, as no merge may produce them.
-    vocabulary = json.loads(tokenizer.to_str())
-    ranks = vocabulary["model"]["vocab"]
-    vocabulary["model"]["vocab"] = {t: i + len(SPECIAL) for t, i in ranks.items()}
-    vocabulary["added_tokens"] = [
-        dict(id=i, content=t, single_word=False, lstrip=False, rstrip=False,
-             normalized=False, special=i < 3)
-        for i, t in enumerate(SPECIAL)
-    ]  # fmt: skip
-    for i, t in enumerate(SPECIAL):
-        vocabulary["model"]["vocab"][t] = i
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(vocabulary)),
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=CONTEXT,
-        chat_template=CHAT_TEMPLATE,
-    )
+    if chat is QWEN:
+        return train_qwen([plain_english(), *talk], VOCAB_SIZE, CONTEXT)
+    return train_mistral([plain_english(), *talk[:FEW_TURNS]], VOCAB_SIZE, CONTEXT)
 
 
 # ---- samples -------------------------------------------------------------------------
@@ -276,7 +247,13 @@ class Text:
 
 
 def chat_sample(
-    rng: random.Random, tokenizer, facts: int, questions: int, styles: int, mixed: float
+    rng: random.Random,
+    tokenizer,
+    facts: int,
+    questions: int,
+    styles: int,
+    mixed: float,
+    chat: Chat = QWEN,
 ) -> Sample:
     """A dialogue as the chat template renders it, its answers weighted up.
 
@@ -290,13 +267,18 @@ def chat_sample(
     attributes = (rng.choice(dialogues.ATTRIBUTES),) if alike else dialogues.ATTRIBUTES
     talk = dialogues.dialogue(rng, facts, questions, styles=styles, attributes=attributes)
     text = Text()
+    header, opening, closing = chat.assistant
+    text.add(chat.start, PREFIX_WEIGHT)
     for turn in talk.messages[:-1]:
-        text.add(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n", PREFIX_WEIGHT)
+        around = chat.user if turn["role"] == "user" else (header + opening, closing + chat.gap)
+        text.add(turn["content"].join(around), PREFIX_WEIGHT)
     last = len(talk.asked) - 1
     for index, (fact, question) in enumerate(zip(talk.asked, talk.questions, strict=True)):
-        text.add(f"<|im_start|>user\n{question}<|im_end|>\n", PREFIX_WEIGHT)
-        text.add("<|im_start|>assistant\n", PREFIX_WEIGHT)
-        if index == last and rng.random() < 0.25:
+        text.add(question.join(chat.user), PREFIX_WEIGHT)
+        text.add(header, PREFIX_WEIGHT)
+        if not chat.thinks:
+            text.add(opening, 1.0)
+        elif index == last and rng.random() < 0.25:
             text.add(f"<think>\n{fact.say(dialogues.THOUGHT)}\n</think>\n\n", 1.0)
         elif index == last or rng.random() < 0.5:
             text.add("<think>\n\n</think>\n\n", 0.0)
@@ -304,8 +286,8 @@ def chat_sample(
         text.add(before[:3], 1.0 if index == last else 0.0)  # "The"
         text.add(before[3:], 1.0)
         text.add(fact.value, VALUE_WEIGHT, recalled=True)
-        text.add(after + "<|im_end|>", 1.0)
-        text.add("\n", PREFIX_WEIGHT)
+        text.add(after + closing, 1.0)
+        text.add(chat.gap, PREFIX_WEIGHT)
     return text.encode(tokenizer)
 
 
@@ -315,7 +297,8 @@ def content_words(tokenizer) -> list[int]:
     vocabulary each token would come by too rarely, and copying never appeared."""
     words = [f" {word}" for word in (*dialogues.NAMES, *dialogues.CITIES, *dialogues.LETTERS)]
     words += [*dialogues.NAMES, *dialogues.DIGITS]
-    return [tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))[0] for word in words]
+    ids = [tokenizer.convert_tokens_to_ids(tokenizer.tokenize(word))[0] for word in words]
+    return list(dict.fromkeys(ids))  # where a first word always has a space in front, some are one
 
 
 def copy_sample(rng: random.Random, words: list[int], length: int) -> Sample:
@@ -365,7 +348,7 @@ def plain_sample(rng: random.Random, corpus: np.ndarray, length: int) -> Sample:
     return Sample(corpus[start : start + length].tolist(), [1.0] * length, [False] * length)
 
 
-def draw_batch(rng, tokenizer, corpus, stage: Stage) -> dict[str, torch.Tensor]:
+def draw_batch(rng, tokenizer, corpus, stage: Stage, chat: Chat = QWEN) -> dict[str, torch.Tensor]:
     """One step's samples, right-padded."""
     words = content_words(tokenizer)
     facts = rng.randint(*stage.facts) if stage.facts else 0
@@ -380,9 +363,9 @@ def draw_batch(rng, tokenizer, corpus, stage: Stage) -> dict[str, torch.Tensor]:
         elif draw < stage.drills + PLAIN_SHARE:
             samples.append(plain_sample(rng, corpus, length))
         else:
-            chat = chat_sample(rng, tokenizer, facts, questions, stage.styles, stage.mixed)
-            samples.append(chat)
-            length = len(chat.ids)
+            talk = chat_sample(rng, tokenizer, facts, questions, stage.styles, stage.mixed, chat)
+            samples.append(talk)
+            length = len(talk.ids)
     width = max(len(s.ids) for s in samples)
     ids = torch.zeros(len(samples), width, dtype=torch.long)
     weights = torch.full((len(samples), width), PADDING)
@@ -412,11 +395,11 @@ class Training:
         self.recipe = MODELS[args.model]
         self.stages = self.recipe.stages
         self.partial = Path(f"{args.out}.partial")
-        self.tokenizer = train_tokenizer()
+        self.tokenizer = train_tokenizer(self.recipe.chat)
         plain = self.tokenizer(plain_english(), add_special_tokens=False)["input_ids"]
         self.corpus = np.array(plain)
         torch.manual_seed(self.recipe.seed)
-        config = AutoConfig.for_model(self.recipe.model_type, **SHARED, **self.recipe.shape)
+        config = AutoConfig.for_model(self.recipe.model_type, **(SHARED | self.recipe.shape))
         self.model = AutoModelForCausalLM.from_config(config).to(args.device)
         self.noise = NoisyCache(self.model, self.recipe.noisy)
         self.look_back = LookBack(config.hidden_size).to(args.device)
@@ -495,7 +478,9 @@ class Training:
         seed = self.recipe.seed * 1_000_003 + self.state["step"]
         torch.manual_seed(seed)  # of the noise, so that a resumed run is the same run
         stage = self.stages[self.state["stage"]]
-        batch = draw_batch(random.Random(seed), self.tokenizer, self.corpus, stage)
+        batch = draw_batch(
+            random.Random(seed), self.tokenizer, self.corpus, stage, self.recipe.chat
+        )
         batch = {k: v.to(self.args.device) for k, v in batch.items()}
         rate = learning_rate(self.state["step"], self.args.steps, self.args.lr)
         for group in self.optimizer.param_groups:

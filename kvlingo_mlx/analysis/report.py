@@ -175,7 +175,7 @@ def analyze(
         ValueError: A bad argument, or no usable text.
         IncompatibleTranslatorError: The tokenizers differ, or the translator is another pair's.
     """
-    check_tokenizers(source, target)
+    check_tokenizers(source, target, "an analysis compares them token by token")
     if translator is not None:
         check_translator(translator, source, target, settings)
     asked = settings.capture or (translator.config.capture if translator else None)

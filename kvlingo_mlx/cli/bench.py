@@ -194,6 +194,7 @@ def _of_models(
     """Real models; where no translator is ``stored`` and none has to be, random maps."""
     from kvlingo_mlx.embedded import zoo
     from kvlingo_mlx.loading import load, resolve_translator
+    from kvlingo_mlx.pairing import check_one_tokenizer
     from kvlingo_mlx.timing import geometries
     from kvlingo_mlx.translators.quantised import check_bits
 
@@ -202,6 +203,7 @@ def _of_models(
     models = load(source or zoo("tiny-qwen3-s")), load(target or zoo("tiny-qwen3-moe"))
     try:
         found = {"stored": resolve_translator(translator, *models)}
+        check_one_tokenizer(found["stored"].config, "bench")
         found |= {f"{n} bits": resolve_translator(translator, *models, quantize=n) for n in bits}
     except MissingTranslatorError:
         if translator is not None or stored:

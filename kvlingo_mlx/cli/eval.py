@@ -100,6 +100,7 @@ def command(
     from kvlingo_mlx.evaluation import compare as comparison
     from kvlingo_mlx.evaluation.journal import Journal
     from kvlingo_mlx.loading import load
+    from kvlingo_mlx.pairing import check_tokenizers
 
     keep_stdout_for_json(json_file)
     if plot:
@@ -107,6 +108,8 @@ def command(
     journal = Journal(out)
     read = options.haystack_text(haystack)
     models = load(source), load(target)
+    if public:
+        check_tokenizers(*models, "lm-eval's tasks are cut by one tokenizer; use our own tasks")
     asked = [
         options.make_task(name, *models, data=data, limit=limit, seed=seed, variants=words(needles),
               lengths=lengths, style=style, text=read, max_tokens=max_tokens or ANSWER_TOKENS,
@@ -269,12 +272,15 @@ def _times(
     from kvlingo_mlx.evaluation.needles import prose
     from kvlingo_mlx.timing.paths import switch_times
 
-    prefixes = sorted((item.prefix for task in asked for item in task.items), key=len)
-    if not prefixes:
-        prefixes = [prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))]
-    prefix = prefixes[len(prefixes) // 2]
+    items = sorted((item for task in asked for item in task.items), key=lambda i: len(i.prefix))
+    if items:
+        middle = items[len(items) // 2]
+        prefix, read = middle.prefix, middle.read
+    else:
+        prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))
+        read = prefix
     say(f"timing a switch at {len(prefix)} tokens")
-    actions = {c.name: c.at_switch(prefix) for c in line if c.at_switch is not None}
+    actions = {c.name: c.at_switch(read) for c in line if c.at_switch is not None}
     times = switch_times(target, actions, prefix[-1])
     rows = [[name, ms(measure.median(samples))] for name, samples in times.items()]
     table("Time to first token at a switch (ms, median)", ["cache", "first token"], rows)

@@ -106,7 +106,7 @@ def make_task(name: str, source: LanguageModel, target: LanguageModel, **options
     """One of our own tasks; ``options`` are the verb's."""
     from kvlingo_mlx.embedded import dialogues
     from kvlingo_mlx.evaluation import probes
-    from kvlingo_mlx.samples import read_jsonl
+    from kvlingo_mlx.samples import other_tokenizer, read_jsonl
 
     limit, seed = options["limit"], options["seed"]
     context = min(source.context_length, target.context_length)
@@ -116,14 +116,16 @@ def make_task(name: str, source: LanguageModel, target: LanguageModel, **options
         else:
             talks = dialogues.held_out(limit, seed=seed)
             records = [{"messages": talk.conversation()} for talk in talks]
-        return probes.continuation(target, records, limit, context)
+        other = other_tokenizer(source.tokenizer, target.tokenizer)
+        return probes.continuation(target, records, limit, context, other)
     if name == "recall":
-        return probes.recall(target, limit, seed)
+        return probes.recall(target, limit, seed, source)
     room = context - options["max_tokens"]
     lengths = _lengths(options["lengths"], room)
     return probes.find_needles(
         target, options["variants"], lengths, limit, seed=seed, style=options["style"],
         text=options["text"], max_tokens=options["max_tokens"], thinking=options["thinking"],
+        source=source,
     )  # fmt: skip
 
 

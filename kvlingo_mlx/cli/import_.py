@@ -7,7 +7,7 @@ import shlex
 import typer
 
 from kvlingo_mlx.cli.output import say, warn
-from kvlingo_mlx.errors import IncompatibleTranslatorError, printable
+from kvlingo_mlx.errors import printable
 
 
 def command(
@@ -26,7 +26,6 @@ def command(
     from kvlingo_mlx import tensor_file
     from kvlingo_mlx.importing import import_translator
     from kvlingo_mlx.loading import load
-    from kvlingo_mlx.translators import check_applicable
 
     if dtype not in tensor_file.STORAGE:
         raise ValueError(
@@ -48,11 +47,6 @@ def command(
     say(printable(f"{verb} {ends} {'in' if done.unchanged else 'into'} {done.folder} ({what})"))
     if done.replaced:
         say("another translator of the same models and form stood there and was replaced")
-    try:
-        check_applicable(config)
-    except IncompatibleTranslatorError as error:
-        warn(str(error))
-        return
     words = ["--prefill-model", config.source.name, "--decode-model", config.target.name,
              "--translator", str(done.folder), "--prompt", "Hello"]  # fmt: skip
     say(printable("try: kvlingo-mlx generate " + shlex.join(words)))

@@ -53,6 +53,7 @@ def command(
     from kvlingo_mlx.evaluation import profile
     from kvlingo_mlx.evaluation.journal import Journal
     from kvlingo_mlx.loading import find_translator, load, resolve_translator
+    from kvlingo_mlx.pairing import check_one_tokenizer
 
     keep_stdout_for_json(json_file)
     if plot:
@@ -60,6 +61,7 @@ def command(
     models = load(source), load(target)
     place = translator or find_translator(*models, allow_mismatch=allow_mismatch)
     found = resolve_translator(place, *models, allow_mismatch=allow_mismatch)
+    check_one_tokenizer(found.config, "profile")
     keeps = max_kl is not None or min_recall is not None
     folder = _own_folder(str(place)) if keeps else None
     layers = _numbers(native_layers, len(models[1].attentions))

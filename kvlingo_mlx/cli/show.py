@@ -44,17 +44,10 @@ def command(
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
     from kvlingo_mlx import checkpoint
-    from kvlingo_mlx.errors import IncompatibleTranslatorError
     from kvlingo_mlx.translator_config import flops_of, unfoldable
-    from kvlingo_mlx.translators import check_applicable
 
     config, weights = checkpoint.read(folder)
     folded = unfoldable(config)
-    try:
-        check_applicable(config)
-        applicable = "yes"
-    except IncompatibleTranslatorError as error:
-        applicable = f"no: {error}"
     sizes = {name: array.size for name, array in weights.arrays.items()}
     return {
         "source": _spec_line(config.source),
@@ -67,7 +60,7 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
         "parameters": f"{sum(sizes.values()):,} in {weights.dtype}",
         "MFLOP per token": f"{flops_of(sizes.items()) / 1e6:.3g}",
         **({} if quantize is None else _quantised_facts(config, weights, quantize)),
-        "can be applied": applicable,
+        "tokenizers": "one" if config.alignment is None else f"two, {config.alignment}",
         "can be folded": "yes" if folded is None else f"no: {folded}",
         **config.provenance,
     }

@@ -25,7 +25,6 @@ def command(
     """
     from kvlingo_mlx import checkpoint
     from kvlingo_mlx.hub import resolve
-    from kvlingo_mlx.translators import check_applicable
 
     keep_stdout_for_json(json_file)
     if (source is None) != (target is None):
@@ -38,7 +37,6 @@ def command(
         "files": "sound",
         "its own probes": "agree" if tested else f"none: it has no {checkpoint.SELFTEST_FILE}",
     }
-    check_applicable(config)
     sound = _run_maps(config, weights, rows)
     text = "the maps are computed as they are stored" if sound else "MLX computes other maps here"
     if source is not None and sound:

@@ -20,7 +20,7 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorErr
 from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_translator
-from kvlingo_mlx.pairing import check_pair, check_tokenizers, matches
+from kvlingo_mlx.pairing import check_one_tokenizer, check_pair, check_tokenizers, matches
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import validate_cache
 
@@ -107,6 +107,7 @@ class Exchange:
     def _assign(self, translator: Translator, *, exact: bool) -> None:
         """Give a translator the directions that it serves; those made for them come first."""
         config = translator.config
+        check_one_tokenizer(config, "a conversation")
         tolerance = self.allow_mismatch and not exact
         pairs = [
             (a.name, b.name)
@@ -369,4 +370,4 @@ def _check(
                 "little of a translated prefix to be translated again; use alternated"
             )
     for a, b in itertools.combinations(models.values(), 2):
-        check_tokenizers(a, b)
+        check_tokenizers(a, b, "a conversation takes models of one tokenizer")

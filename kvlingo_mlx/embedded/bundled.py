@@ -13,15 +13,19 @@ from kvlingo_mlx.samples import Sample, to_samples
 NAME, COUNT = "dialogues-1", 8  # changes when any of them does
 
 
-def bundled_samples(tokenizer: Any, context_length: int) -> list[Sample]:
+def bundled_samples(
+    tokenizer: Any, context_length: int, source_tokenizer: Any = None
+) -> list[Sample]:
     """The bundled conversations, each cut where its last answer opens.
 
     Without a chat template they are plain texts, cut in the middle. Those beyond
-    ``context_length`` are left out.
+    ``context_length`` are left out. ``source_tokenizer`` is the source's where it has another one.
     """
     records: list[dict[str, Any]] = [
         {"messages": talk.conversation()} for talk in held_out(COUNT, seed=0)
     ]
-    if not getattr(tokenizer, "has_chat_template", tokenizer.chat_template is not None):
+    both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
+    if not all(getattr(t, "has_chat_template", t.chat_template is not None) for t in both):
         records = [{"text": "\n".join(m["content"] for m in r["messages"])} for r in records]
-    return [s for s in to_samples(records, tokenizer, context_length) if s.continuation]
+    found = to_samples(records, tokenizer, context_length, source_tokenizer)
+    return [sample for sample in found if sample.continuation]

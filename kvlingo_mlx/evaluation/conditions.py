@@ -1,8 +1,9 @@
 """Ways to fill a target's cache with a prefix: native, translated, baselines and controls.
 
-Each is a function of the prefix's token ids that returns a cache of all but the last, which the
-target runs itself. The controls give a measurement its meaning: if hiding the prefix, or
-shuffling the translator's layers, costs little, the data do not need the prefix and show nothing.
+Each is a function of the prefix that returns a cache of all its tokens but the last, which the
+target runs itself. A prefix is its token ids; between two tokenizers it is a ``Handover``. The
+controls give a measurement its meaning: if hiding the prefix, or shuffling the translator's
+layers, costs little, the data do not need the prefix and show nothing.
 """
 
 from __future__ import annotations
@@ -18,27 +19,41 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches, hybrid
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.folding import check_foldable, folded_hand_over
-from kvlingo_mlx.generation import hand_over
+from kvlingo_mlx.generation import hand_over, hand_over_across
 from kvlingo_mlx.geometry import layer_differences
+from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.pairing import check_tokenizers
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import maps_of
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
-CacheMaker = Callable[[Sequence[int]], list]
+Prefix = Sequence[int] | Handover
+CacheMaker = Callable[[Prefix], list]
+
+
+def target_ids(prefix: Prefix) -> Sequence[int]:
+    """A prefix as the target reads it."""
+    return prefix.target_ids if isinstance(prefix, Handover) else prefix
+
+
+def source_ids(prefix: Prefix) -> Sequence[int]:
+    """A prefix as the source reads it."""
+    return prefix.source_ids if isinstance(prefix, Handover) else prefix
 
 
 def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
     """Caches that the target prefills itself (also: a full re-prefill)."""
-    return lambda tokens: prefill_layers(target, tokens[:-1], step_size, len(target.attentions))
+    layers = len(target.attentions)
+    return lambda prefix: prefill_layers(target, target_ids(prefix)[:-1], step_size, layers)
 
 
 def text(source: LanguageModel, target: LanguageModel) -> CacheMaker:
     """The target reads what the source's tokens spell, in its own tokens (a hand-over as text)."""
 
-    def make(tokens: Sequence[int]) -> list:
-        spelled = source.tokenizer.decode(list(tokens[:-1]))
+    def make(prefix: Prefix) -> list:
+        spelled = source.tokenizer.decode(list(source_ids(prefix)[:-1]))
         own = target.tokenizer.encode(spelled, add_special_tokens=False)
         return prefill_layers(target, own, 2048, len(target.attentions))
 
@@ -47,7 +62,7 @@ def text(source: LanguageModel, target: LanguageModel) -> CacheMaker:
 
 def hidden(target: LanguageModel) -> CacheMaker:
     """Control: the prefix is hidden altogether."""
-    return lambda tokens: make_prompt_cache(target.model)
+    return lambda prefix: make_prompt_cache(target.model)
 
 
 def translated(
@@ -57,9 +72,18 @@ def translated(
     native_layers: int | str | None = None,
 ) -> CacheMaker:
     """Caches translated from a source's, above the layers that the target reads itself."""
-    return lambda tokens: hand_over(
-        source, target, tokens, translator=translator, native_layers=native_layers
-    )
+
+    def make(prefix: Prefix) -> list:
+        if isinstance(prefix, Handover):
+            return hand_over_across(source, target, translator, prefix)
+        return hand_over(source, target, prefix, translator=translator, native_layers=native_layers)
+
+    return make
+
+
+def canonical(make: CacheMaker) -> CacheMaker:
+    """Control: keys of another tokenizer rotated by where their entries stand, not assigned."""
+    return lambda prefix: make(prefix.canonical() if isinstance(prefix, Handover) else prefix)
 
 
 def folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> CacheMaker:
@@ -69,7 +93,9 @@ def folded(source: LanguageModel, target: LanguageModel, translator: Translator)
         IncompatibleTranslatorError, UnsupportedModelError: It cannot; the message says why.
     """
     check_foldable(source, target, translator)
-    return lambda tokens: folded_hand_over(source, target, tokens, translator=translator)
+    return lambda prefix: folded_hand_over(
+        source, target, target_ids(prefix), translator=translator
+    )
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:
@@ -115,6 +141,7 @@ def reused(
         IncompatibleTranslatorError: The two caches differ in shape.
         ValueError: ``recomputed`` is no number of layers.
     """
+    check_tokenizers(source, target, "a cache of other tokens cannot be reused")
     layers = len(target.attentions)
     differ = layer_differences(target.geometry.layers, source.geometry.layers)
     for layer in range(0 if differ else layers):
@@ -129,7 +156,8 @@ def reused(
     if not 0 <= recomputed <= layers:
         raise ValueError(f"recomputed is {recomputed}; {target.name} has {layers} layers")
 
-    def make(tokens: Sequence[int]) -> list:
+    def make(prefix: Prefix) -> list:
+        tokens = target_ids(prefix)
         own = prefill_layers(target, tokens[:-1], step_size, recomputed)
         if recomputed == layers:
             return own

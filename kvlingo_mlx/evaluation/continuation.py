@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
-from kvlingo_mlx.evaluation.conditions import CacheMaker, native
+from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
+from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import encode
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.renderings import bare
+from kvlingo_mlx.samples import Sample, between, cut, other_tokenizer
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,19 @@ class RecallSample:
         continuation: Answers and further questions; no fact is asked twice.
         recalled: For each question, the continuation indices of the value's tokens.
         answers: For each question, the continuation index at which its answer begins.
+        handover: The prefix as either of two tokenizers cuts it; None where there is one.
     """
 
     prefix: tuple[int, ...]
     continuation: tuple[int, ...]
     recalled: tuple[tuple[int, ...], ...]
     answers: tuple[int, ...] = (0,)
+    handover: Handover | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def read(self) -> Prefix:
+        """What conditions fill a cache with."""
+        return self.prefix if self.handover is None else self.handover
 
 
 @dataclass(frozen=True)
@@ -54,37 +63,59 @@ class Score:
         return float(np.mean(self.hits))
 
 
-def recall_sample(model: LanguageModel, dialogue: Dialogue) -> RecallSample:
-    """Tokenise a dialogue for a pair that shares ``model``'s tokenizer and template."""
-    text, spans, begins = "", [], []
+def recall_sample(
+    model: LanguageModel, dialogue: Dialogue, source: LanguageModel | None = None
+) -> RecallSample:
+    """Tokenise a dialogue for a target ``model``, and a ``source`` of another tokenizer if any."""
+    text = ""
+    spans: list[tuple[int, int]] = []
+    begins: list[int] = []
     for index, (fact, question) in enumerate(zip(dialogue.asked, dialogue.questions, strict=True)):
-        if index:
-            text += "\n" + _open(model, question)
         answer = fact.say(ANSWER)
+        if index:
+            text += _next(model, dialogue.questions[index - 1], text[begins[-1] :], question)
         begins.append(len(text))
-        start = len(text) + answer.rindex(fact.value)
+        text += _said(model, question, answer)
+        start = text.rindex(answer) + answer.rindex(fact.value)
         spans.append((start, start + len(fact.value)))
-        text += answer + model.tokenizer.eos_token
-    tokens = model.tokenizer.encode(text, add_special_tokens=False)
-    # Dialogues are ASCII, so a token is as long in the text as when decoded alone.
-    ends = np.cumsum([len(model.tokenizer.decode([token])) for token in tokens])
-    assert ends[-1] == len(text)
+    read = bare(model.tokenizer, text)
     recalled = tuple(
-        tuple(np.flatnonzero((start < ends) & (ends <= stop)).tolist()) for start, stop in spans
+        tuple(np.flatnonzero((start < read.ends) & (read.ends <= stop)).tolist())
+        for start, stop in spans
     )
+    answers = tuple(int(np.flatnonzero(read.ends > begin)[0]) for begin in begins)
     prefix = encode(model, dialogue.messages, enable_thinking=False)
-    answers = tuple(int(np.searchsorted(ends, begin, side="right")) for begin in begins)
-    return RecallSample(tuple(prefix), tuple(tokens), recalled, answers)
+    handover = _handover(model, dialogue, source)
+    return RecallSample(tuple(prefix), tuple(read.ids.tolist()), recalled, answers, handover)
 
 
-def _open(model: LanguageModel, question: str) -> str:
-    """A user turn and the header that opens the reply, as the template renders them."""
-    return model.tokenizer.apply_chat_template(
-        [{"role": "user", "content": question}],
+def _handover(
+    model: LanguageModel, dialogue: Dialogue, source: LanguageModel | None
+) -> Handover | None:
+    """A dialogue's prefix as two tokenizers cut it, where ``source`` has another one."""
+    if source is None or other_tokenizer(source.tokenizer, model.tokenizer) is None:
+        return None
+    ends = source.tokenizer, model.tokenizer
+    return between(dialogue.messages, *ends, enable_thinking=False).handover
+
+
+def _said(model: LanguageModel, question: str, answer: str) -> str:
+    """An answer as the template has it after its header, with what ends it."""
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return cut(turns, model.tokenizer)[1]
+
+
+def _next(model: LanguageModel, before: str, said: str, question: str) -> str:
+    """What the template puts after an answer: another question, and the header of the reply."""
+    answer = said.removesuffix(model.tokenizer.eos_token).strip()
+    turns = [("user", before), ("assistant", answer), ("user", question)]
+    text = model.tokenizer.apply_chat_template(
+        [{"role": role, "content": content} for role, content in turns],
         tokenize=False,
         add_generation_prompt=True,
         enable_thinking=False,
     )
+    return text.rpartition(said)[2]
 
 
 class DialogueStream:
@@ -93,6 +124,7 @@ class DialogueStream:
     The prefix is tokenised by ``model``'s own template, as :func:`recall_sample` has it. ``facts``
     are the fewest and most a dialogue states. With ``turns`` a prefix ends at any of its questions,
     those before it and their answers included, as the prefix of a conversation that goes on does.
+    ``source`` is who reads it first, where that may be a model of another tokenizer.
     """
 
     def __init__(
@@ -102,8 +134,13 @@ class DialogueStream:
         facts: Sequence[int] | None = None,
         *,
         turns: bool = False,
+        source: LanguageModel | None = None,
     ) -> None:
-        self.model, self.seed, self.turns = model, seed, turns
+        self.model, self.seed, self.turns, self.source = model, seed, turns, source
+        if turns and source and other_tokenizer(source.tokenizer, model.tokenizer):
+            raise ValueError(
+                "turns are cut by one tokenizer, and this pair has two; leave them out"
+            )
         self._options: dict[str, Any] = {"facts": tuple(facts)} if facts else {}
 
     def sample(self, index: int) -> Sample:
@@ -116,9 +153,10 @@ class DialogueStream:
         return [self._cut(talk, index) for index, talk in enumerate(talks)]
 
     def _cut(self, talk: Dialogue, index: int) -> Sample:
-        sample = recall_sample(self.model, talk)
+        sample = recall_sample(self.model, talk, self.source)
         cut = random.Random(index).choice(sample.answers) if self.turns else 0
-        return Sample(sample.prefix + sample.continuation[:cut], sample.continuation[cut:])
+        prefix, rest = sample.prefix + sample.continuation[:cut], sample.continuation[cut:]
+        return Sample(prefix, rest, sample.handover)
 
 
 def score(
@@ -138,7 +176,7 @@ def score(
         reference: list = []
         for name, make in makers.items():
             last, continuation = sample.prefix[-1], sample.continuation
-            logs = log_probabilities(target, make(sample.prefix), last, continuation)
+            logs = log_probabilities(target, make(sample.read), last, continuation)
             reference = reference or list(logs)
             found = per_token(reference, reference if name == "native" else logs, continuation)
             hits, kls, value_kls = sums[name]

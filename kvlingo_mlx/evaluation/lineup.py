@@ -9,14 +9,14 @@ from typing import Any
 
 from kvlingo_mlx import folding
 from kvlingo_mlx.evaluation import conditions, droidspeak
-from kvlingo_mlx.evaluation.conditions import CacheMaker
+from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
 from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.timing.paths import translation
 from kvlingo_mlx.translators.base import Translator
 
 Action = Callable[[], list]
-BASELINES = ("hidden", "shuffled", "reuse", "droidspeak", "text", "folded")
+BASELINES = ("hidden", "shuffled", "canonical", "reuse", "droidspeak", "text", "folded")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Condition:
     name: str
     makers: tuple[CacheMaker, ...]
     identity: dict[str, Any] = field(default_factory=dict)
-    at_switch: Callable[[Sequence[int]], Action] | None = None
+    at_switch: Callable[[Prefix], Action] | None = None
 
 
 def native(target: LanguageModel) -> Condition:
@@ -63,14 +63,15 @@ def translated(
         name,
         tuple(conditions.translated(source, target, t, native_layers) for t in translators),
         identity,
-        lambda tokens: translation(source, target, translators[0], tokens, native=parts[0]),
+        lambda prefix: translation(source, target, translators[0], prefix, native=parts[0]),
     )
 
 
 def folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> Condition:
     """Nothing is translated: the target reads the source's own cache (folded decoding)."""
 
-    def at_switch(tokens: Sequence[int]) -> Action:
+    def at_switch(prefix: Prefix) -> Action:
+        tokens = target_ids(prefix)
         theirs = folding.prefill(source, [tokens[:-1]], 2048)
         return lambda: folding.fold_caches(theirs, source, target, translator)
 
@@ -88,16 +89,18 @@ def baseline(
     """A control or an alternative, by name.
 
     Args:
-        spec: ``hidden``; ``shuffled`` (the first translator's maps at wrong layers); ``reuse``
+        spec: ``hidden``; ``shuffled`` (the first translator's maps at wrong layers); ``canonical``
+            (between two tokenizers: the first translator's keys where their entries stand, not
+            at assigned positions); ``reuse``
             (the source's cache as it is); ``droidspeak`` (its profiler chooses how many layers
             the target recomputes) or ``droidspeak:J``; ``text`` (the target reads what the
             source's tokens spell).
         source: Whose cache is at hand.
         target: Who decodes.
-        translators: What ``shuffled`` shuffles and ``folded`` folds.
+        translators: What ``shuffled`` and ``canonical`` spoil and ``folded`` folds.
 
     Raises:
-        ValueError: No such baseline.
+        ValueError: No such baseline, or ``canonical`` where there is one tokenizer.
         IncompatibleTranslatorError: Reuse between caches of different shape; or translators that
             cannot be folded.
         UnsupportedModelError: A model that folded decoding does not reach.
@@ -119,6 +122,12 @@ def baseline(
         control = conditions.shuffled(translators[0])
         make = conditions.translated(source, target, control)
         return Condition("shuffled", (make,), theirs | {"translators": [digest(control)]})
+    if name == "canonical":
+        if translators[0].config.alignment is None:
+            raise ValueError("--baselines names 'canonical', which needs a pair of two tokenizers")
+        make = conditions.canonical(conditions.translated(source, target, translators[0]))
+        digests = {"translators": [digest(translators[0])], "canonical": True}
+        return Condition("canonical", (make,), theirs | digests)
     layers = len(target.attentions)
     if name == "reuse":
         recomputed = 0
@@ -129,7 +138,8 @@ def baseline(
     label = "reuse" if name == "reuse" else f"DroidSpeak, {recomputed} of {layers} recomputed"
     make = conditions.reused(source, target, recomputed)
 
-    def at_switch(tokens: Sequence[int]) -> Action:
+    def at_switch(prefix: Prefix) -> Action:
+        tokens = target_ids(prefix)
         theirs = conditions.native(source)(tokens)
 
         def recompute() -> list:

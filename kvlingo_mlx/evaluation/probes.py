@@ -16,15 +16,17 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from mlx_lm.generate import stream_generate
 
+from kvlingo_mlx.cross_tokenizer import plan
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import needles
-from kvlingo_mlx.evaluation.conditions import CacheMaker, native
+from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.continuation import RecallSample, hits_of, recall_sample
 from kvlingo_mlx.evaluation.journal import Scores
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities, per_token
+from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import encode
-from kvlingo_mlx.samples import reasons, to_samples
+from kvlingo_mlx.samples import Sample, other_tokenizer, reasons, to_samples
 
 Scorer = Callable[[CacheMaker | None], Scores]
 
@@ -36,7 +38,8 @@ class Item(Protocol):
         name: Its name within the task.
         group: What it is averaged with.
         cluster: What it shares with items of other groups: the same question at another length.
-        prefix: Token ids whose cache the conditions fill.
+        prefix: Token ids, the target's, whose cache the conditions fill.
+        read: The same as conditions take it.
     """
 
     @property
@@ -47,6 +50,8 @@ class Item(Protocol):
     def cluster(self) -> str: ...
     @property
     def prefix(self) -> tuple[int, ...]: ...
+    @property
+    def read(self) -> Prefix: ...
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,11 @@ class Known:
         """The sample's."""
         return self.sample.prefix
 
+    @property
+    def read(self) -> Prefix:
+        """The sample's."""
+        return self.sample.read
+
 
 def _teacher_forced(target: LanguageModel, item: Known) -> Scorer:
     """KL, log loss, agreement with the target's own first choice, and recall."""
@@ -97,7 +107,7 @@ def _teacher_forced(target: LanguageModel, item: Known) -> Scorer:
     last, continuation = sample.prefix[-1], sample.continuation
 
     def read(make: CacheMaker) -> Iterable:
-        return log_probabilities(target, make(sample.prefix), last, continuation)
+        return log_probabilities(target, make(sample.read), last, continuation)
 
     reference = list(read(native(target)))
     own = per_token(reference, reference, continuation)
@@ -123,6 +133,7 @@ def continuation(
     records: Sequence[Mapping[str, Any]],
     limit: int,
     context_length: int,
+    source_tokenizer: Any = None,
 ) -> Task:
     """Predict what follows in held-out conversations, with reasoning and without.
 
@@ -131,6 +142,7 @@ def continuation(
         records: ``{"messages": [...]}`` or ``{"text": ...}``.
         limit: Most items.
         context_length: The shorter of both models'.
+        source_tokenizer: The source's where it has another one.
 
     Raises:
         ValueError: No record has a continuation.
@@ -139,13 +151,18 @@ def continuation(
     for number, record in enumerate(records):
         if len(items) == limit:
             break
-        for sample in to_samples([record], target.tokenizer, context_length):
+        for sample in to_samples([record], target.tokenizer, context_length, source_tokenizer):
             if sample.continuation:
-                whole = RecallSample(sample.prefix, sample.continuation, ())
+                whole = _recall((), sample)
                 items.append(Known(str(number), _kind(record), whole))
     if not items:
         raise ValueError("no record of the data has both a prefix that fits and a continuation")
     return Task("continuation", ("kl", "perplexity", "agreement"), items, _teacher_forced)
+
+
+def _recall(spans: tuple[tuple[int, ...], ...], sample: Sample) -> RecallSample:
+    """A sample with the places of what is recalled in its continuation."""
+    return RecallSample(sample.prefix, sample.continuation, spans, handover=sample.handover)
 
 
 def marked(
@@ -166,7 +183,7 @@ def marked(
     for number, record in enumerate(records[:limit], 1):
         for sample in to_samples([record], target.tokenizer, context_length):
             spans = _places(target, sample.continuation, record.get("answers"), number)
-            whole = RecallSample(sample.prefix, sample.continuation, spans)
+            whole = _recall(spans, sample)
             items.append(Known(str(number), "marked", whole))
     if not items:
         raise ValueError("no record of the data has a prefix that fits")
@@ -203,10 +220,15 @@ def _kind(record: Mapping[str, Any]) -> str:
     return "reasoning" if reasons(replies[-1]) else "no reasoning"
 
 
-def recall(target: LanguageModel, limit: int, seed: int) -> Task:
-    """Recall facts of generated dialogues: six questions each, first askings only."""
+def recall(
+    target: LanguageModel, limit: int, seed: int, source: LanguageModel | None = None
+) -> Task:
+    """Recall facts of generated dialogues: six questions each, first askings only.
+
+    ``source`` is who reads them first, where that may be a model of another tokenizer.
+    """
     items = [
-        Known(f"{seed}/{number}", "dialogues", recall_sample(target, talk))
+        Known(f"{seed}/{number}", "dialogues", recall_sample(target, talk, source))
         for number, talk in enumerate(dialogues.held_out(limit, seed=seed))
     ]
     return Task("recall", ("recall", "kl"), items, _teacher_forced)
@@ -224,6 +246,12 @@ class Needle:
     cluster: str
     prefix: tuple[int, ...]
     references: tuple[str, ...]
+    handover: Handover | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def read(self) -> Prefix:
+        """What conditions fill a cache with."""
+        return self.prefix if self.handover is None else self.handover
 
 
 def find_needles(
@@ -237,6 +265,7 @@ def find_needles(
     text: str | None = None,
     max_tokens: int = 128,
     thinking: bool = False,
+    source: LanguageModel | None = None,
 ) -> Task:
     """RULER's needles at several lengths: the share of wanted values in the answer.
 
@@ -250,6 +279,7 @@ def find_needles(
         text: The haystack; default: generated sentences.
         max_tokens: Most tokens of an answer.
         thinking: The chat template's switch.
+        source: Who reads it first, where that may be a model of another tokenizer.
 
     Raises:
         ValueError: An unknown variant or style, or a length that is too short.
@@ -266,6 +296,7 @@ def find_needles(
         return len(encode(target, list(messages), thinking))
 
     items = []
+    two = source if source and other_tokenizer(source.tokenizer, target.tokenizer) else None
     for length in lengths:
         for variant in variants:
             for index in range(limit):
@@ -276,13 +307,14 @@ def find_needles(
                 prefix = tuple(encode(target, list(item.messages), thinking))
                 question = f"{variant}/{seed}/{index}"
                 name, group = f"{question}/{length}", f"{variant}, {length}"
-                items.append(Needle(name, group, question, prefix, item.references))
+                both = plan(two, target, list(item.messages), thinking) if two else None
+                items.append(Needle(name, group, question, prefix, item.references, both))
 
     def scorer(target: LanguageModel, item: Needle) -> Scorer:
         own = native(target)
 
         def score(make: CacheMaker | None) -> Scores:
-            answer = _answer(target, (make or own)(item.prefix), item.prefix[-1], max_tokens)
+            answer = _answer(target, (make or own)(item.read), item.prefix[-1], max_tokens)
             return {"recall": needles.recall(answer, item.references)}
 
         return score

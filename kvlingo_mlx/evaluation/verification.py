@@ -15,7 +15,7 @@ from kvlingo_mlx.embedded.bundled import NAME, bundled_samples
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.samples import Sample, other_tokenizer
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import SIDES, Map, TranslatorConfig, maps_of
@@ -124,7 +124,8 @@ def agreement(
     None where none of them fits both models' contexts.
     """
     context = min(source.context_length, target.context_length)
-    samples = bundled_samples(target.tokenizer, context)
+    other = other_tokenizer(source.tokenizer, target.tokenizer)
+    samples = bundled_samples(target.tokenizer, context, other)
     if not samples:
         return None
     found = [_compared(source, target, translator, sample) for sample in samples]
@@ -139,7 +140,7 @@ def _compared(
     """A conversation from a translated cache and from none; and the native first choices."""
 
     def predicted(make: conditions.CacheMaker) -> list[mx.array]:
-        cache, last = make(sample.prefix), sample.prefix[-1]
+        cache, last = make(sample.handover or sample.prefix), sample.prefix[-1]
         return list(log_probabilities(target, cache, last, sample.continuation))
 
     native = predicted(conditions.native(target))

@@ -58,12 +58,14 @@ class Family:
 
     ``scaled_rope`` is False where mlx-lm builds a plain RoPE whatever the config says;
     ``quantised_cache`` where its attention handles the cached arrays itself, which ``kv_bits``
-    makes something else of.
+    makes something else of; ``relative_positions`` where attention depends on more of two
+    positions than their distance.
     """
 
     model_type: str
     scaled_rope: bool = True
     quantised_cache: bool = True
+    relative_positions: bool = True
 
     @property
     def points(self) -> tuple[str, ...]:

@@ -44,4 +44,4 @@ class Hunyuan(Plain):
         return heads if norm is None else norm(heads)
 
 
-FAMILY = Hunyuan("hunyuan_v1_dense")
+FAMILY = Hunyuan("hunyuan_v1_dense", relative_positions=False)  # its norm weighs what is rotated

@@ -23,4 +23,4 @@ class Ministral3(Plain):
         ).astype(heads.dtype)
 
 
-FAMILY = Ministral3("ministral3")
+FAMILY = Ministral3("ministral3", relative_positions=False)

@@ -34,4 +34,4 @@ class Mistral3(Plain):
         return super().queries(attention, projected, offset)
 
 
-FAMILY = Mistral3("mistral3")
+FAMILY = Mistral3("mistral3", relative_positions=False)  # perhaps a Ministral-3, or windows

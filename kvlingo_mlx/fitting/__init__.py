@@ -19,11 +19,13 @@ from kvlingo_mlx import __version__
 from kvlingo_mlx.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.capture import move, prefill
 from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
+from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.attention import attention_mass
+from kvlingo_mlx.handover import check_capture
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
-from kvlingo_mlx.pairing import check_tokenizers
+from kvlingo_mlx.pairing import check_positions
 from kvlingo_mlx.samples import Sample, to_samples
 from kvlingo_mlx.selection import METHODS, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.states import KVStates
@@ -78,14 +80,15 @@ def fit(
 
     Raises:
         ValueError: A bad argument, or no usable sample.
-        IncompatibleTranslatorError: The tokenizers differ, the layers have no counterpart, or the
-            models are of kinds that no translator connects.
+        IncompatibleTranslatorError: The layers have no counterpart, the models are of kinds that
+            no translator connects, or of two tokenizers and captured after RoPE.
+        UnsupportedModelError: Of two tokenizers, and the target's cache holds one entry a token.
         MalformedTranslatorError: An ``Assignment`` that does not fit these models.
     """
     source, target = load(source), load(target)
     norm = norm_named(norm)
     capture = capture_point(source, target, capture)
-    check_tokenizers(source, target)
+    alignment = _alignment(source, target, capture)
     if not head_mixing:
         check_head_ratio(source.spec(), target.spec())
     ends = source.geometry.layers, target.geometry.layers
@@ -101,8 +104,10 @@ def fit(
         chosen = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
     else:
         chosen = by_depth(*ends, nu)
-    config = TranslatorConfig(*specs, chosen, head_mixing=head_mixing, capture=capture)
-    reader = _Reader(source, target, samples, config.capture, norm, progress)
+    config = TranslatorConfig(
+        *specs, chosen, head_mixing=head_mixing, capture=capture, alignment=alignment
+    )
+    reader = _Reader(source, target, samples, config.capture, norm, progress, alignment)
     weights: dict[str, np.ndarray] = {}
     ranks: list[int] = []
     if method in METHODS:
@@ -124,6 +129,15 @@ def fit(
     return build(config, Weights.from_float32(weights, "float32"))
 
 
+def _alignment(source: LanguageModel, target: LanguageModel, capture: str) -> str | None:
+    """How a pair's tokens correspond: one to one, unless it has two tokenizers."""
+    if source.tokenizer_fingerprint == target.tokenizer_fingerprint:
+        return None
+    check_capture(capture)
+    check_positions(target)
+    return "minimal_groups"
+
+
 @dataclasses.dataclass
 class _Reader:
     """Runs both models over every sample's prefix, as often as it is asked to."""
@@ -134,6 +148,7 @@ class _Reader:
     capture: str
     norm: str
     progress: Progress | None
+    alignment: str | None = None
     used: int = 0
     tokens: int = 0
 
@@ -149,24 +164,19 @@ class _Reader:
         norm = self.norm if weighted else "frobenius"
         self.used = self.tokens = 0
         context = min(self.source.context_length, self.target.context_length)
-        for sample in to_samples(self.samples, self.target.tokenizer, context):
-            for model in (self.source, self.target):
-                model.check_tokens((*sample.prefix, *sample.continuation))
+        other = self.source.tokenizer if self.alignment is not None else None
+        for sample in to_samples(self.samples, self.target.tokenizer, context, other):
+            self._check(sample)
             if self.norm in ATTENTION_NORMS and not sample.continuation:
                 continue  # nothing attends to this prefix
+            if not sample.num_translated:
+                continue
             mass = partial(attention_mass, self.target, sample)
             weights = token_weights(norm, len(sample.prefix), mass)
-            with contextlib.closing(_spans(self.source, self.target, sample.prefix)) as spans:
-                for read, wanted in spans:
-                    span = slice(read.start, read.start + read.num_tokens)
-                    add(
-                        move(read, self.source, self.capture),
-                        move(wanted, self.target, self.capture),
-                        None if weights is None else weights[:, span],
-                    )
+            self._add(sample, weights, add)
+            self.tokens += sample.num_translated
             self.used += 1
             self.done += 1
-            self.tokens += len(sample.prefix)
             if self.progress is not None:
                 self.progress(self.done, self.total)
         if self.used == 0:
@@ -174,6 +184,29 @@ class _Reader:
                 "the data hold no usable sample: every prefix is empty or too long"
                 + (", or nothing follows it" if self.norm in ATTENTION_NORMS else "")
             )
+
+    def _check(self, sample: Sample) -> None:
+        """Refuse tokens that a model does not know."""
+        self.target.check_tokens((*sample.prefix, *sample.continuation))
+        if sample.handover is None:
+            self.source.check_tokens((*sample.prefix, *sample.continuation))
+        else:
+            self.source.check_tokens(sample.source_prefix)
+
+    def _add(self, sample: Sample, weights: np.ndarray | None, add: AddSpan) -> None:
+        """Hand one sample's states to ``add``, and the tokens' weights (layers or 1, T)."""
+        if sample.handover is not None:
+            pair = aligned_states(self.source, self.target, sample.handover, self.capture)
+            add(*pair, None if weights is None else sample.handover.spread(weights))
+            return
+        with contextlib.closing(_spans(self.source, self.target, sample.prefix)) as spans:
+            for read, wanted in spans:
+                span = slice(read.start, read.start + read.num_tokens)
+                add(
+                    move(read, self.source, self.capture),
+                    move(wanted, self.target, self.capture),
+                    None if weights is None else weights[:, span],
+                )
 
 
 def _solve(

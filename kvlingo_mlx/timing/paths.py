@@ -17,8 +17,9 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches, capture
+from kvlingo_mlx import caches, capture, cross_tokenizer
 from kvlingo_mlx.generation import hand_over, take_over, translate_span
+from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.hybrid import Native
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
@@ -196,22 +197,45 @@ def translation(
     source: LanguageModel,
     target: LanguageModel,
     translator: Translator,
-    tokens: Sequence[int],
+    tokens: Sequence[int] | Handover,
     step_size: int = 2048,
     native: Native | None = None,
 ) -> Callable[[], list[Any]]:
     """What is left to do at a switch once the source has read ``tokens[:-1]``: to translate.
 
+    Or what it reads of a ``Handover`` between two tokenizers.
+
     Returns:
         A function that fills a fresh cache of the target from the recorded states, but for what
         the target reads itself.
     """
+    if isinstance(tokens, Handover):
+        return _across(source, target, translator, tokens, step_size)
     recorded = list(capture.prefill(source, tokens[:-1], step_size))
     part, prefix = native or Native(), tokens[:-1]
 
     def run() -> list[Any]:
         with mx.stream(generation_stream):
             return take_over(recorded, source, target, translator, prefix, part, step_size)
+
+    return run
+
+
+def _across(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    handover: Handover,
+    step_size: int,
+) -> Callable[[], list[Any]]:
+    read = handover.source_ids[: handover.num_read]
+    recorded = list(capture.prefill(source, read, step_size))
+
+    def run() -> list[Any]:
+        with mx.stream(generation_stream):
+            return cross_tokenizer.take_over(
+                recorded, source, target, translator, handover, step_size
+            )
 
     return run
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvlingo_mlx import checkpoint, pictures
+from kvlingo_mlx.samples import other_tokenizer
 from kvlingo_mlx.training import distributed, torch_model
 from kvlingo_mlx.training.data import Stream, prefix_histogram
 from kvlingo_mlx.training.distill import Recipe
@@ -46,9 +47,13 @@ class Options:
         """One of the two models, where this process computes."""
         return torch_model.load(name, dtype=DTYPES[self.dtype], device=self._place())
 
-    def stream(self, tokenizer: Any, context_length: int) -> Stream:
-        """The samples, scaled to the shorter context of the two models."""
-        return Stream(self.data, tokenizer, self._mixture().scaled(context_length), self.seed)
+    def stream(self, tokenizer: Any, context_length: int, source_tokenizer: Any = None) -> Stream:
+        """The samples, scaled to the shorter context of the two models.
+
+        ``source_tokenizer`` is the source's where it has another one.
+        """
+        mixture = self._mixture().scaled(context_length)
+        return Stream(self.data, tokenizer, mixture, self.seed, source_tokenizer)
 
     def settings(self, stream: Stream) -> dict[str, Any]:
         """What must not change when a training is resumed, beside its plan and models."""
@@ -108,7 +113,11 @@ def train(
     stage2 = Recipe(**{**recipe, "learning_rates": rates})
     whole = Plan(**plan, seed=options.seed, recipe=stage2)
     source, target = options.load(options.source), options.load(options.target)
-    stream = options.stream(target.tokenizer, min(source.context_length, target.context_length))
+    stream = options.stream(
+        target.tokenizer,
+        min(source.context_length, target.context_length),
+        other_tokenizer(source.tokenizer, target.tokenizer),
+    )
     group = distributed.join(str(target.device))
     try:
         training = Training(
@@ -133,10 +142,11 @@ def _lowest(held_out: list[float | None]) -> float:
 
 def histogram(options: Options) -> list[tuple[int, int, int, int]]:
     """Prefix lengths of the stream that :func:`train` would read (figure "prefixhist")."""
-    source, _ = torch_model.read_config(options.source)
+    source, theirs = torch_model.read_config(options.source)
     target, tokenizer = torch_model.read_config(options.target)
     context = min(config["max_position_embeddings"] for config in (source, target))
-    return prefix_histogram(options.stream(tokenizer, context))
+    stream = options.stream(tokenizer, context, other_tokenizer(theirs, tokenizer))
+    return prefix_histogram(stream)
 
 
 def provenance(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.samples import Sample, check_record, tokenise
@@ -174,10 +175,15 @@ def pack(conversations: Sequence[Sequence[Message]], lifted: int) -> list[Messag
     return until([*turns, *exchange], len(turns) + 1, fold=False)
 
 
-def to_sample(messages: Sequence[Message], tokenizer: Any, max_continuation: int) -> Sample:
-    """Tokens of a conversation that ends with a reply, which is cut to ``max_continuation``."""
-    whole = tokenise({"messages": messages}, tokenizer)
-    return Sample(whole.prefix, whole.continuation[:max_continuation])
+def to_sample(
+    messages: Sequence[Message], tokenizer: Any, max_continuation: int, source_tokenizer: Any = None
+) -> Sample:
+    """Tokens of a conversation that ends with a reply, which is cut to ``max_continuation``.
+
+    ``source_tokenizer`` is the source's where it has another one.
+    """
+    whole = tokenise({"messages": messages}, tokenizer, source_tokenizer=source_tokenizer)
+    return replace(whole, continuation=whole.continuation[:max_continuation])
 
 
 def excerpt(text: str, characters: int, rng: random.Random) -> str:

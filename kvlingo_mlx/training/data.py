@@ -62,19 +62,28 @@ class Stream:
         tokenizer: Any,
         mixture: Mixture | PlainText | None = None,
         seed: int = 0,
+        source_tokenizer: Any = None,
     ) -> None:
         """Open ``sources`` (see ``records.open_source``) for models that share ``tokenizer``.
 
+        ``source_tokenizer`` is the source's where it has another one.
+
         Raises:
-            ValueError: A source cannot be read or has no record for the mixture, or the
-                tokenizer has no chat template.
+            ValueError: Plain text for two tokenizers; a source cannot be read or has no record
+                for the mixture, or a tokenizer has no chat template.
             MissingExtraError: A Hugging Face dataset without the ``datasets`` package.
         """
         self.mixture = Mixture() if mixture is None else mixture
         self.seed = seed
-        self._tokenizer = tokenizer
+        self._tokenizer, self._source_tokenizer = tokenizer, source_tokenizer
         texts = isinstance(self.mixture, PlainText)
-        self._fold = not texts and not keeps_system(tokenizer)
+        if texts and source_tokenizer is not None:
+            raise ValueError(
+                "windows of plain text are cut by one tokenizer, and this pair has two; give "
+                "conversations (without --plain-text)"
+            )
+        both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
+        self._fold = not texts and not all(map(keeps_system, both))
         self._library = Library(sources, tokenizer, texts, seed)
 
     @property
@@ -181,8 +190,8 @@ class Stream:
         talks = self._pool(side, part, low + part * width, visit, attempt, rng)
         talks.sort(key=lambda t: (t.reasoning != reasons, abs(self._about(t) - wanted)))
         draws = [self._whole(talk, mixture) for talk in talks[:NEAREST]]
-        fit = [d for d in draws if low <= len(d.sample.prefix) <= high and d.sample.continuation]
-        far = [(d.reasoning != reasons, abs(len(d.sample.prefix) - wanted)) for d in fit]
+        fit = [d for d in draws if low <= d.sample.num_read <= high and d.sample.continuation]
+        far = [(d.reasoning != reasons, abs(d.sample.num_read - wanted)) for d in fit]
         return fit[far.index(min(far))] if fit else None
 
     def _pool(
@@ -206,7 +215,9 @@ class Stream:
 
     def _whole(self, talk: Talk, mixture: Mixture) -> Draw:
         messages = until(talk.messages, talk.turn, fold=self._fold)
-        sample = to_sample(messages, self._tokenizer, mixture.max_continuation)
+        sample = to_sample(
+            messages, self._tokenizer, mixture.max_continuation, self._source_tokenizer
+        )
         return Draw(sample, "natural", talk.reasoning, (talk.place,))
 
     # ---- packed ----------------------------------------------------------------------
@@ -230,7 +241,7 @@ class Stream:
             if chosen == tried:
                 break
             tried, draw = chosen, self._concatenated(lifted, chosen, mixture, rng)
-            length = len(draw.sample.prefix)
+            length = draw.sample.num_read
             if low <= length <= high and draw.sample.continuation:
                 return draw
             per_token = (lifted.before + sum(talk.whole for talk in chosen)) / max(length, 1)
@@ -273,7 +284,9 @@ class Stream:
         at = rng.randint(0, len(others))
         talks = [*others[:at], lifted, *others[at:]]
         messages = pack([talk.messages for talk in talks], at)
-        sample = to_sample(messages, self._tokenizer, mixture.max_continuation)
+        sample = to_sample(
+            messages, self._tokenizer, mixture.max_continuation, self._source_tokenizer
+        )
         records = (lifted.place, *(talk.place for talk in others))
         return Draw(sample, "packed", lifted.reasoning, records)
 

@@ -17,6 +17,7 @@ import torch
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.training.aligned import paired_states
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoints
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.gradients import (
@@ -241,9 +242,9 @@ class Distillation:
         scale = 1.0 / self.recipe.batch
         if self.recipe.objective == "reconstruction":
             capture = self.runs[0].translator.config.capture
-            states = [model.states(sample.prefix, capture) for model in (self.source, self.target)]
+            states = paired_states(self.source, self.target, sample, capture)
             for run in self.live:
-                loss = reconstruction_loss(run.translator, states[0], states[1], scale=scale)
+                loss = reconstruction_loss(run.translator, *states, scale=scale)
                 sums[id(run)] += torch.tensor([loss, loss], dtype=torch.float64)
             return
         objective = objective_named(self.recipe.objective, self.recipe.ce_weight)
@@ -293,7 +294,7 @@ class Distillation:
     def _held_out_losses(self, sample: Sample) -> torch.Tensor:
         if self.recipe.objective == "reconstruction":
             capture = self.runs[0].translator.config.capture
-            states = [model.states(sample.prefix, capture) for model in (self.source, self.target)]
+            states = paired_states(self.source, self.target, sample, capture)
             losses = [reconstruction_loss(r.translator, *states) for r in self.runs]
         else:
             reading, kl = self.read(sample), objective_named("kl")

@@ -255,6 +255,11 @@ class FastTranslation:
         """
         if config.kind != "linear" or config.joint:
             raise ValueError(f"only linear maps a side can be stacked; this is {config.form}")
+        if config.alignment is not None:
+            raise ValueError(
+                "a whole prefix has one entry a token; this translator is between two tokenizers "
+                f"({config.alignment})"
+            )
         if type(target.family) not in (TorchFamily, Llama):
             raise UnsupportedModelError(
                 f"{target.name} ({target.geometry.model_type}) finishes its keys in a way of its "

@@ -11,9 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from transformers import DynamicCache
 
 from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.training.aligned import translated_rows
 from kvlingo_mlx.training.objectives import Loss, Objective, loss_of
 from kvlingo_mlx.training.torch_model import States, TorchModel
 from kvlingo_mlx.training.translator import TorchTranslator
@@ -25,7 +28,7 @@ class Reading:
 
     Attributes:
         sample: The conversation.
-        states: The source's states of ``prefix[:-1]``.
+        states: The source's states of ``prefix[:-1]``, or of what of it two tokenizers share.
         native: The target's own states of ``prefix[:-1]``, of the layers that it reads itself.
         teacher: (M, width) the target's final hidden states that predict the
             continuation, from its own cache.
@@ -47,11 +50,20 @@ def read(
         teacher = target.hidden(tokens)[num_read:].clone()
     own = target.states_of(taken, target.family.points[0], native_layers)
     keys, values = (tuple(a[:num_read].clone() for a in side) for side in (own.keys, own.values))
-    states = source.states(sample.prefix[:-1], capture) if num_read else NO_STATES
+    states = _source_states(source, sample, capture)
     return Reading(sample, _to(states, target), States(keys, values), teacher)
 
 
 NO_STATES = States((), ())
+
+
+def _source_states(source: TorchModel, sample: Sample, capture: str) -> States:
+    """Those that are translated: of ``prefix[:-1]``, or of the tokens of two tokenizers' groups."""
+    if sample.handover is None:
+        return source.states(sample.prefix[:-1], capture) if len(sample.prefix) > 1 else NO_STATES
+    if not sample.num_translated:
+        return NO_STATES
+    return translated_rows(source, sample.handover, capture)
 
 
 def _to(states: States, target: TorchModel) -> States:
@@ -79,8 +91,7 @@ def conversation_loss(
     with torch.no_grad():
         own = [_native(target, reading.native, t, start) for t, start in enumerate(starts[:first])]
         entries = [
-            _entry(target, translator, reading.states, t, starts[t])
-            for t in range(first, len(starts))
+            _entry(target, translator, reading, t, starts[t]) for t in range(first, len(starts))
         ]
     learns = scale != 0.0
     leaves = [
@@ -90,14 +101,14 @@ def conversation_loss(
     del entries
     cache = target.cache([*own, *leaves], num_read)
     with torch.set_grad_enabled(learns):
-        student = target.hidden((sample.prefix[-1], *sample.continuation[:-1]), cache)
+        student = _student(target, sample, cache)
     loss = loss_of(
         objective, target.logits, student, reading.teacher, sample.continuation,
         with_gradient=learns,
     )  # fmt: skip
     if loss.gradient is not None and leaves:
         student.backward(loss.gradient * scale)
-        _pull_back(target, translator, reading.states, leaves, starts, first)
+        _pull_back(target, translator, reading, leaves, starts, first)
     return loss
 
 
@@ -110,24 +121,45 @@ def _native(
 
 
 def _entry(
-    target: TorchModel, translator: TorchTranslator, states: States, layer: int, start: int
+    target: TorchModel, translator: TorchTranslator, reading: Reading, layer: int, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's cache entries from position ``start`` on, translated."""
-    keys, values = translator.layer(layer, states, start)
-    return target.entry(layer, keys, values, translator.config.capture, start)
+    keys, values = translator.layer(layer, reading.states, start)
+    handover = reading.sample.handover
+    at = start if handover is None else torch.tensor(handover.positions, device=keys.device)
+    return target.entry(layer, keys, values, translator.config.capture, at)
+
+
+def _student(target: TorchModel, sample: Sample, cache: DynamicCache) -> torch.Tensor:
+    """The hidden states (M, width) that predict the continuation.
+
+    Between two tokenizers one pass also reads what the target prefills itself: entries are
+    translated, then those, then the last prefix token and the continuation.
+    """
+    following = (sample.prefix[-1], *sample.continuation[:-1])
+    handover = sample.handover
+    if handover is None:
+        return target.hidden(following, cache)
+    own = [sample.prefix[position] for position in handover.own]
+    last = len(sample.prefix) - 1
+    positions = np.concatenate([handover.own, np.arange(last, last + len(following))])
+    before = handover.num_entries
+    visible = np.tril(np.ones((len(positions), before + len(following)), bool), before - len(own))
+    visible[: len(own), :before] = handover.visible
+    return target.hidden_between((*own, *following), cache, positions, visible)[len(own) :]
 
 
 def _pull_back(
     target: TorchModel,
     translator: TorchTranslator,
-    states: States,
+    reading: Reading,
     leaves: Sequence[tuple[torch.Tensor, torch.Tensor]],
     starts: Sequence[int],
     first: int,
 ) -> None:
     """Carry the gradients at the leaves, from layer ``first`` on, through the maps and so on."""
     for t, entry in enumerate(leaves, start=first):
-        outputs = _entry(target, translator, states, t, starts[t])
+        outputs = _entry(target, translator, reading, t, starts[t])
         torch.autograd.backward(outputs, [leaf.grad for leaf in entry])
         for leaf in entry:
             leaf.grad = None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvlingo_mlx.assignment import by_depth, check_windows
-from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.handover import check_capture, check_layers
 from kvlingo_mlx.norms import norm_named
 from kvlingo_mlx.selection import METHODS
 from kvlingo_mlx.training.distill import Recipe, require
@@ -120,17 +120,23 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
     """The facts of the translator to train.
 
     Raises:
-        IncompatibleTranslatorError: The tokenizers differ, the target's windows hold more than
-            the source's, or the source has no layer of a target layer's kind.
+        IncompatibleTranslatorError: The target's windows hold more than the source's, the source
+            has no layer of a target layer's kind, or keys of two tokenizers are captured rotated.
+        UnsupportedModelError: The tokenizers differ, and the target keeps windows.
         ValueError: Head-wise maps between head counts that do not divide, or no layer left to
             translate.
     """
     ends = source.spec(), target.spec()
-    if ends[0].fingerprint["tokenizer"] != ends[1].fingerprint["tokenizer"]:
-        raise IncompatibleTranslatorError(
-            f"the tokenizers of {source.name} and {target.name} differ: this pair needs a "
-            "cross-tokenizer translator"
-        )
+    capture = capture_point(source, target, plan.capture)
+    one = ends[0].fingerprint["tokenizer"] == ends[1].fingerprint["tokenizer"]
+    if not one:
+        check_capture(capture)
+        check_layers(target.geometry.layers, target.name)
+        if plan.native_layers:
+            raise ValueError(
+                f"--native-layers is {plan.native_layers}, but between two tokenizers every layer "
+                "is translated; leave it out"
+            )
     if not plan.head_mixing:
         check_head_ratio(*ends)
     check_windows(source.geometry.layers, target.geometry.layers)
@@ -143,6 +149,6 @@ def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> Translato
     assignment = by_depth(source.geometry.layers, target.geometry.layers, plan.nu)
     return TranslatorConfig(
         *ends, assignment, kind=plan.kind, head_mixing=plan.head_mixing, joint=plan.joint,
-        capture=capture_point(source, target, plan.capture),
+        capture=capture, alignment=None if one else "minimal_groups",
         provenance={"native_layers": plan.native_layers} if plan.native_layers else {},
     )  # fmt: skip

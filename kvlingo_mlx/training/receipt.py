@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvlingo_mlx.embedded.bundled import NAME, bundled_samples
+from kvlingo_mlx.samples import other_tokenizer
 from kvlingo_mlx.training.gradients import conversation_loss, read
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.torch_model import TorchModel
@@ -16,7 +17,8 @@ def receipt(
 ) -> dict[str, Any] | None:
     """Mean KL (nats per token) and share of equal first choices; None if no prompt fits."""
     context = min(source.context_length, target.context_length)
-    samples = bundled_samples(target.tokenizer, context)
+    other = other_tokenizer(source.tokenizer, target.tokenizer)
+    samples = bundled_samples(target.tokenizer, context, other)
     kl = objective_named("kl")
     found = [
         conversation_loss(

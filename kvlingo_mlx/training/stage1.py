@@ -16,6 +16,7 @@ from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.selection import Tiles, assignment_of, candidates, choose
+from kvlingo_mlx.training.aligned import paired_states, paired_weights
 from kvlingo_mlx.training.torch_model import States, TorchModel, tapped
 from kvlingo_mlx.translator_config import SIDES, Map, TranslatorConfig, maps_of
 
@@ -231,11 +232,10 @@ def _read(
     """Hand both models' states of every usable prefix, and its weights, to ``add``."""
     for sample in samples:
         sums.read += 1
-        if sample.prefix and (sample.continuation or norm not in ATTENTION_NORMS):
-            read = source.states(sample.prefix, config.capture)
-            wanted = target.states(sample.prefix, config.capture)
+        if sample.num_translated and (sample.continuation or norm not in ATTENTION_NORMS):
+            read, wanted = paired_states(source, target, sample, config.capture)
             mass = partial(_mass, target, sample)
-            weights = token_weights(norm, len(sample.prefix), mass)
+            weights = paired_weights(sample, token_weights(norm, len(sample.prefix), mass))
             add(read, wanted, None if weights is None else torch.tensor(weights).to(target.device))
             sums.used += 1
         if progress is not None:

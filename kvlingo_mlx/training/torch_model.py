@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging
@@ -23,6 +24,7 @@ from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fi
 from kvlingo_mlx.hub import MODEL_FILES, SMALL_FILES, resolve
 from kvlingo_mlx.training.agreement import check_agreement
 from kvlingo_mlx.training.families import POINTS, TorchFamily, family_of
+from kvlingo_mlx.training.families.base import Positions
 from kvlingo_mlx.translator_config import ModelSpec
 
 # What is read from a config.json; transformers would fill in defaults of its own.
@@ -39,6 +41,12 @@ class States:
     def side(self, side: str) -> tuple[torch.Tensor, ...]:
         """The layers of ``"keys"`` or ``"values"``."""
         return self.keys if side == "keys" else self.values
+
+    def rows(self, index: np.ndarray) -> States:
+        """Some of the tokens, by their numbers."""
+        at = torch.tensor(index)
+        keys, values = (tuple(a[at.to(a.device)] for a in s) for s in (self.keys, self.values))
+        return States(keys, values)
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,26 @@ class TorchModel:
         output = decoder(ids, past_key_values=cache, use_cache=cache is not None)
         return output.last_hidden_state[0]
 
+    def hidden_between(
+        self,
+        tokens: Sequence[int],
+        cache: DynamicCache,
+        positions: np.ndarray,
+        visible: np.ndarray,
+    ) -> torch.Tensor:
+        """Final hidden states (T, width) of ``tokens`` that stand between what ``cache`` holds.
+
+        Each has its own of ``positions`` (T,), and sees what ``visible`` (T, E + T) says of the E
+        entries and the tokens.
+        """
+        ids, at = (torch.tensor(a, device=self.device)[None] for a in (list(tokens), positions))
+        mask = torch.tensor(visible, device=self.device)[None, None]
+        decoder = self.family.text(self.model)
+        output = decoder(
+            ids, past_key_values=cache, use_cache=True, position_ids=at, attention_mask=mask
+        )
+        return output.last_hidden_state[0]
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Next-token logits (T, vocabulary), float32 at least."""
         logits = self.family.logits(self.model, hidden)
@@ -147,12 +175,12 @@ class TorchModel:
     # ---- keys and caches --------------------------------------------------------------
 
     def advance(
-        self, layer: int, keys: torch.Tensor, origin: str, goal: str, start: int = 0
+        self, layer: int, keys: torch.Tensor, origin: str, goal: str, start: Positions = 0
     ) -> torch.Tensor:
         """Keys (T, d) of a cache layer from one capture point to a later one, (T, d).
 
-        They are those of the tokens at positions ``start`` and on; latents' await their rotation
-        alone.
+        They are those of the tokens at positions ``start`` and on, or each at its own; latents'
+        await their rotation alone.
         """
         if origin == goal:
             return keys
@@ -175,7 +203,12 @@ class TorchModel:
         return self.family.normalise_values(self.attentions[layer], heads).flatten(1)
 
     def entry(
-        self, layer: int, keys: torch.Tensor, values: torch.Tensor, capture: str, start: int = 0
+        self,
+        layer: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        capture: str,
+        start: Positions = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Translated keys and values (T, d) as the cache holds them, (1, H, T, D) each."""
         keys = self.advance(layer, keys, capture, "post_rope", start)

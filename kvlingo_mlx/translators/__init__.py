@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 
-from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
@@ -35,25 +34,10 @@ def build(
 
     Raises:
         ValueError: ``quantize`` is something else, or would change no matrix.
-        IncompatibleTranslatorError: A sound translator that this version cannot apply.
     """
-    check_applicable(config)
     check_bits(quantize)
     if quantize is not None:
         check_fits(weights, quantize)
     module, name = KINDS["joint" if config.joint else config.kind]
     kind = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return kind.build(config, weights, batched=batched, bits=quantize)
-
-
-def check_applicable(config: TranslatorConfig) -> None:
-    """Refuse a sound translator that this version cannot apply.
-
-    Raises:
-        IncompatibleTranslatorError: Names what is beyond this version.
-    """
-    if config.alignment is not None:
-        raise IncompatibleTranslatorError(
-            "this version cannot apply a translator between two tokenizers (alignment "
-            f"{config.alignment}): upgrade kvlingo-mlx"
-        )

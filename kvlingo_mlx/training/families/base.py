@@ -19,6 +19,16 @@ from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, RopeSpec, configu
 POINTS = ("pre_norm", "post_norm", "post_rope")
 
 
+Positions = int | torch.Tensor  # of a span's first token, or of each (T,)
+
+
+def places(start: Positions, heads: torch.Tensor) -> torch.Tensor:
+    """The positions (1, T) of (T, H, D) keys or queries."""
+    if isinstance(start, int):
+        start = torch.arange(start, start + len(heads), device=heads.device)
+    return start[None]
+
+
 @dataclass(frozen=True)
 class TorchFamily:
     """One model family, by the ``model_type`` of its text model's config.
@@ -149,11 +159,15 @@ class TorchFamily:
         norm = getattr(attention, f"{which}_norm", None)
         return heads if norm is None else norm(heads)
 
-    def rotate(self, model: Any, attention: Any, heads: torch.Tensor, start: int) -> torch.Tensor:
-        """Rotate (T, H, D) keys or queries at positions ``start`` and on; (1, H, T, D)."""
+    def rotate(
+        self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
+    ) -> torch.Tensor:
+        """Rotate (T, H, D) keys or queries at positions ``start`` and on; (1, H, T, D).
+
+        Or at a position of its own for each.
+        """
         states = heads.transpose(0, 1)[None]
-        positions = torch.arange(start, start + len(heads), device=heads.device)[None]
-        cos, sin = self.cosines(model, attention, states, positions)
+        cos, sin = self.cosines(model, attention, states, places(start, heads))
         apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
         return apply(states, states, cos, sin)[0]
 

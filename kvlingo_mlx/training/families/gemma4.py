@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvlingo_mlx.geometry import RopeSpec, configured_rope
-from kvlingo_mlx.training.families.base import TorchFamily
+from kvlingo_mlx.training.families.base import Positions, TorchFamily, places
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
@@ -82,10 +82,12 @@ class Gemma4(TorchFamily):
         """Values have a norm without a weight."""
         return attention.v_norm(heads)
 
-    def rotate(self, model: Any, attention: Any, heads: torch.Tensor, start: int) -> torch.Tensor:
+    def rotate(
+        self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
+    ) -> torch.Tensor:
         """By the rotation of the layer's own kind."""
         states = heads.transpose(0, 1)[None]
-        positions = torch.arange(start, start + len(heads), device=heads.device)[None]
+        positions = places(start, heads)
         cos, sin = self.text(model).rotary_emb(states, positions, attention.layer_type)
         return sys.modules[type(attention).__module__].apply_rotary_pos_emb(states, cos, sin)
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvlingo_mlx.geometry import LayerGeometry, RopeSpec, configured_rope
-from kvlingo_mlx.training.families.base import TorchFamily
+from kvlingo_mlx.training.families.base import Positions, TorchFamily, places
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,12 @@ class Latent(TorchFamily):
         """Latents first."""
         return values, keys
 
-    def rotate(self, model: Any, attention: Any, heads: torch.Tensor, start: int) -> torch.Tensor:
+    def rotate(
+        self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
+    ) -> torch.Tensor:
         """Neighbouring numbers together; they come out with the first of each pair first."""
         states = heads.transpose(0, 1)[None]
-        positions = torch.arange(start, start + len(heads), device=heads.device)[None]
+        positions = places(start, heads)
         cos, sin = self.text(model).rotary_emb(states, positions)
         apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb_interleave
         return apply(states, states, cos, sin)[0]
@@ -113,10 +115,12 @@ class DeepseekV2(Latent):
 
     rope_type = "yarn"
 
-    def rotate(self, model: Any, attention: Any, heads: torch.Tensor, start: int) -> torch.Tensor:
+    def rotate(
+        self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
+    ) -> torch.Tensor:
         """By complex numbers."""
         states = heads.transpose(0, 1)[None]
-        positions = torch.arange(start, start + len(heads), device=heads.device)[None]
+        positions = places(start, heads)
         turns = self.text(model).rotary_emb(states, positions)
         apply = sys.modules[type(attention).__module__].apply_rotary_emb
         return apply(states, states, turns)[0]

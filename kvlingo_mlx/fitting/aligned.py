@@ -1,0 +1,50 @@
+"""What stage 1 regresses on what, between two tokenizers (appendix, figure panel b)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx.capture import move, prefill
+from kvlingo_mlx.handover import Handover
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.states import KVStates
+
+
+def aligned_states(
+    source: LanguageModel, target: LanguageModel, handover: Handover, capture: str
+) -> tuple[KVStates, KVStates]:
+    """Translated tokens as the source wrote them, beside the mean of their target groups.
+
+    A group may lie across the border of two chunks, so a text's states are all alive at once.
+
+    Returns:
+        Two spans of S tokens at the point ``capture``, a row for each translated source token.
+    """
+    rows = mx.array(handover.rows)
+    read = _whole(source, handover.source_ids[: handover.num_read], capture).gathered(rows, 0)
+    own = _whole(target, handover.target_ids[:-1], capture)
+    keys, values = (
+        tuple(_means(array, handover) for array in side) for side in (own.keys, own.values)
+    )
+    return read, KVStates(keys, values, capture, 0)
+
+
+def _whole(model: LanguageModel, tokens: Sequence[int], capture: str) -> KVStates:
+    """All that a model writes of a text."""
+    spans = [move(states, model, capture) for states in prefill(model, tokens)]
+    keys, values = (
+        tuple(mx.concatenate(list(parts), axis=1) for parts in zip(*side, strict=True))
+        for side in ([span.keys for span in spans], [span.values for span in spans])
+    )
+    return KVStates(keys, values, capture, 0)
+
+
+def _means(array: mx.array, handover: Handover) -> mx.array:
+    """(B, S, d) the mean over each entry's group of (B, T, d), in float32."""
+    entries, tokens = (mx.array(side) for side in handover.pairs)
+    counts = mx.array(handover.groups[:, 1] - handover.groups[:, 0])[:, None]
+    batch, _, width = array.shape
+    sums = mx.zeros((batch, len(handover.rows), width))
+    return sums.at[:, entries].add(array[:, tokens].astype(mx.float32)) / counts

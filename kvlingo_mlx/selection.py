@@ -40,7 +40,8 @@ class Tiles:
 
     ``xx[i, j]`` (i <= j) is sum w x_i^T x_j over tokens for source layers, ``xy[i, t]`` sum
     w x_i^T y_t with a target layer, ``yy[t]`` the sum of w y_t^2. All source layers' tiles of
-    one kind of attention are there, so that any choice of them can be solved.
+    one kind of attention are there, so that any choice of them can be solved. Those stay when the
+    data are read again for other target layers (:meth:`turn_to`).
     """
 
     reads: Candidates
@@ -48,6 +49,13 @@ class Tiles:
     xx: dict[tuple[int, int], Any] = field(default_factory=dict)
     xy: dict[tuple[int, int], Any] = field(default_factory=dict)
     yy: dict[int, Any] = field(default_factory=dict)
+    _settled: set[tuple[int, int]] = field(default_factory=set)
+    _whitened: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def turn_to(self, reads: Candidates) -> None:
+        """Let go of the target layers' tiles, for the same data to be read for others."""
+        self.reads, self.tokens, self.xy, self.yy = reads, 0, {}, {}
+        self._settled = set(self.xx)
 
     def add(self, xs: Sequence[Any], ys: Sequence[Any], weights: Any = None) -> None:
         """Add tokens: float64 (T, d) of every source and target layer, weights (T,) or None."""
@@ -57,7 +65,8 @@ class Tiles:
         for group in groups:
             for place, i in enumerate(group):
                 for j in group[place:]:
-                    _add(self.xx, (i, j), weighted[i].T @ xs[j])
+                    if (i, j) not in self._settled:
+                        _add(self.xx, (i, j), weighted[i].T @ xs[j])
         for t, sources in self.reads.items():
             for i in sources:
                 _add(self.xy, (i, t), weighted[i].T @ ys[t])
@@ -72,6 +81,14 @@ class Tiles:
         found.xy = np.concatenate(columns)
         found.yy = _numpy(self.yy[target])
         return found
+
+    def whitened(self, i: int) -> np.ndarray:
+        """(d, rank) directions of a source layer, scaled to a sum of squares of 1."""
+        if i not in self._whitened or self._settled != set(self.xx):
+            eigenvalues, vectors = np.linalg.eigh(self.gram(i, i))
+            kept = eigenvalues > RELATIVE_TOLERANCE * max(eigenvalues[-1], 0.0)
+            self._whitened[i] = vectors[:, kept] / np.sqrt(eigenvalues[kept])
+        return self._whitened[i]
 
     def gram(self, i: int, j: int) -> np.ndarray:
         """The tile of two source layers, in either order."""
@@ -132,9 +149,7 @@ def r2_scores(tiles: Tiles) -> dict[tuple[int, int], float]:
     """By source and target layer, the share of the target explained by that source alone."""
     scores = {}
     for i in sorted({i for sources in tiles.reads.values() for i in sources}):
-        eigenvalues, vectors = np.linalg.eigh(tiles.gram(i, i))
-        kept = eigenvalues > RELATIVE_TOLERANCE * max(eigenvalues[-1], 0.0)
-        whitened = vectors[:, kept] / np.sqrt(eigenvalues[kept])
+        whitened = tiles.whitened(i)
         for t in (t for t, sources in tiles.reads.items() if i in sources):
             explained = np.square(whitened.T @ _numpy(tiles.xy[i, t])).sum()
             total = _numpy(tiles.yy[t]).sum()

@@ -246,8 +246,11 @@ def _select(
         between, each = tile_bytes(source, reads, side)
         parts += [(side, batch) for batch in _batches(each, memory - between)]
     reader.passes(len(parts))
+    tiles, last = Tiles({}), None
     for side, batch in parts:
-        tiles = Tiles({t: reads[t] for t in batch})
+        if side != last:
+            tiles, last = Tiles({}), side
+        tiles.turn_to({t: reads[t] for t in batch})
         reader.read(partial(_add_tiles, tiles, side), weighted=reader.norm not in ATTENTION_NORMS)
         for t, layers in choose(tiles, method, nu).items():
             lists[side][t] = layers

@@ -228,8 +228,15 @@ def test_tokenizers_that_differ(
     out = tmp_path / "out"
     arguments = ["fit", "--source", str(folders["dense"]), "--target", str(foreign)]
     arguments += ["--data", str(data), "--out", str(out)]
-    fails(arguments, "cross-tokenizer translator", capsys)
-    assert not out.exists()
+    assert run(arguments) == 0
+    path = out / "translator_config.json"
+    facts = json.loads(path.read_text())
+    assert facts["alignment"] == "minimal_groups"
+    path.write_text(json.dumps(facts | {"alignment": None}))
+    capsys.readouterr()
+    pair = ["--prefill-model", str(folders["dense"]), "--decode-model", str(foreign)]
+    asked = ["generate", *pair, "--translator", str(out), "--prompt", "abc"]
+    fails(asked, "cross-tokenizer translator", capsys)
 
 
 def test_bad_data_and_destinations(

@@ -1175,7 +1175,7 @@ def test_bad_options(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_models_of_two_vocabularies_are_refused(
+def test_rotated_keys_of_two_vocabularies_are_refused(
     folders: dict[str, Path], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "other"
@@ -1187,6 +1187,6 @@ def test_models_of_two_vocabularies_are_refused(
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     command = arguments({**folders, "wide": other}, jsonl, "--out", str(tmp_path / "t"))
-    assert run(command) == 2
-    assert "needs a cross-tokenizer translator" in capsys.readouterr().err
+    assert run([*command, "--capture", "post_rope"]) == 2
+    assert "are rotated at the source's; use capture" in capsys.readouterr().err
     assert not list(tmp_path.glob("t*.partial"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -59,7 +60,8 @@ def test_a_line_on_disk_comes_back_bit_by_bit(
     assert talk.lines["a"].where == "disk" and talk.lines["a"].cache_bytes == 0
     for ours, theirs in zip(held(talk, "a"), before, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    assert talk.lines["a"].where == "resident" and not list(storage._folder().iterdir())
+    assert talk.lines["a"].where == "resident"
+    assert set(storage._folder().iterdir()) <= others
     talk.offload("a", "disk")
     ask(talk, "a", "and you")  # its own answer, from the line that came back and grew
 
@@ -177,6 +179,8 @@ def test_a_disk_that_cannot_be_written_costs_nothing(
     def full(*_: Any) -> None:
         raise OSError(28, os.strerror(28))
 
+    gc.collect()  # conversations of other tests may be waiting to take their files with them
+    others = set(storage._folder().iterdir())
     talk = talk_of(models["qwen3"])
     ask(talk, "a", "the use of an other")
     monkeypatch.setattr(storage, "write_tensors", full)

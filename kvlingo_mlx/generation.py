@@ -567,8 +567,13 @@ def generate(
             translator for this pair can be used.
         MissingProfileError, MalformedProfileError: ``auto`` has no profile to go by.
     """
+    return joined(stream_generate(prefill_model, decode_model, prompt, **options), verbose)
+
+
+def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
+    """The text of an answer; ``verbose`` writes it as it comes, and the times at the end."""
     text, response = "", None
-    for response in stream_generate(prefill_model, decode_model, prompt, **options):
+    for response in responses:
         text += response.text
         if verbose:
             sys.stdout.write(response.text)

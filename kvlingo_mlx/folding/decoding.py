@@ -7,7 +7,6 @@ reads the prompt as it always does, and its maps are laid at the target's querie
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,7 +28,7 @@ from kvlingo_mlx.generation import (
     check_max_tokens,
     check_numbers,
     check_tokens,
-    summary,
+    joined,
     timed,
     with_prefix,
 )
@@ -238,12 +237,4 @@ def folded_generate(
             allow it; the message says why.
         MissingModelError, MissingTranslatorError, MalformedTranslatorError: As for ``generate``.
     """
-    text, response = "", None
-    for response in folded_stream_generate(prefill_model, decode_model, prompt, **options):
-        text += response.text
-        if verbose:
-            sys.stdout.write(response.text)
-            sys.stdout.flush()
-    if verbose and response is not None:
-        sys.stdout.write(f"\n{'=' * 10}\n{summary(response)}\n")
-    return text
+    return joined(folded_stream_generate(prefill_model, decode_model, prompt, **options), verbose)

@@ -63,23 +63,21 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=2)
     parser.add_argument("--memory", type=int, default=MEMORY, help="bytes of sums alive at once")
     parser.add_argument("--alone", choices=names, help=argparse.SUPPRESS)
-    parser.add_argument("--json", help="append the record to this file")
+    parser.add_argument("--json", help="append a record each to this file")
     args = parser.parse_args()
     if args.alone:
         print(json.dumps(measured(args, args.alone)))
         return
-    results = {}
+    config = {k: getattr(args, k) for k in ("layers", "heads", "head_dim", "nu", "samples")}
     for name in args.assignments:
         command = [sys.executable, *sys.argv, "--alone", name]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        results[name] = json.loads(done.stdout.splitlines()[-1])
-        found = results[name]
+        found = json.loads(done.stdout.splitlines()[-1])
         print(f"{name:15s} peak {found['peak']:.2f} GiB, {found['before']:.2f} before the fit; "
-              f"{found['seconds']:.0f} s")  # fmt: skip
+              f"{found['seconds']:.0f} s", flush=True)  # fmt: skip
+        if args.json:
+            measure.append_json(args.json, measure.record("fit_memory", config, {name: found}))
     print(measure.machine_line())
-    if args.json:
-        config = {k: getattr(args, k) for k in ("layers", "heads", "head_dim", "nu", "samples")}
-        measure.append_json(args.json, measure.record("fit_memory", config, results))
 
 
 if __name__ == "__main__":

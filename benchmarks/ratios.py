@@ -20,6 +20,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+import folded_decoding
 import switch_cost
 import translation_cost
 import window_cost
@@ -27,10 +28,11 @@ from mlx_lm.generate import generate_step
 
 from kvlingo_mlx import caches, generation, measure, profiles
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.timing import geometries, profiling, tables
+from kvlingo_mlx.timing import geometries, memory_budget, profiling, tables
 from kvlingo_mlx.timing.paths import Paths
 from kvlingo_mlx.translators.base import Translator
 
+BESIDE_CACHE = "alive_beside_source_cache"
 Found = Mapping[str, Any]  # "ratios" by round; "processor_ratios" likewise, where it is of times
 
 
@@ -140,6 +142,22 @@ def _grown(action: Callable[[], object]) -> int:
     return measure.peak_bytes(action) - resident
 
 
+# ---- folded decoding --------------------------------------------------------------------------
+
+
+def folded(name: str, trials: int, context: int = 8192, layers: int = 6) -> Found:
+    """One ratio of a folded decoder at Gemma-3-12B's widths, 4 bits, a batch of one."""
+    models = memory_budget.setup(layers, "4bit")
+    mx.synchronize()
+    mx.clear_cache()
+    weights = mx.get_active_memory()
+    cell = memory_budget.measure_cell(models, context, 1, trials=max(3, trials // 3), decoded=2)
+    if name == "memory":
+        return {"ratios": [folded_decoding.summary(cell, models, weights)[BESIDE_CACHE]]}
+    steps = zip(cell.maps, cell.samples["folded"], strict=True)
+    return {"ratios": [maps / step for maps, step in steps]}
+
+
 # ---- strategy auto ----------------------------------------------------------------------------
 
 
@@ -225,6 +243,14 @@ RATIOS = {
     "switch": Ratio("switch / (translation + step)", 1.05, switch),
     "window": Ratio("window-only layers / every token, Gemma-3 widths", 0.30, window),
     "memory": Ratio("hand-over's peak / (source prefill + target cache + chunk)", 1.0, memory),
+    "folded-memory": Ratio(
+        "alive in folded decoding beyond weights / the source's cache", 1.1,
+        lambda trials: folded("memory", trials),
+    ),
+    "folded-translator": Ratio(
+        "the translator's products / a folded decoding step", 0.1,
+        lambda trials: folded("maps", trials),
+    ),
     "auto-small-source": Ratio(
         "auto / the sooner way, small source", 1.05, lambda trials: auto(trials, 64, 512)
     ),

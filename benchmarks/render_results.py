@@ -8,6 +8,7 @@ Every number on that page comes from a record, beside the command that made it.
 from __future__ import annotations
 
 from rendering.conversations import conversations
+from rendering.promises import alignment, checks, fit_memory, folded, ratios
 from rendering.quality import (
     analyses,
     closed_forms,
@@ -33,6 +34,7 @@ def main() -> None:
         HEAD,
         closed_forms(),
         families(),
+        alignment(),
         hybrids(),
         objectives(),
         throughput(),
@@ -40,6 +42,10 @@ def main() -> None:
         conversations(),
         switches(),
         gpu_switches(),
+        folded(),
+        ratios(),
+        checks(),
+        fit_memory(),
         evaluations(),
         analyses(),
     ]

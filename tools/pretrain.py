@@ -162,6 +162,10 @@ MODELS = {
     "tiny-qwen3-deep": Model(44, "qwen3", QWEN3 | dict(
         hidden_size=128, intermediate_size=256, num_hidden_layers=7,
         num_attention_heads=4, num_key_value_heads=2, head_dim=64)),
+    # Half as wide a cache as any other: what decoding under a memory budget is for.
+    "tiny-qwen3-narrow": Model(133, "qwen3", QWEN3 | dict(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=32)),
     "tiny-gemma3-s": Model(55, "gemma3_text", GEMMA3 | dict(
         hidden_size=128, intermediate_size=256, num_hidden_layers=4, sliding_window_pattern=2,
         num_attention_heads=4, num_key_value_heads=4, head_dim=32,

@@ -116,12 +116,13 @@ class Translator(ABC):
         # A source's own rings hold no more than its windows.
         held = max(states.first(layer) for cut in group.cuts for reads in cut for _, layer in reads)
         begin = min(start, max(held, states.end - group.needed(states.end - start)))
-        read = partial(self._read, states, begin)
+        split = not (self.config.head_mixing or group.segmented)
+        read = partial(self._read, states, begin, split)
         result = self._map(group, group.inputs(read)).astype(mx.float32)[..., start - begin :, :]
         return result + group.vector("bias") if "bias" in group.tensors else result
 
-    def _read(self, states: KVStates, start: int, read: Read) -> mx.array:
-        """From ``start`` on, as (B, 1, T, Hs * d), or each target head's own (B, H, T, d)."""
+    def _read(self, states: KVStates, start: int, split: bool, read: Read) -> mx.array:
+        """From ``start`` on, (B, 1, T, Hs * d); ``split``: each target head's own, (B, H, T, d)."""
         side, layer = read
         if start < states.first(layer):
             raise ValueError(
@@ -129,15 +130,15 @@ class Translator(ABC):
                 f"and {start} is to be translated; prefill the source, or give windows' starts"
             )
         array = states.side(side)[layer][:, start - states.first(layer) :]
-        if self.config.head_mixing:
+        if not split:
             return array[:, None]
         batch, tokens, _ = array.shape
         heads = self.config.source.layers[layer].kv_heads
-        split = array.reshape(batch, tokens, heads, -1).swapaxes(1, 2)
+        parted = array.reshape(batch, tokens, heads, -1).swapaxes(1, 2)
         if self._head_index is not None:
-            return mx.take(split, self._head_index, axis=1)
+            return mx.take(parted, self._head_index, axis=1)
         # A CPU's matmul copies what is not contiguous, three times slower than this (LOG.md).
-        return split if on_gpu() else mx.contiguous(split)
+        return parted if on_gpu() else mx.contiguous(parted)
 
     @cached_property
     def _head_index(self) -> mx.array | None:

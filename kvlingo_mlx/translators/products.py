@@ -13,7 +13,9 @@ How the products are cut depends on the machine, and only ``plan`` knows:
 - On a GPU all target layers of equal shape go through one matmul, the source layers of
   each concatenated: separate matmuls would be launch-bound.
 - On a CPU each layer and each of its source layers has a matmul of its own, summed in
-  place: stacking the inputs costs more than launching (benchmarks/LOG.md).
+  place: stacking the inputs costs more than launching (benchmarks/LOG.md). A head-wise map reads
+  its heads side by side, as segments of one product, where each target head has its own source
+  head: to lay them out one after another takes half as long as the product itself.
 
 How a row of a product is rounded may depend on the product's shape, since a BLAS cuts its tiles
 and shares its threads by it. Layers with a window therefore have products of ``BLOCK`` tokens,
@@ -32,11 +34,12 @@ from kvlingo_mlx.backend import mx, on_gpu
 import numpy as np
 
 from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import MATRICES, SIDES, TranslatorConfig
+from kvlingo_mlx.translator_config import MATRICES, SIDES, TranslatorConfig, head_map_of
 from kvlingo_mlx.translators.quantised import Quantised, fits
 
 Read = tuple[str, int]  # a side and a source layer
 HIDDEN = ("w1", "b1")  # tensors whose rows are hidden units
+OVER_STATES = ("weight", "w1")  # matrices over a source's states
 # Hidden numbers a token of one group: half a gigabyte in float32 for a chunk of 2048 tokens.
 MAX_HIDDEN = 2**16
 BLOCK = 256  # tokens: as fast as one product for all; 32 take a third longer on a CPU
@@ -54,12 +57,14 @@ class Group:
             a source's states one a cut, some of them quantised where that was asked for; and
             vectors (G, 1, 1 or H, 1, numbers) in float32.
         in_blocks: Whether products are of ``BLOCK`` tokens: the layers have a window.
+        segmented: Whether products over a source's states read all heads' widths side by side.
     """
 
     layers: tuple[int, ...]
     cuts: tuple[tuple[tuple[Read, ...], ...], ...]
     tensors: dict[str, tuple[mx.array | Quantised, ...]]
     in_blocks: bool = False
+    segmented: bool = False
 
     def above(self, layers: int) -> Group | None:
         """The same for target layers from ``layers`` on alone; its numbers are shared."""
@@ -71,6 +76,7 @@ class Group:
             tuple(cut[skipped:] for cut in self.cuts),
             {name: tuple(part[skipped:] for part in parts) for name, parts in self.tensors.items()},
             self.in_blocks,
+            self.segmented,
         )
 
     def needed(self, tokens: int) -> int:
@@ -78,7 +84,10 @@ class Group:
         return -(-tokens // BLOCK) * BLOCK if self.in_blocks else tokens
 
     def inputs(self, read: Callable[[Read], mx.array]) -> list[mx.array]:
-        """What each cut reads, (G, B, 1 or H, T, in); ``read`` gives (B, 1 or H, T, in)."""
+        """What each cut reads, (G, B, 1 or H, T, in); ``read`` gives (B, 1 or H, T, in).
+
+        Where ``segmented``, (1, B, 1, T, H * in).
+        """
         inputs = []
         for cut in self.cuts:
             layers = [_join([read(r) for r in reads]) for reads in cut]
@@ -111,6 +120,10 @@ class Group:
                 result = product if result is None else result + product
                 continue
             matrix = part.swapaxes(-1, -2)
+            if self.segmented and name in OVER_STATES:
+                product = _segmented(array, matrix)
+                result = product if result is None else result + product
+                continue
             if array.ndim > matrix.ndim:
                 matrix = mx.expand_dims(matrix, 3)
             result = array @ matrix if result is None else mx.addmm(result, array, matrix)
@@ -150,6 +163,19 @@ class Group:
                     array = array.reshape(-1, array.shape[-1])
                 out[layer, name] = array
         return out
+
+
+def _segmented(array: mx.array, matrix: mx.array) -> mx.array:
+    """(1, B, 1, T, H * in) by (1, 1, H, in, rows), head by head: (1, B, H, T, rows)."""
+    _, _, heads, width, rows = matrix.shape
+    _, batch, _, tokens, _ = array.shape
+    edges = mx.arange(0, heads * width, width, dtype=mx.uint32)
+    product = mx.segmented_mm(
+        array.reshape(batch * tokens, heads * width).astype(matrix.dtype),
+        matrix.reshape(heads * width, rows),
+        mx.stack([edges, edges + width], axis=1),
+    )
+    return product.reshape(1, heads, batch, tokens, rows).swapaxes(1, 2)
 
 
 def plan(
@@ -208,6 +234,9 @@ def _group(
     edges = [] if whole else np.cumsum(widths)[:-1].tolist()
     first = config.target.layers[layers[0]]
     heads = first.kv_heads
+    own_heads = not config.head_mixing and head_map_of(config) == tuple(range(heads))
+    # Not in blocks: a segment's rows, unlike a block's, lie apart.
+    segmented = own_heads and not (batched or bits or first.window or on_gpu())
     prefix = f"{side}.{layers[0]}."
     tensors: dict[str, tuple[mx.array | Quantised, ...]] = {}
     for name in (n.removeprefix(prefix) for n in weights.arrays if n.startswith(prefix)):
@@ -220,10 +249,14 @@ def _group(
         stacked = np.stack([weights.arrays[n] for n in own])
         stacked = stacked.reshape(*lead, -1, stacked.shape[-1])
         parts = [stacked] if name == "w2" else np.split(stacked, edges, axis=-1)
+        if segmented and name in OVER_STATES:
+            tensors[name] = tuple(_by_columns(p, weights) for p in parts)
+            continue
         packed = bits if fits(stacked.shape[-1]) else None
         tensors[name] = tuple(_device(p, weights, packed, config.head_mixing) for p in parts)
     cuts = (tuple(reads),) if whole else tuple(((read,),) for read in reads[0])
-    return Group(tuple(layers), cuts, tensors, in_blocks=first.window is not None)
+    in_blocks = first.window is not None
+    return Group(tuple(layers), cuts, tensors, in_blocks, segmented)
 
 
 def _device(
@@ -236,6 +269,11 @@ def _device(
     if bits is not None:
         return Quantised.of(out, bits, stack_heads=stack_heads, wide=not on_gpu())
     return out if on_gpu() else out.astype(mx.float32)
+
+
+def _by_columns(array: np.ndarray, weights: Weights) -> mx.array:
+    """Shaped as :func:`_device` has it, and laid out by columns, as segments are read."""
+    return _device(array.swapaxes(-1, -2), weights, None, False).swapaxes(-1, -2)
 
 
 def _join(arrays: Sequence[mx.array]) -> mx.array:

@@ -54,11 +54,13 @@ class Form:
     joint: bool = False
     gate: bool = False
     head_map: tuple[int, ...] | None = None
+    source_heads: int = 2  # half as many as the target's
 
 
 FORMS = {
     "linear": Form(),
     "linear head-wise": Form(head_mixing=False),
+    "linear own heads": Form(head_mixing=False, source_heads=4),
     "joint": Form(joint=True),
     "mlp": Form("mlp"),
     "mlp gated": Form("mlp", gate=True),
@@ -67,6 +69,7 @@ FORMS = {
     "mlp head map": Form("mlp", head_mixing=False, gate=True, head_map=(1, 0, 0, 1)),
     "linear_mlp": Form("linear_mlp"),
     "linear_mlp head-wise": Form("linear_mlp", head_mixing=False),
+    "linear_mlp own heads": Form("linear_mlp", head_mixing=False, source_heads=4),
 }
 # For each target layer, in order; layers 1 and 3 are of the other attention group.
 HIDDEN = {"keys": (5, 6, 5, 6, 9), "values": (4, 6, 4, 6, 4)}
@@ -81,7 +84,8 @@ each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"]
 
 def config_json(form: Form, nu: int = 2) -> dict[str, Any]:
     """From four layers to five; a head-wise translator's models have one head count each."""
-    full, sliding = ((2, 4, 3), (2 if not form.head_mixing else 3, 6, 5))
+    heads = form.source_heads
+    full, sliding = ((heads, 4, 3), (heads if not form.head_mixing else 3, 6, 5))
     source = [layer_json(i, *full) for i in (0, 1)]
     source += [layer_json(i, *sliding, window=8) for i in (2, 3)]
     full, sliding = ((4, 3, 5), (4 if not form.head_mixing else 2, 7, 2))
@@ -338,6 +342,19 @@ def test_groups_of_many_hidden_units_are_cut(form: Form, monkeypatch: pytest.Mon
     assert max(errors(layers_of(cut(to_device(states))), whole)) <= TOLERANCE
     most = max(len(group.layers) for side in SIDES for group in cut.groups[side])
     assert most == (3 if form.kind == "linear" else 2 if form.head_mixing else 1)
+
+
+@pytest.mark.parametrize("name", ["linear head-wise", "linear own heads", "linear_mlp own heads"])
+def test_own_heads_are_segments_of_one_product(name: str) -> None:
+    """On a CPU, where no layer has a window and nothing is quantised."""
+    data = config_json(FORMS[name])
+    weights = Weights("float32", random_arrays(FORMS[name], data, True))
+    for batched, bits in itertools.product((True, False), (None, 8)):
+        built = build(to_config(data), weights, batched=batched, bits=bits)
+        cut = "own" in name and not (batched or bits)
+        windows = [layer["window"] for layer in data["target"]["layers"]]
+        for group in (group for side in SIDES for group in built.groups[side]):
+            assert group.segmented == (cut and windows[group.layers[0]] is None)
 
 
 def without(last: str) -> Callable[[dict[str, Any], Arrays], Arrays]:

@@ -350,7 +350,7 @@ def test_own_heads_are_segments_of_one_product(name: str) -> None:
     data = config_json(FORMS[name])
     weights = Weights("float32", random_arrays(FORMS[name], data, True))
     for batched, bits in itertools.product((True, False), (None, 8)):
-        built = build(to_config(data), weights, batched=batched, bits=bits)
+        built = build(to_config(data), weights, batched=batched, quantize=bits)
         cut = "own" in name and not (batched or bits)
         windows = [layer["window"] for layer in data["target"]["layers"]]
         for group in (group for side in SIDES for group in built.groups[side]):

@@ -21,13 +21,14 @@ from kvlingo_mlx.capture import move, prefill
 from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
 from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.attention import attention_mass
+from kvlingo_mlx.geometry import LayerGeometry
 from kvlingo_mlx.handover import check_capture
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.pairing import check_positions
 from kvlingo_mlx.samples import Sample, to_samples
-from kvlingo_mlx.selection import METHODS, Tiles, candidates, choose, tile_bytes
+from kvlingo_mlx.selection import METHODS, Candidates, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.translator_config import (
@@ -241,27 +242,40 @@ def _select(
     lists = {side: list(config.assignment.side(side)) for side in SIDES}
     weights: dict[str, np.ndarray] = {}
     ranks: list[int] = []
-    parts = []
-    for side in SIDES:
-        between, each = tile_bytes(source, reads, side)
-        parts += [(side, batch) for batch in _batches(each, memory - between)]
+    parts = _parts(source, reads, memory)
     reader.passes(len(parts))
-    tiles, last = Tiles({}), None
-    for side, batch in parts:
-        if side != last:
-            tiles, last = Tiles({}), side
-        tiles.turn_to({t: reads[t] for t in batch})
-        reader.read(partial(_add_tiles, tiles, side), weighted=reader.norm not in ATTENTION_NORMS)
-        for t, layers in choose(tiles, method, nu).items():
-            lists[side][t] = layers
-            config = dataclasses.replace(
-                config, assignment=Assignment(*(tuple(lists[s]) for s in SIDES))
-            )
-            if reader.norm not in ATTENTION_NORMS:
-                solved, found = solve_maps(config, {f"{side}.{t}": tiles.moments(t, layers)})
-                weights |= solved
-                ranks += found
+    weighted = reader.norm not in ATTENTION_NORMS
+    tiles: dict[str, Tiles] = {}
+    for part in parts:
+        tiles = {side: tiles.get(side, Tiles({})) for side in part}
+        for side, batch in part.items():
+            tiles[side].turn_to({t: reads[t] for t in batch})
+        reader.read(partial(_add_tiles, tiles), weighted=weighted)
+        for side in part:
+            for t, layers in choose(tiles[side], method, nu).items():
+                lists[side][t] = layers
+                assignment = Assignment(*(tuple(lists[s]) for s in SIDES))
+                config = dataclasses.replace(config, assignment=assignment)
+                if weighted:
+                    moments = {f"{side}.{t}": tiles[side].moments(t, layers)}
+                    solved, found = solve_maps(config, moments)
+                    weights |= solved
+                    ranks += found
     return config, weights, ranks
+
+
+def _parts(
+    source: Sequence[LayerGeometry], reads: Candidates, memory: int
+) -> list[dict[str, list[int]]]:
+    """What each pass over the data sums: target layers by side; all in one where it fits."""
+    sizes = {side: tile_bytes(source, reads, side) for side in SIDES}
+    if sum(between + sum(each.values()) for between, each in sizes.values()) <= memory:
+        return [{side: list(each) for side, (_, each) in sizes.items()}]
+    return [
+        {side: batch}
+        for side, (between, each) in sizes.items()
+        for batch in _batches(each, memory - between)
+    ]
 
 
 def _batches(sizes: Mapping[Any, int], memory: int) -> Iterator[list[Any]]:
@@ -310,10 +324,13 @@ def _add_maps(
 
 
 def _add_tiles(
-    tiles: Tiles, side: str, read: KVStates, wanted: KVStates, weights: np.ndarray | None
+    tiles: Mapping[str, Tiles], read: KVStates, wanted: KVStates, weights: np.ndarray | None
 ) -> None:
-    xs, ys = ([_rows(a).astype(np.float64) for a in states.side(side)] for states in (read, wanted))
-    tiles.add(xs, ys, None if weights is None else weights[0])
+    for side, sums in tiles.items():
+        xs, ys = (
+            [_rows(a).astype(np.float64) for a in states.side(side)] for states in (read, wanted)
+        )
+        sums.add(xs, ys, None if weights is None else weights[0])
 
 
 def _rows(array: mx.array) -> np.ndarray:

@@ -262,18 +262,26 @@ def _group(
 def _device(
     array: np.ndarray, weights: Weights, bits: int | None, stack_heads: bool
 ) -> mx.array | Quantised:
+    """To MLX, quantised or as floats."""
+    if bits is None:
+        return _floats(array, weights)
+    return Quantised.of(_loaded(array, weights), bits, stack_heads=stack_heads, wide=not on_gpu())
+
+
+def _floats(array: np.ndarray, weights: Weights) -> mx.array:
     """To MLX; what is of 16 bits becomes float32 on a CPU, where 16-bit matmuls are slow."""
-    out = mx.array(np.ascontiguousarray(array))
-    if weights.dtype == "bfloat16":
-        out = out.view(mx.bfloat16)
-    if bits is not None:
-        return Quantised.of(out, bits, stack_heads=stack_heads, wide=not on_gpu())
+    out = _loaded(array, weights)
     return out if on_gpu() else out.astype(mx.float32)
 
 
+def _loaded(array: np.ndarray, weights: Weights) -> mx.array:
+    out = mx.array(np.ascontiguousarray(array))
+    return out.view(mx.bfloat16) if weights.dtype == "bfloat16" else out
+
+
 def _by_columns(array: np.ndarray, weights: Weights) -> mx.array:
-    """Shaped as :func:`_device` has it, and laid out by columns, as segments are read."""
-    return _device(array.swapaxes(-1, -2), weights, None, False).swapaxes(-1, -2)
+    """The same floats, laid out by columns, as segments are read."""
+    return _floats(array.swapaxes(-1, -2), weights).swapaxes(-1, -2)
 
 
 def _join(arrays: Sequence[mx.array]) -> mx.array:

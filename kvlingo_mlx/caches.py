@@ -9,7 +9,13 @@ from typing import Any
 from kvlingo_mlx.backend import mx, nn
 
 import mlx_lm.models.cache
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    create_attention_mask,
+    make_prompt_cache,
+)
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT, Finish
@@ -19,7 +25,7 @@ from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates, flat
 
 GROW = KVCache.step
 SIDES = ("keys", "values")
-MOVING = ("offset", "_idx")  # what a cache's numbers say of how far it is written
+MOVING = ("offset", "_idx", "entries")  # what a cache's numbers say of how far it is written
 Sides = tuple[mx.array, mx.array]
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX quantises by
 
@@ -81,7 +87,77 @@ class TranslatedQuantizedKVCache(_Pinned, QuantizedKVCache):
         self.keys, self.values, self.offset, self.group_size, self.bits = stock
 
 
-for _cls in (TranslatedKVCache, TranslatedQuantizedKVCache):  # load_prompt_cache looks there
+class PositionedKVCache(KVCache):
+    """Entries at true positions, not one a token: the next position is kept apart from the length.
+
+    ``offset`` is the number of the model's own tokens, where the next one is rotated, and
+    ``entries`` how much is stored. A token sees all entries that were there before it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries = 0
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append tokens' own keys and values, an entry each; returns all there are."""
+        self.put(keys, values)
+        self.offset += keys.shape[2]
+        return self.keys_and_values()
+
+    def put(self, keys: mx.array, values: mx.array) -> None:
+        """Append entries (B, H, S, D); the next position stays as it is."""
+        offset, self.offset = self.offset, self.entries  # a stock cache writes at its offset
+        try:
+            super().update_and_fetch(keys, values)
+            self.entries = self.offset
+        finally:
+            self.offset = offset
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """What is stored, (B, H, E, D) each."""
+        return self.keys[..., : self.entries, :], self.values[..., : self.entries, :]
+
+    def make_mask(
+        self, count: int, return_array: bool = False, window_size: int | None = None
+    ) -> Any:
+        """Of ``count`` tokens: causal, aligned to the last entry."""
+        return create_attention_mask(count, self.entries, return_array, window_size)
+
+    def is_trimmable(self) -> bool:
+        """Never by a number of tokens alone: :func:`shorten` is also told how many entries stay."""
+        return False
+
+    def trim(self, n: int) -> int:
+        """Nothing: how many entries ``n`` tokens have is not known here."""
+        return 0
+
+    def size(self) -> int:
+        """How many entries there are."""
+        return self.entries
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
+        """Not possible, as mlx-lm's quantised cache knows no positions."""
+        raise UnsupportedModelError(
+            "a PositionedKVCache cannot be quantised; leave out kv_bits (--kv-bits)"
+        )
+
+    @classmethod
+    def merge(cls, caches: Any) -> Any:
+        """Not possible, as mlx-lm's batches take a cache's length for its next position."""
+        raise UnsupportedModelError("a PositionedKVCache cannot be part of a batch")
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """What is evaluated and saved."""
+        return *super().state, self.entries
+
+    @state.setter
+    def state(self, saved: tuple[Any, ...]) -> None:
+        self.keys, self.values, self.offset, self.entries = saved
+
+
+# load_prompt_cache looks there.
+for _cls in (TranslatedKVCache, TranslatedQuantizedKVCache, PositionedKVCache):
     setattr(mlx_lm.models.cache, _cls.__name__, _cls)
 
 
@@ -94,6 +170,43 @@ def pin(caches: Sequence[Any]) -> list[Any]:
         found.prefix = cache.offset
         pinned.append(found)
     return pinned
+
+
+def positioned(caches: Sequence[Any]) -> list[Any]:
+    """Stock caches without windows, as ones whose entries need not be one a token."""
+    made = []
+    for cache in caches:
+        found = PositionedKVCache()
+        found.keys, found.values, found.offset = cache.keys, cache.values, cache.offset
+        found.entries = getattr(cache, "entries", cache.offset)
+        made.append(found)
+    return made
+
+
+def put(
+    caches: Sequence[PositionedKVCache],
+    states: TranslatedStates,
+    model: LanguageModel,
+    positions: mx.array,
+) -> None:
+    """Append a translated span, each entry rotated at its own of ``positions`` (S,); lazily.
+
+    The next token's position stays as it was: :func:`move_on`.
+    """
+    for layer, _, stored in _stored(states, model, positions):
+        caches[layer].put(*stored)
+
+
+def move_on(caches: Sequence[PositionedKVCache], position: int) -> None:
+    """Let the next token's position be another."""
+    for cache in caches:
+        cache.offset = position
+
+
+def shorten(caches: Sequence[PositionedKVCache], position: int, entries: int) -> None:
+    """Go back to a shorter length: the next position, and how many entries stay."""
+    for cache in caches:
+        cache.offset, cache.entries = position, entries
 
 
 def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]:
@@ -527,7 +640,7 @@ def is_ring(cache: Any) -> bool:
 def is_stock(cache: Any, window: int | None) -> bool:
     """Whether a cache is mlx-lm's own for a layer with such a window, or with none."""
     if window is None:
-        return type(cache) in (KVCache, TranslatedKVCache)
+        return type(cache) in (KVCache, TranslatedKVCache, PositionedKVCache)
     return type(cache) is RotatingKVCache and cache.max_size == window
 
 
@@ -543,6 +656,8 @@ def restored(model: LanguageModel, layer: int, known: Mapping[str, int], arrays:
         ValueError: They do not describe this layer of ``model``.
     """
     cache = make_prompt_cache(model.model)[layer]
+    if "entries" in known and type(cache) is KVCache:
+        cache = PositionedKVCache()
     fixed = {name: value for name, value in numbers(cache).items() if name not in MOVING}
     if set(known) != set(numbers(cache)) or any(known[n] != value for n, value in fixed.items()):
         raise ValueError(f"layer {layer} of {model.name} has a {type(cache).__name__} of {fixed}")
@@ -553,7 +668,7 @@ def restored(model: LanguageModel, layer: int, known: Mapping[str, int], arrays:
                 f"layer {layer} of {model.name} holds {array.dtype} {array.shape}; expected "
                 f"{model.cache_dtype} {(1, heads, room, width)}"
             )
-    if known.get("_idx", known["offset"]) > room:
+    if known.get("_idx", known.get("entries", known["offset"])) > room:
         raise ValueError(f"layer {layer} of {model.name} holds {room} tokens, not {known}")
     vars(cache).update(known)
     cache.keys, cache.values = arrays

@@ -199,7 +199,7 @@ def content_spans(render: Render, messages: Messages) -> tuple[str, tuple[Span |
         The text, and the characters of each part; None for one that is not there as it was.
     """
     text = render(messages)
-    parts = [(i, span) for i, m in enumerate(messages) for span in _parts(m.get("content"))]
+    parts = [(i, span) for i, m in enumerate(messages) for span in content_parts(m.get("content"))]
     found = _located(text, render, messages, parts, range(len(parts)))
     if found is None:
         found = {}
@@ -208,7 +208,7 @@ def content_spans(render: Render, messages: Messages) -> tuple[str, tuple[Span |
     return text, tuple(found.get(part) for part in range(len(parts)))
 
 
-def _parts(content: Any) -> list[Span]:
+def content_parts(content: Any) -> list[Span]:
     """The parts of a content by its characters; none of what is not text."""
     spans, at = [], 0
     for piece in THINK_MARKS.split(content if isinstance(content, str) else ""):

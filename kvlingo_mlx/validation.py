@@ -59,8 +59,9 @@ def _difference(held: Any, model: LanguageModel, index: int, num_tokens: int) ->
     if held.keys is None or held.values is None:
         return f"it is empty, expected {num_tokens} tokens"
     shapes = zip(caches.stored_shape(model, index), (held.keys, held.values), strict=True)
+    held_entries = getattr(held, "entries", num_tokens)  # those of two tokenizers: not one a token
     for side, ((heads, width), array) in zip(caches.SIDES, shapes, strict=True):
-        if found := _of_array(array, model, layer, (heads, width), num_tokens):
+        if found := _of_array(array, model, layer, (heads, width), held_entries):
             return f"its {side} {found}"
     return None
 

@@ -18,6 +18,9 @@ from typing import Any, Self
 
 from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, stats_of
+from kvlingo_mlx.conversation.cross_exchange import CrossExchange
+from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
+from kvlingo_mlx.conversation.cross_turn import CrossTurn
 from kvlingo_mlx.conversation.exchange import Exchange, Given, Switch
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript, template_difference
@@ -40,11 +43,14 @@ class Conversation:
     """Several models over one context.
 
     Args:
-        models: By name, each a folder, a Hub id or a loaded model. Their tokenizers must agree.
+        models: By name, each a folder, a Hub id or a loaded model. Where their tokenizers differ
+            each reads the messages by its own chat template; contents are translated, and what a
+            template puts around them its own model reads.
         translators: Loaded, or folders or Hub ids; each serves the directions that its two
             models fit. What is missing is looked for in the local store.
         strategy: ``alternated``; for comparison ``naive``, which translates the whole prefix
-            anew at every switch, translated spans included, and ``reprefill``.
+            anew at every switch, translated spans included (not between tokenizers), and
+            ``reprefill``.
         eager: Translate what one model wrote for all the others as soon as it is finished, so
             that a switch costs one decoding step. Off saves the other lines' memory.
         on_missing: ``error``, or ``reprefill`` to let a model read what no translator brings it.
@@ -60,11 +66,14 @@ class Conversation:
         allow_mismatch: Accept translators made for other checkpoints of the same shape.
         quantize: Bits of the translators that are loaded here, as in :func:`load_translator`.
         native_layers: Cache layers, from the first on, that the incoming model reads itself at a
-            switch, as in :func:`hand_over`; the spans above them are translated.
+            switch, as in :func:`hand_over`; the spans above them are translated. Not between
+            tokenizers.
 
     Raises:
         ValueError: No models, or an argument without meaning.
-        IncompatibleTranslatorError: The tokenizers differ, or a translator fits no direction.
+        IncompatibleTranslatorError: A translator fits no direction.
+        UnsupportedModelError: One is given for a model that cannot take over from another
+            tokenizer, as those with windows cannot.
     """
 
     def __init__(
@@ -89,8 +98,10 @@ class Conversation:
             raise ValueError("a conversation needs a model; give models={'name': model}")
         if tools is not None:
             _check_json(tools)
-        self.exchange = Exchange(
-            _loaded(models), translators,
+        loaded = _loaded(models)
+        several = len(_by_tokenizer(loaded.values())) > 1
+        self.exchange = (CrossExchange if several else Exchange)(
+            loaded, translators,
             strategy=strategy, on_missing=on_missing, offload=offload,
             step_size=prefill_step_size, allow_mismatch=allow_mismatch, quantize=quantize,
             native_layers=native_layers,
@@ -98,7 +109,8 @@ class Conversation:
         self.eager, self._open, self._compared = eager, False, False
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
-        self.transcript = Transcript(start, verbatim=verbatim, switches=switches)
+        kind: type[Transcript] = CrossTranscript if several else Transcript
+        self.transcript = kind(start, verbatim=verbatim, switches=switches)
 
     @property
     def lines(self) -> Mapping[str, Line]:
@@ -148,8 +160,9 @@ class Conversation:
         if self._compared or not alternated:
             return
         self._compared = True
-        models = [line.model for line in self.lines.values()]
-        if found := template_difference(models, self.transcript.switches):
+        for models in _by_tokenizer([line.model for line in self.lines.values()]):
+            if not (found := template_difference(models, self.transcript.switches)):
+                continue
             one, other, position = found
             warnings.warn(
                 f"the chat templates of {one.name} and {other.name} differ from token {position} "
@@ -209,14 +222,8 @@ class Conversation:
         self._check_closed()
         self._compare_templates()
         named = [n for n in (name, prefill, reasoning) if n is not None]
-        models = [self.exchange.line(n).model for n in named]  # all, before anybody begins
-        new, model = _messages(message), models[0]
-        prompt = self.transcript.prompt(model, new)
-        for each in models:
-            each.check_tokens(prompt)
-        mark = self.transcript.end_of_messages(model, new, prompt)
         options = {"sampler": sampler, "logits_processors": logits_processors}
-        turn = Turn(self.exchange, new, prompt, mark, max_tokens, options)
+        turn = self._turn(named, _messages(message), max_tokens, options)
         parts: list[tuple[str, int | None, str | None]] = [(name, None, None)]
         if reasoning is not None:
             parts.insert(0, (reasoning, None, THOUGHT))
@@ -225,7 +232,7 @@ class Conversation:
         self._open = True
         try:
             if prefill is not None and first_token == "target":
-                self.exchange.bring(prefill, prompt[:-1], mark)
+                turn.read(prefill)
             for index, (writer, most, until) in enumerate(parts, start=1):
                 if not turn.ended and turn.room(writer) > 0:
                     yield from turn.write(writer, most, until, last=index == len(parts))
@@ -237,14 +244,25 @@ class Conversation:
         finally:
             self._open = False
 
+    def _turn(
+        self, names: Sequence[str], new: list[Message], max_tokens: int, options: dict[str, Any]
+    ) -> Turn:
+        """An answer to ``new`` by some models, the first of which gives the template."""
+        models = [self.exchange.line(n).model for n in names]  # all, before anybody begins
+        if isinstance(self.exchange, CrossExchange):
+            assert isinstance(self.transcript, CrossTranscript)
+            return CrossTurn(self.exchange, self.transcript, new, names, max_tokens, options)
+        prompt = self.transcript.prompt(models[0], new)
+        for each in models:
+            each.check_tokens(prompt)
+        mark = self.transcript.end_of_messages(models[0], new, prompt)
+        return Turn(self.exchange, new, prompt, mark, max_tokens, options)
+
     def _finish(self, turn: Turn, text: str) -> None:
         """Let what was said join the conversation, and the other lines follow."""
-        answer = {"role": "assistant", "content": text}
-        self.transcript.wrote([*turn.messages, answer], turn.prompt, turn.answer)
-        if not self.eager or self.exchange.strategy != "alternated":
-            return
+        turn.book(self.transcript, text)
         try:
-            self.exchange.follow(turn.prompt + turn.answer, turn.mark)
+            turn.follow(eager=self.eager and self.exchange.strategy == "alternated")
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # What was said stands. A switch will translate, or tell why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)
@@ -342,6 +360,17 @@ def _loaded(models: Mapping[str, Model]) -> dict[str, LanguageModel]:
             model = by_path[path] = by_path.get(path) or load(path)
         found[name] = model
     return found
+
+
+def _by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
+    """Models that share a tokenizer together."""
+    listed = list(models)
+    if len(listed) < 2:
+        return [listed]
+    found: dict[str, list[LanguageModel]] = {}
+    for model in listed:
+        found.setdefault(model.tokenizer_fingerprint, []).append(model)
+    return list(found.values())
 
 
 def _messages(message: str | Sequence[Message]) -> list[Message]:

@@ -9,18 +9,22 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.alignment import TokenAlignment
 from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.spans import wrote
 from kvlingo_mlx.conversation.storage import PLACES
+from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
 from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_translator
-from kvlingo_mlx.pairing import check_one_tokenizer, check_pair, check_tokenizers, matches
+from kvlingo_mlx.pairing import check_one_tokenizer, check_pair, matches
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import validate_cache
 
@@ -50,10 +54,14 @@ class Switch:
 
 @dataclass(frozen=True)
 class Step:
-    """Part of a plan: the positions up to ``stop``, read, or translated from ``source``."""
+    """Part of a plan: the positions up to ``stop``, read, or translated from ``source``.
+
+    ``alignment`` says which of the source's tokens stand for them, where it has others.
+    """
 
     source: Line | None
     stop: int
+    alignment: TokenAlignment | None = None
 
 
 class Exchange:
@@ -72,7 +80,7 @@ class Exchange:
     ) -> None:  # fmt: skip
         _check(models, strategy, on_missing, offload, step_size, native_layers)
         records = len(models) > 1 and strategy != "reprefill"
-        self.lines = {name: Line(name, m, records=records) for name, m in models.items()}
+        self.lines = {name: self._open(name, m, records) for name, m in models.items()}
         self.strategy, self.on_missing, self.offload = strategy, on_missing, offload
         self.step_size, self.allow_mismatch, self.quantize = step_size, allow_mismatch, quantize
         self.native_layers = native_layers
@@ -102,12 +110,24 @@ class Exchange:
             raise ValueError(f"there is no model {name!r}; there are {', '.join(self.lines)}")
         return self.lines[name]
 
+    def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
+        """An empty line of a model."""
+        return Line(name, model, records=records)
+
+    def transcript(self, data: Mapping[str, Any]) -> Transcript:
+        """The saved transcript of such a conversation.
+
+        Raises:
+            ValueError, KeyError, TypeError, IndexError: It is none.
+        """
+        return Transcript.from_json(data)
+
     # ---- translators ----------------------------------------------------------------------
 
     def _assign(self, translator: Translator, *, exact: bool) -> None:
         """Give a translator the directions that it serves; those made for them come first."""
         config = translator.config
-        check_one_tokenizer(config, "a conversation")
+        self._check_kind(translator)
         tolerance = self.allow_mismatch and not exact
         pairs = [
             (a.name, b.name)
@@ -127,6 +147,10 @@ class Exchange:
                 self._check_naive(translator)
                 self._native(translator)
                 self._found[source, target] = translator
+
+    def _check_kind(self, translator: Translator) -> None:
+        """Refuse a translator between two tokenizers, where all models share one."""
+        check_one_tokenizer(translator.config, "a conversation of models that share one")
 
     def _check_naive(self, translator: Translator) -> None:
         """Refuse what the naive strategy cannot chain: a translation is translated again."""
@@ -171,10 +195,13 @@ class Exchange:
 
     # ---- switching ------------------------------------------------------------------------
 
-    def bring(self, name: str, tokens: Sequence[int], mark: int | None = None) -> Switch:
+    def bring(
+        self, name: str, tokens: Sequence[int], mark: int | None = None, known: Known | None = None
+    ) -> Switch:
         """Make a line hold ``tokens``: translate what others wrote, read the rest natively.
 
-        ``mark`` is a length at which the line may have to be taken up again.
+        ``mark`` is a length at which the line may have to be taken up again; ``known`` is what
+        models of other tokenizers made of the same conversation.
 
         Raises:
             MissingTranslatorError: Others wrote a part that cannot be translated; nothing has
@@ -186,7 +213,7 @@ class Exchange:
         whole = switched and self.strategy != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
         origin = self.active if switched else self._from
-        plan = self._plan(line, tokens, kept, origin)
+        plan = self._plan(line, tokens, kept, origin, known)
         line.recall()
         line.trim(kept)
         self._grow(line, plan, tokens, mark)
@@ -208,7 +235,8 @@ class Exchange:
         """Let a line grow by a plan, with marks where it begins and at ``mark``."""
         line.mark()
         for step in plan:
-            if mark is not None and len(line) < mark < step.stop:
+            # A line with rings takes over from no other tokenizer: there is nothing to mark.
+            if mark is not None and len(line) < mark < step.stop and step.alignment is None:
                 self._take(line, Step(step.source, mark), tokens)
                 line.mark()
             self._take(line, step, tokens)
@@ -228,8 +256,9 @@ class Exchange:
         )  # fmt: skip
 
     def _plan(
-        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None
-    ) -> list[Step]:
+        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None,
+        known: Known | None = None,
+    ) -> list[Step]:  # fmt: skip
         """Where everything from position ``begun`` on comes from."""
         steps = []
         while begun < len(tokens):
@@ -254,7 +283,7 @@ class Exchange:
         if best.source is not None:
             return best
         if missing is not None and self.on_missing == "error":
-            raise _no_translator(missing, line)
+            raise no_translator(missing, line)
         return Step(None, later)
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
@@ -335,7 +364,7 @@ class Exchange:
         return time.perf_counter() - started
 
 
-def _no_translator(source: Line, target: Line) -> MissingTranslatorError:
+def no_translator(source: Line, target: Line) -> MissingTranslatorError:
     return MissingTranslatorError(
         f"no translator from {source.name} ({source.model.name}) to {target.name} "
         f"({target.model.name}): pass one in translators, make one with `kvlingo-mlx fit`, "
@@ -369,5 +398,3 @@ def _check(
                 f"strategy is 'naive', but {model.name} has windows: its local layers keep too "
                 "little of a translated prefix to be translated again; use alternated"
             )
-    for a, b in itertools.combinations(models.values(), 2):
-        check_tokenizers(a, b, "a conversation takes models of one tokenizer")

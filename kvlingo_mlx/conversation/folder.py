@@ -237,7 +237,7 @@ class Saved:
                 line.restore(entry["facts"], arrays.get("cache", {}))
                 line.native.restore(entry["facts"]["native"], arrays.get("native", {}))
             exchange.active = self._facts["active"]
-            return Transcript.from_json(self._facts["transcript"])
+            return exchange.transcript(self._facts["transcript"])
 
     def _check_translator(self, exchange: Exchange, source: str, target: str, sha256: str) -> None:
         found = exchange.translator(source, target)

@@ -43,12 +43,15 @@ class Line:
 
     def clear(self) -> None:
         """Give up everything."""
-        self._caches: list[Any] = make_prompt_cache(self.model.model)
+        self._caches: list[Any] = self._empty()
         self.tokens: list[int] = []
         self.spans: list[Span] = []
         self.native = Recording()
         self._marks: list[Mark] = []
         self._away: Storage | None = None
+
+    def _empty(self) -> list[Any]:
+        return make_prompt_cache(self.model.model)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -66,7 +69,7 @@ class Line:
 
     def copy(self) -> Line:
         """One that goes its own way."""
-        made = Line(self.name, self.model, records=self.records)
+        made = type(self)(self.name, self.model, records=self.records)
         made._caches = [_copy(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
         made.native, made._marks, made._away = self.native.copy(), list(self._marks), self._away

@@ -39,8 +39,8 @@ def cut(spans: Sequence[Span], length: int) -> list[Span]:
     return [replace(s, stop=min(s.stop, length)) for s in spans if s.start < length]
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many leading tokens two sequences share."""
+def common_prefix(a: Sequence[int] | str, b: Sequence[int] | str) -> int:
+    """How many leading tokens, or characters, two sequences share."""
     shorter = min(len(a), len(b))
     if a[:shorter] == b[:shorter]:  # eight times as fast as to look at each
         return shorter

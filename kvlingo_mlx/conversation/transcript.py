@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.language_model import LanguageModel
@@ -48,9 +48,9 @@ class Transcript:
         self.verbatim, self.switches = verbatim, dict(switches or {})
         self.previous: Transcript | None = None
 
-    def copy(self) -> Transcript:
+    def copy(self) -> Self:
         """One that goes its own way."""
-        made = Transcript(self.messages, verbatim=self.verbatim, switches=self.switches)
+        made = type(self)(self.messages, verbatim=self.verbatim, switches=self.switches)
         made.tokens, made.boundaries = list(self.tokens), list(self.boundaries)
         made.previous = self.previous
         return made

@@ -14,8 +14,9 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
-from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.generation import GenerationResponse, check_numbers, timed, with_prefix
 from kvlingo_mlx.prompts import Message
 from kvlingo_mlx.validation import room_for
@@ -51,6 +52,15 @@ class Turn:
         model = self._exchange.line(name).model
         return room_for(model, len(self.prompt) + len(self.answer), left)
 
+    def read(self, name: str) -> None:
+        """Let a model's line hold the whole prompt but for its last token."""
+        self._exchange.bring(name, self.prompt[:-1], self.mark)
+
+    def _begin(self, name: str) -> tuple[list[int], Switch]:
+        """All tokens so far, in those of a model whose line now holds all but the last of them."""
+        tokens = [*self.prompt, *self.answer]
+        return tokens, self._exchange.bring(name, tokens[:-1], self.mark)
+
     def write(
         self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
     ) -> Iterator[GenerationResponse]:
@@ -59,11 +69,10 @@ class Turn:
         ``last``: nobody goes on after it.
         """
         self._parts += 1
-        tokens = [*self.prompt, *self.answer]
-        switch = self._exchange.bring(name, tokens[:-1], self.mark)
+        tokens, switch = self._begin(name)
         line = self._exchange.line(name)
         limit = self.room(name) if most is None else min(most, self.room(name))
-        text = ""
+        text, begun = "", len(self.answer)
         for response in self._decoded(line, tokens, limit):
             text += response.text
             booked = self._booked(response, switch.seconds)
@@ -71,7 +80,7 @@ class Turn:
             if not last and not self.ended:
                 booked = replace(booked, finish_reason=None)
             yield booked
-            if len(self.answer) == len(tokens) - len(self.prompt) + 1:
+            if len(self.answer) == begun + 1:
                 self._exchange.put_others_away(name)
             if done:
                 return
@@ -87,6 +96,16 @@ class Turn:
         tokenizer = self._exchange.line(name).model.tokenizer
         stopped = self.answer and self.answer[-1] in tokenizer.eos_token_ids
         return tokenizer.decode(self.answer[:-1] if stopped else self.answer)
+
+    def book(self, transcript: Transcript, text: str) -> None:
+        """Let what was asked and answered, as ``text``, join the conversation."""
+        said = {"role": "assistant", "content": text}
+        transcript.wrote([*self.messages, said], self.prompt, self.answer)
+
+    def follow(self, *, eager: bool) -> None:
+        """Let the other lines have what was said, once it is booked."""
+        if eager:
+            self._exchange.follow(self.prompt + self.answer, self.mark)
 
     def _decoded(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
         """What mlx-lm decodes from a line that holds all of ``tokens`` but the last one.

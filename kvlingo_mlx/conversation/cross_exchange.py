@@ -1,0 +1,257 @@
+"""Lines of models with several tokenizers: what one takes over from another's contents."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
+from kvlingo_mlx.conversation.exchange import Exchange, Step, no_translator
+from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.offers import (
+    Known,
+    Offer,
+    best,
+    character,
+    must_wait,
+    next_start,
+    offered,
+    recorded,
+    wrote_itself,
+)
+from kvlingo_mlx.conversation.positioned import PositionedLine
+from kvlingo_mlx.conversation.reading import Reading
+from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.pairing import check_positions
+from kvlingo_mlx.translators.base import Translator
+
+Wanted = Mapping[str, Reading | None]  # by tokenizer; None where it cannot be told
+
+
+class CrossExchange(Exchange):
+    """An exchange between models of several tokenizers.
+
+    Lines of one tokenizer give each other what they have token by token. Lines of two share the
+    messages' contents: each keeps its own model's rendering, whose boilerplate that model reads
+    itself.
+
+    Raises:
+        ValueError: The strategy or ``native_layers`` has no meaning here.
+    """
+
+    def __init__(self, models: Mapping[str, LanguageModel], *args: Any, **options: Any) -> None:
+        if options["strategy"] == "naive":
+            raise ValueError(
+                "strategy is 'naive', but the models have different tokenizers, and a translation "
+                "has no tokens of its own to be translated again; use alternated"
+            )
+        if options.get("native_layers") not in (None, 0):
+            raise ValueError(
+                "native_layers cannot be used between two tokenizers, where a model reads what is "
+                "not translated already; leave it out"
+            )
+        super().__init__(models, *args, **options)
+
+    def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
+        try:
+            check_positions(model)
+        except UnsupportedModelError:
+            return Line(name, model, records=records)  # it can be taken over from
+        return PositionedLine(name, model, records=records)
+
+    def transcript(self, data: Mapping[str, Any]) -> Transcript:
+        """The saved transcript of this conversation, or of one that others join now.
+
+        Raises:
+            ValueError, KeyError, TypeError, IndexError: It is none.
+        """
+        if "states" in data:
+            return CrossTranscript.from_json(data)
+        found = Transcript.from_json(data)
+        spoken = next(iter(self.lines)) if self.active is None else self.active
+        return CrossTranscript.of_one(found, self.lines[spoken].model)
+
+    def key(self, name: str) -> str:
+        """What tells the tokenizer of a model."""
+        return self.line(name).model.tokenizer_fingerprint
+
+    def _alike(self, a: Line, b: Line) -> bool:
+        return a.model.tokenizer_fingerprint == b.model.tokenizer_fingerprint
+
+    def _check_kind(self, translator: Translator) -> None:
+        """Any kind may be given; whether it is a pair's own kind is told with the pair."""
+
+    def _native(self, translator: Translator) -> int:
+        return super()._native(translator) if translator.config.alignment is None else 0
+
+    def _stored(self, source: str, target: str) -> Translator | Path | None:
+        across = not self._alike(self.lines[source], self.lines[target])
+        if across and not isinstance(self.lines[target], PositionedLine):
+            return None
+        return super()._stored(source, target)
+
+    # ---- switching ------------------------------------------------------------------------
+
+    def _sources(self, line: Line, origin: str | None) -> list[Line]:
+        """The lines to translate from token by token."""
+        return [other for other in super()._sources(line, origin) if self._alike(line, other)]
+
+    def _offers(
+        self, line: Line, begun: int, length: int, known: Known | None
+    ) -> tuple[list[Offer], list[Offer]]:
+        """What lines of other tokenizers can give, and what they could if there was a translator.
+
+        ``length`` tokens are wanted.
+        """
+        given: list[Offer] = []
+        missing: list[Offer] = []
+        if known is None or self.strategy == "reprefill":
+            return given, missing
+        target = known.target.rendering(length)
+        for other in self.lines.values():
+            if self._alike(line, other):
+                continue
+            found = self._stored(other.name, line.name) is not None
+            for reading in known.others.get(self.key(other.name), ()):
+                runs = recorded(other) if found else wrote_itself(other)
+                more = offered(other, reading, target, begun, runs)
+                (given if found else missing).extend(more)
+        return given, missing if self.on_missing == "error" else []
+
+    def _plan(
+        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None,
+        known: Known | None = None,
+    ) -> list[Step]:  # fmt: skip
+        """Where everything from position ``begun`` on comes from.
+
+        Raises:
+            MissingTranslatorError: Others wrote a part that cannot be translated.
+            UnsupportedModelError: They did, and this line's model can take over from none.
+        """
+        steps: list[Step] = []
+        given, missing = self._offers(line, begun, len(tokens), known)
+        while begun < len(tokens):
+            steps.append(self._step(line, tokens, begun, origin, given, missing))
+            begun = steps[-1].stop
+        return steps
+
+    def _step(
+        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None,
+        given: Sequence[Offer], missing: Sequence[Offer],
+    ) -> Step:  # fmt: skip
+        """Where what begins at a position comes from, and how far."""
+        refused: MissingTranslatorError | None = None
+        step = Step(None, begun)
+        try:
+            step = self._next(line, tokens, begun, origin)
+        except MissingTranslatorError as error:
+            refused = error
+        if step.source is not None:
+            return step
+        if found := best(given, begun):
+            offer, alignment = found
+            return Step(offer.source, alignment.target[1], alignment)
+        if refused is not None:
+            raise refused
+        for offer in missing:
+            if offer.groups[0, 2] <= begun < offer.groups[-1, 3]:
+                if not isinstance(line, PositionedLine):
+                    check_positions(line.model)
+                raise no_translator(offer.source, line)
+        starts = [next_start(offers, begun) for offers in (given, missing)]
+        return Step(None, min([step.stop, *(s for s in starts if s is not None)]))
+
+    def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> None:
+        """Let a line grow by a step."""
+        if step.alignment is None:
+            super()._take(line, step, tokens)
+            return
+        assert step.source is not None and isinstance(line, PositionedLine)
+        translator = self.translator(step.source.name, line.name)
+        assert translator is not None
+        line.take_across(
+            tokens[len(line) : step.stop], step.alignment, step.source, translator, self.step_size
+        )
+
+    # ---- after an answer ------------------------------------------------------------------
+
+    def follow_across(
+        self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
+    ) -> None:
+        """Translate for every line what it lacks, as far as it can be.
+
+        The models read what stands between translated contents themselves. Lines that were put
+        away stay there.
+
+        Args:
+            wanted: What the lines of each tokenizer are to hold.
+            others: How each tokenizer's models have read the conversation.
+            mark: Where a line with rings may have to be taken up again.
+        """
+        for line in self.lines.values():
+            reading = wanted.get(self.key(line.name))
+            if reading is None or line.away:
+                continue
+            tokens = reading.tokens
+            if line.trim(line.common(tokens)) == len(tokens):
+                continue
+            known = Known(reading, others)
+            try:
+                plan = self._plan(line, tokens, len(line), None, known)
+            except (MissingTranslatorError, UnsupportedModelError):
+                continue
+            self._grow(line, _followed(plan, len(line), known), tokens, mark)
+
+    def _forget(self) -> None:
+        """Nothing yet: what a line of another tokenizer lacks is only told after the answer."""
+
+    def forget(self, wanted: Wanted, others: Mapping[str, Sequence[Reading]]) -> None:
+        """Let go of states that every line that could take them has."""
+        for line in self.lines.values():
+            needed = []
+            for other in self.lines.values():
+                if other is line or self._stored(line.name, other.name) is None:
+                    continue
+                if self._alike(line, other):
+                    needed.append(other.kept(other.common(line.tokens)))
+                else:
+                    reading = wanted.get(self.key(other.name))
+                    needed.append(
+                        _lacked(line, other, reading, others.get(self.key(line.name), ()))
+                    )
+            line.native.forget(min(needed, default=len(line)))
+
+
+def _followed(plan: Sequence[Step], begun: int, known: Known) -> list[Step]:
+    """The steps of a plan up to the last translation before which nothing else must wait."""
+    at = [begun, *(step.stop for step in plan)]
+    places = [character(known.target, length) for length in at]
+    runs = list(itertools.pairwise(places))
+    taken = [run for run, step in zip(runs, plan, strict=True) if step.source is not None]
+    waiting = must_wait(known, [(0, places[0]), *taken])
+    steps = 0
+    for index, (run, step) in enumerate(zip(runs, plan, strict=True)):
+        if step.source is not None:
+            steps = index + 1
+        elif any(a < run[1] and run[0] < b for a, b in waiting):
+            break
+    return list(plan[:steps])
+
+
+def _lacked(source: Line, target: Line, wanted: Reading | None, readings: Sequence[Reading]) -> int:
+    """The first of the source's positions that a target of another tokenizer still lacks."""
+    if wanted is None:
+        return 0
+    begun = target.kept(target.common(wanted.tokens))
+    rendering = wanted.rendering(len(wanted.tokens))
+    runs = recorded(source)
+    rows = [
+        int(offer.groups[:, 0].min())
+        for reading in readings
+        for offer in offered(source, reading, rendering, begun, runs)
+    ]
+    return min(rows, default=max((source.common(r.tokens) for r in readings), default=0))

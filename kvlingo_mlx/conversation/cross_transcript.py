@@ -1,0 +1,196 @@
+"""A conversation's messages as models of several tokenizers must hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+from kvlingo_mlx.conversation.reading import Reading, moved
+from kvlingo_mlx.conversation.transcript import MARK, Transcript
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.prompts import Message, render_text
+from kvlingo_mlx.renderings import content_parts, content_spans, written
+
+NEXT = "\u2039next\u203a"  # what a user will say, in place of words that nobody knows yet
+UNKNOWN = Reading()
+
+
+class CrossTranscript(Transcript):
+    """Messages, and for each tokenizer the tokens in which its models read and wrote them.
+
+    Attributes:
+        readings: By tokenizer fingerprint, the conversation as its models last held it; where
+            another's model has answered since, without those messages.
+        tokens: Those of the tokenizer that was written in last.
+        boundaries: Likewise.
+    """
+
+    def __init__(
+        self, messages: Sequence[Message] = (), *, verbatim: bool = False,
+        switches: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(messages, verbatim=verbatim, switches=switches)
+        self.readings: dict[str, Reading] = {}
+        self.latest: str | None = None
+
+    def copy(self) -> Self:
+        """One that goes its own way."""
+        made = super().copy()
+        made.readings, made.latest = dict(self.readings), self.latest
+        return made
+
+    def prompt(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
+        """The tokens up to the header of the answer to ``new``, by ``model``'s template.
+
+        Raises:
+            ValueError: The model has no template, or it does not take these messages.
+        """
+        return self.reading(model, new).tokens
+
+    def reading(self, model: LanguageModel, new: Sequence[Message]) -> Reading:
+        """The same with the places of its tokens and of the messages' contents.
+
+        Raises:
+            ValueError: As :meth:`prompt`.
+        """
+        before = self.readings.get(model.tokenizer_fingerprint, UNKNOWN)
+        messages = [*self.messages, *new]
+        if self.verbatim and before.tokens:
+            start = before.end(len(before.tokens))
+            rest, found = content_spans(
+                lambda m: self._after(model, before.tokens[-1], [*map(dict, m)]),
+                messages[before.messages :],
+            )
+            contents = (*before.asked, *moved(found, start))
+            kept = len(before.tokens)
+            return before.prompt(model.tokenizer, before.text + rest, contents, len(messages), kept)
+        text, contents = content_spans(
+            lambda m: render_text(model, [*map(dict, m)], **self.switches), messages
+        )
+        agreeing = (b for b in before.boundaries if text.startswith(before.text[: before.end(b)]))
+        return before.prompt(
+            model.tokenizer, text, contents, len(messages), max(agreeing, default=0)
+        )
+
+    def _after(self, model: LanguageModel, last: int, messages: Sequence[Message]) -> str:
+        """What the template puts after an answer whose last token is ``last``."""
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
+        text = render_text(model, [*before, *messages], **self.switches).split(MARK, 1)[1]
+        stop = model.tokenizer.decode([last])
+        ended = last in model.tokenizer.eos_token_ids and text.startswith(stop)
+        return text[len(stop) :] if ended else text
+
+    def ahead(self, model: LanguageModel) -> Reading | None:
+        """As far as it will be read whatever the user says next; None if that cannot be told."""
+        try:
+            found = self.reading(model, [{"role": "user", "content": NEXT}])
+        except ValueError:
+            return None
+        place = found.contents[-1]
+        return None if place is None else found.cut(place[0])
+
+    def gap(self, model: LanguageModel, messages: Sequence[Message], header: str) -> str:
+        """The white space that the template puts between an answer's header and the answer.
+
+        ``header`` is how its text ends up to there.
+        """
+        try:
+            answered = [*self.messages, *messages, {"role": "assistant", "content": MARK}]
+            text = render_text(model, answered, **self.switches).split(MARK, 1)[0]
+        except ValueError:
+            return ""
+        found = text[len(text.rstrip(" ")) :]
+        return found if text.endswith(header + found) and not header.endswith(" ") else ""
+
+    def book(
+        self, messages: Sequence[Message], readings: Mapping[str, Reading], latest: str
+    ) -> None:
+        """Book messages and an answer, as ``readings`` by tokenizer have them.
+
+        Those are of the whole answer, which models of ``latest`` finished.
+        """
+        self.previous = self.copy()
+        self.messages = [*self.messages, *messages]
+        count = len(self.messages)
+        self.readings |= {key: reading.booked(count) for key, reading in readings.items()}
+        self._believe(latest)
+
+    def _believe(self, latest: str | None) -> None:
+        self.latest = latest
+        found = self.readings.get(latest or "", UNKNOWN)
+        self.tokens, self.boundaries = list(found.tokens), list(found.boundaries)
+
+    # ---- as JSON --------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, what can be undone included: each earlier reading by how it differs."""
+        last: dict[str, tuple[int, Reading]] = {}
+        listed: list[dict[str, Any]] = []
+        states = []
+        for state in (self, *self._history()):
+            assert isinstance(state, CrossTranscript)
+            numbers = {}
+            for key, reading in state.readings.items():
+                number, before = last.get(key, (-1, UNKNOWN))
+                if reading is not before:
+                    listed.append(reading.to_json(before) | {"before": number})
+                    number = len(listed) - 1
+                    last[key] = number, reading
+                numbers[key] = number
+            states.append({
+                "messages": len(state.messages), "latest": state.latest, "readings": numbers
+            })  # fmt: skip
+        return {
+            "messages": self.messages, "verbatim": self.verbatim, "switches": self.switches,
+            "readings": listed, "states": states,
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Self:
+        """The transcript that :meth:`to_json` described.
+
+        Raises:
+            ValueError, KeyError, TypeError, IndexError: It did not.
+        """
+        readings: list[Reading] = []
+        for each in data["readings"]:
+            before = UNKNOWN if each["before"] < 0 else readings[each["before"]]
+            readings.append(Reading.from_json(each, before))
+        newest: Self | None = None
+        later: Self | None = None
+        for state in data["states"]:
+            made = cls(
+                data["messages"][: state["messages"]],
+                verbatim=data["verbatim"], switches=data["switches"],
+            )  # fmt: skip
+            made.readings = {key: readings[n] for key, n in state["readings"].items()}
+            made._believe(state["latest"])
+            if later is None:
+                newest = made
+            else:
+                later.previous = made
+            later = made
+        if newest is None:
+            raise ValueError("the transcript has no state")
+        return newest
+
+    @classmethod
+    def of_one(cls, one: Transcript, model: LanguageModel) -> Self:
+        """What models of ``model``'s tokenizer said among themselves, for others to join.
+
+        Their tokens are gone on from. Where contents stand in them was not written down, so the
+        others read all of it themselves.
+        """
+        made = cls(one.messages, verbatim=one.verbatim, switches=one.switches)
+        if one.tokens:
+            text, ends = written(model.tokenizer, one.tokens)
+            parts = [part for m in one.messages for part in content_parts(m.get("content"))]
+            reading = Reading(
+                text, list(one.tokens), ends, (None,) * len(parts), len(one.messages),
+                list(one.boundaries), own=len(one.tokens),
+            )  # fmt: skip
+            made.readings = {model.tokenizer_fingerprint: reading}
+            made._believe(model.tokenizer_fingerprint)
+        if one.previous is not None:
+            made.previous = cls.of_one(one.previous, model)
+        return made

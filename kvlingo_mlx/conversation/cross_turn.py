@@ -1,0 +1,132 @@
+"""One answer on its way in a conversation of models with several tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvlingo_mlx.conversation.cross_exchange import CrossExchange
+from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
+from kvlingo_mlx.conversation.exchange import Switch
+from kvlingo_mlx.conversation.offers import Known
+from kvlingo_mlx.conversation.reading import Reading
+from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.conversation.turn import Turn
+from kvlingo_mlx.generation import GenerationResponse
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.prompts import Message
+from kvlingo_mlx.validation import room_for
+
+HEADER = 8  # characters at the end of a prompt by which an answer's header is known again
+
+
+class CrossTurn(Turn):
+    """An answer on its way, which every model reads in its own tokens.
+
+    What a model of one tokenizer has written, those of another go on from as text.
+
+    Raises:
+        ValueError: A model's prompt cannot be rendered, or has more than its context.
+    """
+
+    def __init__(
+        self, exchange: CrossExchange, transcript: CrossTranscript, messages: Sequence[Message],
+        names: Sequence[str], max_tokens: int, options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._across, self._transcript = exchange, transcript
+        self._readings: dict[str, Reading] = {}
+        self._marks: dict[str, int | None] = {}
+        for name in names:
+            model, key = exchange.line(name).model, exchange.key(name)
+            if key not in self._readings:
+                found = transcript.reading(model, messages)
+                self._readings[key] = found
+                self._marks[key] = transcript.end_of_messages(model, messages, found.tokens)
+            model.check_tokens(self._readings[key].tokens)
+        self._latest = exchange.key(names[0])
+        self._wrote: set[str] = set()
+        self._said = ""
+        prompt, mark = self._readings[self._latest].tokens, self._marks[self._latest]
+        super().__init__(exchange, messages, prompt, mark, max_tokens, options)
+
+    def room(self, name: str) -> int:
+        """How many tokens a model can still add: its context's, no more than the limit's."""
+        left = -1 if self._most == -1 else self._most - len(self.answer)
+        return room_for(self._model(name), len(self._reading(name).tokens), left)
+
+    def read(self, name: str) -> None:
+        """Let a model's line hold the whole prompt but for its last token."""
+        self._begin(name)
+
+    def _begin(self, name: str) -> tuple[list[int], Switch]:
+        key = self._across.key(name)
+        reading = self._readings[key] = self._reading(name)
+        known = Known(reading, {
+            other: [r for r in (self._readings.get(other), before.get(other)) if r is not None]
+            for before in [self._transcript.readings]
+            for other in {*self._readings, *before}
+        })  # fmt: skip
+        tokens = reading.tokens
+        return tokens, self._across.bring(name, tokens[:-1], self._marks[key], known)
+
+    def write(
+        self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
+    ) -> Iterator[GenerationResponse]:
+        """Let a model go on with it, as in :meth:`Turn.write`."""
+        begun = len(self.answer)
+        try:
+            yield from super().write(name, most, until, last=last)
+        except GeneratorExit:
+            self._add(name, self.answer[begun:])
+            raise
+        self._add(name, self.answer[begun:])
+
+    def said(self, name: str, *, cut: bool) -> str:
+        """The answer as text."""
+        return super().said(name, cut=cut) if len(self._wrote) < 2 else self._said
+
+    def book(self, transcript: Transcript, text: str) -> None:
+        """Let what was asked and answered, as ``text``, join the conversation."""
+        assert transcript is self._transcript
+        said = {"role": "assistant", "content": text}
+        names = {self._across.key(name): name for name in self._across.lines}
+        readings = {key: self._reading(names[key]) for key in self._readings}
+        self._transcript.book([*self.messages, said], readings, self._latest)
+
+    def follow(self, *, eager: bool) -> None:
+        """Let the other lines have what was said, once it is booked."""
+        transcript, wanted = self._transcript, {}
+        for name in self._across.lines:
+            if (key := self._across.key(name)) not in wanted:
+                done = key == transcript.latest
+                wanted[key] = (
+                    transcript.readings[key] if done else transcript.ahead(self._model(name))
+                )
+        others = {key: [transcript.readings[key]] for key in transcript.readings}
+        if eager:
+            self._across.follow_across(wanted, others, self._marks[self._latest])
+        self._across.forget(wanted, others)
+
+    # ---- the answer in other tokens -------------------------------------------------------
+
+    def _model(self, name: str) -> LanguageModel:
+        return self._across.line(name).model
+
+    def _reading(self, name: str) -> Reading:
+        """The prompt and the answer so far, as a model reads them."""
+        model, reading = self._model(name), self._readings[self._across.key(name)]
+        if reading.said == self._said:
+            return reading
+        gap = ""
+        if reading.answer is None:
+            gap = self._transcript.gap(model, self.messages, reading.text[-HEADER:])
+        return reading.told(model.tokenizer, self._said, gap)
+
+    def _add(self, name: str, ids: list[int]) -> None:
+        """Book tokens that a model has added to the answer."""
+        if not ids:
+            return
+        tokenizer, key = self._model(name).tokenizer, self._across.key(name)
+        self._readings[key] = self._readings[key].wrote(tokenizer, ids, tokenizer.eos_token_ids)
+        self._said, self._latest = self._readings[key].said, key
+        self._wrote.add(key)

@@ -1,0 +1,155 @@
+"""What the lines of other tokenizers hold of a conversation, for one line to take over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvlingo_mlx.alignment import NO_END, Cuts, TokenAlignment, align
+from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.reading import Reading
+from kvlingo_mlx.conversation.spans import common_prefix
+from kvlingo_mlx.renderings import Rendering
+
+Run = tuple[int, int]  # positions from one to before another
+EMPTY = np.zeros((0, 4), np.int64)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A conversation as models of several tokenizers have it.
+
+    Attributes:
+        target: As the line reads it that is to be brought up to date.
+        others: By tokenizer, how others have read it; later readings come first.
+    """
+
+    target: Reading
+    others: Mapping[str, Sequence[Reading]]
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """Minimal groups that follow one another, on both sides, which one line's model wrote.
+
+    Attributes:
+        source: The line.
+        groups: (G, 4) as in ``TokenAlignment``.
+    """
+
+    source: Line
+    groups: np.ndarray
+
+    def since(self, position: int) -> TokenAlignment | None:
+        """The groups from a target position on, where there are any."""
+        groups = self.groups[self.groups[:, 2] >= position]
+        return TokenAlignment(groups) if len(groups) else None
+
+
+def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray | None]:
+    """The minimal groups (G, 4) of each part of the contents; None for what one side lacks.
+
+    A part that one side holds the beginning of alone is aligned as far as that goes.
+    """
+    ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends)
+    for a, b in zip(source.contents, target.contents, strict=False):
+        if a is None or b is None:
+            yield None
+            continue
+        shared = common_prefix(source.text[slice(*a)], target.text[slice(*b)])
+        sides = ours.within((a[0], a[0] + shared)), theirs.within((b[0], b[0] + shared))
+        yield align(*sides).groups
+
+
+def offered(
+    source: Line, reading: Reading, target: Rendering, begun: int, runs: Sequence[Run]
+) -> list[Offer]:
+    """What a line can give of a target's rendering from position ``begun`` on.
+
+    Args:
+        source: The line.
+        reading: How its models have read the conversation; it may hold less of it.
+        target: What is wanted.
+        begun: The target has what is before.
+        runs: The source's positions that can be given, in order and apart.
+    """
+    usable = source.common(reading.tokens)
+    found = [g for g in contents(reading.rendering(usable), target) if g is not None]
+    groups = np.concatenate([EMPTY, *found])
+    inside = np.zeros(len(groups), bool)
+    for start, stop in runs:
+        inside |= (groups[:, 0] >= start) & (groups[:, 1] <= stop)
+    groups = groups[inside & (groups[:, 2] >= begun)]
+    groups = groups[np.argsort(groups[:, 2], kind="stable")]
+    breaks = (groups[1:, ::2] != groups[:-1, 1::2]).any(axis=1)
+    return [
+        Offer(source, part) for part in np.split(groups, np.flatnonzero(breaks) + 1) if len(part)
+    ]
+
+
+def recorded(line: Line) -> list[Run]:
+    """Positions of which a line keeps what its model's projections wrote."""
+    return _joined([(part.start, part.end) for part in line.native.parts])
+
+
+def wrote_itself(line: Line) -> list[Run]:
+    """Positions that a line's own model ran."""
+    return _joined([(span.start, span.stop) for span in line.spans if not span.passes])
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for start, stop in runs:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def best(offers: Sequence[Offer], position: int) -> tuple[Offer, TokenAlignment] | None:
+    """The offer that goes furthest from a target position on."""
+    found = [
+        (offer, rest)
+        for offer in offers
+        if (rest := offer.since(position)) is not None and rest.target[0] == position
+    ]
+    return max(found, key=lambda each: each[1].target[1], default=None)
+
+
+def next_start(offers: Sequence[Offer], position: int) -> int | None:
+    """The first target position after ``position`` at which an offer can be taken up."""
+    rests = (offer.since(position + 1) for offer in offers)
+    return min((rest.target[0] for rest in rests if rest is not None), default=None)
+
+
+def must_wait(known: Known, taken: Sequence[Run]) -> list[Run]:
+    """Characters of the target's contents that another model may still bring.
+
+    They are those of which nothing is among the characters ``taken``, unless no other reading
+    shares the end of two tokens with them: then nobody ever can, and the target reads them.
+    """
+    target = known.target.rendering(len(known.target.tokens))
+    found: dict[int, list[np.ndarray]] = {}
+    for readings in known.others.values():
+        for reading in readings:
+            other = reading.rendering(len(reading.tokens))
+            for part, groups in enumerate(contents(other, target)):
+                if groups is not None:
+                    found.setdefault(part, []).append(groups)
+    waiting = []
+    for part, span in enumerate(target.contents):
+        if span is None or any(a < span[1] and span[0] < b for a, b in taken):
+            continue
+        if part not in found or any(len(groups) for groups in found[part]):
+            waiting.append(span)
+    return waiting
+
+
+def character(reading: Reading, length: int) -> int:
+    """Where the first ``length`` tokens end, or the last of them that has an end."""
+    ends = reading.ends[:length]
+    ends = ends[ends != NO_END]
+    return int(ends[-1]) if len(ends) else 0

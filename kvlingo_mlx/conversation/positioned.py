@@ -1,0 +1,137 @@
+"""A cache line that can take over from models of another tokenizer.
+
+What such a model wrote comes as entries that are not one a token of the line's own model. They
+stand at the true positions of the tokens that they stand for, so that what follows is appended and
+nothing that is there is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import generation_stream
+
+from kvlingo_mlx import caches, capture
+from kvlingo_mlx.alignment import TokenAlignment
+from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.spans import grown
+from kvlingo_mlx.translators.base import Translator
+
+INSIDE = -1  # a length within a minimal group: its entries stand for all of its tokens
+
+
+class PositionedLine(Line):
+    """A line whose entries need not be one a token; its model keeps no windows."""
+
+    def clear(self) -> None:
+        """Give up everything."""
+        super().clear()
+        self._entries = [0]
+
+    def _empty(self) -> list[Any]:
+        return caches.positioned(super()._empty())
+
+    def copy(self) -> PositionedLine:
+        """One that goes its own way."""
+        made = super().copy()
+        assert isinstance(made, PositionedLine)
+        made._entries = list(self._entries)
+        return made
+
+    @property
+    def entries(self) -> list[int]:
+        """(T + 1,) how many entries the first so many tokens have, or ``INSIDE``.
+
+        A token that the model ran itself has one, and is counted when somebody asks.
+        """
+        counted = len(self._entries) - 1
+        if counted < len(self):
+            held = self._entries[-1]
+            self._entries += range(held + 1, held + 1 + len(self) - counted)
+        return self._entries
+
+    # ---- shrinking ------------------------------------------------------------------------
+
+    def kept(self, length: int) -> int:
+        """How many tokens :meth:`trim` leaves of ``length``: no group is divided."""
+        length = min(length, len(self))
+        while self.entries[length] == INSIDE:
+            length -= 1
+        return length
+
+    def trim(self, length: int) -> int:
+        """Give up the tokens from :meth:`kept` of ``length`` on; returns how many are left."""
+        kept = self.kept(length)
+        if not kept and len(self):
+            self.clear()
+        elif kept < len(self):
+            caches.shorten(self._caches, kept, self.entries[kept])
+            self._cut(kept)
+        return kept
+
+    def _cut(self, length: int) -> None:
+        super()._cut(length)
+        self._entries = self._entries[: length + 1]
+
+    def _take_back(self) -> None:
+        self._entries = self._entries[: len(self) + 1]
+        caches.shorten(self._caches, len(self), self.entries[len(self)])
+
+    # ---- growing --------------------------------------------------------------------------
+
+    def take_across(
+        self, tokens: Sequence[int], alignment: TokenAlignment, source: Line,
+        translator: Translator, step_size: int,
+    ) -> None:  # fmt: skip
+        """Append what a model of another tokenizer wrote of a text, translated; lazily.
+
+        Args:
+            tokens: The text in this line's tokens, which follow what it holds.
+            alignment: Which of the source's tokens, all of them recorded, stand for which; its
+                target positions begin where this line ends.
+            source: Who wrote them.
+            translator: Of this direction.
+            step_size: Tokens a chunk.
+        """
+        first, last = alignment.source
+        positions = mx.array(alignment.assigned)
+        held = self.entries[-1]
+        with self.whole(), mx.stream(generation_stream):
+            for start in range(first, last, step_size):
+                stop = min(start + step_size, last)
+                part = source.native.read(start, stop)
+                translated = translator(capture.move(part, source.model, translator.config.capture))
+                if self.away:  # it comes back while this is worked out
+                    mx.async_eval([g.states for g in (*translated.keys, *translated.values)])
+                at = positions[start - first : stop - first]
+                caches.put(self.cache, translated, self.model, at)
+                mx.async_eval(caches.arrays(self.cache))
+            caches.move_on(self.cache, alignment.target[1])
+            for _, end, begun, done in alignment.groups.tolist():
+                self._entries += [INSIDE] * (done - begun - 1) + [held + end - first]
+            self.tokens += tokens
+            self.spans = grown(self.spans, len(self), source.name, 1)
+
+    # ---- as numbers -----------------------------------------------------------------------
+
+    def facts(self) -> dict[str, Any]:
+        """All but arrays, for JSON."""
+        return super().facts() | {"entries": self.entries}
+
+    def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
+        """Become the line that gave ``facts`` and :meth:`arrays`, of an equal model, but for what
+        :attr:`native` holds. A line of stock caches has an entry a token.
+
+        Raises:
+            ValueError, KeyError, TypeError: They do not go together, or with this model.
+        """
+        super().restore(facts, arrays)
+        self._caches = caches.positioned(self._caches)
+        self._entries = list(facts.get("entries", range(len(self) + 1)))
+        if len(self._entries) != len(self) + 1 or any(
+            cache.entries != self._entries[-1] for cache in self._caches
+        ):
+            raise ValueError(f"{len(self)} tokens, but entries for {len(self._entries) - 1}")

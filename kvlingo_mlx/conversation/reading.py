@@ -1,0 +1,197 @@
+"""A conversation in the tokens of one tokenizer, and where in its text they stand.
+
+Models of another tokenizer take over what stands in its messages' contents. A model may spell a
+text in other tokens than its tokenizer would, so the tokens of what it wrote are kept as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+
+from kvlingo_mlx.alignment import NO_END, Cuts, Span
+from kvlingo_mlx.renderings import Rendering, bare, content_parts, written
+
+
+@dataclass(frozen=True, eq=False)
+class Reading:
+    """A conversation as the models of one tokenizer read and wrote it.
+
+    Attributes:
+        text: What they read.
+        tokens: Its T tokens, those that a model chose among them.
+        ends: (T,) the character at which each ends, ``NO_END`` for those without an end.
+        asked: The characters of each part of the messages' contents; None for what the template
+            altered or dropped.
+        messages: How many messages these are.
+        boundaries: Lengths of ``tokens`` at which a prompt or an answer ended.
+        answer: The character at which the answer on its way begins, or None.
+        said: That answer so far.
+        own: How many tokens were not chosen by the model that writes now.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    ends: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    asked: tuple[Span | None, ...] = ()
+    messages: int = 0
+    boundaries: list[int] = field(default_factory=list)
+    answer: int | None = None
+    said: str = ""
+    own: int = 0
+
+    @property
+    def contents(self) -> tuple[Span | None, ...]:
+        """The characters of each part of the contents, the answer's included."""
+        if self.answer is None:
+            return self.asked
+        return (*self.asked, *moved(content_parts(self.said), self.answer))
+
+    def rendering(self, length: int) -> Rendering:
+        """Of the first ``length`` tokens."""
+        ids = np.array(self.tokens[:length], np.int64)
+        return Rendering(self.text, ids, self.ends[:length], self.contents)
+
+    def end(self, length: int) -> int:
+        """The character at which a boundary lies."""
+        return int(self.ends[length - 1]) if length else 0
+
+    # ---- growing --------------------------------------------------------------------------
+
+    def prompt(
+        self, tokenizer: Any, text: str, contents: Sequence[Span | None], messages: int, kept: int
+    ) -> Reading:
+        """A prompt whose beginning is spelled as the first ``kept`` tokens are."""
+        tokens, ends = _spelled(tokenizer, text, self.tokens[:kept], self.ends[:kept])
+        # Elsewhere in tokens that were cut anew, a boundary might divide a character.
+        boundaries = sorted({b for b in self.boundaries if b <= kept} | {len(tokens)})
+        return Reading(text, tokens, ends, tuple(contents), messages, boundaries, own=len(tokens))
+
+    def wrote(self, tokenizer: Any, ids: Sequence[int], stops: Collection[int]) -> Reading:
+        """With tokens that a model has chosen after it, a token that ends the answer included."""
+        stopped = bool(ids) and ids[-1] in stops
+        chosen = [*self.tokens[self.own :], *(ids[:-1] if stopped else ids)]
+        begin = self.end(self.own)
+        context = self.tokens[self.own - 1 : self.own] if self.own else []
+        text, ends = written(tokenizer, [*context, *chosen])
+        if context and ends[0] == NO_END:  # what is before it belongs to one character with it
+            context, (text, ends) = [], written(tokenizer, chosen)
+        before = int(ends[0]) if context else 0
+        ends = np.where(ends == NO_END, NO_END, ends + begin - before)[len(context) :]
+        text = text[before:]
+        answer = self.answer
+        if answer is not None and answer < begin:
+            said = self.said[: begin - answer] + text
+        else:
+            # A decoder takes the first space for a mark: what is streamed begins without it.
+            mark = text.startswith(" ") and not tokenizer.decode(chosen).startswith(" ")
+            answer, said = begin + mark, text[mark:]
+        whole = self.text[:begin] + text
+        if stopped:
+            whole += tokenizer.decode(ids[-1:], skip_special_tokens=False)
+            ends = np.append(ends, len(whole))
+        return replace(
+            self, text=whole, tokens=[*self.tokens, *ids], answer=answer, said=said,
+            ends=np.concatenate([self.ends[: self.own], ends]),
+        )  # fmt: skip
+
+    def told(self, tokenizer: Any, said: str, gap: str) -> Reading:
+        """With more of the answer, which a model of another tokenizer wrote.
+
+        Args:
+            tokenizer: Of these models.
+            said: The answer so far, of which :attr:`said` is the beginning.
+            gap: What the template puts between an answer's header and the answer.
+        """
+        if said == self.said:
+            return self
+        answer = len(self.text) + len(gap) if self.answer is None else self.answer
+        lead = gap if self.answer is None else ""
+        text = self.text + lead + said[len(self.said) :]
+        tokens, ends = _spelled(tokenizer, text, self.tokens, self.ends)
+        return replace(
+            self, text=text, tokens=tokens, ends=ends, answer=answer, said=said, own=len(tokens)
+        )
+
+    def booked(self, messages: int) -> Reading:
+        """With the answer as one of its ``messages``."""
+        boundaries = sorted({*self.boundaries, len(self.tokens)})
+        return replace(
+            self, asked=self.contents, messages=messages, boundaries=boundaries, answer=None,
+            said="", own=len(self.tokens),
+        )  # fmt: skip
+
+    def cut(self, character: int) -> Reading:
+        """Without the tokens that reach beyond a character."""
+        cuts = Cuts.of(self.ends)
+        kept = int(cuts.fewest[np.searchsorted(cuts.offsets, character, "right") - 1])
+        contents = tuple(c if c and c[1] <= character else None for c in self.asked)
+        return replace(self, tokens=self.tokens[:kept], ends=self.ends[:kept], asked=contents)
+
+    # ---- as JSON --------------------------------------------------------------------------
+
+    def to_json(self, before: Reading) -> dict[str, Any]:
+        """Everything, by how it differs from ``before``; there is no answer on its way."""
+        tokens, text = _shared(self.tokens, before.tokens), _shared(self.text, before.text)
+        ends = _shared(self.ends.tolist(), before.ends.tolist())
+        return {
+            "messages": self.messages, "boundaries": self.boundaries, "contents": self.asked,
+            "shared": [tokens, ends, text], "tokens": self.tokens[tokens:],
+            "ends": self.ends[ends:].tolist(), "text": self.text[text:],
+        }  # fmt: skip
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], before: Reading) -> Self:
+        """The reading that :meth:`to_json` described.
+
+        Raises:
+            ValueError, KeyError, TypeError: It did not.
+        """
+        tokens, ends, text = data["shared"]
+        made = cls(
+            before.text[:text] + data["text"], before.tokens[:tokens] + list(data["tokens"]),
+            np.append(before.ends[:ends], np.array(data["ends"], np.int64)),
+            tuple(None if span is None else (span[0], span[1]) for span in data["contents"]),
+            data["messages"], list(data["boundaries"]),
+        )  # fmt: skip
+        if len(made.tokens) != len(made.ends):
+            raise ValueError(f"{len(made.tokens)} tokens, but {len(made.ends)} ends")
+        return replace(made, own=len(made.tokens))
+
+
+def moved(spans: Sequence[Span | None], by: int) -> tuple[Span | None, ...]:
+    """Spans of a text that stands ``by`` characters further on."""
+    return tuple(span and (span[0] + by, span[1] + by) for span in spans)
+
+
+def _spelled(
+    tokenizer: Any, text: str, tokens: Sequence[int], ends: np.ndarray
+) -> tuple[list[int], np.ndarray]:
+    """Ids and ends of a text that begins as ``tokens`` spell it.
+
+    The rest is cut as the tokenizer would cut the whole, where that has a cut there.
+    """
+    start = int(ends[-1]) if len(ends) else 0
+    if tokens and start == len(text):
+        return list(tokens), ends
+    rest = bare(tokenizer, text)
+    ids, places = rest.ids, rest.ends
+    if tokens:
+        cuts = Cuts.of(places)
+        found = int(np.searchsorted(cuts.offsets, start))
+        if found < len(cuts.offsets) and cuts.offsets[found] == start:
+            ids, places = ids[cuts.fewest[found] :], places[cuts.fewest[found] :]
+        else:
+            rest = bare(tokenizer, text[start:])
+            ids, places = rest.ids, np.where(rest.ends == NO_END, NO_END, rest.ends + start)
+    return [*tokens, *ids.tolist()], np.concatenate([ends, places])
+
+
+def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many leading elements two sequences share."""
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )

@@ -93,7 +93,7 @@ def check_one_tokenizer(config: TranslatorConfig, what: str) -> None:
     if config.alignment is not None:
         raise IncompatibleTranslatorError(
             f"{_title(config)} is between two tokenizers (alignment {config.alignment}), which "
-            f"{what} does not know; use it with generate, fit, train or eval"
+            f"{what} does not know; use it with generate, chat, fit, train or eval"
         )
 
 

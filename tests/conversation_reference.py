@@ -51,17 +51,21 @@ class SlowLine:
         self.ends: list[int | None] = []
         self.states: list[list[tuple[Tensor, Tensor]] | None] = []  # None: translated
 
-    def prompt(self, messages: Sequence[Message]) -> tuple[str, list[int], list[int | None]]:
-        """The text up to the answer's header; its ids and ends, the model's own kept."""
+    def prompt(
+        self, messages: Sequence[Message], begun: str = ""
+    ) -> tuple[str, list[int], list[int | None]]:
+        """The text up to the answer's header, or to what is begun of the answer; its ids and ends.
+
+        The model's own are kept.
+        """
         text = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )
+        text += begun
         assert text.startswith(self.text)
-        begun = len(self.text)
-        encoded = self.tokenizer(
-            text[begun:], add_special_tokens=False, return_offsets_mapping=True
-        )
-        offsets = [(a + begun, b + begun) for a, b in encoded["offset_mapping"]]
+        at = len(self.text)
+        encoded = self.tokenizer(text[at:], add_special_tokens=False, return_offsets_mapping=True)
+        offsets = [(a + at, b + at) for a, b in encoded["offset_mapping"]]
         starts = [start for start, _ in offsets[1:]] + [len(text)]
         ends = [b if b <= after else None for (_, b), after in zip(offsets, starts, strict=True)]
         return text, [*self.ids, *encoded["input_ids"]], [*self.ends, *ends]
@@ -109,17 +113,28 @@ class SlowLine:
 
 
 @torch.no_grad()
+def listen(line: SlowLine, messages: Sequence[Message]) -> None:
+    """Let a model read a prompt, but for its last token, which another one then answers."""
+    text, ids, ends = line.prompt(messages)
+    for token in ids[len(line.ids) : -1]:
+        line.run(token)
+    line.text, line.ends = text, ends
+
+
+@torch.no_grad()
 def answer(
     line: SlowLine, source: SlowLine | None, translator: Path | None, messages: Sequence[Message],
-    script: Script, *, shift: int = 0,
+    script: Script, *, shift: int = 0, begun: tuple[str, ...] = ("", ""),
 ) -> np.ndarray:  # fmt: skip
     """Log probabilities (A, vocabulary) of a scripted answer's tokens; the line then holds it.
 
     What ``source`` ran itself of the contents is translated, all else is read. ``shift`` puts
-    translated entries that far from where they belong.
+    translated entries that far from where they belong. ``begun`` is what the source wrote of the
+    answer: as it stands after the header, and the part of it that is content.
     """
-    text, ids, ends = line.prompt(messages)
-    groups = {} if source is None else groups_of(source, text, ends, messages)
+    text, ids, ends = line.prompt(messages, begun[0])
+    contents = [message["content"] for message in messages] + [b for b in begun[1:] if b]
+    groups = {} if source is None else groups_of(source, text, ends, contents)
     last = len(ids) - 1
     line.ends = ends
     while len(line.ids) < last:
@@ -128,15 +143,15 @@ def answer(
         if source is None or group is None or group[3] > last:
             line.run(ids[at])
             continue
-        first, stop, begun, done = group
+        first, stop, low, high = group
         for row in range(first, stop):
             assert translator is not None
-            p, q, i = stop - first, done - begun, row - first + 1
+            p, q, i = stop - first, high - low, row - first + 1
             j = 1 if p == 1 else 1 + round((i - 1) * (q - 1) / (p - 1))
             entries = source.entry(row, line, translator)
-            cross_reference.write(line.model, line.cache, entries, begun + j - 1 + shift)
-        line.ids += ids[begun:done]
-        line.states += [None] * (done - begun)
+            cross_reference.write(line.model, line.cache, entries, low + j - 1 + shift)
+        line.ids += ids[low:high]
+        line.states += [None] * (high - low)
     found = [line.run(token) for token in (ids[last], *script.ids[:-1])]
     line.run(script.ids[-1])
     stop = line.tokenizer.convert_ids_to_tokens(script.ids[-1])
@@ -147,12 +162,11 @@ def answer(
 
 
 def groups_of(
-    source: SlowLine, text: str, ends: Sequence[int | None], messages: Sequence[Message]
+    source: SlowLine, text: str, ends: Sequence[int | None], contents: Sequence[str]
 ) -> dict[int, Group]:
     """Minimal groups by the first target position, of what the source ran itself."""
     found = {}
-    for message in messages:
-        content = message["content"]
+    for content in contents:
         assert text.count(content) == 1
         if source.text.count(content) != 1:
             continue

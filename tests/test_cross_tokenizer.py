@@ -31,7 +31,6 @@ from two_tokenizers import TALK, write_mistral, write_qwen, write_translator
 import kvlingo_mlx as kv
 from kvlingo_mlx import capture, cross_tokenizer, pairing
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
@@ -383,8 +382,6 @@ def test_refusals(folder: Callable[..., Path], opened: Callable[[str], LanguageM
     for options in ({"native_layers": 1}, {"native_head": 4}, {"native_tail": 2}):
         with pytest.raises(ValueError, match="cannot be used between two tokenizers"):
             kv.hand_over(source, target, TALK, translator=translator, **options)
-    with pytest.raises(kv.IncompatibleTranslatorError, match="takes models of one tokenizer"):
-        Conversation({"a": source, "b": target}, translators=[translator])
     rotated = replace(translator, config=replace(translator.config, capture="post_rope"))
     with pytest.raises(kv.IncompatibleTranslatorError, match="rotated at the source's; use"):
         kv.hand_over(source, target, TALK, translator=rotated)

@@ -150,7 +150,7 @@ class Exchange:
 
     def _check_kind(self, translator: Translator) -> None:
         """Refuse a translator between two tokenizers, where all models share one."""
-        check_one_tokenizer(translator.config, "a conversation of models that share one")
+        check_one_tokenizer(translator.config, "a conversation of one tokenizer")
 
     def _check_naive(self, translator: Translator) -> None:
         """Refuse what the naive strategy cannot chain: a translation is translated again."""

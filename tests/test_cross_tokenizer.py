@@ -30,6 +30,7 @@ from two_tokenizers import TALK, write_mistral, write_qwen, write_translator
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import capture, cross_tokenizer, pairing
+from kvlingo_mlx.caches import PositionedKVCache
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import lineup, probes
@@ -209,11 +210,11 @@ def several(start: int, stop: int) -> list[int]:
     return sorted([*rows[::3], *rows[::2], *rows[1::4], *rows[2:4]])
 
 
-def differing(model: LanguageModel) -> float:
-    """How far one pass is from stretch by stretch at true positions, in logits."""
+def stretch_by_stretch(model: LanguageModel, kind: type) -> np.ndarray:
+    """Logits from caches that rotate where they are told, entries put between what is read."""
     own = make_prompt_cache(model.model)
     model.model(mx.array(IDS)[None], cache=own)
-    slow: list[Any] = [TruePositions() for _ in model.attentions]
+    slow: list[Any] = [kind() for _ in model.attentions]
     for start, stop, translated in STRETCHES:
         if not translated:
             model.model(mx.array(IDS[start:stop])[None], cache=slow)
@@ -222,6 +223,11 @@ def differing(model: LanguageModel) -> float:
         for known, layer in zip(own, slow, strict=True):
             layer.put(known.keys[:, :, rows], known.values[:, :, rows])
             layer.offset = stop
+    return logits(model, slow, [IDS[-1], *FOLLOWING])
+
+
+def differing(model: LanguageModel) -> float:
+    """How far one pass is from stretch by stretch at true positions, in logits."""
     rows = np.concatenate([several(a, b) for a, b, translated in STRETCHES if translated])
     native = np.concatenate([np.arange(a, b) for a, b, translated in STRETCHES if not translated])
     plan = Handover(tuple(IDS), tuple(IDS), rows, rows, np.stack([rows, rows + 1], axis=1), native)
@@ -229,9 +235,9 @@ def differing(model: LanguageModel) -> float:
     translator = identity_of(model, capture=model.family.points[0])
     spans = capture.prefill(model, IDS[: plan.num_read])
     fast = cross_tokenizer.take_over(spans, model, model, translator, plan)
-    tokens = [IDS[-1], *FOLLOWING]
-    expected = logits(model, slow, tokens)
-    return float(np.abs(logits(model, fast, tokens) - expected).max() / np.abs(expected).max())
+    expected = stretch_by_stretch(model, TruePositions)
+    found = logits(model, fast, [IDS[-1], *FOLLOWING])
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", [*sorted(plain_models.CONFIGS), *OTHERS])
@@ -251,6 +257,9 @@ def test_every_family_that_is_let_through_is_exact(name: str, tmp_path: Path) ->
         assert windows or differing(model) > 1e-3  # it is refused for a reason
         return
     assert differing(model) < 1e-4
+    expected = stretch_by_stretch(model, TruePositions)  # as a conversation's lines have it, too
+    found = stretch_by_stretch(model, PositionedKVCache)
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 def test_rotation_of_single_positions(opened: Callable[[str], LanguageModel]) -> None:

@@ -509,11 +509,20 @@ def test_going_on_elsewhere_is_going_on(
     expected = say(talk, "mistral", ASKED[1], SAID[1])
     assert np.abs(say(resumed, "mistral", ASKED[1], SAID[1]) - expected).max() < 1e-5
     path = tmp_path / "talk" / "conversation.json"
-    facts = json.loads(path.read_text())
-    facts["lines"]["mistral"]["facts"]["entries"].pop()
-    path.write_text(json.dumps(facts))
-    with pytest.raises(kv.MalformedConversationError, match="entries for"):
-        Conversation.resume(tmp_path / "talk", models, translators)
+    whole = path.read_text()
+    for damage, said in (
+        (lambda f: f["lines"]["mistral"]["facts"]["entries"].pop(), "entries .* at their end"),
+        (lambda f: f["lines"]["mistral"]["facts"]["entries"].__setitem__(0, 7), "entries .* at th"),
+        (lambda f: f["transcript"]["readings"][0].update(text="short"), "do not end with their t"),
+        (lambda f: f["transcript"]["readings"][0]["contents"].append([0, 9999]), "no text"),
+        (lambda f: f["transcript"]["readings"][0].update(before=40), "IndexError"),
+        (lambda f: f["transcript"].update(states=[]), "has no state"),
+    ):
+        facts = json.loads(whole)
+        damage(facts)
+        path.write_text(json.dumps(facts))
+        with pytest.raises(kv.MalformedConversationError, match=said):
+            Conversation.resume(tmp_path / "talk", models, translators)
 
 
 def test_a_line_in_8_bits_comes_back(root: Path, opened: Callable[[str], LanguageModel]) -> None:

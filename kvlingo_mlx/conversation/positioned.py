@@ -131,7 +131,11 @@ class PositionedLine(Line):
         super().restore(facts, arrays)
         self._caches = caches.positioned(self._caches)
         self._entries = list(facts.get("entries", range(len(self) + 1)))
-        if len(self._entries) != len(self) + 1 or any(
-            cache.entries != self._entries[-1] for cache in self._caches
+        counts = [count for count in self._entries if count != INSIDE]
+        if (
+            len(self._entries) != len(self) + 1
+            or self._entries[0] != 0
+            or counts != sorted(counts)
+            or any(cache.entries != self._entries[-1] for cache in self._caches)
         ):
-            raise ValueError(f"{len(self)} tokens, but entries for {len(self._entries) - 1}")
+            raise ValueError(f"{len(self)} tokens, but entries {self._entries[-3:]} at their end")

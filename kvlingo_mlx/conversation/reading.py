@@ -150,15 +150,19 @@ class Reading:
         Raises:
             ValueError, KeyError, TypeError: It did not.
         """
-        tokens, ends, text = data["shared"]
+        tokens, places, text = data["shared"]
         made = cls(
             before.text[:text] + data["text"], before.tokens[:tokens] + list(data["tokens"]),
-            np.append(before.ends[:ends], np.array(data["ends"], np.int64)),
+            np.append(before.ends[:places], np.array(data["ends"], np.int64)),
             tuple(None if span is None else (span[0], span[1]) for span in data["contents"]),
             data["messages"], list(data["boundaries"]),
         )  # fmt: skip
-        if len(made.tokens) != len(made.ends):
-            raise ValueError(f"{len(made.tokens)} tokens, but {len(made.ends)} ends")
+        ends = made.ends[made.ends != NO_END]
+        if len(made.tokens) != len(made.ends) or ends[-1:].tolist() != [len(made.text)]:
+            raise ValueError(f"{len(made.tokens)} tokens do not end with their text")
+        spans = [span for span in made.asked if span is not None]
+        if (np.diff(ends) < 0).any() or not all(0 <= a <= b <= ends[-1] for a, b in spans):
+            raise ValueError("tokens or contents stand where there is no text")
         return replace(made, own=len(made.tokens))
 
 

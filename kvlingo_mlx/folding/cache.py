@@ -33,6 +33,16 @@ class Segments:
     values: mx.array
 
 
+class _Unsaved:
+    """A leaf of a state that mlx-lm evaluates but cannot write: its refusal quotes this."""
+
+    def __repr__(self) -> str:
+        return (
+            "a folded cache, whose prefix is its source's own cache; save that one, and fold it "
+            "again once it is loaded (kvlingo_mlx.folding.fold_caches)"
+        )
+
+
 class FoldedCache:
     """A prefix in its source's own cache, and the target's native keys and values after it.
 
@@ -88,8 +98,12 @@ class FoldedCache:
 
     @property
     def state(self) -> Any:
-        """The new tokens' arrays; the prefix is no state of its own."""
-        return self.suffix.state
+        """What mlx-lm evaluates: the new tokens' arrays; the prefix is no state of its own.
+
+        Nothing else could be written, and what was read again would lack the prefix. So mlx-lm's
+        ``save_prompt_cache`` refuses it (ValueError), quoting the last leaf.
+        """
+        return *self.suffix.state, _Unsaved()
 
     @property
     def nbytes(self) -> int:

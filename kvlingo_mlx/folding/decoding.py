@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -59,6 +59,7 @@ def _folded(
     rows: Sequence[Sequence[int]],
     translator: Translator | None,
     step_size: int,
+    allow_mismatch: bool,
     kv_bits: int | None,
     kv_group_size: int,
     clock: Clock,
@@ -71,7 +72,7 @@ def _folded(
         if kv_bits is not None:
             caches.quantise(cache, kv_bits, kv_group_size)
         clock.lap("prefill")
-        folded = fold_caches(cache, source, target, translator)
+        folded = fold_caches(cache, source, target, translator, allow_mismatch=allow_mismatch)
         clock.lap("translate")
     return folded
 
@@ -91,7 +92,7 @@ def _resolve(
     if len(tokens) < 2:
         return None
     found = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
-    check_foldable(source, target, found)
+    check_foldable(source, target, found, allow_mismatch=allow_mismatch)
     return found
 
 
@@ -137,15 +138,21 @@ def folded_hand_over(
         check_tokens(source, target, row, prefill_step_size)
     options = allow_mismatch, kv_bits, kv_group_size
     found = _resolve(translator, source, target, rows[0], *options)
-    return _folded(source, target, rows, found, prefill_step_size, *options[1:], Clock())
+    return _folded(source, target, rows, found, prefill_step_size, *options, Clock())
 
 
 def _rows(tokens: Any) -> list[list[int]]:
     """Prompts of one length; one prompt alone is one row."""
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-    if not listed or not isinstance(listed[0], Sequence):
-        return [as_ids(listed)]
-    rows = [as_ids(row) for row in listed]
+    try:
+        if not listed or not _nested(listed):
+            return [as_ids(listed)]
+        rows = [as_ids(row) for row in listed]
+    except TypeError:
+        raise ValueError(
+            "the prompt is no token ids; folded_hand_over expects a list of them, or several of "
+            "one length: give text and messages to folded_generate"
+        ) from None
     lengths = sorted({len(row) for row in rows})
     if len(lengths) > 1:
         raise ValueError(
@@ -153,6 +160,24 @@ def _rows(tokens: Any) -> list[list[int]]:
             "several at once where they are of one length: hand them over one by one"
         )
     return rows
+
+
+def _nested(listed: Sequence[Any]) -> bool:
+    """Whether these are several prompts, not one prompt's ids or messages."""
+    first = listed[0]
+    return hasattr(first, "__len__") and not isinstance(first, str | Mapping)
+
+
+def _check_single(prompt: Any) -> None:
+    """Refuse (ValueError) several prompts, or a list of what is neither ids nor messages."""
+    if isinstance(prompt, str) or not len(prompt):
+        return
+    first = prompt[0]
+    if isinstance(first, str) or getattr(first, "shape", ()) != () or _nested(prompt):
+        raise ValueError(
+            f"the prompt is a list of {len(prompt)} prompts; folded_generate answers one at a "
+            "time: call it for each, or decode token ids of one length by folded_hand_over"
+        )
 
 
 def folded_stream_generate(
@@ -175,6 +200,7 @@ def folded_stream_generate(
     Arguments are those of :func:`folded_generate`.
     """
     check_max_tokens(max_tokens)
+    _check_single(prompt)
     source, target = load(prefill_model), load(decode_model)
     clock = Clock()
     tokens = encode(target, prompt, enable_thinking)
@@ -183,7 +209,7 @@ def folded_stream_generate(
     found = _resolve(translator, source, target, tokens, *options)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
-        cache = _folded(source, target, [tokens], found, prefill_step_size, *options[1:], clock)
+        cache = _folded(source, target, [tokens], found, prefill_step_size, *options, clock)
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
@@ -221,7 +247,7 @@ def folded_generate(
         prefill_model: Reads the prompt: a folder, a Hub id or a loaded model.
         decode_model: Writes the answer; likewise.
         prompt: Text, token ids, or chat messages, which the decode model's own chat template
-            renders.
+            renders; one prompt (:func:`folded_hand_over` takes several of one length).
         verbose: Write the text as it comes, and the times at the end.
         options: ``translator`` (linear and of post-RoPE keys; loaded, a folder or Hub id; None
             searches the local store), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
@@ -232,7 +258,7 @@ def folded_generate(
         The answer, without the prompt.
 
     Raises:
-        ValueError: An empty prompt, one beyond a model's context, or a bad argument.
+        ValueError: An empty prompt, several, one beyond a model's context, or a bad argument.
         IncompatibleTranslatorError, UnsupportedModelError: The translator or a model does not
             allow it; the message says why.
         MissingModelError, MissingTranslatorError, MalformedTranslatorError: As for ``generate``.

@@ -13,6 +13,7 @@ from kvlingo_mlx.families.base import LATENT
 from kvlingo_mlx.folding.attention import Fold, Part, Rows, Side
 from kvlingo_mlx.folding.cache import FoldedCache
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.pairing import check_pair
 from kvlingo_mlx.translator_config import SIDES, head_map_of, unfoldable
 from kvlingo_mlx.translators.base import Translator
 
@@ -22,11 +23,18 @@ STEP = 32
 Parts = dict[tuple[str, int], Part]
 
 
-def check_foldable(source: LanguageModel, target: LanguageModel, translator: Translator) -> None:
+def check_foldable(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    *,
+    allow_mismatch: bool = False,
+) -> None:
     """Refuse a translator or models that query folding does not reach.
 
     Raises:
-        IncompatibleTranslatorError: The translator is not linear, or not of post-RoPE keys.
+        IncompatibleTranslatorError: The translator is not linear, not of post-RoPE keys, or not
+            from ``source`` to ``target``.
         UnsupportedModelError: A model caches latents; or the target's attention handles the
             cached arrays itself, or has layers that read another's cache.
     """
@@ -53,6 +61,7 @@ def check_foldable(source: LanguageModel, target: LanguageModel, translator: Tra
                 f"{target.name} cannot decode from another model's cache, since {reason}: use "
                 "generate (leave out --memory-budget)"
             )
+    check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
 
 
 def fold_caches(
@@ -60,6 +69,8 @@ def fold_caches(
     source: LanguageModel,
     target: LanguageModel,
     translator: Translator,
+    *,
+    allow_mismatch: bool = False,
 ) -> list[Any]:
     """A target's caches whose prefix is what a source's caches hold; nothing is computed.
 
@@ -71,6 +82,7 @@ def fold_caches(
         source: Who filled them.
         target: Who will decode.
         translator: From ``source`` to ``target``, linear and of post-RoPE keys.
+        allow_mismatch: Accept a translator made for another checkpoint of the same shape.
 
     Returns:
         One cache a layer, to be given to the target's model or to mlx-lm as ``prompt_cache``.
@@ -80,7 +92,7 @@ def fold_caches(
             of a class that cannot be read.
         ValueError: The caches are empty or end at different positions.
     """
-    check_foldable(source, target, translator)
+    check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
     ends = {cache.offset for cache in source_cache}
     if len(ends) != 1 or ends == {0} or len(source_cache) != len(source.attentions):
         raise ValueError(

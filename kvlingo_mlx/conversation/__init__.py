@@ -24,7 +24,7 @@ from kvlingo_mlx.conversation.cross_turn import CrossTurn
 from kvlingo_mlx.conversation.exchange import Exchange, Given, Switch
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript, template_difference
-from kvlingo_mlx.conversation.turn import THOUGHT, Turn
+from kvlingo_mlx.conversation.turn import Turn, thought_end
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.generation import GenerationResponse, Model
 from kvlingo_mlx.language_model import LanguageModel
@@ -202,7 +202,8 @@ class Conversation:
                 context alone is handed over. Another one hands it over after the prompt.
             first_token: ``source`` lets ``prefill`` write the first token as well.
             reasoning: Who writes the reasoning trace, up to its end mark; ``name`` then writes
-                the answer alone (appendix "Moving the switch point").
+                the answer alone (appendix "Moving the switch point"). An answer that ends without
+                that mark is warned of: ``name`` wrote nothing of it.
             max_tokens: Most tokens of the answer, a trace included; -1 for no limit but the
                 model's context.
             sampler: As in mlx-lm.
@@ -226,15 +227,17 @@ class Conversation:
         turn = self._turn(named, _messages(message), max_tokens, options)
         parts: list[tuple[str, int | None, str | None]] = [(name, None, None)]
         if reasoning is not None:
-            parts.insert(0, (reasoning, None, THOUGHT))
+            thought = thought_end(self.exchange.line(reasoning).model)
+            parts.insert(0, (reasoning, None, thought))
         if prefill is not None and first_token == "source":
             parts.insert(0, (prefill, 1, None))
-        self._open = True
+        self._open, latest = True, name
         try:
             if prefill is not None and first_token == "target":
                 turn.read(prefill)
             for index, (writer, most, until) in enumerate(parts, start=1):
                 if not turn.ended and turn.room(writer) > 0:
+                    latest = writer
                     yield from turn.write(writer, most, until, last=index == len(parts))
         except GeneratorExit:
             self._finish(turn, turn.said(name, cut=True))
@@ -243,6 +246,13 @@ class Conversation:
             self._finish(turn, turn.said(name, cut=False))
         finally:
             self._open = False
+        if reasoning is not None and latest != name:
+            warnings.warn(
+                f"the answer ended before {latest} ended a reasoning trace ({thought}), so "
+                f"{name} wrote nothing of it; undo, and ask again without reasoning, with "
+                "thinking enabled, or with more max_tokens",
+                stacklevel=2,
+            )
 
     def _turn(
         self, names: Sequence[str], new: list[Message], max_tokens: int, options: dict[str, Any]

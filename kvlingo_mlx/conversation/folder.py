@@ -38,20 +38,23 @@ from kvlingo_mlx.language_model import LanguageModel
 FORMAT, VERSION = "kvlingo-conversation", 1
 FACTS = "conversation.json"
 OURS = re.compile(r"line-\d+\.(cache|native)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
+SAMPLED = 64  # numbers of an array that are looked at, about
 
 
 def describe(model: LanguageModel) -> dict[str, Any]:
     """What must be equal for a cache of ``model`` to be its own: weights, their bits, dtype.
 
-    Of the weights, all norms, and the projections of keys and values of two layers: a model that
-    was tuned further differs there.
+    Of the weights, all norms, the projections of keys and values of two layers, and some numbers of
+    every array: a model that was tuned further differs there.
     """
     digest = hashlib.sha256()
     for attention in (model.attentions[0], model.attentions[-1]):
         for module in model.family.taps(attention):
             for _, array in sorted(dict(tree_flatten(module.parameters())).items()):
-                plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
-                digest.update(np.array(plain).tobytes())
+                digest.update(_bytes(array))
+    for name, array in sorted(dict(tree_flatten(model.model.parameters())).items()):
+        some = mx.flatten(array)[:: max(1, array.size // SAMPLED)]
+        digest.update(f"{name} {array.shape} {array.dtype}".encode() + _bytes(some))
     return {
         "name": model.name,
         "projections": digest.hexdigest(),
@@ -59,6 +62,11 @@ def describe(model: LanguageModel) -> dict[str, Any]:
         "quantization": model.config.get("quantization"),
         "cache_dtype": str(model.cache_dtype).rsplit(".", 1)[-1],
     }
+
+
+def _bytes(array: mx.array) -> bytes:
+    plain = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    return np.array(plain).tobytes()
 
 
 # ---- writing ----------------------------------------------------------------------------

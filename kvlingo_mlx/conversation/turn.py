@@ -18,10 +18,16 @@ from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.generation import GenerationResponse, check_numbers, timed, with_prefix
+from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message
 from kvlingo_mlx.validation import room_for
 
-THOUGHT = "</think>"  # what ends a reasoning trace
+THOUGHT = "</think>"  # what ends a reasoning trace where a tokenizer has no mark of its own
+
+
+def thought_end(model: LanguageModel) -> str:
+    """What ends a model's reasoning trace, in its text."""
+    return getattr(model.tokenizer, "think_end", None) or THOUGHT
 
 
 class Turn:

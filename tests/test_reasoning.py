@@ -1,0 +1,90 @@
+"""Conversations in which one model writes the reasoning trace and another one the answer."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+from mlx_lm.generate import generate_step
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.conversation.turn import thought_end
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
+from kvlingo_mlx.language_model import LanguageModel
+
+SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"
+PAIRS = (f"{SMALL}--{LARGE}", f"{LARGE}--{SMALL}")
+END = "</think>"
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, LanguageModel]:
+    return {"small": kv.load(zoo(SMALL)), "large": kv.load(zoo(LARGE))}
+
+
+@pytest.fixture
+def talk(models: dict[str, LanguageModel]) -> Conversation:
+    """A conversation on facts, some of which will be asked for."""
+    made = Conversation(models, [str(TRANSLATORS / pair) for pair in PAIRS])
+    made.transcript.messages += TALK.messages[:-1]
+    return made
+
+
+TALK = next(iter(dialogues.held_out(1)))
+
+
+def decoded(model: LanguageModel, tokens: list[int], until: str) -> Iterator[int]:
+    """What mlx-lm decodes greedily, a stop token included, until its text holds a mark."""
+    text: list[int] = []
+    for token, _ in generate_step(mx.array(tokens), model.model, max_tokens=80):
+        text.append(int(token))
+        yield text[-1]
+        if until in model.tokenizer.decode(text) or text[-1] in model.tokenizer.eos_token_ids:
+            return
+
+
+def test_one_model_thinks_and_the_other_answers(
+    talk: Conversation, models: dict[str, LanguageModel]
+) -> None:
+    asked = TALK.questions[0]
+    prompt = talk.transcript.prompt(models["small"], [{"role": "user", "content": asked}])
+    thought = list(decoded(models["small"], prompt, END))
+    assert END in models["small"].tokenizer.decode(thought)  # or nothing is shown here
+    answers = list(talk.stream_reply("large", asked, reasoning="small", max_tokens=80))
+    found = [response.token for response in answers]
+    assert found[: len(thought)] == thought and len(found) > len(thought)
+    spans = [s for s in talk.lines["large"].spans if s.stop > len(prompt)]
+    assert [s.writer for s in spans] == ["small", "large"]
+    ended = len(prompt) + len(thought)
+    # The trace's last token is the first that the other model runs.
+    assert spans[0].stop == ended - 1 and spans[-1].stop == len(prompt) + len(found)
+    said = talk.messages[-1]["content"]
+    assert said.count(END) == 1 and said.split(END)[1].strip()
+    # The template strips the thought from an earlier turn: nothing of it is in the next prompt.
+    talk.reply("small", TALK.questions[1], max_tokens=80)
+    kept = models["small"].tokenizer.decode(talk.transcript.tokens)
+    assert said.split(END)[0].removeprefix("<think>").strip() not in kept
+
+
+def test_an_answer_without_a_trace_is_told(talk: Conversation) -> None:
+    with pytest.warns(UserWarning, match="small ended a reasoning trace .*, so large wrote noth"):
+        talk.reply("large", TALK.questions[0], reasoning="small", max_tokens=2)
+    writers = {s.writer for s in talk.lines["small"].spans}
+    assert writers == {"small"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        talk.reply("large", TALK.questions[1], max_tokens=4)
+
+
+def test_a_tokenizer_names_its_own_mark(models: dict[str, LanguageModel]) -> None:
+    class Tokenizer:
+        think_end = "<channel|>"
+
+    model = models["small"]
+    assert thought_end(model) == END
+    other = LanguageModel(model.model, Tokenizer(), model.config, model.name)
+    assert thought_end(other) == "<channel|>"

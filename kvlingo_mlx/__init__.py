@@ -35,7 +35,9 @@ _HOMES = {
     "MalformedProfileError": "errors",
     "MalformedConversationError": "errors",
     "CacheError": "errors",
+    "NotEnoughMemoryError": "errors",
     "MissingExtraError": "errors",
+    "KVLingoWarning": "errors",
 }
 __all__ = sorted(_HOMES)
 

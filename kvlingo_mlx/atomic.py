@@ -160,6 +160,19 @@ def check_room(folder: Path, needed: int) -> None:
         )
 
 
+def sync_file(number: int) -> None:
+    """Put an open file on the disk; where the file system cannot be told to, it does so itself.
+
+    Raises:
+        OSError: The disk is full, or broken.
+    """
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+
+
 def sync(folder: Path) -> None:
     """Put a folder's list of names on the disk, where the file system lets us."""
     with contextlib.suppress(OSError):

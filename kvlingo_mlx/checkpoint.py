@@ -29,6 +29,7 @@ from kvlingo_mlx.tensor_file import (
 )
 from kvlingo_mlx.translator_config import (
     MAX_CONFIG_BYTES,
+    OF_MODELS,
     Map,
     TranslatorConfig,
     expected_shapes,
@@ -267,7 +268,7 @@ def _write_text(path: Path, text: str) -> None:
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        atomic.sync_file(file.fileno())
 
 
 def _card_value(value: object) -> str:
@@ -293,7 +294,11 @@ def model_card(config: TranslatorConfig, weights: Weights) -> str:
         f"- kind: {config.form}, captured {config.capture.replace('_', '-')}",
         f"- source layers per target layer: {config.nu}",
         f"- parameters: {parameters:,} in {weights.dtype}",
-        *(f"- {key}: {_card_value(value)}" for key, value in config.provenance.items()),
+        *(
+            f"- {key}: {_card_value(value)}"
+            for key, value in config.provenance.items()
+            if key not in OF_MODELS
+        ),
         "",
         "```",
         f"kvlingo-mlx generate --prefill-model {config.source.name} \\",

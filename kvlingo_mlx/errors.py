@@ -45,8 +45,16 @@ class CacheError(KVLingoError, ValueError):
     """A key-value cache that is not what its model would go on from."""
 
 
+class NotEnoughMemoryError(KVLingoError):
+    """Models, a translator and caches that take more memory than there is."""
+
+
 class MissingExtraError(KVLingoError):
     """A feature whose optional dependencies are not installed."""
+
+
+class KVLingoWarning(UserWarning):
+    """What a user should know and is not refused for; each is told once a process."""
 
 
 def malformed(path: Path, text: str) -> MalformedTranslatorError:

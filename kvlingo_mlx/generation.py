@@ -27,7 +27,9 @@ from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.hybrid import Native, native_part
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load, resolve_translator, translator_facts
+from kvlingo_mlx.loading import Model, load, load_pair, resolve_translator, translator_facts
+from kvlingo_mlx.memory import check_caches
+from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_one_tokenizer
 from kvlingo_mlx.prompts import Prompt, encode
 from kvlingo_mlx.states import KVStates
@@ -38,7 +40,6 @@ STRATEGIES = ("accelerator", "native", "auto")
 PHASES = ("prefill", "translate", "native")
 DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 
-Model = str | os.PathLike[str] | LanguageModel
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
@@ -287,13 +288,15 @@ def hand_over(
         IncompatibleTranslatorError: The translator is for another pair.
         MissingTranslatorError: None was given and none is stored.
     """
-    source, target = load(prefill_model), load(decode_model)
+    source, target = load_pair(prefill_model, decode_model, tokens, translator=translator)
     prompt, tokens = tokens, encode(target, tokens)
     check_tokens(source, target, tokens, prefill_step_size)
+    check_caches((source, target), len(tokens))
     resolved, native = None, Native()
     if len(tokens) > 1:  # a single token leaves nothing to translate
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
         native = native_part(resolved.config, native_layers, native_head, native_tail)
+        tell_of_length(resolved.config, len(tokens))
         if across := _across(source, target, prompt, resolved, native):
             return hand_over_across(source, target, resolved, across, prefill_step_size)
     return _hand_over(source, target, tokens, resolved, native, prefill_step_size, Clock())
@@ -337,7 +340,10 @@ def stream_generate(
         )
     check_max_tokens(max_tokens)
     check_strategy(strategy)
-    source, target = load(prefill_model, lazy=strategy == "native"), load(decode_model)
+    if strategy == "native":  # the weights of the prefill model are not needed
+        source, target = load(prefill_model, lazy=True), load(decode_model)
+    else:
+        source, target = load_pair(prefill_model, decode_model, prompt, translator=translator)
     draft = _draft(draft_model, prefill_model, source)
     clock = Clock()
     tokens = encode(target, prompt, enable_thinking)
@@ -345,6 +351,7 @@ def stream_generate(
     if strategy == "auto":
         way = _quickest(source, target, len(tokens), translator, allow_mismatch)
     check_tokens(target if way == "native" else source, target, tokens, prefill_step_size)
+    check_caches((target,) if way == "native" else (source, target), len(tokens))
     if (bits := decode_options.get("kv_bits")) is not None:
         for model in (target,) if draft is None else (target, draft):
             caches.check_bits(model, bits, decode_options.get("kv_group_size", 64))
@@ -356,6 +363,7 @@ def stream_generate(
     if len(tokens) > 1 and way != "native":
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
         native = native_part(resolved.config, native_layers, native_head, native_tail)
+        tell_of_length(resolved.config, len(tokens))
         across = _across(source, target, prompt, resolved, native, enable_thinking)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
@@ -563,6 +571,7 @@ def generate(
     Raises:
         ValueError: An empty prompt, one beyond a model's context, or a bad argument.
         MissingModelError, UnsupportedModelError: A model cannot be used, or not so.
+        NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
         MissingProfileError, MalformedProfileError: ``auto`` has no profile to go by.

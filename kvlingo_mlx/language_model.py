@@ -14,6 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from kvlingo_mlx.checkpoint import probe
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish
 from kvlingo_mlx.geometry import (
@@ -21,6 +22,7 @@ from kvlingo_mlx.geometry import (
     norms_fingerprint,
     vocabulary_fingerprint,
 )
+from kvlingo_mlx.projections import Sketch, sketch
 from kvlingo_mlx.translator_config import ModelSpec
 
 NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the classes of norms are called
@@ -77,6 +79,33 @@ class LanguageModel:
         cache = make_prompt_cache(self.model)
         self.model(mx.array([[0]]), cache=cache)
         return cache[0].keys.dtype
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of quantised weights, by the first projection of keys; None for floats."""
+        return getattr(self._projections[0], "bits", None)
+
+    @property
+    def precision(self) -> str:
+        """What those weights are held in: ``bfloat16``, say, or ``4 bits``."""
+        if self.bits is not None:
+            return f"{self.bits} bits"
+        return str(self._projections[0].weight.dtype).rsplit(".", 1)[-1]
+
+    @cached_property
+    def projections(self) -> Sketch | None:
+        """Numbers that tell this model from its fine-tuned copies; None for quantised weights."""
+        weights = [module.weight for module in self._projections]
+        if self.bits is not None or any(weight.ndim != 2 for weight in weights):
+            return None
+        # No matmul: on some GPUs those of float32 are of fewer digits.
+        outputs = [(w * mx.array(probe(w.shape[1]), mx.float32)).sum(axis=-1) for w in weights]
+        return sketch([np.array(output) for output in outputs])
+
+    @cached_property
+    def _projections(self) -> list[nn.Module]:
+        """The modules that put out every cache layer's keys and values."""
+        return [module for a in self.attentions for module in self.family.taps(a)]
 
     @property
     def context_length(self) -> int:

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+from kvlingo_mlx.backend import mx
 
-from mlx_lm.utils import load_config, load_model, load_tokenizer
-from safetensors import SafetensorError, safe_open
-
-from kvlingo_mlx import checkpoint
+from kvlingo_mlx import checkpoint, memory
 from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES, WEIGHTS_FILE
-from kvlingo_mlx.embedded import MODELS, TRANSLATORS
+from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import (
+    KVLingoError,
     MalformedTranslatorError,
     MissingModelError,
     MissingTranslatorError,
 )
-from kvlingo_mlx.families import family_of
 from kvlingo_mlx.hub import MODEL_FILES, resolve
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.opening import damage_told, open_model
 from kvlingo_mlx.pairing import check_pair, matches
+from kvlingo_mlx.prompts import Prompt, encode
+from kvlingo_mlx.tensor_file import MAX_FILE_BYTES
 from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.quantised import check_bits
+
+Model = str | os.PathLike[str] | LanguageModel
 
 # ---- models ---------------------------------------------------------------------------
 
@@ -48,12 +49,77 @@ def load(
     Raises:
         MissingModelError: No such folder or repository, or files are missing or damaged.
         UnsupportedModelError: The family is not supported.
+        NotEnoughMemoryError: Its weights are larger than the memory there is.
     """
     if isinstance(path_or_hf_repo, LanguageModel):
         return path_or_hf_repo
+    model = _unread(path_or_hf_repo, revision)
+    if not lazy:
+        memory.check({f"weights of {model.name}": memory.weights_bytes(model)})
+        _read(model)
+    return model
+
+
+def load_together(
+    models: Sequence[Model],
+    prompt: Prompt | None = None,
+    *,
+    translator: Translator | str | os.PathLike[str] | None = None,
+) -> list[LanguageModel]:
+    """Load several models, once it is known that all they take fits into memory.
+
+    Args:
+        models: As for :func:`load`; those that are loaded already are returned as they are. The
+            last one's tokenizer reads the prompt.
+        prompt: What they will read: caches of it, and the translator, count too.
+        translator: Of the first to the last model; None is the stored one, if there is one.
+
+    Raises:
+        ValueError: The prompt is empty, or cannot be rendered.
+        NotEnoughMemoryError: With what is needed and what there is; no weights were read.
+        MissingModelError, UnsupportedModelError: As for :func:`load`.
+    """
+    opened = [m if isinstance(m, LanguageModel) else _unread(m, None) for m in models]
+    unread = [new for m, new in zip(models, opened, strict=True) if m is not new]
+    if not unread:
+        return opened
+    parts: dict[str, int] = {}
+    for model in unread:
+        title = f"weights of {model.name}"
+        parts[title] = parts.get(title, 0) + memory.weights_bytes(model)
+    if prompt is not None:
+        tokens = len(encode(opened[-1], prompt))
+        parts["translator"] = _translator_bytes(translator, opened[0], opened[-1])
+        parts[memory.caches_of(tokens)] = sum(memory.cache_bytes(m, tokens) for m in opened)
+    memory.check(parts)
+    for model in unread:
+        _read(model)
+    return opened
+
+
+def load_pair(
+    prefill_model: Model,
+    decode_model: Model,
+    prompt: Prompt | None = None,
+    *,
+    translator: Translator | str | os.PathLike[str] | None = None,
+) -> tuple[LanguageModel, LanguageModel]:
+    """Two models by :func:`load_together`."""
+    models = prefill_model, decode_model
+    source, target = load_together(models, prompt, translator=translator)
+    return source, target
+
+
+def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> LanguageModel:
+    """A model whose weights lie in its files yet."""
     name = os.fspath(path_or_hf_repo)
     path, commit = resolve(name, revision, MODEL_FILES, MissingModelError)
-    return _open(path, name, commit, lazy)
+    return open_model(path, name, commit)
+
+
+def _read(model: LanguageModel) -> None:
+    with damage_told(model.path):
+        mx.eval(model.model.parameters())
 
 
 def at_hand(name: str, revision: str | None = None) -> LanguageModel:
@@ -72,68 +138,8 @@ def at_hand(name: str, revision: str | None = None) -> LanguageModel:
             path, commit = resolve(name, wanted, MODEL_FILES, MissingModelError, offline=True)
         except MissingModelError:
             continue
-        return _open(path, name, commit, lazy=True)
+        return open_model(path, name, commit)
     raise MissingModelError(f"{name} is not on this machine")
-
-
-def _open(path: Path, name: str, commit: str | None, lazy: bool) -> LanguageModel:
-    _check_model_folder(path)
-    config = load_config(path)
-    family = family_of(config["model_type"])
-    try:
-        overrides = family.overrides(config)
-        model, config = load_model(path, lazy=lazy, trust_remote_code=False, model_config=overrides)
-        tokenizer = load_tokenizer(
-            path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
-        )
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
-        # What mlx-lm and transformers say about a file that is cut off or lacks a field.
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-        raise MissingModelError(
-            f"the model {path} cannot be loaded ({type(error).__name__}: {first_line:.200}); "
-            "is its download complete?"
-        ) from error
-    embedded = path.parent == MODELS
-    return LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
-
-
-def _check_model_folder(path: Path) -> None:
-    try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except OSError:
-        raise MissingModelError(
-            f"{path} has no config.json; a model folder needs one (incomplete download?)"
-        ) from None
-    except ValueError as error:
-        raise MissingModelError(f"{path / 'config.json'} is not valid JSON: {error}") from None
-    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
-        raise MissingModelError(f"{path / 'config.json'} names no model_type")
-    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
-        raise MissingModelError(f"{path} has no tokenizer.json; download the model again")
-    for file in _weight_files(path):
-        try:
-            with safe_open(file, framework="np"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise MissingModelError(
-                f"{file} is missing or incomplete ({error}); download the model again"
-            ) from None
-
-
-def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise MissingModelError(
-                f"{index} has no readable weight_map; download the model again"
-            ) from None
-        return [path / name for name in names]
-    files = sorted(path.glob("model*.safetensors"))
-    if not files:
-        raise MissingModelError(f"{path} has no model*.safetensors; download the model again")
-    return files
 
 
 # ---- translators -----------------------------------------------------------------------
@@ -163,15 +169,40 @@ def load_translator(
     return build(config, weights, quantize=quantize)
 
 
+def _translator_bytes(
+    translator: Translator | str | os.PathLike[str] | None,
+    source: LanguageModel,
+    target: LanguageModel,
+) -> int:
+    """Bytes of a translator's file that is yet to be read; 0 where it is not at hand."""
+    if isinstance(translator, Translator):
+        return 0
+    try:
+        found = find_translator(source, target) if translator is None else translator
+        size = (_translator_folder(found) / WEIGHTS_FILE).stat().st_size
+    except (KVLingoError, OSError):  # told when it is loaded
+        return 0
+    return size if size <= MAX_FILE_BYTES else 0  # or it will not be read
+
+
 def _translator_folder(path_or_hf_repo: str | os.PathLike[str]) -> Path:
     name = os.fspath(path_or_hf_repo)
     return resolve(name, None, list(OUR_FILES), MissingTranslatorError)[0]
 
 
 def home() -> Path:
-    """Where we keep what is the user's: ``KVLINGO_HOME``, else a folder in the user's cache."""
+    """Where we keep what is the user's: ``KVLINGO_HOME``, else a folder in the user's cache.
+
+    Raises:
+        ValueError: There is neither.
+    """
     given = os.environ.get("KVLINGO_HOME")
-    return Path(given) if given else Path.home() / ".cache" / "kvlingo-mlx"
+    try:
+        return Path(given) if given else Path.home() / ".cache" / "kvlingo-mlx"
+    except RuntimeError:  # no HOME, and a user whom the system does not know
+        raise ValueError(
+            "this user has no home folder to keep translators in; set KVLINGO_HOME to a folder"
+        ) from None
 
 
 def store() -> Path:

@@ -7,6 +7,7 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelErro
 from kvlingo_mlx.geometry import layer_differences
 from kvlingo_mlx.handover import check_capture, check_layers
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.notes import tell_of_pair
 from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig
 
 
@@ -28,7 +29,7 @@ def difference(
         return f"model_type is {geometry.model_type}, expected {spec.model_type}"
     layers = layer_differences(geometry.layers, spec.layers)
     if layers:
-        return layers[0]
+        return "; ".join(layers)
     expected = spec.fingerprint
     if expected["geometry"] not in (None, geometry.fingerprint):
         return "RoPE, norm epsilon or embedding rows differ (geometry fingerprint)"
@@ -49,15 +50,18 @@ def check_pair(
     *,
     allow_mismatch: bool = False,
 ) -> None:
-    """Refuse a translator that is not for ``source`` to ``target``.
+    """Refuse a translator that is not for ``source`` to ``target``; tell of lesser differences.
 
     Raises:
-        IncompatibleTranslatorError: With the side and the field that differ.
+        IncompatibleTranslatorError: With the side and the fields that differ.
+
+    Warns:
+        KVLingoWarning: As :func:`tell_of_pair` has it.
     """
     swapped = matches(config.source, target) and matches(config.target, source)
     if swapped and not matches(config.source, source):
         raise IncompatibleTranslatorError(
-            f"{_title(config)} goes the other way round: swap the models, or load its reverse"
+            f"{config.title} goes the other way round: swap the models, or load its reverse"
         )
     check_end(config, "source", source, allow_mismatch=allow_mismatch)
     check_end(config, "target", target, allow_mismatch=allow_mismatch)
@@ -67,6 +71,7 @@ def check_pair(
     else:
         check_capture(config.capture)
         check_positions(target)
+    tell_of_pair(config, source, target)
 
 
 def check_positions(target: LanguageModel) -> None:
@@ -92,7 +97,7 @@ def check_one_tokenizer(config: TranslatorConfig, what: str) -> None:
     """
     if config.alignment is not None:
         raise IncompatibleTranslatorError(
-            f"{_title(config)} is between two tokenizers (alignment {config.alignment}), which "
+            f"{config.title} is between two tokenizers (alignment {config.alignment}), which "
             f"{what} does not know; use it with generate, chat, fit, train or eval"
         )
 
@@ -109,17 +114,13 @@ def check_end(
     text = difference(spec, model, allow_mismatch=allow_mismatch)
     if text is not None:
         raise IncompatibleTranslatorError(
-            f"{_title(config)} does not fit the {role} model {model.name}: {text}"
+            f"{config.title} does not fit the {role} model {model.name}: {text}"
         )
     if config.capture not in model.family.points:
         raise IncompatibleTranslatorError(
-            f"{_title(config)} is for {config.capture} keys, which the {role} model {model.name} "
+            f"{config.title} is for {config.capture} keys, which the {role} model {model.name} "
             f"does not have; its capture points are {', '.join(model.family.points)}"
         )
-
-
-def _title(config: TranslatorConfig) -> str:
-    return f"the translator from {config.source.name} to {config.target.name}"
 
 
 def check_tokenizers(

@@ -22,6 +22,7 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx, always)
 import numpy as np
 from mlx.utils import tree_flatten
 
+from kvlingo_mlx.atomic import sync_file
 from kvlingo_mlx.errors import MalformedProfileError, MissingProfileError, printable
 from kvlingo_mlx.geometry import canonical_json
 from kvlingo_mlx.language_model import LanguageModel
@@ -125,7 +126,7 @@ def write(profile: Profile) -> Path:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(json.dumps(facts, indent=2) + "\n")
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)

@@ -113,10 +113,23 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"the prompt is not valid Unicode ({error.reason})") from None
+        raise ValueError(
+            f"the prompt is not valid Unicode ({error.reason}); give UTF-8 text, and set "
+            "PYTHONUTF8=1 where the locale has another encoding"
+        ) from None
 
 
 def as_ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids as Python integers: a list, or a NumPy or MLX vector."""
+    """Token ids as Python integers: a list, or a NumPy or MLX vector.
+
+    Raises:
+        ValueError: They are something else: several prompts, say, or images.
+    """
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-    return [operator.index(token) for token in listed]
+    try:
+        return [operator.index(token) for token in listed]
+    except TypeError:
+        raise ValueError(
+            f"the prompt is {tokens!r:.60}; give text, messages of text, or the token ids of one "
+            "prompt (several prompts: hand each over, then mlx_lm's batch_generate)"
+        ) from None

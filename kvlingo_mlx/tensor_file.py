@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
+from kvlingo_mlx.atomic import sync_file
 from kvlingo_mlx.errors import malformed
 from kvlingo_mlx.translator_config import no_duplicates
 
@@ -220,4 +221,4 @@ def write_tensors(path: Path, weights: Weights) -> None:
         raise OSError(int(number[1]) if number else None, reason, str(path)) from None
     path.chmod(0o644)
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
+        sync_file(file.fileno())

@@ -18,6 +18,7 @@ SIDES = ("keys", "values")
 KINDS = ("linear", "mlp", "linear_mlp")
 MATRICES = ("weight", "w1", "w2")  # last names of tensors that are multiplied by
 CAPTURES = ("pre_norm", "post_norm", "post_rope", "latent")
+OF_MODELS = ("precision", "projections")  # what a provenance keeps for comparison with models
 MAX_CONFIG_BYTES = 2**20
 MAX_LAYERS, MAX_HEADS, MAX_DIM, MAX_WINDOW = 1024, 1024, 65536, 2**31
 
@@ -58,6 +59,28 @@ class TranslatorConfig:
         """Cache layers that the target reads itself unless told otherwise: what its profile chose,
         or what it was trained with."""
         return self.provenance.get("native_layers", 0)
+
+    @property
+    def longest_prefix(self) -> int | None:
+        """Tokens of the longest prefix that it was fitted or tested on, if it tells."""
+        longest = self.provenance.get("longest_prefix")
+        return longest if type(longest) is int and longest > 0 else None
+
+    def fitted_on(self, role: str) -> str | None:
+        """The precision of the ``"source"`` or ``"target"`` that it was fitted on, if it tells.
+
+        "bfloat16" or "4 bits", say. What has a receipt was trained on the floats of that.
+        """
+        for kept, name in (("precision", role), ("receipt", "dtype")):
+            facts = self.provenance.get(kept)
+            if isinstance(facts, dict) and isinstance(facts.get(name), str):
+                return facts[name]
+        return None
+
+    @property
+    def title(self) -> str:
+        """What it is called in a message."""
+        return f"the translator from {self.source.name} to {self.target.name}"
 
     @property
     def form(self) -> str:

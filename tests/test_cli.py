@@ -131,7 +131,7 @@ def test_bad_prompts(
     fails([*given, "--prompt", ""], "the prompt is empty", capsys)
     fails([*given, "--prompt", "x" * 600], "the context of", capsys)
     fails([*given, "--prompt", "a", "--temp", "nan"], "--temp is nan", capsys)
-    fails([*given, "--prompt", "a", "--max-tokens", "0"], "max_tokens is 0", capsys)
+    fails([*given, "--prompt", "a", "--max-tokens", "0"], "--max-tokens is 0", capsys)
     fails([*given, "--prompt", "a", "--max-tokens", "many"], "--max-tokens", capsys)
     fails([*given, "--prompt", "a", "--seed", "-1"], "--seed is -1", capsys)
     fails([*given, "--prompt", "a", "--seed", "9" * 20], "--seed is 999", capsys)

@@ -10,11 +10,14 @@ import importlib
 import os
 import signal
 import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
 
 import typer
 
 from kvlingo_mlx import __version__
-from kvlingo_mlx.cli.output import complain
+from kvlingo_mlx.cli.output import complain, warn
 from kvlingo_mlx.errors import KVLingoError
 
 VERBS = (
@@ -70,7 +73,9 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments  # wherever it stands
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
-        result = app(arguments, standalone_mode=False, prog_name="kvlingo-mlx")
+        with warnings.catch_warnings():
+            warnings.showwarning = _in_a_line(warnings.showwarning)
+            result = app(arguments, standalone_mode=False, prog_name="kvlingo-mlx")
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
@@ -79,6 +84,18 @@ def run(arguments: list[str]) -> int:
             raise
         complain(error)
         return 2
+
+
+def _in_a_line(others: Callable[..., None]) -> Callable[..., None]:
+    """Shows what is meant for users as our other warnings, without the place in our code."""
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        if issubclass(category, UserWarning):
+            warn(str(message))
+        else:
+            others(message, category, *where, **more)
+
+    return show
 
 
 def _is_users(error: Exception) -> bool:

@@ -124,6 +124,7 @@ def command(
             "prompt": "bundled text" if text else "random token ids", "trials": num_trials,
             "batch": batch,
             "forms": list(pair.translators), "rates": vars(rates), "precision": precision,
+            "weights": [pair.source.precision, pair.target.precision],
         }  # fmt: skip
         measure.append_json(json_file, measure.record("bench", config, results))
 
@@ -193,14 +194,14 @@ def _of_models(
 ) -> Pair:  # fmt: skip
     """Real models; where no translator is ``stored`` and none has to be, random maps."""
     from kvlingo_mlx.embedded import zoo
-    from kvlingo_mlx.loading import load, resolve_translator
+    from kvlingo_mlx.loading import load_pair, resolve_translator
     from kvlingo_mlx.pairing import check_one_tokenizer
     from kvlingo_mlx.timing import geometries
     from kvlingo_mlx.translators.quantised import check_bits
 
     for number in bits:
         check_bits(number)
-    models = load(source or zoo("tiny-qwen3-s")), load(target or zoo("tiny-qwen3-moe"))
+    models = load_pair(source or zoo("tiny-qwen3-s"), target or zoo("tiny-qwen3-moe"))
     try:
         found = {"stored": resolve_translator(translator, *models)}
         check_one_tokenizer(found["stored"].config, "bench")

@@ -147,9 +147,10 @@ def _check_resumed(**begin: object) -> None:
 
 def _models(named: Mapping[str, str]) -> dict[str, LanguageModel]:
     """The models by name; one that has two names is loaded once."""
-    from kvlingo_mlx.loading import load
+    from kvlingo_mlx.loading import load_together
 
-    loaded = {path: load(path) for path in dict.fromkeys(named.values())}
+    paths = list(dict.fromkeys(named.values()))
+    loaded = dict(zip(paths, load_together(paths), strict=True))
     return {name: loaded[path] for name, path in named.items()}
 
 

@@ -99,7 +99,7 @@ def command(
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.evaluation import compare as comparison
     from kvlingo_mlx.evaluation.journal import Journal
-    from kvlingo_mlx.loading import load
+    from kvlingo_mlx.loading import load_pair
     from kvlingo_mlx.pairing import check_tokenizers
 
     keep_stdout_for_json(json_file)
@@ -107,7 +107,7 @@ def command(
         pictures.check(plot)
     journal = Journal(out)
     read = options.haystack_text(haystack)
-    models = load(source), load(target)
+    models = load_pair(source, target)
     if public:
         check_tokenizers(*models, "lm-eval's tasks are cut by one tokenizer; use our own tasks")
     asked = [
@@ -142,7 +142,7 @@ def command(
             "source": models[0].name, "target": models[1].name, "data": data, "limit": limit,
             "seed": seed, "thinking": thinking, "max_tokens": max_tokens, "num_shots": num_shots,
             "apply_chat_template": chat, "judge": judge, "task_data": local, "quantize": quantize,
-            "native_layers": layers,
+            "native_layers": layers, "weights": [model.precision for model in models],
         }  # fmt: skip
         found = _found(outcomes, times)
         measure.append_json(json_file, measure.record("eval", config, found))

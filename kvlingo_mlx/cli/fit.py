@@ -39,13 +39,13 @@ def command(
 
     from kvlingo_mlx import checkpoint, measure
     from kvlingo_mlx.fitting import fit
-    from kvlingo_mlx.loading import load
+    from kvlingo_mlx.loading import load_pair
     from kvlingo_mlx.samples import read_jsonl
 
     keep_stdout_for_json(json_file)
     checkpoint.check_destination(out)
     records = read_jsonl(data)
-    models = load(source), load(target)
+    models = load_pair(source, target)
     with progress_bar("fitting", len(records)) as step:
         translator = fit(
             *models,

@@ -22,6 +22,7 @@ from kvlingo_mlx.cli.sampling import (
     TEMP_HELP,
     TOP_K_HELP,
     TOP_P_HELP,
+    check_ranges,
     check_sampling,
     sampler_of,
 )
@@ -69,20 +70,27 @@ def command(
 ) -> None:
     """Prefill a prompt with one model and answer with another."""
     check_sampling(temp, top_p, top_k, min_p, seed)
+    check_ranges(
+        ("--max-tokens", max_tokens, max_tokens > 0 or max_tokens == -1, "1 or more, or -1"),
+        ("--prefill-step-size", prefill_step_size, prefill_step_size > 0, "1 or more"),
+    )
     text = _stdin() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text.strip():
         raise ValueError("the prompt is empty; give some text")
 
     from kvlingo_mlx import measure
     from kvlingo_mlx.generation import check_strategy, stream_generate, summary
-    from kvlingo_mlx.loading import load, resolve_translator
+    from kvlingo_mlx.loading import load, load_pair, resolve_translator
     from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)
     check_bits(quantize)
     sampler = sampler_of(temp, top_p, top_k, min_p, seed)
     check_strategy(strategy)
-    source, target = load(prefill_model, lazy=strategy == "native"), load(decode_model)
+    if strategy == "native":
+        source, target = load(prefill_model, lazy=True), load(decode_model)
+    else:
+        source, target = load_pair(prefill_model, decode_model, text, translator=translator)
     used: str | Translator = translator
     if quantize is not None:
         used = resolve_translator(

@@ -52,13 +52,13 @@ def command(
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.evaluation import profile
     from kvlingo_mlx.evaluation.journal import Journal
-    from kvlingo_mlx.loading import find_translator, load, resolve_translator
+    from kvlingo_mlx.loading import find_translator, load_pair, resolve_translator
     from kvlingo_mlx.pairing import check_one_tokenizer
 
     keep_stdout_for_json(json_file)
     if plot:
         pictures.check(plot)
-    models = load(source), load(target)
+    models = load_pair(source, target)
     place = translator or find_translator(*models, allow_mismatch=allow_mismatch)
     found = resolve_translator(place, *models, allow_mismatch=allow_mismatch)
     check_one_tokenizer(found.config, "profile")

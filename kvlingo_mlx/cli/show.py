@@ -44,9 +44,11 @@ def command(
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
     from kvlingo_mlx import checkpoint
-    from kvlingo_mlx.translator_config import flops_of, unfoldable
+    from kvlingo_mlx.translator_config import OF_MODELS, flops_of, unfoldable
 
     config, weights = checkpoint.read(folder)
+    known = {role: config.fitted_on(role) for role in ("source", "target")}
+    fitted = [f"{role} in {precision}" for role, precision in known.items() if precision]
     folded = unfoldable(config)
     sizes = {name: array.size for name, array in weights.arrays.items()}
     return {
@@ -62,7 +64,8 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
         **({} if quantize is None else _quantised_facts(config, weights, quantize)),
         "tokenizers": "one" if config.alignment is None else f"two, {config.alignment}",
         "can be folded": "yes" if folded is None else f"no: {folded}",
-        **config.provenance,
+        **({"fitted on": ", ".join(fitted)} if fitted else {}),
+        **{name: fact for name, fact in config.provenance.items() if name not in OF_MODELS},
     }
 
 
@@ -108,6 +111,7 @@ def _model_facts(name: str) -> dict[str, Any]:
         "model_type": geometry.model_type,
         "cache layers": len(geometry.layers),
         "first layer": f"{_heads(layer)}, {layer.attention}",
+        "weights": model.precision,
         "cache dtype": model.cache_dtype,
         "cache bytes per token": bytes_per_token(model),
         "context": model.context_length,

@@ -69,11 +69,11 @@ def _run_models(
     config, weights, names: tuple[str, str], allow_mismatch: bool, rows: dict[str, Any]
 ) -> tuple[bool, str]:
     from kvlingo_mlx.evaluation.verification import agreement, receipt_of, verdict
-    from kvlingo_mlx.loading import load
+    from kvlingo_mlx.loading import load_pair
     from kvlingo_mlx.pairing import check_pair
     from kvlingo_mlx.translators import build
 
-    models = load(names[0]), load(names[1])
+    models = load_pair(*names)
     check_pair(config, *models, allow_mismatch=allow_mismatch)
     found = agreement(*models, build(config, weights))
     if found is None:
@@ -82,6 +82,7 @@ def _run_models(
             "without --source and --target, or use kvlingo-mlx eval"
         )
     receipt = receipt_of(config)
+    rows["weights"] = ", ".join(f"{model.name} in {model.precision}" for model in models)
     rows["conversations"] = f"{found.samples}, with {found.tokens} tokens to predict"
     for name, mine in (("kl", found.kl), ("top1", found.top1)):
         title = {"kl": "KL, nats per token", "top1": "same first choice"}[name]

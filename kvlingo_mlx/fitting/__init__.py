@@ -24,9 +24,10 @@ from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.geometry import LayerGeometry
 from kvlingo_mlx.handover import check_capture
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load
+from kvlingo_mlx.loading import load_pair
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.pairing import check_positions
+from kvlingo_mlx.projections import facts_of_models
 from kvlingo_mlx.samples import Sample, to_samples
 from kvlingo_mlx.selection import METHODS, Candidates, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.states import KVStates
@@ -86,7 +87,7 @@ def fit(
         UnsupportedModelError: Of two tokenizers, and the target's cache holds one entry a token.
         MalformedTranslatorError: An ``Assignment`` that does not fit these models.
     """
-    source, target = load(source), load(target)
+    source, target = load_pair(source, target)
     norm = norm_named(norm)
     capture = capture_point(source, target, capture)
     alignment = _alignment(source, target, capture)
@@ -121,10 +122,12 @@ def fit(
         "assignment": method or ("explicit" if assignment else "relative_depth"),
         "samples": reader.used,
         "prefix_tokens": reader.tokens,
+        "longest_prefix": reader.longest,
         "lowest_rank": min(ranks),
         "kvlingo_mlx": __version__,
         "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
+        **facts_of_models({"source": source, "target": target}),
     }
     config = dataclasses.replace(config, provenance=provenance)
     return build(config, Weights.from_float32(weights, "float32"))
@@ -152,6 +155,7 @@ class _Reader:
     alignment: str | None = None
     used: int = 0
     tokens: int = 0
+    longest: int = 0
 
     def passes(self, count: int) -> None:
         """Announce how often the samples will be read."""
@@ -176,6 +180,7 @@ class _Reader:
             weights = token_weights(norm, len(sample.prefix), mass)
             self._add(sample, weights, add)
             self.tokens += sample.num_translated
+            self.longest = max(self.longest, len(sample.prefix))
             self.used += 1
             self.done += 1
             if self.progress is not None:

@@ -33,7 +33,9 @@ from kvlingo_mlx.generation import (
     with_prefix,
 )
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load, resolve_translator
+from kvlingo_mlx.loading import load_pair, resolve_translator
+from kvlingo_mlx.memory import check_caches
+from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.prompts import Prompt, as_ids, encode
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import room_for
@@ -91,7 +93,9 @@ def _resolve(
         caches.check_groups(source, kv_bits, kv_group_size)
     if len(tokens) < 2:
         return None
+    check_caches((source,), len(tokens))
     found = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
+    tell_of_length(found.config, len(tokens))
     check_foldable(source, target, found, allow_mismatch=allow_mismatch)
     return found
 
@@ -132,7 +136,7 @@ def folded_hand_over(
             why), or is for another pair.
         MissingTranslatorError: None was given and none is stored.
     """
-    source, target = load(prefill_model), load(decode_model)
+    source, target = load_pair(prefill_model, decode_model)
     rows = _rows(tokens)
     for row in rows:
         check_tokens(source, target, row, prefill_step_size)
@@ -201,7 +205,7 @@ def folded_stream_generate(
     """
     check_max_tokens(max_tokens)
     _check_single(prompt)
-    source, target = load(prefill_model), load(decode_model)
+    source, target = load_pair(prefill_model, decode_model)
     clock = Clock()
     tokens = encode(target, prompt, enable_thinking)
     check_tokens(source, target, tokens, prefill_step_size)

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
+from kvlingo_mlx.atomic import sync_file
 from kvlingo_mlx.errors import KVLingoError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def disk_errors(what: str, folder: Path) -> Iterator[None]:
 def _replace(temporary: Path, path: Path) -> None:
     """Move a finished file into place, once it is on the disk."""
     with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
+        sync_file(file.fileno())
     os.replace(temporary, path)
 
 
@@ -175,7 +176,7 @@ class Checkpoints:
             with open(self.folder / LOG, "a", encoding="utf-8") as log:
                 log.write(json.dumps(_finite(entry)) + "\n")
                 log.flush()
-                os.fsync(log.fileno())
+                sync_file(log.fileno())
         write_state(self.folder / VALIDATED, what, tensors, facts)
         (self.folder / LATEST).unlink(missing_ok=True)
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from kvlingo_mlx import __version__, checkpoint
 from kvlingo_mlx.assignment import Assignment
+from kvlingo_mlx.projections import facts_of_models
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.selection import METHODS
 from kvlingo_mlx.tensor_file import Weights
@@ -103,7 +104,7 @@ class Training:
             best = self._distill(stage2, config, arrays, held_out, self.plan.recipe, stop)
             arrays = _arrays(best)
         if self.group.leads:
-            self._write(config, arrays, self._provenance(provenance, best, len(held_out)))
+            self._write(config, arrays, self._provenance(provenance, best, held_out))
             if best is not None:
                 stage2.finish(self.log)
             shutil.rmtree(self.partial)
@@ -285,18 +286,22 @@ class Training:
     # ---- the result -------------------------------------------------------------------
 
     def _provenance(
-        self, fitted: Mapping[str, Any], best: Run | None, held_out: int
+        self, fitted: Mapping[str, Any], best: Run | None, held_out: Sequence[Sample]
     ) -> dict[str, Any]:
         recipe = self.plan.recipe
+        # Of stage 1 and of the held-out conversations; stage 2's are of the same mixture.
+        prefixes = [fitted.get("longest_prefix", 0), *(len(s.prefix) for s in held_out)]
         data = {"data": self.settings["data"]} if "data" in self.settings else {}
         if self.plan.native_layers:
             data |= {"native_layers": self.plan.native_layers}
         trained = {} if best is None else {
             "objective": recipe.objective, "steps": recipe.steps, "batch": recipe.batch,
-            "learning_rate": best.rate, "held_out": held_out, "held_out_kl": best.held_out,
+            "learning_rate": best.rate, "held_out": len(held_out), "held_out_kl": best.held_out,
         }  # fmt: skip
         return {
             "stage": 1 if best is None else 2, **data, **fitted, **trained,
+            "longest_prefix": max(prefixes),
+            **facts_of_models({"source": self.source, "target": self.target}),
             "assignment": self.plan.assignment,
             "seed": self.plan.seed, "kvlingo_mlx": __version__, "torch": torch.__version__,
             "transformers": version("transformers"), "date": time.strftime("%Y-%m-%d"),

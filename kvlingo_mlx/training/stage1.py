@@ -56,12 +56,14 @@ class TorchMoments:
 class Sums:
     """Every map's moments over the samples read so far: what a killed stage 1 resumes from.
 
-    ``read`` counts the samples, ``used`` those of them that could be fitted on.
+    ``read`` counts the samples, ``used`` those of them that could be fitted on; ``longest`` is the
+    longest prefix of the latter, in tokens.
     """
 
     moments: dict[str, TorchMoments]
     read: int = 0
     used: int = 0
+    longest: int = 0
 
     @classmethod
     def start(cls, config: TranslatorConfig, device: torch.device) -> Sums:
@@ -80,7 +82,8 @@ class Sums:
     def counts(self) -> dict[str, int]:
         """How many samples and tokens they are of."""
         tokens = next(iter(self.moments.values())).tokens
-        return {"read": self.read, "used": self.used, "tokens": tokens}
+        counts = {"read": self.read, "used": self.used, "longest": self.longest}
+        return {**counts, "tokens": tokens}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
         """Take on what :meth:`tensors` and :meth:`counts` gave."""
@@ -89,6 +92,7 @@ class Sums:
         for moments in self.moments.values():
             moments.tokens = counts["tokens"]
         self.read, self.used = counts["read"], counts["used"]
+        self.longest = counts.get("longest", 0)  # older ones do not tell
 
 
 @dataclass
@@ -98,6 +102,7 @@ class TileSums:
     tiles: dict[str, Tiles]
     read: int = 0
     used: int = 0
+    longest: int = 0
 
     @classmethod
     def start(cls, config: TranslatorConfig) -> TileSums:
@@ -116,7 +121,8 @@ class TileSums:
 
     def counts(self) -> dict[str, int]:
         """How many samples and tokens they are of."""
-        return {"read": self.read, "used": self.used, "tokens": self.tiles["keys"].tokens}
+        counts = {"read": self.read, "used": self.used, "longest": self.longest}
+        return {**counts, "tokens": self.tiles["keys"].tokens}
 
     def restore(
         self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int], device: torch.device
@@ -129,6 +135,7 @@ class TileSums:
         for tiles in self.tiles.values():
             tiles.tokens = counts["tokens"]
         self.read, self.used = counts["read"], counts["used"]
+        self.longest = counts.get("longest", 0)  # older ones do not tell
 
 
 def closed_form(
@@ -238,6 +245,7 @@ def _read(
             weights = paired_weights(sample, token_weights(norm, len(sample.prefix), mass))
             add(read, wanted, None if weights is None else torch.tensor(weights).to(target.device))
             sums.used += 1
+            sums.longest = max(sums.longest, len(sample.prefix))
         if progress is not None:
             progress(sums.used)
         keep(sums)
@@ -253,6 +261,7 @@ def _provenance(norm: str, sums: Sums | TileSums, ranks: Sequence[int]) -> dict[
     return {
         "norm": norm, "samples": sums.used, "prefix_tokens": sums.counts()["tokens"],
         "lowest_rank": min(ranks),
+        "longest_prefix": sums.longest,
     }  # fmt: skip
 
 

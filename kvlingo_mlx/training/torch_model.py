@@ -18,10 +18,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging
 
+from kvlingo_mlx.checkpoint import probe
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
 from kvlingo_mlx.hub import MODEL_FILES, SMALL_FILES, resolve
+from kvlingo_mlx.projections import Sketch, sketch
 from kvlingo_mlx.training.agreement import check_agreement
 from kvlingo_mlx.training.families import POINTS, TorchFamily, family_of
 from kvlingo_mlx.training.families.base import Positions
@@ -91,6 +93,23 @@ class TorchModel:
     def dtype(self) -> torch.dtype:
         """What its cache is held in."""
         return self.model.dtype
+
+    @property
+    def precision(self) -> str:
+        """What its weights are held in: ``bfloat16``, say."""
+        return str(self.dtype).rsplit(".", 1)[-1]
+
+    @cached_property
+    @torch.no_grad()
+    def projections(self) -> Sketch:
+        """Numbers that tell this model from its fine-tuned copies, as on the device."""
+        outputs = []
+        for attention in self.attentions:
+            for module in self.family.taps(attention):
+                weight = module.weight.float()
+                known = torch.tensor(probe(weight.shape[1]), device=weight.device).float()
+                outputs.append((weight * known).sum(dim=-1).cpu().numpy())
+        return sketch(outputs)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator carries."""

@@ -1,0 +1,94 @@
+"""What a user should know of a pair without being refused: each is told once a process."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from kvlingo_mlx.errors import KVLingoWarning, printable
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.projections import ROUNDED, SAME
+from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig
+
+MEASURE = "`kvlingo-mlx verify TRANSLATOR --source {} --target {}` measures what that costs"
+
+_told: set[str] = set()
+
+
+def tell(key: str, text: str) -> None:
+    """Warn of something, unless ``key`` was warned of before."""
+    if key not in _told:
+        _told.add(key)
+        warnings.warn(printable(text), KVLingoWarning, stacklevel=4)
+
+
+def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: LanguageModel) -> None:
+    """Tell how the models of a pair that fits a translator differ from those that it is of.
+
+    Warns:
+        KVLingoWarning: Of another commit with the same norms; of few bits where it was fitted on
+            others; of other projections under the same norms.
+    """
+    measure = MEASURE.format(source.name, target.name)
+    ends = (("source", config.source, source), ("target", config.target, target))
+    for role, spec, model in ends:
+        fitted = config.fitted_on(role)
+        for found in (
+            _other_commit(spec, model),
+            _other_bits(fitted, model),
+            _other_projections(config.provenance.get("projections"), role, fitted, model),
+        ):
+            if found is not None:
+                told = f"{config.title} is used, though {found}"
+                tell(told, f"{told}; {measure}")
+
+
+def tell_of_length(config: TranslatorConfig, num_tokens: int) -> None:
+    """Tell of a prompt beyond the longest prefix that a translator was fitted or tested on.
+
+    Warns:
+        KVLingoWarning: With both numbers. One that keeps no such number is used without a word.
+    """
+    longest = config.longest_prefix
+    if longest is not None and num_tokens - 1 > longest:
+        tell(
+            f"{config.title}, {longest}",
+            f"the prompt has {num_tokens} tokens, and {config.title} was fitted and tested on "
+            f"prefixes of at most {longest}: beyond them its quality is unknown; fit it on longer "
+            "conversations, or let the decode model read the prompt (strategy native)",
+        )
+
+
+def _other_commit(spec: ModelSpec, model: LanguageModel) -> str | None:
+    """Commits are of one repository; copies of it elsewhere have their own."""
+    if spec.name != model.name or None in (spec.revision, model.revision):
+        return None
+    if spec.revision == model.revision:
+        return None
+    return (
+        f"it was made with commit {spec.revision:.12} of {spec.name}, and this is "
+        f"{model.revision:.12} (their norms are the same)"
+    )
+
+
+def _other_bits(fitted: str | None, model: LanguageModel) -> str | None:
+    if model.bits is None or fitted in (None, model.precision):
+        return None
+    return f"it was fitted on {fitted} and {model.name} runs in {model.precision}"
+
+
+def _other_projections(
+    kept: Any, role: str, fitted: str | None, model: LanguageModel
+) -> str | None:
+    """Another fine-tune of the same norms; rounding to few bits would drown the difference."""
+    numbers = kept.get(role) if isinstance(kept, dict) else None
+    if numbers is None or model.projections is None:
+        return None
+    found = model.projections.difference(numbers)
+    if found is None or found <= (SAME if fitted == model.precision else ROUNDED):
+        return None
+    return (
+        f"the key and value projections of {model.name} differ from those that it was fitted on "
+        f"(by up to {found:.1%}; the norms are the same): another fine-tune, or a LoRA adapter "
+        "fused in"
+    )

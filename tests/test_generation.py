@@ -186,7 +186,7 @@ def test_tokens_may_be_arrays(models: dict[str, LanguageModel]) -> None:
         assert all(np.array_equal(c.keys, e) for c, e in zip(cache, expected, strict=True))
     steps = generate_step(mx.array(TOKENS[-1:]), model.model, max_tokens=1, prompt_cache=cache)
     assert next(steps)[0] == next(generate_step(mx.array(TOKENS), model.model, max_tokens=1))[0]
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="token ids of one prompt"):
         kv.hand_over(model, model, [1.5, 2.5], translator=identity)
 
 

@@ -159,6 +159,7 @@ def test_both_runtimes_describe_and_read_alike(
     mine, theirs = (dataclasses.replace(m.spec(), name="", revision=None) for m in (ours, device))
     assert mine == theirs
     assert ours.context_length == device.context_length
+    assert device.projections.difference(ours.projections.numbers) < 1e-5  # nor in what they keep
     tokens = tiny.random_tokens(60)
     (states,) = capture.prefill(device, tokens)
     point = ours.family.points[-1]

@@ -618,9 +618,15 @@ def test_another_model_or_translator_is_refused(
         Conversation.resume(folder, {"a": model, "b": other}, [good])
     tuned = kv.load(tiny.write_tiny_model(tmp_path / "tuned", type_name, **options))
     assert tuned.spec().fingerprint == model.spec().fingerprint
-    tuned.model.layers[0].self_attn.v_proj.weight *= 3  # norms as they were
-    with pytest.raises(ValueError, match="held with another model 'b' .*projections differs"):
-        Conversation.resume(folder, {"a": model, "b": tuned}, [good])
+    Conversation.resume(folder, {"a": model, "b": tuned}, [good])
+    middle = tuned.model.layers[1]
+    assert middle is not tuned.model.layers[-1]
+    for module in (middle.self_attn.q_proj, middle.mlp.down_proj, tuned.model.model.embed_tokens):
+        before = module.weight
+        module.weight = 1.01 * before  # norms as they were
+        with pytest.raises(ValueError, match="held with another model 'b' .*weights differs"):
+            Conversation.resume(folder, {"a": model, "b": tuned}, [good])
+        module.weight = before
     with pytest.raises(ValueError, match="system is what the saved conversation has; give it"):
         Conversation.resume(folder, {"a": model, "b": model}, [good], system="x")
     with pytest.raises(ValueError, match="needs a model 'b' .*; there are a$"):

@@ -259,6 +259,15 @@ def test_every_way_to_a_cache_tells(models: dict[str, LanguageModel]) -> None:
         assert "at most 9" in text
 
 
+def test_a_switch_tells(models: dict[str, LanguageModel]) -> None:
+    model = models["dense"]
+    short = identity_of(model, provenance={"longest_prefix": 9})
+    talk = kv.Conversation({"a": model, "b": model}, [short], eager=False, verbatim=True)
+    talk.reply("a", [{"role": "user", "content": "hi there"}], max_tokens=12)
+    (text,) = told(lambda: talk.reply("b", "and you", max_tokens=2))
+    assert "at most 9" in text
+
+
 def test_training_keeps_the_longest_prefix(tmp_path: Path, folders: dict[str, Path]) -> None:
     """Of the closed form's and the held-out conversations; both models' projections too."""
     torch = pytest.importorskip("torch")

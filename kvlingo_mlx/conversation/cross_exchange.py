@@ -26,6 +26,7 @@ from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_positions
 from kvlingo_mlx.translators.base import Translator
 
@@ -173,6 +174,7 @@ class CrossExchange(Exchange):
         assert step.source is not None and isinstance(line, PositionedLine)
         translator = self.translator(step.source.name, line.name)
         assert translator is not None
+        tell_of_length(translator.config, step.stop + 1)
         line.take_across(
             tokens[len(line) : step.stop], step.alignment, step.source, translator, self.step_size
         )

@@ -24,6 +24,7 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorErr
 from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_translator
+from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_one_tokenizer, check_pair, matches
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import validate_cache
@@ -142,11 +143,17 @@ class Exchange:
             )
         for source, target in pairs:
             if exact or (source, target) not in self._found:
-                models = self.lines[source].model, self.lines[target].model
-                check_pair(config, *models, allow_mismatch=tolerance)
-                self._check_naive(translator)
-                self._native(translator)
-                self._found[source, target] = translator
+                self._use(translator, source, target, allow_mismatch=tolerance)
+
+    def _use(
+        self, translator: Translator, source: str, target: str, *, allow_mismatch: bool
+    ) -> None:
+        """Let a translator serve a direction, once it was found fit for that."""
+        models = self.lines[source].model, self.lines[target].model
+        check_pair(translator.config, *models, allow_mismatch=allow_mismatch)
+        self._check_naive(translator)
+        self._native(translator)
+        self._found[source, target] = translator
 
     def _check_kind(self, translator: Translator) -> None:
         """Refuse a translator between two tokenizers, where all models share one."""
@@ -178,9 +185,7 @@ class Exchange:
         found = self._stored(source, target)
         if isinstance(found, Path):
             found = load_translator(found, quantize=self.quantize)
-            self._check_naive(found)
-            self._native(found)
-            self._found[source, target] = found
+            self._use(found, source, target, allow_mismatch=self.allow_mismatch)
         return found
 
     def _native(self, translator: Translator) -> int:
@@ -249,6 +254,7 @@ class Exchange:
             return
         translator = self.translator(source.name, line.name)
         assert translator is not None
+        tell_of_length(translator.config, step.stop + 1)
         states = source.native.read(begun, step.stop)
         line.take_over(
             tokens[begun : step.stop], states, source, translator, self.step_size,

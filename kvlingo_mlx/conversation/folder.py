@@ -23,6 +23,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from kvlingo_mlx import __version__
+from kvlingo_mlx.atomic import sync_file
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.storage import from_weights, read_file, to_weights, write_file
@@ -57,7 +58,7 @@ def describe(model: LanguageModel) -> dict[str, Any]:
         digest.update(f"{name} {array.shape} {array.dtype}".encode() + _bytes(some))
     return {
         "name": model.name,
-        "projections": digest.hexdigest(),
+        "weights": digest.hexdigest(),
         "fingerprint": dict(model.spec().fingerprint),
         "quantization": model.config.get("quantization"),
         "cache_dtype": str(model.cache_dtype).rsplit(".", 1)[-1],
@@ -147,7 +148,7 @@ def _replace(path: Path, text: str) -> None:
             os.fchmod(file.fileno(), 0o600)  # it holds what was said
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            sync_file(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -221,7 +222,7 @@ class Saved:
                     f"there are {', '.join(models) or 'none'}"
                 )
             found = describe(models[name])
-            for field in ("fingerprint", "quantization", "cache_dtype", "projections"):
+            for field in ("fingerprint", "quantization", "cache_dtype", "weights"):
                 if found[field] != wanted[name].get(field):
                     raise ValueError(
                         f"the conversation in {self.folder} was held with another model {name!r} "

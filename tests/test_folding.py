@@ -16,9 +16,15 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 import tiny
+from conftest import quantised
 from mlx_lm.generate import generate_step
 from mlx_lm.models import base
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 from tiny import Case
 
 import kvlingo_mlx as kv
@@ -171,6 +177,51 @@ def test_four_bit_models(
     assert difference(found, materialised(source, target, translator, rows, 20)) <= TOLERANCE
 
 
+def test_a_four_bit_target_with_windows(root: Path, tmp_path: Path) -> None:
+    """Gemma-3, whose windows turn; keys and values read other source layers than each other."""
+    source, whole, translator = write(root, WINDOWED)
+    read = translator.config.assignment
+    assert read.keys != read.values and any(g.window for g in whole.geometry.layers)
+    target = quantised(whole, tmp_path / "small")
+    rows = prompts(2, 20)
+    heads = [row[:21] for row in rows]
+    cache = kv.folded_hand_over(source, target, heads, translator=translator)
+    found = logits(target, cache, pieces_of([row[20:] for row in rows], MIXED))
+    expected = materialised(source, target, translator, rows, 20)
+    assert difference(found, expected) <= TOLERANCE
+    floats = materialised(source, whole, translator, rows, 20)
+    assert difference(found, floats) > WRONG  # it was quantised
+
+
+def random_maps(config: TranslatorConfig) -> Translator:
+    """A linear translator of random numbers."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for m in maps_of(config):
+        shape = ((m.heads,) if m.heads else ()) + (m.outputs, m.inputs)
+        arrays[f"{m.name}.weight"] = rng.standard_normal(shape, np.float32) * 0.2
+    return translators.build(config, Weights("float32", arrays))
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("head_mixing", [True, False])
+def test_keys_and_values_of_other_layers(root: Path, side: str, head_mixing: bool) -> None:
+    """The one side reads the deepest source layer alone, the other each layer its own."""
+    source, target, _ = write(root, BIASED)
+    depth, deepest = len(target.attentions), len(source.attentions) - 1
+    own = tuple((min(layer, deepest),) for layer in range(depth))
+    read = {"keys": own, "values": own, side: ((deepest,),) * depth}
+    config = TranslatorConfig(
+        source.spec(), target.spec(), assignment.Assignment(**read), head_mixing=head_mixing,
+        capture="post_rope",
+    )  # fmt: skip
+    translator = random_maps(config)
+    rows = prompts(1, 20)
+    cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
+    found = logits(target, cache, pieces_of([rows[0][20:]], MIXED))
+    assert difference(found, materialised(source, target, translator, rows, 20)) <= TOLERANCE
+
+
 @pytest.mark.parametrize("batched", [True, False])
 @pytest.mark.parametrize("quantize", [None, 8])
 def test_however_products_are_cut(root: Path, batched: bool, quantize: int | None) -> None:
@@ -189,12 +240,7 @@ def test_joint_maps(models: dict[str, LanguageModel]) -> None:
     source, target = models["dense"], models["wide"]
     same = assignment.identity(len(target.attentions))
     config = TranslatorConfig(source.spec(), target.spec(), same, joint=True, capture="post_rope")
-    rng = np.random.default_rng(0)
-    arrays = {
-        f"{m.name}.weight": rng.standard_normal((m.outputs, m.inputs), np.float32) * 0.1
-        for m in maps_of(config)
-    }
-    translator = translators.build(config, Weights("float32", arrays))
+    translator = random_maps(config)
     rows = prompts(1, 20)
     cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
     found = logits(target, cache, pieces_of([rows[0][20:]], MIXED))
@@ -384,6 +430,17 @@ def test_new_tokens_can_be_taken_back(root: Path) -> None:
     assert not cache[0].empty() and cache[0].offset == 20
 
 
+def test_mlx_lm_will_not_save_them(root: Path, tmp_path: Path) -> None:
+    """What it wrote could not be read again; what it evaluates is whole all the same."""
+    source, target, translator = write(root, BIASED)
+    (row,) = prompts(1, 20)
+    cache = kv.folded_hand_over(source, target, row[:21], translator=translator)
+    list(generate_step(mx.array(row[20:40]), target.model, prompt_cache=cache, max_tokens=2))
+    with pytest.raises(ValueError, match="not serializable: a folded cache, whose prefix is its"):
+        save_prompt_cache(str(tmp_path / "x.safetensors"), cache)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
 def test_quantised_caches_of_mlx_lm_are_as_they_were(models: dict[str, LanguageModel]) -> None:
     """The one function of mlx-lm that is replaced leaves everything else alone."""
     wiring.install()
@@ -488,6 +545,53 @@ def test_ragged_and_empty_prompts_are_refused(root: Path) -> None:
         next(kv.folded_stream_generate(source, target, [1, 2], max_tokens=0))
 
 
+@pytest.mark.parametrize("first", [[1, 2], "text", [{"role": "user", "content": "x"}]])
+def test_several_prompts_are_refused_in_one_line(root: Path, first: Any) -> None:
+    """Ids, text or messages; and what is no prompt of one kind or the other."""
+    source, target, translator = write(root, BIASED)
+    options: dict[str, Any] = {"translator": translator, "max_tokens": 2}
+    with pytest.raises(ValueError, match="a list of 2 prompts; folded_generate answers one at a"):
+        kv.folded_generate(source, target, [first, first], **options)
+    if first == [1, 2]:
+        rows = mx.array([first, first])
+        with pytest.raises(ValueError, match="a list of 2 prompts"):
+            kv.folded_generate(source, target, rows, **options)
+        assert kv.folded_generate(source, target, rows[0], **options)
+    else:
+        with pytest.raises(ValueError, match="the prompt is no token ids; folded_hand_over"):
+            kv.folded_hand_over(source, target, first, translator=translator)
+
+
+def test_the_other_direction_is_refused(root: Path) -> None:
+    """Two models of one geometry, whose caches would otherwise do; and another checkpoint."""
+    source, target, folder = tiny.write_case(
+        root, Case("dense4x16", "dense2x32", 1, True, (POINT,))
+    )
+    translator, models = kv.load_translator(folder), (load(source), load(target))
+    own = decoding.prefill(models[1], [[1, 2, 3]], 2048)
+    with pytest.raises(IncompatibleTranslatorError, match="goes the other way round"):
+        fold_caches(own, models[1], models[0], translator)
+    own = decoding.prefill(models[0], [[1, 2, 3]], 2048)
+    with pytest.raises(IncompatibleTranslatorError, match="does not fit the target model"):
+        fold_caches(own, models[0], models[0], translator)
+
+
+def test_another_checkpoint_where_it_is_allowed(root: Path, tmp_path: Path) -> None:
+    """All the way through, the last check included."""
+    source, target, _ = write(root, BIASED)
+    same = assignment.by_depth(source.geometry.layers, target.geometry.layers)
+    translator = random_maps(
+        TranslatorConfig(source.spec(), target.spec(), same, head_mixing=False, capture="post_rope")
+    )
+    shape = dict(tiny.MODELS["dense4x16"][1], seed=77)
+    other = load(tiny.write_tiny_model(tmp_path / "other", "qwen3", **shape))
+    with pytest.raises(IncompatibleTranslatorError, match="another checkpoint"):
+        kv.folded_hand_over(source, other, [1, 2, 3], translator=translator)
+    options: dict[str, Any] = {"translator": translator, "allow_mismatch": True}
+    assert len(kv.folded_hand_over(source, other, [1, 2, 3], **options)) == len(other.attentions)
+    assert kv.folded_generate(source, other, [1, 2, 3], max_tokens=2, **options) is not None
+
+
 def test_caches_of_another_model_are_refused(root: Path) -> None:
     source, target, translator = write(root, BIASED)
     own = decoding.prefill(source, [[1, 2, 3]], 2048)
@@ -538,6 +642,14 @@ def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]
     for wrong, text in (
         (arguments(root, plain, "--memory-budget"), "`kvlingo-mlx fit --capture post_rope`"),
         (arguments(root, BIASED, "--memory-budget", *draft), "--draft-model does not go with"),
+        *(
+            (arguments(root, BIASED, "--memory-budget", option, "3"), f"{option} does not go with")
+            for option in ("--num-draft-tokens", "--quantized-kv-start", "--native-head")
+        ),
+        (
+            arguments(root, BIASED, "--memory-budget", "--kv-group-size", "32"),
+            "--kv-group-size is of --kv-bits, which is not given",
+        ),
     ):
         assert run(wrong) == 2
         error = capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -12,6 +12,7 @@ from kvlingo_mlx.cli.output import (
     JSON_HELP,
     NATIVE_HELP,
     QUANTIZE_HELP,
+    given_options,
     keep_stdout_for_json,
     native_number,
     say,
@@ -36,7 +37,13 @@ TIMES = ("strategy", "prompt_tokens", "prefill_s", "translate_s", "native_s", "t
          "generation_tps")  # fmt: skip
 
 
+# What decodes from the prefill model's own cache takes none of these.
+NOT_FOLDED = ("draft_model", "num_draft_tokens", "strategy", "native_layers", "native_head",
+              "native_tail", "quantized_kv_start")  # fmt: skip
+
+
 def command(
+    context: typer.Context,
     prefill_model: str = typer.Option(..., help="Reads the prompt: a folder or Hub id."),
     decode_model: str = typer.Option(..., help="Writes the answer: a folder or Hub id."),
     prompt: str = typer.Option(..., "--prompt", "-p", help="The prompt; - reads standard input."),
@@ -74,6 +81,8 @@ def command(
         ("--max-tokens", max_tokens, max_tokens > 0 or max_tokens == -1, "1 or more, or -1"),
         ("--prefill-step-size", prefill_step_size, prefill_step_size > 0, "1 or more"),
     )
+    if memory_budget:
+        _check_folded(given_options(context))
     text = _stdin() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text.strip():
         raise ValueError("the prompt is empty; give some text")
@@ -119,7 +128,10 @@ def command(
         }
     respond: Callable[..., Iterable[GenerationResponse]] = stream_generate
     if memory_budget:
-        respond, options = _folded(options)
+        from kvlingo_mlx.folding import folded_stream_generate
+
+        respond = folded_stream_generate
+        options = {name: value for name, value in options.items() if name not in NOT_FOLDED}
     full_prompt = _messages(text, system_prompt) if templated else text
     pieces = []
     for response in respond(source, target, full_prompt, **options):
@@ -136,18 +148,16 @@ def command(
         measure.append_json(json_file, measure.record("generate", config, results))
 
 
-def _folded(options: dict[str, Any]) -> tuple[Callable[..., Iterable[GenerationResponse]], Any]:
-    """What answers from the prefill model's cache, and which of the options it takes."""
-    from kvlingo_mlx.folding import folded_stream_generate
-
-    usual = {"draft_model": None, "strategy": "accelerator", "native_layers": None,
-             "native_head": 0, "native_tail": 0}  # fmt: skip
-    for name, value in usual.items():
-        if options[name] != value:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} does not go with --memory-budget; leave out one of them")
-    others = (*usual, "num_draft_tokens", "quantized_kv_start")
-    return folded_stream_generate, {k: v for k, v in options.items() if k not in others}
+def _check_folded(given: Mapping[str, str]) -> None:
+    """Refuse (ValueError) options that --memory-budget has no use for, as they were typed."""
+    unused = [given[name] for name in NOT_FOLDED if name in given]
+    if unused:
+        raise ValueError(
+            f"{', '.join(unused)} does not go with --memory-budget, which decodes from the "
+            "prefill model's own cache; leave out one or the other"
+        )
+    if "kv_group_size" in given and "kv_bits" not in given:
+        raise ValueError("--kv-group-size is of --kv-bits, which is not given; add --kv-bits 8")
 
 
 def _stdin() -> str:

@@ -115,6 +115,17 @@ def complain(error: Exception) -> None:
     typer.echo(f"error: {printable(text)}", err=True)
 
 
+def given_options(context: typer.Context) -> dict[str, str]:
+    """The options that were typed, by their parameters' names: what is told apart from defaults."""
+    typed = {}
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            typed[name] = parameter.opts[0]
+    return typed
+
+
 def facts(rows: dict[str, Any]) -> None:
     """Print names and values, one a line."""
     width = max(len(name) for name in rows)

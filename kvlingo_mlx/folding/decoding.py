@@ -173,13 +173,13 @@ def _nested(listed: Sequence[Any]) -> bool:
 
 
 def _check_single(prompt: Any) -> None:
-    """Refuse (ValueError) several prompts, or a list of what is neither ids nor messages."""
-    if isinstance(prompt, str) or not len(prompt):
+    """Refuse (ValueError) several prompts where one is expected."""
+    listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(listed, str) or not listed:
         return
-    first = prompt[0]
-    if isinstance(first, str) or getattr(first, "shape", ()) != () or _nested(prompt):
+    if isinstance(listed[0], str) or _nested(listed):
         raise ValueError(
-            f"the prompt is a list of {len(prompt)} prompts; folded_generate answers one at a "
+            f"the prompt is a list of {len(listed)} prompts; folded_generate answers one at a "
             "time: call it for each, or decode token ids of one length by folded_hand_over"
         )
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx, nn, on_gpu
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import run
+from kvlingo_mlx.cli import bench_output, run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.timing import ceilings, geometries, paths, tables
 from kvlingo_mlx.timing.batches import Batch
-from kvlingo_mlx.timing.reference import load_reference
+from kvlingo_mlx.timing.reference import Reference, load_reference
 from kvlingo_mlx.translators.base import Translator
 
 PROMPT = tiny.random_tokens(41)
@@ -300,8 +300,10 @@ def test_what_is_derived_from_times() -> None:
     })  # fmt: skip
     assert timing.median("native") == 2.0 and timing.spread("native") == (1.0, 4.0)
     assert tables.speedups(timing) == {
-        "switch": 4.0, "eager switch": 8.0, "accelerator": 0.5, "source first token": 20.0
+        "switch": 4.0, tables.EAGER: 8.0, "accelerator": 0.5, "source first token": 20.0
     }  # fmt: skip
+    assert timing.summary()["native"] == {"median": 2.0, "min": 1.0, "iqr": 4.0}
+    assert tables.as_json(timing)["summary"].keys() == timing.samples.keys()
     assert tables.tokens_per_second(timing) == {"decode_source": paths.DECODED / 0.5}
     # Layers of a second each on the target's side, half a second on the source's, head of three.
     shallow = tables.Timing(8, {
@@ -354,17 +356,111 @@ def test_random_models(small_geometries: None, precision: str) -> None:
 
 
 def test_references(tmp_path: Path) -> None:
-    name, paper = load_reference("paper-m3-ultra")
-    assert "Qwen3-4B" in name and paper[1024]["switch"] == pytest.approx(31.7e-3)
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"kind": "demo"}\n')
-    with pytest.raises(ValueError, match="holds no record of bench"):
-        load_reference(str(path))
-    path.write_text("nonsense")
-    with pytest.raises(ValueError, match="holds no record of bench"):
-        load_reference(str(path))
+    paper = load_reference("paper-m3-ultra")
+    assert "Qwen3-4B" in paper.name
+    assert paper.measured["moe-switch"][1024]["switch"] == pytest.approx(31.7e-3)
     with pytest.raises(ValueError, match="cannot be read"):
         load_reference(str(tmp_path / "nowhere"))
+    path = tmp_path / "x.jsonl"
+    older = {"kind": "bench", "schema": 1, "config": {}, "results": [{"prompt_tokens": 64}]}
+    for text, told in (
+        ('{"kind": "demo", "schema": 1}', "found kind 'demo' \\(schema 1\\)"),
+        ("", "found no lines"),
+        ("nonsense", "it is not lines of JSON"),
+        ("[1]", "found a line without a kind"),
+        (json.dumps(older), "kind 'bench' \\(schema 1\\) is of an older shape, results a list"),
+        (json.dumps(older | {"results": {"quant": {}}}), "lacks or misspells .*'timings'"),
+    ):
+        path.write_text(text + "\n")
+        with pytest.raises(
+            ValueError, match="holds no record of bench that can be read: .*" + told
+        ):
+            load_reference(str(path))
+
+
+def bench_record(**changes: Any) -> dict[str, Any]:
+    """What ``bench --table all --json`` writes of two lengths."""
+    config = {"source": "s", "target": "t", "batch": 1, "layers": None, "precision": None}
+
+    def timings(**samples: float) -> list[dict[str, Any]]:
+        return [{"prompt_tokens": n, "samples": {k: [v] for k, v in samples.items()}}
+                for n in (64, 256)]  # fmt: skip
+
+    results = {
+        "moe-switch": {"timings": timings(**{"switch": 2.0, "translate stored": 1.0})},
+        "quant": {"timings": timings(**{"translate stored": 0.5, "translate 8 bits": 0.25})},
+    }
+    for found in results.values():
+        found["extrapolated"] = [{"switch": 20.0, "translate stored": 10.0}] * 2
+    return {
+        "kind": "bench", "schema": 1, "date": "2026-01-02", "environment": {"chip": "chip"},
+        "config": config | changes, "results": results,
+    }  # fmt: skip
+
+
+def test_a_reference_keeps_its_tables_apart(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(bench_record()) + "\n")
+    found = load_reference(str(path))
+    assert found.measured["moe-switch"][64] == {"switch": 2.0, "translate stored": 1.0}
+    assert found.measured["quant"][64]["translate stored"] == 0.5
+    assert found.whole == found.measured and found.layers is None
+    path.write_text(json.dumps(bench_record(layers=[[2, 36], [2, 48]])) + "\n")
+    found = load_reference(str(path))
+    assert found.layers == ((2, 36), (2, 48)) and found.measured["moe-switch"][64]["switch"] == 2
+    assert found.whole["moe-switch"][256]["switch"] == 20.0
+
+
+def test_a_reference_says_how_it_differs() -> None:
+    config = {"source": "random qwen3-4b", "target": "random qwen3-30b-a3b", "batch": 1,
+              "layers": None, "precision": "bfloat16", "nu": 1}  # fmt: skip
+    paper = load_reference("paper-m3-ultra")
+    assert paper.differences(config) is None
+    other = {"batch": 8, "layers": ((2, 36), (2, 48)), "source": "tiny-qwen3-s", "precision": None}
+    assert paper.differences(config | other) == (
+        "source Qwen3-4B, here tiny-qwen3-s; layers whole, here 2 of 36 and 2 of 48; "
+        "batch 1, here 8"
+    )
+
+
+def beside(
+    capsys: pytest.CaptureFixture[str], found: Reference, layers: Any, table: str, *,
+    grown: float = 9.0, **samples: float,
+) -> str:  # fmt: skip
+    """What is printed beside a run of 64 tokens of so many layers."""
+    timing = tables.Timing(64, {name.replace("_", " "): [took] for name, took in samples.items()})
+    bench_output._beside(table, [timing], [dict.fromkeys(timing.samples, grown)], layers, found)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_what_stands_beside_a_reference(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own table; what is missing is told; stored maps stand beside 16-bit ones."""
+    paper = load_reference("paper-m3-ultra")
+    text = beside(capsys, paper, None, "moe-switch", switch=0.0316, translate_stored=0.0034)
+    assert "switch │ 15.8 (2.0x)" in text
+    assert "translation, stored, beside translation, bfloat16 │ 1.7 (2.0x)" in text
+    text = beside(capsys, paper, None, "switch", nothing=1.0)
+    assert "has nothing in common with this table: found 64, 128, 256, 512, 1024 tokens" in text
+    assert "expected 64 tokens (nothing)" in text and "│" not in text
+    alone = Reference("file", {}, {"quant": {64: {"switch": 1.0}}}, {})
+    text = beside(capsys, alone, None, "moe-switch", switch=1.0)
+    assert "found no such table; expected 64 tokens (switch)" in text
+
+
+def test_shallow_models_stand_beside_whole_ones_at_full_depth(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    layers = ((2, 36), (2, 48))
+    paper = load_reference("paper-m3-ultra")
+    text = beside(capsys, paper, layers, "moe-switch", grown=0.0316, switch=0.001)
+    assert "switch │ 15.8 (2.0x)" in text
+    assert "at full depth: this machine's extrapolated, not measured" in text
+    sheets = {"moe-switch": {64: {"switch": 0.001}}}, {"moe-switch": {64: {"switch": 0.01}}}
+    shallow = Reference("file", {}, *sheets, layers)
+    text = beside(capsys, shallow, layers, "moe-switch", switch=0.003)
+    assert "switch │ 1 (3.0x)" in text and "extrapolated" not in text
+    text = beside(capsys, shallow, None, "moe-switch", switch=0.03)
+    assert "switch │ 10 (3.0x)" in text and "its own extrapolated, not measured" in text
 
 
 # ---- the command ----------------------------------------------------------------------------
@@ -379,20 +475,29 @@ def test_bench_of_a_geometry(
     assert run([*arguments, "--reference", "paper-m3-ultra"]) == 0
     text = capsys.readouterr().out
     for line in ("random weights in float32, 2 layers of each model", "random token ids",
-                 "Extrapolated to 4 and 4 layers, not measured", "none of these prompt lengths",
-                 "experts touched, prompt", "translation, 4 bits"):  # fmt: skip
+                 "Extrapolated to 4 and 4 layers, not measured", "nothing in common with this",
+                 "experts touched, prompt", "translation, 4 bits",
+                 "not of the same run: layers whole, here 2 of 4 and 2 of 4; precision bfloat16",
+                 "Least / distance between the quartiles", "source, 8 tokens"):  # fmt: skip
         assert line in text, line
     assert ("Not measured on Apple hardware" in text) != kv_is_apple()
     record = json.loads(out.read_text())
+    assert ("no row of bfloat16 maps: on a CPU" in text) != on_gpu()
+    config = record["config"]
+    assert (config["nu"], config["prefill_step_size"], config["native_layers"]) == (2, 2048, [])
+    assert config["precision"] == ("bfloat16" if on_gpu() else "float32")
     assert record["kind"] == "bench" and set(record["results"]) == {"moe-switch", "switch", "quant"}
     for table in record["results"].values():
         assert [t["prompt_tokens"] for t in table["timings"]] == [12, 20]
         assert all(len(s) == 2 for t in table["timings"] for s in t["samples"].values())
-    assert run([*arguments, "--reference", str(out), "--time-limit", "0", "--table", "quant"]) == 0
+        assert all(t["summary"].keys() == t["samples"].keys() for t in table["timings"])
+    more = ["--reference", str(out), "--time-limit", "1e-9", "--table", "quant"]
+    assert run([*arguments, *more]) == 0
     text = capsys.readouterr().out
     assert (
         "left out for want of time: 20 tokens" in text
         and "in brackets how many times as long" in text
+        and "not of the same run" not in text
     )
     pytest.importorskip("matplotlib")
     assert run([*arguments[:-4], "--plot", str(picture)]) == 0 and picture.stat().st_size > 1000
@@ -409,7 +514,8 @@ def test_a_table_for_which_there_is_no_time(
 ) -> None:
     out = tmp_path / "out.jsonl"
     arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "1",
-                 "--table", "all", "-p", "12", "--time-limit", "0", "--json", str(out)]  # fmt: skip
+                 "--table", "all", "-p", "12", "--time-limit", "1e-9",
+                 "--json", str(out)]  # fmt: skip
     assert run(arguments) == 0
     assert capsys.readouterr().out.count("left out for want of time: 12 tokens") == 2
     results = json.loads(out.read_text())["results"]
@@ -453,7 +559,39 @@ def test_bench_without_a_translator_times_random_maps(
         (["--geometry", "a:b", "--prompt", "text"], "--prompt text does not go with --geometry"),
         (["--geometry", "a:b"], "--geometry names 'a'"),
         (["-p", "12,x"], "--prompt-tokens is '12,x'"),
-        (["-p", "1"], "a prompt of 1 tokens"),
+        (["--geometry", "qwen3-4b:nope"], "--geometry names 'nope'; there are qwen3-0.6b, "),
+        (["--geometry", "qwen3-4b:qwen3-8b", "--layers", "37"], "--layers is 37; qwen3-4b has 36"),
+        (["--geometry", "qwen3-4b:qwen3-8b", "--precision", "1bit"], "--precision is '1bit'; give"),
+        (["--geometry", "qwen3-4b:qwen3-8b", "--layers", "2", "--nu", "3"], "--nu is 3; qwen3-4b"),
+        (
+            ["--geometry", "qwen3-4b:qwen3-8b", "--source", "x"],
+            "--source cannot be used with --geo",
+        ),
+        (["-p", "1"], "--prompt-tokens holds 1; give at least 2"),
+        (["-p", "64,-5"], "--prompt-tokens holds -5; give at least 2"),
+        (["-p", "64,9999"], "holds 9999, but the context of tiny-qwen3-s is 2048: give at most"),
+        (["--prefill-step-size", "0"], "--prefill-step-size is 0; give at least 1"),
+        (["--nu", "0"], "--nu is 0; give at least 1"),
+        (["--native-layers", "0"], "--native-layers holds 0; give at least 1"),
+        (["--time-limit", "0"], "--time-limit is 0; give seconds above 0"),
+        (["--time-limit", "-3"], "--time-limit is -3"),
+        (["--batch-sizes", "1,2"], "--batch-sizes is for --table memory-budget; give --batch"),
+        *(
+            (
+                ["--table", "memory-budget", *given],
+                f"{given[0]} cannot be used with --table memory-b",
+            )
+            for given in (
+                ["--batch", "2"],
+                ["--save-profile"],
+                ["--nu", "1"],
+                ["--prompt", "text"],
+                ["--native-layers", "1"],
+                ["--quantize", "8"],
+                ["--prefill-step-size", "64"],
+            )
+        ),
+        (["--table", "memory-budget", "--time-limit", "0"], "--time-limit is 0"),
         (["--quantize", "7"], "7"),
         (["--prompt", "x"], "--prompt is 'x'; give text or random"),
         (["-n", "0"], "--num-trials is 0"),
@@ -469,3 +607,38 @@ def test_bench_refuses(more: list[str], message: str, capsys: pytest.CaptureFixt
     assert run(["bench", *more]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
+
+
+def test_nothing_is_made_before_all_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(geometries, "random_model", lambda name, *_, **__: made.append(name))
+    for more in (["--geometry", "qwen3-4b:nope"], ["--geometry", "qwen3-4b:qwen3-8b", "-p", "0"]):
+        assert run(["bench", *more]) == 2
+    assert made == []
+
+
+def test_lengths_are_timed_once_and_within_the_context(
+    small_geometries: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Doubles are dropped; of a table's own lengths those that a model cannot read."""
+    for name in ("qwen3-4b", "qwen3-30b-a3b"):
+        short = {**geometries.GEOMETRIES[name], "max_position_embeddings": 100}
+        monkeypatch.setitem(geometries.GEOMETRIES, name, short)
+    out = tmp_path / "out.jsonl"
+    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--table", "quant", "-n", "1",
+                 "--quantize", "8,8", "--json", str(out)]  # fmt: skip
+    assert run(arguments) == 0
+    assert "beyond a model's context: 256, 1024 tokens" in capsys.readouterr().out
+    assert run([*arguments, "-p", "12,12"]) == 0
+    records = [json.loads(line)["results"]["quant"] for line in out.read_text().splitlines()]
+    assert [t["prompt_tokens"] for r in records for t in r["timings"]] == [64, 12]
+    assert [r["left_out"] for r in records] == [[256, 1024], []]
+
+
+def test_the_help_says_what_all_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "or all of these; or memory-budget, which all leaves out" in text.replace("│ ", "")

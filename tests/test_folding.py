@@ -703,6 +703,8 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         assert cell["cache"]["folded"] == cell["cache"]["narrowed"] == cell["cache"]["full"] / 2
         assert cell["peak"]["folded"] < cell["peak"]["full"] - 0.4 * cell["cache"]["full"]
         assert 0 < cell["translator_share"] < 1
+        assert cell["summary"].keys() == {*cell["samples"], "maps"}
+        assert cell["summary"]["maps"].keys() == {"median", "min", "iqr"}
     assert cells[1]["cache"]["full"] == 2 * cells[0]["cache"]["full"]
     for more, text in (
         (["--geometry", "x:y"], "--geometry cannot be used with --table memory-budget"),

@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvlingo_mlx.cli import bench_budget
+from kvlingo_mlx.cli.bench_options import (
+    BUDGET,
+    check_numbers,
+    check_profile,
+    check_used,
+    geometry_names,
+    numbers,
+)
 from kvlingo_mlx.cli.bench_output import Pair, draw, foot, keep_profile, show
-from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, progress_bar, say, warn
+from kvlingo_mlx.cli.output import (
+    JSON_HELP,
+    given_options,
+    keep_stdout_for_json,
+    progress_bar,
+    say,
+    warn,
+)
 from kvlingo_mlx.errors import MissingTranslatorError
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.timing.tables import Table
 
 NAMES = ("moe-switch", "switch", "quant")
 PROFILE_HELP = "Keep the times for `generate --strategy auto`, which goes by them."
-BUDGET = "memory-budget"  # a table of its own: no translation is timed, so "all" leaves it out
+TABLE_HELP = f"{', '.join(NAMES)}, or all of these; or {BUDGET}, which all leaves out."
 
 
 def command(
-    table_name: str = typer.Option(
-        "moe-switch", "--table", help=f"{', '.join(NAMES)} or all; {BUDGET}."
-    ),
+    context: typer.Context,
+    table_name: str = typer.Option("moe-switch", "--table", help=TABLE_HELP),
     source: str = typer.Option(None, help="The prefill model; default: a tiny embedded one."),
     target: str = typer.Option(None, help="The decode model; default: a tiny embedded one."),
     translator: str = typer.Option(None, help="A folder or Hub id; else the local store's."),
@@ -50,138 +67,130 @@ def command(
     names = NAMES if table_name == "all" else (table_name,)
     if table_name not in (*NAMES, BUDGET, "all"):
         raise ValueError(f"--table is {table_name!r}; give {', '.join(NAMES)} or all; or {BUDGET}")
-    lengths = _numbers("--prompt-tokens", prompt_tokens, "64,256") if prompt_tokens else None
+    check_used(given_options(context), table_name)
+    check_numbers(time_limit, num_trials=num_trials, batch=batch, nu=nu,
+                  prefill_step_size=prefill_step_size)  # fmt: skip
+    least = 1 if table_name == BUDGET else 2  # a prompt of one token leaves nothing to hand over
+    lengths = numbers("--prompt-tokens", prompt_tokens, "64,256", least) if prompt_tokens else None
     if table_name == BUDGET:
-        if num_trials < 1:
-            raise ValueError(f"--num-trials is {num_trials}; give at least 1")
-        others = {"--source": source, "--target": target, "--translator": translator,
-                  "--geometry": geometry, "--reference": reference, "--plot": plot}  # fmt: skip
-        batches = _numbers("--batch-sizes", batch_sizes, "1,8")
-        bench_budget.check([name for name, value in others.items() if value], lengths, batches)
+        batches = numbers("--batch-sizes", batch_sizes, "1,8")
         bench_budget.run(lengths, batches, layers, precision, num_trials, time_limit, json_file)
         return
-    bits = [] if quantize == "none" else _numbers("--quantize", quantize, "8,4 or none")
-    if num_trials < 1:
-        raise ValueError(f"--num-trials is {num_trials}; give at least 1")
-    hybrids = _numbers("--native-layers", native_layers, "1,2") if native_layers else []
+    bits = [] if quantize == "none" else numbers("--quantize", quantize, "8,4 or none")
+    hybrids = numbers("--native-layers", native_layers, "1,2") if native_layers else []
     if hybrids and batch > 1:
         raise ValueError(f"--native-layers is of single prompts; leave out --batch {batch}")
-    if batch < 1:
-        raise ValueError(f"--batch is {batch}; give at least 1")
     if prompt not in (None, "text", "random"):
         raise ValueError(f"--prompt is {prompt!r}; give text or random")
     if prompt == "text" and geometry:
         raise ValueError("--prompt text does not go with --geometry: random models have no tokens")
-    for name, given in (("--layers", layers), ("--precision", precision)):
-        if given is not None and not geometry:
-            raise ValueError(f"{name} is for --geometry; models from a folder are as they are")
     if save_profile:
-        _check_profile(names, geometry, batch)
+        check_profile(names, geometry, batch)
 
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.timing import tables
     from kvlingo_mlx.timing.ceilings import measured_rates
     from kvlingo_mlx.timing.reference import load_reference
+    from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)
-    clock = tables.Clock(time_limit)  # models are made or read within it, too
+    for number in bits:
+        check_bits(number)
+    ends = geometry_names(geometry, layers, precision, nu) if geometry else None
     if plot:
         pictures.check(plot)
     beside = load_reference(reference) if reference else None
+    clock = tables.Clock(time_limit)  # models are made or read within it, too
     if not measure.is_apple():
         say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
-    if geometry:
-        pair = _of_geometry(geometry, layers, precision, nu, bits)
+    if ends is not None:
+        pair = _of_geometry(ends, layers, precision, nu, bits)
     else:
         pair = _of_models(source, target, translator, nu, bits, stored=save_profile)
     most = len(pair.target.attentions)
-    if not all(0 < j <= most for j in hybrids):
+    if max(hybrids, default=0) > most:
         raise ValueError(f"--native-layers is {native_layers!r}; give numbers from 1 to {most}")
-    rates = measured_rates()
+    wanted = {name: _wanted(pair, tables.TABLES[name], lengths) for name in names}
     text = not geometry and prompt != "random"
+    rates = measured_rates()
+    config = {
+        "source": pair.source.name, "target": pair.target.name, "layers": pair.layers,
+        "prompt": "bundled text" if text else "random token ids", "trials": num_trials,
+        "batch": batch, "nu": next(iter(pair.translators.values())).config.nu,
+        "prefill_step_size": prefill_step_size, "native_layers": hybrids,
+        "forms": list(pair.translators), "rates": vars(rates), "precision": pair.precision,
+        "weights": [pair.source.precision, pair.target.precision],
+    }  # fmt: skip
     results: dict[str, Any] = {}
     before = None
     for index, name in enumerate(names):
         shown = tables.with_hybrids(tables.batched(tables.TABLES[name], batch), hybrids)
-        wanted = lengths or list(shown.lengths)
-        with progress_bar(f"timing {name}", len(wanted) * num_trials) as step:
+        fits, beyond = wanted[name]
+        with progress_bar(f"timing {name}", len(fits) * num_trials) as step:
             timings, left_out = tables.run_table(
-                pair.source, pair.target, pair.translators, shown, wanted, text=text,
+                pair.source, pair.target, pair.translators, shown, fits, text=text,
                 trials=num_trials, clock=clock.part(len(names) - index),
                 step_size=prefill_step_size, progress=step, before=before, batch=batch,
             )  # fmt: skip
         before = timings[0] if timings else before
-        results[name] = show(shown, timings, left_out, pair, rates, beside)
+        results[name] = show(name, shown, timings, (left_out, beyond), pair, rates, beside)
         if save_profile:
             keep_profile(shown, timings, pair)
+    if beside is not None and (differs := beside.differences(config)):
+        say(f"the reference is not of the same run: {differs}")
     foot(pair, rates, text)
     say(measure.machine_line())
     if plot:
         draw(plot, results)
     if json_file:
-        config = {
-            "source": pair.source.name, "target": pair.target.name, "layers": pair.layers,
-            "prompt": "bundled text" if text else "random token ids", "trials": num_trials,
-            "batch": batch,
-            "forms": list(pair.translators), "rates": vars(rates), "precision": precision,
-            "weights": [pair.source.precision, pair.target.precision],
-        }  # fmt: skip
         measure.append_json(json_file, measure.record("bench", config, results))
 
 
-def _numbers(option: str, text: str, example: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{option} is {text!r}; give numbers: {example}") from None
+def _wanted(pair: Pair, table: Table, lengths: Sequence[int] | None) -> tuple[list[int], list[int]]:
+    """A table's prompt lengths; and those of its own that go beyond a model's context.
 
-
-def _check_profile(names: Sequence[str], geometry: str | None, batch: int) -> None:
-    if batch > 1:
-        raise ValueError(f"--save-profile is of single prompts; leave out --batch {batch}")
-    if geometry:
-        raise ValueError("--save-profile is for models that answer; --geometry has random ones")
-    if "moe-switch" not in names:
-        raise ValueError("--save-profile needs every way to a first token: --table moe-switch")
+    Raises:
+        ValueError: One that was asked for does.
+    """
+    model = min((pair.source, pair.target), key=lambda model: model.context_length)
+    room = model.context_length
+    if lengths is not None and max(lengths) > room:
+        raise ValueError(
+            f"--prompt-tokens holds {max(lengths)}, but the context of {model.name} is {room}: "
+            f"give at most {room}"
+        )
+    own = lengths or table.lengths
+    return [n for n in own if n <= room], [n for n in own if n > room]
 
 
 # ---- what is timed ---------------------------------------------------------------------------
 
 
 def _of_geometry(
-    geometry: str, layers: int | None, precision: str | None, nu: int, bits: Sequence[int]
+    names: Sequence[str], layers: int | None, precision: str | None, nu: int, bits: Sequence[int]
 ) -> Pair:
     from kvlingo_mlx.backend import on_gpu
 
     from kvlingo_mlx.timing import geometries
 
-    names = geometry.split(":")
-    if len(names) != 2:
-        raise ValueError(
-            f"--geometry is {geometry!r}; give SOURCE:TARGET of {', '.join(geometries.GEOMETRIES)}"
-        )
     precision = precision or ("bfloat16" if on_gpu() else "float32")
     models = [
         geometries.random_model(name, layers, precision, seed) for seed, name in enumerate(names)
     ]
     whole = [geometries.GEOMETRIES[name]["num_hidden_layers"] for name in names]
-    forms = _forms(bits)
-    translators = geometries.random_translators(models[0], models[1], nu, forms)
+    translators = geometries.random_translators(models[0], models[1], nu, _forms(bits))
     if layers is None:
-        return Pair(models[0], models[1], translators, None, (f"random weights in {precision}",))
+        note = f"random weights in {precision}"
+        return Pair(models[0], models[1], translators, None, (note,), precision)
     note = f"random weights in {precision}, {layers} layers of each model"
     depths = (layers, whole[0]), (layers, whole[1])
-    return Pair(models[0], models[1], translators, depths, (note,))
+    return Pair(models[0], models[1], translators, depths, (note,), precision)
 
 
 def _forms(bits: Sequence[int]) -> dict[str, tuple[Any, int | None]]:
     """Forms of a translator's maps; on a CPU 16-bit maps are widened, so they are left out."""
     from kvlingo_mlx.backend import on_gpu
 
-    from kvlingo_mlx.translators.quantised import check_bits
-
-    for number in bits:
-        check_bits(number)
     floats: dict[str, tuple[Any, int | None]] = {"float32": ("float32", None)}
     if on_gpu():
         floats = {"bfloat16": ("bfloat16", None), **floats}
@@ -197,10 +206,7 @@ def _of_models(
     from kvlingo_mlx.loading import load_pair, resolve_translator
     from kvlingo_mlx.pairing import check_one_tokenizer
     from kvlingo_mlx.timing import geometries
-    from kvlingo_mlx.translators.quantised import check_bits
 
-    for number in bits:
-        check_bits(number)
     models = load_pair(source or zoo("tiny-qwen3-s"), target or zoo("tiny-qwen3-moe"))
     try:
         found = {"stored": resolve_translator(translator, *models)}

@@ -15,18 +15,6 @@ COLUMNS = ["context", "batch", "full (tokens/s)", "narrowed", "narrowed + transl
            "translator's share", "full (GB)", "narrowed", "narrowed + translator"]  # fmt: skip
 
 
-def check(unused: Sequence[str], contexts: Sequence[int] | None, batches: Sequence[int]) -> None:
-    """Refuse (ValueError) options that this table has no use for, and sizes below 1."""
-    if unused:
-        raise ValueError(
-            f"{', '.join(unused)} cannot be used with --table memory-budget, whose models are "
-            "those of the paper; leave it out"
-        )
-    for option, numbers in (("--prompt-tokens", contexts or [1]), ("--batch-sizes", batches)):
-        if min(numbers) < 1:
-            raise ValueError(f"{option} holds {min(numbers)}; give at least 1")
-
-
 def run(
     contexts: Sequence[int] | None,
     batches: Sequence[int],

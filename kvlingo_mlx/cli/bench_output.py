@@ -11,7 +11,7 @@ from kvlingo_mlx.cli.output import ms, say, table
 if TYPE_CHECKING:
     from kvlingo_mlx.language_model import LanguageModel
     from kvlingo_mlx.timing.ceilings import Rates
-    from kvlingo_mlx.timing.reference import Reference
+    from kvlingo_mlx.timing.reference import Layers, Reference, Times
     from kvlingo_mlx.timing.tables import Table, Timing
     from kvlingo_mlx.translators.base import Translator
 
@@ -19,15 +19,15 @@ LABELS = {
     "source_prefill": "source prefill",
     "native": "target prefill, as mlx-lm",
     "native_single": "target prefill, one pass",
-    "target_step": "target step (eager switch)",
+    "target_step": "target step (= a switch with eager translation)",
     "source_step": "source step (source writes first token)",
     "switch": "switch",
     "accelerator": "accelerator",
 }
 SPEED_LABELS = {
-    "decode_source": "source (tokens/s)",
-    "decode_native": "target, own cache (tokens/s)",
-    "decode_translated": "target, translated cache (tokens/s)",
+    "decode_source": "source",
+    "decode_native": "target, own cache",
+    "decode_translated": "target, translated cache",
 }
 
 
@@ -41,72 +41,92 @@ class Pair:
         translators: By form.
         layers: Of both, measured and of the whole models; None where they are whole.
         notes: What a reader must know of the numbers.
+        precision: Of random weights; None for models from a folder.
     """
 
     source: LanguageModel
     target: LanguageModel
     translators: Mapping[str, Translator]
-    layers: tuple[tuple[int, int], tuple[int, int]] | None
+    layers: Layers
     notes: tuple[str, ...] = ()
+    precision: str | None = None
 
 
 def show(
+    name: str,
     shown: Table,
     timings: Sequence[Timing],
-    left_out: Sequence[int],
+    missing: tuple[Sequence[int], Sequence[int]],
     pair: Pair,
     rates: Rates,
-    beside: tuple[str, Reference] | None,
+    beside: Reference | None,
 ) -> dict[str, Any]:
-    """Print a table; returns what its record holds."""
+    """Print the table ``name``; returns what its record holds.
+
+    ``missing`` are the lengths that time did not allow, and those beyond a model's context.
+    """
     from kvlingo_mlx.timing import tables
 
+    least, grown = [], []
     if not timings:
-        return _nothing(shown, left_out)
-    ends = pair.source, pair.target
-    least = [tables.floors(t, rates, *ends, pair.translators) for t in timings]
-    rows = [_times(name, timings, least) for name in timings[0].samples if name not in SPEED_LABELS]
-    for phase in shown.peaks:
-        spreads = ["{} / {}".format(*map(ms, t.spread(phase))) for t in timings]
-        rows.append([f"{LABELS[phase]}, least / IQR", *spreads])
+        say(shown.title)
+    else:
+        ends = pair.source, pair.target
+        least = [tables.floors(t, rates, *ends, pair.translators) for t in timings]
+        rows = [_times(p, timings, least) for p in timings[0].samples if p not in SPEED_LABELS]
+        columns = ["prompt tokens", *(str(t.prompt_tokens) for t in timings)]
+        title = f"{shown.title}\n{pair.source.name} to {pair.target.name}"
+        table(title, columns, rows + _derived(shown, timings))
+        say("Medians in ms; in brackets the share of the machine's own ceiling.")
+        table("Least / distance between the quartiles (ms)", columns, _spreads(timings))
+        grown = _extrapolate(timings, pair, columns)
+        if beside is not None:
+            _beside(name, timings, grown, pair.layers, beside)
+    over, beyond = missing
+    if over:
+        say(f"left out for want of time: {', '.join(map(str, over))} tokens (--time-limit)")
+    if beyond:
+        say(f"left out, beyond a model's context: {', '.join(map(str, beyond))} tokens")
+    return {
+        "timings": [tables.as_json(t) for t in timings], "floors": least,
+        "extrapolated": grown, "left_out": [*over, *beyond],
+    }  # fmt: skip
+
+
+def _derived(shown: Table, timings: Sequence[Timing]) -> list[list[str]]:
+    """Rows of what is derived from times, and of memory."""
+    from kvlingo_mlx.timing import tables
+
+    rows = []
     for way in tables.speedups(timings[0]):
         rows.append([f"{way}, times sooner", *(f"{tables.speedups(t)[way]:.2f}" for t in timings)])
     for name in tables.tokens_per_second(timings[0]):
         speeds = [tables.tokens_per_second(t)[name] for t in timings]
-        rows.append([SPEED_LABELS[name], *(f"{speed:.1f}" for speed in speeds)])
+        rows.append([f"{SPEED_LABELS[name]} (tokens/s)", *(f"{speed:.1f}" for speed in speeds)])
     for phase in shown.peaks:
         peaks = [f"{t.peak[phase] / 1e6:.0f}" for t in timings]
         rows.append([f"{LABELS[phase]}, peak (MB)", *peaks])
     for name in timings[0].experts:
         rows.append([f"experts touched, {name}", *(f"{t.experts[name]:.0%}" for t in timings)])
-    columns = ["prompt tokens", *(str(t.prompt_tokens) for t in timings)]
-    table(f"{shown.title}\n{pair.source.name} to {pair.target.name}", columns, rows)
-    say("Medians in ms; in brackets the share of the machine's own ceiling.")
-    grown = _extrapolate(timings, pair, columns)
-    if beside is not None:
-        _beside(timings, beside)
-    if left_out:
-        say(_left_out(left_out))
-    return {
-        "timings": [tables.as_json(t) for t in timings], "floors": least,
-        "extrapolated": grown, "left_out": list(left_out),
-    }  # fmt: skip
+    return rows
 
 
-def _left_out(lengths: Sequence[int]) -> str:
-    return f"left out for want of time: {', '.join(map(str, lengths))} tokens (--time-limit)"
-
-
-def _nothing(shown: Table, left_out: Sequence[int]) -> dict[str, Any]:
-    """Say that there was no time for a table at all; returns what its record holds."""
-    say(f"{shown.title}\n{_left_out(left_out)}")
-    return {"timings": [], "floors": [], "extrapolated": [], "left_out": list(left_out)}
+def _spreads(timings: Sequence[Timing]) -> list[list[str]]:
+    """A row of every timed phase."""
+    return [
+        [_label(phase), *("{} / {}".format(*map(ms, t.spread(phase))) for t in timings)]
+        for phase in timings[0].samples
+    ]
 
 
 def _label(phase: str) -> str:
     kind, _, rest = phase.partition(" ")
     if kind == "hybrid":
         return f"switch, {rest} layers native"
+    if phase in SPEED_LABELS:
+        from kvlingo_mlx.timing.paths import DECODED
+
+        return f"{SPEED_LABELS[phase]}, {DECODED} tokens"
     return LABELS.get(phase, phase.replace("translate", "translation,"))
 
 
@@ -138,25 +158,63 @@ def _extrapolate(
     return grown
 
 
-def _beside(timings: Sequence[Timing], beside: tuple[str, Reference]) -> None:
-    """Print a reference's times, and how many times as long this machine takes."""
-    name, numbers = beside
-    common = [t for t in timings if t.prompt_tokens in numbers]
-    if not common:
-        say(f"{name}: none of these prompt lengths")
-        return
+def _beside(
+    name: str,
+    timings: Sequence[Timing],
+    grown: Sequence[Mapping[str, float]],
+    layers: Layers,
+    reference: Reference,
+) -> None:
+    """Print a reference's times, and how many times as long this machine takes.
+
+    Models of the same layers are compared as measured, others at full depth alone.
+    """
+    from kvlingo_mlx.timing.reference import counterpart
+
+    alike = reference.layers == layers
+    theirs = (reference.measured if alike else reference.whole).get(name, {})
+    ours = {t.prompt_tokens: {p: s["median"] for p, s in t.summary().items()} for t in timings}
+    if not alike and layers is not None:
+        ours = {t.prompt_tokens: dict(g) for t, g in zip(timings, grown, strict=True)}
+    lengths = [length for length in ours if length in theirs]
     rows = []
-    for phase in common[0].samples:
-        if all(phase in numbers[t.prompt_tokens] for t in common):
-            pairs = [(t.median(phase), numbers[t.prompt_tokens][phase]) for t in common]
-            rows.append([_label(phase), *(f"{ms(o)} ({m / o:.1f}x)" for m, o in pairs)])
-    table("Reference (ms)", ["prompt tokens", *(str(t.prompt_tokens) for t in common)], rows)
-    say(f"reference: {name}; in brackets how many times as long this machine takes")
+    for phase in ours[lengths[0]] if lengths else ():
+        other = counterpart(phase, theirs[lengths[0]])
+        if all(phase in ours[n] and other in theirs[n] for n in lengths):
+            label = _label(phase) if other == phase else f"{_label(phase)}, beside {_label(other)}"
+            pairs = [(ours[n][phase], theirs[n][other]) for n in lengths]
+            rows.append([label, *(f"{ms(o)} ({m / o:.1f}x)" for m, o in pairs)])
+    if not rows:
+        say(
+            f"the reference ({reference.name}) has nothing in common with this table: found "
+            f"{_contents(theirs)}; expected {_contents(ours)}"
+        )
+        return
+    title = "Reference (ms)"
+    if not alike:
+        whose = [who for who, of in (("this machine's", layers), ("its own", reference.layers))
+                 if of is not None]  # fmt: skip
+        title += f", at full depth: {' and '.join(whose)} extrapolated, not measured"
+    table(title, ["prompt tokens", *map(str, lengths)], rows)
+    say(f"reference: {reference.name}; in brackets how many times as long this machine takes")
+
+
+def _contents(times: Times) -> str:
+    """Which lengths and phases there are, in words."""
+    if not times:
+        return "no such table"
+    phases = dict.fromkeys(_label(phase) for found in times.values() for phase in found)
+    return f"{', '.join(map(str, times))} tokens ({', '.join(phases)})"
 
 
 def foot(pair: Pair, rates: Rates, text: bool) -> None:
+    """Say what a reader must know of all tables."""
+    from kvlingo_mlx.backend import on_gpu
+
     for note in pair.notes:
         say(note)
+    if not on_gpu():
+        say("no row of bfloat16 maps: on a CPU 16-bit maps are widened to float32")
     say("prompts: " + ("bundled text" if text else "random token ids"))
     say(
         f"ceilings: {rates.flops / 1e9:,.0f} GFLOP/s in a large {rates.dtype} product, "

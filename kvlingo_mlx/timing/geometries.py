@@ -55,6 +55,21 @@ BLOCK = 2**20 + 7  # odd, so that no two rows of a matrix are alike
 PRECISIONS = ("float32", "bfloat16", "8bit", "4bit")
 
 
+def check(name: str, layers: int | None, precision: str | None) -> None:
+    """Refuse (ValueError) what :func:`random_model` could not make; ``precision`` None is any."""
+    if name not in GEOMETRIES:
+        raise ValueError(f"--geometry names {name!r}; there are {', '.join(GEOMETRIES)}")
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"--precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
+    config = GEOMETRIES[name]
+    depth = config["num_hidden_layers"]
+    if layers is not None and not 1 <= layers <= depth:
+        raise ValueError(f"--layers is {layers}; {name} has {depth}")
+    period = config.get("sliding_window_pattern", 1)
+    if (layers or depth) < period:
+        raise ValueError(f"--layers is {layers}; of {name} every {period}th is global: give more")
+
+
 def random_model(
     name: str,
     layers: int | None,
@@ -75,18 +90,9 @@ def random_model(
     Raises:
         ValueError: No such geometry or precision, or a number of layers that it does not have.
     """
-    if name not in GEOMETRIES:
-        raise ValueError(f"--geometry names {name!r}; there are {', '.join(GEOMETRIES)}")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision is {precision!r}; give one of {', '.join(PRECISIONS)}")
+    check(name, layers, precision)
     config = dict(GEOMETRIES[name])
-    depth = config["num_hidden_layers"]
-    if layers is not None and not 1 <= layers <= depth:
-        raise ValueError(f"--layers is {layers}; {name} has {depth}")
-    period = config.get("sliding_window_pattern", 1)
-    if (layers or depth) < period:
-        raise ValueError(f"--layers is {layers}; of {name} every {period}th is global: give more")
-    config["num_hidden_layers"] = layers or depth
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))

@@ -25,7 +25,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
 from kvlingo_mlx.tensor_file import Weights
 from kvlingo_mlx.timing.geometries import GEOMETRIES, random_model, spec_of
-from kvlingo_mlx.timing.tables import Clock
+from kvlingo_mlx.timing.tables import Clock, summary
 from kvlingo_mlx.translator_config import TranslatorConfig, maps_of
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import LinearTranslator
@@ -97,7 +97,10 @@ class Cell:
     def as_json(self) -> dict[str, Any]:
         """Everything, with what is derived."""
         gains = {way: self.gain(way) for way in WAYS[1:]}
-        return {**asdict(self), "gain": gains, "translator_share": self.share}
+        return {
+            **asdict(self), "summary": summary({**self.samples, "maps": self.maps}),
+            "gain": gains, "translator_share": self.share,
+        }  # fmt: skip
 
 
 def setup(layers: int | None, precision: str = "4bit") -> Setup:

@@ -23,6 +23,8 @@ from kvlingo_mlx.timing.paths import DECODED, HYBRID, Paths, interleaved
 from kvlingo_mlx.translators.base import Translator
 
 RUNS = 3  # of every phase at least: to count experts or take a peak, to warm up, to be timed
+# Whoever translated while the other model wrote has one step left to take: nothing else is timed.
+EAGER = "eager switch (= target step)"
 SPEEDS = ("decode_source", "decode_native", "decode_translated")
 
 
@@ -99,8 +101,21 @@ class Timing:
 
     def spread(self, phase: str) -> tuple[float, float]:
         """The least seconds, and the distance between the quartiles."""
-        low, high = np.percentile(self.samples[phase], (25, 75))
-        return min(self.samples[phase]), float(high - low)
+        found = summary({phase: self.samples[phase]})[phase]
+        return found["min"], found["iqr"]
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        """By phase, seconds: the median, the least, and the distance between the quartiles."""
+        return summary(self.samples)
+
+
+def summary(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """By name, in the samples' unit: the median, the least, and the distance of the quartiles."""
+    found = {}
+    for name, values in samples.items():
+        low, high = np.percentile(values, (25, 75))
+        found[name] = {"median": median(values), "min": min(values), "iqr": float(high - low)}
+    return found
 
 
 class Clock:
@@ -287,7 +302,7 @@ def speedups(timing: Timing) -> dict[str, float]:
     """How many times sooner each way reaches the first token than the target's own prefill."""
     native = timing.median("native") if "native" in timing.samples else None
     ways = {
-        "switch": "switch", "eager switch": "target_step", "accelerator": "accelerator",
+        "switch": "switch", EAGER: "target_step", "accelerator": "accelerator",
         "source first token": "source_step",
     }  # fmt: skip
     return {
@@ -331,5 +346,5 @@ def extrapolated(
 
 
 def as_json(timing: Timing) -> dict[str, Any]:
-    """Everything, raw samples included."""
-    return asdict(timing)
+    """Everything, raw samples included, and what is to be quoted of them."""
+    return {**asdict(timing), "summary": timing.summary()}

@@ -152,7 +152,7 @@ def _rows(tokens: Any) -> list[list[int]]:
         if not listed or not _nested(listed):
             return [as_ids(listed)]
         rows = [as_ids(row) for row in listed]
-    except TypeError:
+    except (TypeError, ValueError):
         raise ValueError(
             "the prompt is no token ids; folded_hand_over expects a list of them, or several of "
             "one length: give text and messages to folded_generate"

@@ -686,7 +686,9 @@ def unbroken(torch_models: dict[str, TorchModel], tmp_path_factory: pytest.TempP
     return training(torch_models, out, learning_rates=RATES).run()
 
 
-@pytest.mark.parametrize(("steps", "keep_every", "resumed_at"), [(3, 900.0, 2), (5, 0.0, 5)])
+@pytest.mark.parametrize(
+    ("steps", "keep_every", "resumed_at"), [(0, 900.0, 0), (3, 900.0, 2), (5, 0.0, 5)]
+)
 def test_a_killed_run_resumes_to_the_same_curve(
     torch_models: dict[str, TorchModel],
     unbroken: Path,

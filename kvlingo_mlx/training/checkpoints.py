@@ -127,8 +127,8 @@ class Checkpoints:
     folder: Path
     settings: Mapping[str, Any]
 
-    def restore(self, training: Distillation) -> None:
-        """Continue from the last checkpoint, if there is one.
+    def restore(self, training: Distillation) -> bool:
+        """Continue from the last checkpoint; whether there is one.
 
         Raises:
             ValueError: It was made with other settings; names those that differ.
@@ -147,6 +147,7 @@ class Checkpoints:
         if training.group.leads:
             self._trim_log(-1 if newest is None else training.step)
             (self.folder / DIVERGED).unlink(missing_ok=True)
+        return newest is not None
 
     def save(self, training: Distillation, entry: Mapping[str, object] | None = None) -> None:
         """Keep the state of this step; with an ``entry`` for the log, as a validated one.

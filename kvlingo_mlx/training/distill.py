@@ -170,10 +170,9 @@ class Distillation:
             KVLingoError: Every run has diverged (says at which step), or the disk is full.
             KeyboardInterrupt, SystemExit: ``stop`` asked for it; this step is kept.
         """
-        if self.checkpoints is not None:
-            self.checkpoints.restore(self)
+        resumed = self.checkpoints is not None and self.checkpoints.restore(self)
         self.kept = self.step, time.monotonic()
-        if self.step == 0:
+        if not resumed:
             self.validate()
             self.keep({"step": 0, "held_out": [run.held_out for run in self.runs]})
         while self.step < self.recipe.steps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from dataclasses import replace
@@ -17,10 +18,10 @@ from test_checkpoint import LAYOUTS, store, to_config
 import kvlingo_mlx as kv
 from kvlingo_mlx import checkpoint
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.embedded.bundled import NAME, bundled_samples
 from kvlingo_mlx.evaluation import verification
-from kvlingo_mlx.evaluation.verification import Agreement, map_error, receipt_of, verdict
+from kvlingo_mlx.evaluation.verification import Agreement, Receipt, map_error, receipt_of, verdict
 from kvlingo_mlx.tensor_file import Weights
 
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
@@ -88,6 +89,45 @@ def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) 
     assert "verdict: NOT SOUND: " in capsys.readouterr().out
 
 
+def test_a_profile_does_not_change_the_verdict(
+    embedded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A receipt is compared at its own number of native layers, not the one a profile chose."""
+    config, weights = checkpoint.read(embedded)
+    for layers in (2, len(config.target.layers)):
+        profiled = replace(config, provenance={**config.provenance, "native_layers": layers})
+        checkpoint.write(embedded, profiled, weights)
+        assert run(["verify", str(embedded), *BETWEEN]) == 0
+        out = capsys.readouterr().out
+        assert out.endswith("verdict: sound: as its training left it\n") and "native" not in out
+
+
+def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The one in the test zoo was distilled above two native layers; both runtimes measure that."""
+    pytest.importorskip("torch")
+    torch_model = importlib.import_module("kvlingo_mlx.training.torch_model")
+    training = importlib.import_module("kvlingo_mlx.training.receipt")
+    maps = importlib.import_module("kvlingo_mlx.training.translator")
+    folder = Path(__file__).parent / "zoo" / "native" / "tiny-qwen3-s--tiny-qwen3-moe"
+    config, weights = checkpoint.read(folder)
+    models = [
+        torch_model.load(str(zoo(spec.name)), dtype=torch_model.torch.float32)
+        for spec in (config.source, config.target)
+    ]
+    arrays = {name: weights.as_float32(name) for name in weights.arrays}
+    translator = maps.TorchTranslator.from_arrays(config, arrays, models[1].device)
+    left = training.receipt(*models, translator)
+    assert left["native_layers"] == config.native_layers == 2
+    assert left == pytest.approx(config.provenance["receipt"])
+    arguments = ["--source", str(zoo(config.source.name)), "--target", str(zoo(config.target.name))]
+    assert run(["verify", str(folder), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert f"{left['kl']:.4f}, receipt {left['kl']:.4f}" in out
+    assert "native layers" in out and "2, as its receipt has it" in out
+
+
 def refused(capsys: pytest.CaptureFixture[str], words: list[str], *texts: str) -> None:
     assert run(["verify", *words]) == 2
     error = capsys.readouterr().err
@@ -107,30 +147,31 @@ def test_what_verify_refuses(embedded: Path, capsys: pytest.CaptureFixture[str])
 
 
 GOOD = Agreement(0.03, 0.95, 0.5, 8, 65)
-VERDICTS: list[tuple[Agreement, dict[str, float] | None, bool, str]] = [
-    (GOOD, {"kl": 0.03, "top1": 0.95}, True, "as its training left it"),
-    (GOOD, {"kl": 0.0205, "top1": 1.0}, True, "as its training"),
-    (GOOD, {"kl": 0.0195, "top1": 0.95}, False, "KL 0.0300, expected 0.0195 within 0.0100"),
-    (GOOD, {"kl": 0.05, "top1": 0.95}, False, "expected 0.0500 within 0.0100"),
-    (replace(GOOD, kl=0.41), {"kl": 0.35, "top1": 0.9}, True, "as its training"),
-    (replace(GOOD, kl=0.43), {"kl": 0.35, "top1": 0.9}, False, "within 0.0700"),
+VERDICTS: list[tuple[Agreement, Receipt | None, bool, str]] = [
+    (GOOD, Receipt(0.03, 0.95), True, "as its training left it"),
+    (GOOD, Receipt(0.0205, 1.0), True, "as its training"),
+    (GOOD, Receipt(0.0195, 0.95), False, "KL 0.0300, expected 0.0195 within 0.0100"),
+    (GOOD, Receipt(0.05, 0.95), False, "expected 0.0500 within 0.0100"),
+    (replace(GOOD, kl=0.41), Receipt(0.35, 0.9), True, "as its training"),
+    (replace(GOOD, kl=0.43), Receipt(0.35, 0.9), False, "within 0.0700"),
     (GOOD, None, True, "left no receipt"),
-    (replace(GOOD, kl=0.5), {"kl": 0.5, "top1": 0.9}, False, "useless: KL 0.5000"),
+    (replace(GOOD, kl=0.5), Receipt(0.5, 0.9), False, "useless: KL 0.5000"),
     (replace(GOOD, kl=float("nan")), None, False, "useless"),
 ]
 
 
 @pytest.mark.parametrize(("found", "receipt", "sound", "text"), VERDICTS)
-def test_verdicts(
-    found: Agreement, receipt: dict[str, float] | None, sound: bool, text: str
-) -> None:
+def test_verdicts(found: Agreement, receipt: Receipt | None, sound: bool, text: str) -> None:
     assert verdict(found, receipt)[0] is sound and text in verdict(found, receipt)[1]
 
 
 @pytest.mark.parametrize(
     "left", [None, 3, [], {}, {"prompts": "dialogues-0", "kl": 1.0, "top1": 1.0},
              {"prompts": NAME, "kl": "low", "top1": 1.0}, {"prompts": NAME, "kl": True, "top1": 1},
-             {"prompts": NAME, "top1": 1.0}],
+             {"prompts": NAME, "top1": 1.0},
+             {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": "two"},
+             {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": -1},
+             {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": 99}],
 )  # fmt: skip
 def test_a_receipt_that_is_none(left: Any) -> None:
     """A stranger's provenance may hold anything."""

@@ -75,18 +75,23 @@ def _run_models(
 
     models = load_pair(*names)
     check_pair(config, *models, allow_mismatch=allow_mismatch)
-    found = agreement(*models, build(config, weights))
+    receipt = receipt_of(config)
+    layers = receipt.native_layers if receipt else 0
+    found = agreement(*models, build(config, weights), layers)
     if found is None:
         raise IncompatibleTranslatorError(
             "the contexts of these models are too short for the bundled conversations; verify "
             "without --source and --target, or use kvlingo-mlx eval"
         )
-    receipt = receipt_of(config)
     rows["weights"] = ", ".join(f"{model.name} in {model.precision}" for model in models)
     rows["conversations"] = f"{found.samples}, with {found.tokens} tokens to predict"
-    for name, mine in (("kl", found.kl), ("top1", found.top1)):
-        title = {"kl": "KL, nats per token", "top1": "same first choice"}[name]
-        beside = f", receipt {receipt[name]:.4f}" if receipt else ", no receipt"
+    if layers:
+        rows["native layers"] = f"{layers}, as its receipt has it"
+    for title, mine, left in (
+        ("KL, nats per token", found.kl, receipt and receipt.kl),
+        ("same first choice", found.top1, receipt and receipt.top1),
+    ):
+        beside = ", no receipt" if left is None else f", receipt {left:.4f}"
         rows[title] = f"{mine:.4f}{beside}"
     rows["KL, prefix hidden"] = f"{found.hidden_kl:.4f}"
     return verdict(found, receipt)

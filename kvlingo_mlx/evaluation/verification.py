@@ -117,25 +117,27 @@ def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def agreement(
-    source: LanguageModel, target: LanguageModel, translator: Translator
+    source: LanguageModel, target: LanguageModel, translator: Translator, native_layers: int = 0
 ) -> Agreement | None:
     """How well the target continues the bundled conversations from a translated cache.
 
-    None where none of them fits both models' contexts.
+    It reads its first ``native_layers`` itself, whatever a profile has chosen since: as many as
+    the receipt was measured with. None where no conversation fits both models' contexts.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
     samples = bundled_samples(target.tokenizer, context, other)
     if not samples:
         return None
-    found = [_compared(source, target, translator, sample) for sample in samples]
+    make = conditions.translated(source, target, translator, native_layers)
+    found = [_compared(target, make, sample) for sample in samples]
     kl, hidden = (float(np.mean([scores[i].kl.mean() for scores, _ in found])) for i in (0, 1))
     same = np.concatenate([scores[0].best == best for scores, best in found])
     return Agreement(kl, float(same.mean()), hidden, len(samples), same.size)
 
 
 def _compared(
-    source: LanguageModel, target: LanguageModel, translator: Translator, sample: Sample
+    target: LanguageModel, translated: conditions.CacheMaker, sample: Sample
 ) -> tuple[list[PerToken], np.ndarray]:
     """A conversation from a translated cache and from none; and the native first choices."""
 
@@ -144,23 +146,40 @@ def _compared(
         return list(log_probabilities(target, cache, last, sample.continuation))
 
     native = predicted(conditions.native(target))
-    makers = conditions.translated(source, target, translator), conditions.hidden(target)
+    makers = translated, conditions.hidden(target)
     scores = [per_token(native, predicted(make), sample.continuation) for make in makers]
     return scores, np.concatenate([np.array(mx.argmax(block, axis=-1)) for block in native])
 
 
-def receipt_of(config: TranslatorConfig) -> dict[str, float] | None:
-    """KL and top-1 agreement that its training left, on these very conversations; or None."""
+@dataclass(frozen=True)
+class Receipt:
+    """What a training measured on these very conversations, in PyTorch.
+
+    Attributes:
+        kl, top1: As in :class:`Agreement`.
+        native_layers: How many layers the target read itself.
+    """
+
+    kl: float
+    top1: float
+    native_layers: int = 0
+
+
+def receipt_of(config: TranslatorConfig) -> Receipt | None:
+    """The receipt that its training left; None where it left none, or none for this text."""
     left: Any = config.provenance.get("receipt")
     if not isinstance(left, dict) or left.get("prompts") != NAME:
         return None
-    numbers: dict[str, Any] = {name: left.get(name) for name in ("kl", "top1")}
-    if any(type(value) not in (int, float) for value in numbers.values()):
+    numbers: list[Any] = [left.get(name) for name in ("kl", "top1")]
+    layers: Any = left.get("native_layers", 0)
+    if any(type(value) not in (int, float) for value in numbers) or type(layers) is not int:
         return None
-    return {name: float(value) for name, value in numbers.items()}
+    if not 0 <= layers <= len(config.target.layers):
+        return None
+    return Receipt(*map(float, numbers), layers)
 
 
-def verdict(found: Agreement, receipt: dict[str, float] | None) -> tuple[bool, str]:
+def verdict(found: Agreement, receipt: Receipt | None) -> tuple[bool, str]:
     """Whether all is well, and why, in a line.
 
     A KL may be a fifth, or 0.01 nats, above or below its receipt's.
@@ -172,10 +191,10 @@ def verdict(found: Agreement, receipt: dict[str, float] | None) -> tuple[bool, s
         )
     if receipt is None:
         return True, "works, but its training left no receipt for these conversations to compare"
-    allowed = max(0.2 * receipt["kl"], 0.01)
-    if not abs(found.kl - receipt["kl"]) <= allowed:
+    allowed = max(0.2 * receipt.kl, 0.01)
+    if not abs(found.kl - receipt.kl) <= allowed:
         return False, (
-            f"differs from its receipt: KL {found.kl:.4f}, expected {receipt['kl']:.4f} within "
+            f"differs from its receipt: KL {found.kl:.4f}, expected {receipt.kl:.4f} within "
             f"{allowed:.4f}; are the models those, in the precision, that it was trained with?"
         )
     return True, "as its training left it"

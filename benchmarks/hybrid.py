@@ -72,7 +72,9 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, Any]:
         for folder in sorted(root.glob(f"{'--'.join(names)}*")):
             translator = load_translator(folder)
             j = translator.config.native_layers
-            makers[f"distilled at j, j = {j}"] = conditions.translated(source, target, translator)
+            makers[f"distilled at j, j = {j}"] = conditions.translated(
+                source, target, translator, j
+            )
     own = conditions.native(target)
     for layer in range(layers):
         plain = makers["closed form, j = 0"]

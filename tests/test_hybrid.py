@@ -23,8 +23,9 @@ from tiny import Case
 import kvlingo_mlx as kv
 from kvlingo_mlx import checkpoint, hybrid
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.evaluation import profile
+from kvlingo_mlx.evaluation import conditions, lineup, profile
 from kvlingo_mlx.evaluation.error_bars import Mean
+from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.profile import Point
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translators import build
@@ -340,6 +341,34 @@ def test_a_profile_is_kept_with_the_translator(
     pairs = zip(hand_over(translator=own), hand_over(translator=own, native_layers=1), strict=True)
     assert all(equal(a, b) for a, b in pairs)
     capsys.readouterr()
+
+
+def test_controls_do_not_follow_a_profile(root: Path) -> None:
+    """Shuffled maps stay what they are when a profile is kept, and a journal tells them apart."""
+    source, target, folder = opened(root, Case("llama2x16", "llama2x16"))
+    translator, most = build(*checkpoint.read(folder)), len(target.attentions)
+    own = native(target, TOKENS[:-1], 2048)
+
+    def made(condition: Condition) -> list[bool]:
+        cache = condition.makers[0](TOKENS)
+        return [equal(a, b) for a, b in zip(cache, own, strict=True)]
+
+    for layers in (0, 1, most):
+        provenance = {**translator.config.provenance, "native_layers": layers}
+        config = dataclasses.replace(translator.config, provenance=provenance)
+        profiled = dataclasses.replace(translator, config=config)
+        line = profile.line_up(source, target, profiled, [0])
+        for key in (("shuffled", None), ("hybrid", 0)):
+            assert made(line[key]) == [False] * most
+        plain = lineup.baseline("shuffled", source, target, [profiled])
+        asked = lineup.baseline("shuffled", source, target, [profiled], layers)
+        own_choice = lineup.baseline("shuffled", source, target, [profiled], None)
+        assert made(plain) == [False] * most and plain.identity == line["shuffled", None].identity
+        assert made(asked) == made(own_choice) == [True] * layers + [False] * (most - layers)
+        assert asked.identity == own_choice.identity
+        assert (asked.identity == plain.identity) == (layers == 0)
+        plain_maker = conditions.translated(source, target, profiled)
+        assert not any(equal(a, b) for a, b in zip(plain_maker(TOKENS), own, strict=True))
 
 
 @pytest.mark.parametrize(

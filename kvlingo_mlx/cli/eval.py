@@ -181,7 +181,11 @@ def _line_up(
             lineup.translated(name, source, target, found, native_layers)
             for name, found in named.items()
         ),
-        *(lineup.baseline(b, source, target, every) for b in baselines if b != "none"),
+        *(
+            lineup.baseline(b, source, target, every, native_layers)
+            for b in baselines
+            if b != "none"
+        ),
     ]
 
 

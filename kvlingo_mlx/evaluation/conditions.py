@@ -69,9 +69,12 @@ def translated(
     source: LanguageModel,
     target: LanguageModel,
     translator: Translator,
-    native_layers: int | str | None = None,
+    native_layers: int | str | None = 0,
 ) -> CacheMaker:
-    """Caches translated from a source's, above the layers that the target reads itself."""
+    """Caches translated from a source's, above the layers that the target reads itself.
+
+    None of them unless asked: None stands for the translator's profile, which can change.
+    """
 
     def make(prefix: Prefix) -> list:
         if isinstance(prefix, Handover):

@@ -10,7 +10,7 @@ from typing import Any
 from kvlingo_mlx import folding
 from kvlingo_mlx.evaluation import conditions, droidspeak
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
-from kvlingo_mlx.hybrid import native_part
+from kvlingo_mlx.hybrid import Native, native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.timing.paths import translation
 from kvlingo_mlx.translators.base import Translator
@@ -46,25 +46,31 @@ def native(target: LanguageModel) -> Condition:
 
 def translated(
     name: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator],
-    native_layers: int | str | None = None,
+    native_layers: int | str | None = 0,
 ) -> Condition:  # fmt: skip
     """Translated from the source's cache; several translators are seeds of one method.
 
-    The target reads its first ``native_layers`` itself, as in :func:`hand_over`.
+    The target reads its first ``native_layers`` itself, as in :func:`hand_over`, where None and
+    ``auto`` are what each translator's profile says now.
     """
     digests = [digest(t) for t in translators]
     parts = [native_part(t.config, native_layers) for t in translators]
     identity: dict[str, Any] = {"source": identity_of(source), "translators": digests}
     if any(t.bits is not None for t in translators):
         identity["bits"] = [t.bits for t in translators]
-    if any(part.layers for part in parts):
-        identity["native_layers"] = [part.layers for part in parts]
+    pairs = list(zip(translators, parts, strict=True))
     return Condition(
         name,
-        tuple(conditions.translated(source, target, t, native_layers) for t in translators),
-        identity,
+        tuple(conditions.translated(source, target, t, part.layers) for t, part in pairs),
+        identity | _layers_of(parts),
         lambda prefix: translation(source, target, translators[0], prefix, native=parts[0]),
     )
+
+
+def _layers_of(parts: Sequence[Native]) -> dict[str, Any]:
+    """What the identity of a condition says of native layers: nothing where there are none."""
+    layers = [part.layers for part in parts]
+    return {"native_layers": layers} if any(layers) else {}
 
 
 def folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> Condition:
@@ -84,8 +90,9 @@ def folded(source: LanguageModel, target: LanguageModel, translator: Translator)
 
 
 def baseline(
-    spec: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator]
-) -> Condition:
+    spec: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator],
+    native_layers: int | str | None = 0,
+) -> Condition:  # fmt: skip
     """A control or an alternative, by name.
 
     Args:
@@ -98,6 +105,7 @@ def baseline(
         source: Whose cache is at hand.
         target: Who decodes.
         translators: What ``shuffled`` and ``canonical`` spoil and ``folded`` folds.
+        native_layers: Of ``shuffled``, as in :func:`translated`: a control has what it controls.
 
     Raises:
         ValueError: No such baseline, or ``canonical`` where there is one tokenizer.
@@ -120,8 +128,10 @@ def baseline(
         return folded(source, target, translators[0])
     if name == "shuffled":
         control = conditions.shuffled(translators[0])
-        make = conditions.translated(source, target, control)
-        return Condition("shuffled", (make,), theirs | {"translators": [digest(control)]})
+        part = native_part(control.config, native_layers)
+        make = conditions.translated(source, target, control, part.layers)
+        identity = theirs | {"translators": [digest(control)]} | _layers_of([part])
+        return Condition("shuffled", (make,), identity)
     if name == "canonical":
         if translators[0].config.alignment is None:
             raise ValueError("--baselines names 'canonical', which needs a pair of two tokenizers")

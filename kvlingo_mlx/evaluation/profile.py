@@ -69,6 +69,8 @@ def line_up(
 ) -> dict[tuple[str, int | None], Condition]:
     """The ways to compare: hybrids, DroidSpeak where it applies, a re-prefill, two controls.
 
+    Controls have no native layers, whatever the translator's own profile says.
+
     Args:
         source: Has read the prefix.
         target: Takes over.

@@ -20,6 +20,11 @@ LIFTED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddin
 
 CONTEXTS = ("max_position_embeddings", "original_max_position_embeddings")
 
+DYNAMIC = (
+    "dynamic NTK RoPE rotates a key differently as the text grows, so a cache cannot be written "
+    "once; use a model with another RoPE scaling"
+)
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -58,14 +63,30 @@ def configured_rope(
     if not scaled or kind == "default" or (kind == "linear" and rest.get("factor") == 1.0):
         return RopeSpec("default", base, dims, traditional)
     if kind == "dynamic":
-        raise UnsupportedModelError(
-            "dynamic NTK RoPE rotates a key differently as the text grows, so a cache "
-            "cannot be written once; use a model with another RoPE scaling"
-        )
+        raise UnsupportedModelError(DYNAMIC)
     if kind in ("longrope", "su"):  # its gain follows from two lengths, which stand elsewhere
         lengths = {name: config[name] for name in CONTEXTS if config.get(name)}
         rest = {name: _plain(v) for name, v in lengths.items()} | rest
     return RopeSpec(kind, base, dims, traditional, scaling=tuple(sorted(rest.items())))
+
+
+def check_rotation(text: Mapping[str, Any]) -> None:
+    """Refuse a raw config whose rotation depends on the length of the text.
+
+    Read off the config, since mlx-lm passes over its scaling in some families, without a word:
+    the model would run, by other angles than it was trained with.
+
+    Raises:
+        UnsupportedModelError: ``rope_scaling`` or ``rope_parameters`` is dynamic, of one kind of
+            layer perhaps.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        found = text.get(name)
+        if not isinstance(found, Mapping):
+            continue
+        for part in (found, *found.values()):
+            if isinstance(part, Mapping) and "dynamic" in (part.get("type"), part.get("rope_type")):
+                raise UnsupportedModelError(DYNAMIC)
 
 
 def spelled_out(parameters: Mapping[str, Any] | None) -> dict[str, Any]:

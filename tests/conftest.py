@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx, nn
 
+import plain_models
 import pytest
 import tiny
 from mlx_lm.utils import save_config
@@ -61,6 +63,22 @@ def quantised_models(
     """4-bit copies of "dense" and "moe"."""
     root = tmp_path_factory.mktemp("quantised")
     return {name: quantised(models[name], root / name) for name in ("dense", "moe")}
+
+
+Opener = Callable[[str], LanguageModel]
+
+
+@pytest.fixture(scope="session")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Opener:
+    """A tiny model of a plain family by its model_type, written when first asked for."""
+    root, found = tmp_path_factory.mktemp("plain"), {}
+
+    def open_model(name: str) -> LanguageModel:
+        if name not in found:
+            found[name] = kv.load(plain_models.write_plain_model(root / name, name))
+        return found[name]
+
+    return open_model
 
 
 @pytest.fixture(autouse=True)

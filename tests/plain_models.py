@@ -119,6 +119,8 @@ CONFIGS["mistral3"] = {"text_config": INNER}
 MROPE: dict[str, Any] = {"type": "mrope", "mrope_section": [2, 3, 3]}
 for _name, _inner, _more in (
     ("pixtral", "mistral", {}),
+    ("llava", "llama", CONFIGS["llama"]),
+    ("qwen2_5_vl", "qwen2", {"rope_scaling": MROPE}),
     ("qwen2_vl", "qwen2", {"rope_scaling": MROPE}),
     ("qwen3_vl", "qwen3", {"rope_scaling": MROPE | {"type": "default"}}),
     ("qwen3_vl_moe", "qwen3_moe", EXPERTS | {"mlp_only_layers": [0], "decoder_sparse_step": 1}),

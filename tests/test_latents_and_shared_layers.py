@@ -16,7 +16,7 @@ import pytest
 import tiny
 from mlx_lm.models.cache import make_prompt_cache
 from safetensors.numpy import load_file
-from test_families import TOKENS, held, native
+from test_families import TOKENS, held, logits, native
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
@@ -62,17 +62,17 @@ def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> Non
     assert np.abs(found - expected).max() < 1e-4
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gemma4"])
+@pytest.mark.parametrize("name", ["gemma3", "gemma4", "gemma4_unified"])
 def test_a_multimodal_models_text_part_is_the_text_model(name: str, tmp_path: Path) -> None:
     """One translator serves both: their facts and norms are the same, and so is the cache."""
-    model_type, options = tiny.FAMILIES[name]
+    model_type, options = tiny.FAMILIES[name.removesuffix("_unified")]
     text = tiny.write_tiny_model(tmp_path / "text", model_type, **options)
     inner = json.loads((text / "config.json").read_text())
     outer = {"model_type": name, "text_config": inner, "vocab_size": inner["vocab_size"]}
     shutil.copytree(text, tmp_path / "whole")
     (tmp_path / "whole" / "config.json").write_text(json.dumps(outer))
     tensors = load_file(text / "model.safetensors")
-    prefix = {"gemma3": "language_model.model.", "gemma4": "model.language_model."}[name]
+    prefix = "language_model.model." if name == "gemma3" else "model.language_model."
     renamed = {prefix + n.removeprefix("model."): tensor for n, tensor in tensors.items()}
     tower = "vision_tower.weight" if name == "gemma3" else "model.vision_tower.weight"
     renamed[tower] = np.zeros((2, 2), np.float32)
@@ -80,8 +80,30 @@ def test_a_multimodal_models_text_part_is_the_text_model(name: str, tmp_path: Pa
     whole, plain = kv.load(tmp_path / "whole"), kv.load(text)
     assert dataclasses.replace(whole.spec(), name="") == dataclasses.replace(plain.spec(), name="")
     cache = kv.hand_over(plain, whole, TOKENS, translator=identity_of(whole), prefill_step_size=7)
-    for mine, own in zip(cache, native(plain, TOKENS[:-1], 7), strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(held(mine), held(own), strict=True))
+    own = native(plain, TOKENS[:-1], 7)
+    for mine, theirs in zip(cache, own, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(held(mine), held(theirs), strict=True))
+    assert np.array_equal(logits(whole, cache, TOKENS[-1]), logits(plain, own, TOKENS[-1]))
+
+
+@pytest.mark.parametrize("name", ["kimi_k2", "joyai_llm_flash"])
+@pytest.mark.parametrize("step", [7, 2048])
+def test_what_mlx_lm_runs_as_deepseek_v3(
+    name: str, step: int, models: dict[str, LanguageModel], tmp_path: Path
+) -> None:
+    """Such a model keeps its own name, and its latents are captured, written and decoded from."""
+    folder = Path(shutil.copytree(models["deepseek_v3"].path, tmp_path / name))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": name}))
+    model = kv.load(folder)
+    assert type(model.model) is type(models["deepseek_v3"].model)
+    assert model.geometry == dataclasses.replace(models["deepseek_v3"].geometry, model_type=name)
+    translator = identity_of(model, capture="latent")
+    cache = kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=step)
+    own = native(model, TOKENS[:-1], step)
+    for mine, theirs in zip(cache, own, strict=True):
+        assert all(np.array_equal(a, b) for a, b in zip(held(mine), held(theirs), strict=True))
+    assert np.array_equal(logits(model, cache, TOKENS[-1]), logits(model, own, TOKENS[-1]))
 
 
 def test_the_geometry_of_gemma_4(models: dict[str, LanguageModel]) -> None:

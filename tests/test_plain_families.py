@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx, nn
@@ -16,20 +15,21 @@ import numpy as np
 import plain_models
 import pytest
 import tiny
-from conftest import quantised
+from conftest import Opener, quantised
 from mlx_lm.models import rope_utils
 from test_families import TOKENS, held, native
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import pairing
+from kvlingo_mlx import loading, pairing
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
     MissingModelError,
     UnsupportedModelError,
 )
-from kvlingo_mlx.families import family_of, known_families, plain, refused
+from kvlingo_mlx.families import family_of, known_families, refused
 from kvlingo_mlx.families.base import Finish
+from kvlingo_mlx.families.plain import Plain
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.geometry import RopeSpec, configured_rope
 from kvlingo_mlx.keys import Rotation
@@ -38,20 +38,12 @@ from kvlingo_mlx.samples import Sample
 
 STEP, STEPS = 17, 6  # chunks that end beside the window's edge, of 16
 NAMES = sorted(plain_models.CONFIGS)
-Opener = Callable[[str], LanguageModel]
 
 
-@pytest.fixture(scope="session")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> Opener:
-    """A tiny model of a family by its model_type, written when first asked for."""
-    root, found = tmp_path_factory.mktemp("plain"), {}
-
-    def open_model(name: str) -> LanguageModel:
-        if name not in found:
-            found[name] = kv.load(plain_models.write_plain_model(root / name, name))
-        return found[name]
-
-    return open_model
+@pytest.fixture
+def opened(plain: Opener) -> Opener:
+    """A tiny model of a family by its model_type."""
+    return plain
 
 
 def logits(model: LanguageModel, cache: list) -> np.ndarray:
@@ -76,7 +68,7 @@ def assert_own_cache(model: LanguageModel, point: str, own: list) -> list:
 
 
 def test_every_plain_family_is_run_here() -> None:
-    assert {n for n in known_families() if isinstance(family_of(n), plain.Plain)} == set(NAMES)
+    assert {n for n in known_families() if isinstance(family_of(n), Plain)} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -280,11 +272,60 @@ def test_layers_that_do_not_rotate(opened: Opener) -> None:
         assert rope[1] is None and rope[0] is not None, name
 
 
-def test_dynamic_rope_is_refused(tmp_path: Path) -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.0}
-    folder = plain_models.write_plain_model(tmp_path, "seed_oss", rope_scaling=scaling)
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "seed_oss",
+        "llama",
+        "phi3",
+        "starcoder2",
+        "glm4",
+        "mixtral",
+        "helium",
+        "ernie4_5",
+        "deepseek",
+    ],
+)
+def test_dynamic_rope_is_refused(
+    name: str, field: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name, where mlx-lm makes it, refuses it, or passes over it without a word."""
+    path = opened(name).path
+    config = json.loads((path / "config.json").read_text())
+    monkeypatch.setattr(loading, "load_config", lambda path: config)
+    assert loading._open(path, name, None, lazy=True).geometry == opened(name).geometry
+    config[field] = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e3}
+    with pytest.raises(UnsupportedModelError, match="^dynamic NTK RoPE .* with another RoPE sca"):
+        loading._open(path, name, None, lazy=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "gemma4"])
+def test_dynamic_rope_is_refused_in_other_families(name: str) -> None:
+    family, more = family_of(name), {"type": "dynamic", "factor": 2.0}
     with pytest.raises(UnsupportedModelError, match="dynamic NTK RoPE"):
-        _ = kv.load(folder).geometry
+        family.overrides({"model_type": name, "rope_scaling": more})
+    kinds = {"full_attention": more, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(UnsupportedModelError, match="dynamic NTK RoPE"):
+        family.overrides({"text_config": {"model_type": name, "rope_parameters": kinds}})
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "yarn", "factor": 4.0},
+        {"type": "linear", "factor": 4.0},
+        {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
+        {"type": "yarn", "factor": 4.0, "long_factor": [1.0] * 4},  # which mlx-lm would drop
+    ],
+)
+def test_phi3_is_refused_in_our_words(scaling: dict, tmp_path: Path) -> None:
+    folder = plain_models.write_plain_model(tmp_path, "phi3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
+    expected = "this phi3 has rope_scaling of type .*; mlx-lm runs none, or longrope with type and "
+    with pytest.raises(UnsupportedModelError, match=expected + "long_factor: correct its config"):
+        kv.load(folder)
 
 
 # ---- configs of transformers 5 -----------------------------------------------------------
@@ -363,6 +404,9 @@ def test_every_family_of_mlx_lm_is_supported_or_refused_for_a_reason() -> None:
     for path in Path(mlx_lm.models.__file__).parent.glob("*.py"):
         if "class Model(nn.Module" in path.read_text():
             assert path.stem in known_families() or refused.reason(path.stem), path.stem
+    for name, run_by in mlx_lm.utils.MODEL_REMAPPING.items():
+        assert name in known_families() or refused.reason(name), name
+        assert (name in known_families()) == (run_by in known_families()), name
     with pytest.raises(UnsupportedModelError, match="'mamba2' is not supported: it keeps a recur"):
         family_of("mamba2")
     with pytest.raises(UnsupportedModelError, match="'t5' is not supported; supported families: "):

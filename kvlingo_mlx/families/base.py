@@ -19,6 +19,7 @@ from kvlingo_mlx.geometry import (
     CacheGeometry,
     LayerGeometry,
     RopeSpec,
+    check_rotation,
     configured_rope,
     layer_period,
     spelled_out,
@@ -79,8 +80,13 @@ class Family:
             UnsupportedModelError: It cannot be told.
         """
         text = config.get("text_config", config)
+        self.check_rotation(text)
         missing = {k: v for k, v in self.settings(text).items() if text.get(k) is None}
         return missing if text is config or not missing else {"text_config": {**text, **missing}}
+
+    def check_rotation(self, text: Mapping[str, Any]) -> None:
+        """Refuse (UnsupportedModelError) a rotation that mlx-lm does not make, or not once."""
+        check_rotation(text)
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """What the config of the text model says in words that mlx-lm does not read, in its own.

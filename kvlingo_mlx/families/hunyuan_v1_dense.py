@@ -21,6 +21,9 @@ class Hunyuan(Plain):
         """The projection's output, and the cache's content."""
         return "pre_norm", "post_rope"
 
+    def check_rotation(self, text: Mapping[str, Any]) -> None:
+        """What is called dynamic here does not depend on the length: see :meth:`rope`."""
+
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
         """The norm comes last."""
         finish, norm = super().finish(attention, facts), attention.get("key_layernorm")

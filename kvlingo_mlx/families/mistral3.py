@@ -19,7 +19,8 @@ class Mistral3(Plain):
         """As in any plain family; the third kind of text model has latent attention."""
         if text.get("model_type") == "mistral4":
             raise UnsupportedModelError(
-                "this mistral3 holds a mistral4, whose cache keeps latents; it is not supported"
+                f"this {self.model_type} holds a mistral4, whose cache keeps latents; it is not "
+                "supported"
             )
         return super().settings(text)
 

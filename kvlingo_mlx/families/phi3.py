@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.plain import Plain
+
+KINDS = ("longrope", "su", "linear")  # mlx-lm drops any other, and a linear one needs long_factor
 
 
 class Phi3(Plain):
     """Cuts the fused projection's output into its three parts."""
+
+    def check_rotation(self, text: Mapping[str, Any]) -> None:
+        """Of scaled rotations mlx-lm makes LongRoPE's alone, by the names of older configs."""
+        super().check_rotation(text)
+        found = text.get("rope_scaling") or self.settings(text).get("rope_scaling")
+        if not found:
+            return
+        kind = found.get("type")
+        if kind not in KINDS or "long_factor" not in found:
+            raise UnsupportedModelError(
+                f"this {self.model_type} has rope_scaling of type {kind!r} with "
+                f"{', '.join(sorted(found))}; mlx-lm runs none, or longrope with type and "
+                "long_factor: correct its config.json, or use another checkpoint"
+            )
 
     def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
         """The fused projection."""

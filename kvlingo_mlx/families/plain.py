@@ -97,7 +97,8 @@ SAME = (
     "gemma", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "helium",
     "internlm3", "iquestcoder", "llama", "mimo", "minicpm", "minimax", "minimax_m2", "mistral",
     "mixtral", "nemotron", "olmo2", "olmoe", "phimoe", "pixtral", "qwen2", "qwen2_moe",
-    "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",  # beside a vision tower, which mlx-lm leaves out
+    # Beside a vision tower, which mlx-lm leaves out.
+    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
     "seed_oss", "smollm3", "solar_open", "starcoder2", "telechat3", "xverse",
 )  # fmt: skip
 # Soft caps, casts or sinks of their own.

@@ -339,7 +339,8 @@ def stream_generate(
             f"{', '.join(DECODE_OPTIONS)}"
         )
     check_max_tokens(max_tokens)
-    check_strategy(strategy)
+    asked = native_layers, native_head, native_tail
+    check_strategy(strategy, *asked)
     if strategy == "native":  # the weights of the prefill model are not needed
         source, target = load(prefill_model, lazy=True), load(decode_model)
     else:
@@ -349,7 +350,7 @@ def stream_generate(
     tokens = encode(target, prompt, enable_thinking)
     way = strategy
     if strategy == "auto":
-        way = _quickest(source, target, len(tokens), translator, allow_mismatch)
+        way = _quickest(source, target, len(tokens), translator, allow_mismatch, *asked)
     check_tokens(target if way == "native" else source, target, tokens, prefill_step_size)
     check_caches((target,) if way == "native" else (source, target), len(tokens))
     if (bits := decode_options.get("kv_bits")) is not None:
@@ -362,7 +363,7 @@ def stream_generate(
     resolved, native, across = None, Native(), None
     if len(tokens) > 1 and way != "native":
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
-        native = native_part(resolved.config, native_layers, native_head, native_tail)
+        native = native_part(resolved.config, *asked)
         tell_of_length(resolved.config, len(tokens))
         across = _across(source, target, prompt, resolved, native, enable_thinking)
     clock.lap("prepare")
@@ -391,12 +392,22 @@ def stream_generate(
             yield timed(response, len(tokens), ttft, spent, way)
 
 
-def check_strategy(strategy: str) -> None:
-    """Refuse what is no way to read a prompt.
+def check_strategy(
+    strategy: str,
+    native_layers: int | str | None = None,
+    native_head: int = 0,
+    native_tail: int = 0,
+) -> None:
+    """Refuse what is no way to read a prompt, and parts of one beside ``native``, which is all.
 
     Raises:
         ValueError: Says which there are; a switch needs a source that holds the conversation.
     """
+    if strategy == "native" and (native_layers, native_head, native_tail) != (None, 0, 0):
+        raise ValueError(
+            "native_layers, native_head and native_tail are parts of a prompt that is translated; "
+            "with strategy native the decode model reads all of it: leave them out"
+        )
     if strategy == "switch":
         raise ValueError(
             "strategy is 'switch', but nobody has read this prompt yet; switches are made by "
@@ -412,14 +423,23 @@ def _quickest(
     num_tokens: int,
     translator: Translator | str | os.PathLike[str] | None,
     allow_mismatch: bool,
+    native_layers: int | str | None,
+    native_head: int,
+    native_tail: int,
 ) -> str:
-    """The way that this machine's profile of the pair names for a prompt's length."""
+    """The way that this machine's profile of the pair names for a prompt's length.
+
+    A profile is of one choice of native layers and tokens; times of another say nothing of it.
+    """
     if num_tokens < 2:
         return "native"  # nothing to translate
     facts = translator_facts(translator, source, target, allow_mismatch=allow_mismatch)
     check_one_tokenizer(facts[0], "strategy auto")
-    profile = profiles.read(profiles.key_of(source, target, *facts), (source.name, target.name))
-    return profile.best(num_tokens)
+    native = native_part(facts[0], native_layers, native_head, native_tail)
+    if not native.translated(num_tokens - 1, len(target.attentions)):
+        return "native"  # nothing would be translated
+    key = profiles.key_of(source, target, *facts, native)
+    return profiles.read(key, (source.name, target.name)).best(num_tokens)
 
 
 def _native_start(tokens: Sequence[int], step_size: int, clock: Clock) -> dict[str, Any]:
@@ -593,11 +613,16 @@ def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
 
 
 def summary(response: GenerationResponse) -> str:
-    """The times and rates of a finished generation, in lines."""
+    """The times and rates of a finished generation, in lines; of phases, those that took time."""
+    phases = {
+        "prefill": response.prefill_s,
+        "the decode model's own part": response.native_s,
+        "translation": response.translate_s,
+    }
+    spent = ", ".join(f"{name} {s:.3f} s" for name, s in phases.items() if s >= 0.0005)
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.strategy}), "
-        f"first token after {response.ttft_s:.3f} s (prefill {response.prefill_s:.3f} s, "
-        f"translation {response.translate_s:.3f} s)\n"
+        f"first token after {response.ttft_s:.3f} s{spent and f' ({spent})'}\n"
         f"Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"

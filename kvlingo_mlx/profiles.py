@@ -13,7 +13,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from mlx.utils import tree_flatten
 from kvlingo_mlx.atomic import sync_file
 from kvlingo_mlx.errors import MalformedProfileError, MissingProfileError, printable
 from kvlingo_mlx.geometry import canonical_json
+from kvlingo_mlx.hybrid import Native
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import home
 from kvlingo_mlx.measure import machine
@@ -77,13 +78,21 @@ class Profile:
 
 
 def key_of(
-    source: LanguageModel, target: LanguageModel, maps: TranslatorConfig, bits: int | None
+    source: LanguageModel,
+    target: LanguageModel,
+    maps: TranslatorConfig,
+    bits: int | None,
+    native: Native | None = None,
 ) -> dict[str, Any]:
-    """What a profile holds for: both models as they are loaded, the maps' form, this machine."""
+    """What a profile holds for: both models as loaded, the maps' form, what is native, the machine.
+
+    ``native`` is what the target reads itself of a prefix; None is nothing, plain translation.
+    """
     form = {"form": maps.form, "nu": maps.nu, "capture": maps.capture, "bits": bits}
+    own = {} if native in (None, Native()) else {"native": asdict(native)}
     return {
         "source": _model(source), "target": _model(target), "maps": form, "machine": machine(),
-    }  # fmt: skip
+    } | own  # fmt: skip
 
 
 def _model(model: LanguageModel) -> dict[str, Any]:
@@ -150,6 +159,13 @@ def read(key: Mapping[str, Any], names: Sequence[str]) -> Profile:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
+        if "native" in key:
+            parts = ", ".join(f"native_{name} {value}" for name, value in key["native"].items())
+            raise MissingProfileError(
+                f"strategy auto goes by measured times, and none of {names[0]} to {names[1]} with "
+                f"{parts} are in the local store; {advice} measures plain translation, which "
+                "--native-layers 0 asks for; or give native or accelerator"
+            ) from None
         raise MissingProfileError(
             f"strategy auto needs a profile, and none of {names[0]} to {names[1]} with these "
             f"maps, in this precision and on this machine is in the local store; measure one "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import capture, generation, measure, profiles
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.hybrid import Native
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.profiles import Profile
 from kvlingo_mlx.translators.base import Translator
@@ -178,6 +180,63 @@ def test_a_profile_is_of_this_pair_precision_maps_and_machine(
     monkeypatch.setattr(profiles, "machine", lambda: {**measure.machine(), "chip": "another"})
     with pytest.raises(kv.MissingProfileError):
         profiles.read(profiles.key_of(source, target, maps, None), ("a", "b"))
+
+
+def with_layers(translator: Translator, layers: int) -> Translator:
+    provenance = {**translator.config.provenance, "native_layers": layers}
+    return replace(translator, config=replace(translator.config, provenance=provenance))
+
+
+def test_times_are_of_one_choice_of_native_layers(
+    pair: tuple[LanguageModel, LanguageModel, Translator],
+) -> None:
+    """Those of plain translation say nothing of a hybrid, be it a profile's or the caller's."""
+    source, target, translator = pair
+    planted(pair, [10], [2.0], [1.0])
+    profiled, most = with_layers(translator, 1), len(target.attentions)
+    options: dict[str, Any] = {"strategy": "auto", "max_tokens": 1}
+
+    def taken(translator: Translator, **native: Any) -> str:
+        responses = kv.stream_generate(
+            source, target, TOKENS, translator=translator, **options, **native
+        )
+        return next(iter(responses)).strategy
+
+    assert taken(translator) == taken(profiled, native_layers=0) == "accelerator"
+    expected = "native_layers 1, native_head 0, native_tail 0 .*--save-profile.*--native-layers 0"
+    for found, native in ((profiled, {}), (profiled, {"native_layers": "auto"}),
+                          (translator, {"native_layers": 1})):  # fmt: skip
+        with pytest.raises(kv.MissingProfileError, match=expected) as error:
+            taken(found, **native)
+        assert "\n" not in str(error.value)
+    with pytest.raises(kv.MissingProfileError, match="native_head 3, native_tail 0"):
+        taken(translator, native_head=3)
+    with pytest.raises(ValueError, match="native_layers is 99; give a number from 0 to"):
+        taken(translator, native_layers=99)
+    assert taken(translator, native_layers=most) == "native"  # a prefill, by any name
+    key = profiles.key_of(source, target, translator.config, None, Native(layers=1))
+    times = {way: (1.0,) for way in profiles.WAYS} | {"accelerator": (0.5,)}
+    profiles.write(Profile(key, (10,), times))
+    assert taken(profiled) == "accelerator"
+    plain = profiles.key_of(source, target, translator.config, None)
+    assert plain == profiles.key_of(source, target, profiled.config, None, Native()) != key
+
+
+@pytest.mark.parametrize("part", [{"native_layers": 99}, {"native_head": 1}, {"native_tail": 1}])
+def test_native_has_no_parts(
+    pair: tuple[LanguageModel, LanguageModel, Translator],
+    part: dict[str, int],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    source, target, _ = pair
+    with pytest.raises(ValueError, match="are parts of a prompt that is translated"):
+        kv.generate(source, target, TOKENS, strategy="native", **part)
+    ((name, value),) = part.items()
+    command = ["generate", "--prefill-model", ZOO[0], "--decode-model", ZOO[1], "--prompt", "x"]
+    command += ["--strategy", "native", f"--{name.replace('_', '-')}", str(value)]
+    assert run(command) == 2
+    error = capsys.readouterr().err
+    assert "the decode model reads all of it: leave them out" in error and error.count("\n") == 1
 
 
 def test_between_lengths_and_beyond_them() -> None:

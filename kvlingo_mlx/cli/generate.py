@@ -95,7 +95,8 @@ def command(
     keep_stdout_for_json(json_file)
     check_bits(quantize)
     sampler = sampler_of(temp, top_p, top_k, min_p, seed)
-    check_strategy(strategy)
+    layers = native_number(native_layers)
+    check_strategy(strategy, layers, native_head, native_tail)
     if strategy == "native":
         source, target = load(prefill_model, lazy=True), load(decode_model)
     else:
@@ -109,7 +110,7 @@ def command(
     options: dict[str, Any] = {
         "translator": used,
         "strategy": strategy,
-        "native_layers": native_number(native_layers),
+        "native_layers": layers,
         "native_head": native_head,
         "native_tail": native_tail,
         "max_tokens": max_tokens,

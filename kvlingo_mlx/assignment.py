@@ -84,6 +84,22 @@ def by_depth(
     return Assignment(tuple(found), tuple(found))
 
 
+def narrow_groups(source: Sequence[LayerGeometry], target: Sequence[LayerGeometry], nu: int) -> str:
+    """What a user should know of kinds of attention with fewer than ``nu`` source layers.
+
+    One line; empty where every target layer reads as many as asked, or none can.
+    """
+    kinds = [theirs for theirs, _ in attention_groups(source, target)]
+    short = [
+        f"{len(theirs)} of {source[theirs[0]].attention} attention"
+        for theirs in kinds
+        if len(theirs) < nu
+    ]
+    if len(short) in (0, len(kinds)):
+        return ""
+    return f"nu is {nu}, but the source has {' and '.join(short)}: such layers read no more"
+
+
 def attention_groups(
     source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
 ) -> list[tuple[list[int], list[int]]]:

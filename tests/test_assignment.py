@@ -6,10 +6,22 @@ from fractions import Fraction
 
 import pytest
 
-from kvlingo_mlx.assignment import Assignment, identity, relative_depth
+from kvlingo_mlx.assignment import Assignment, identity, narrow_groups, relative_depth
+from kvlingo_mlx.geometry import LayerGeometry
 
 DEPTHS = (1, 2, 3, 4, 5, 7, 12, 13, 24, 28, 36, 48)
 PAPER_DEPTHS = ((28, 36, 4), (36, 28, 4), (36, 48, 3), (48, 36, 3), (28, 28, 1), (28, 36, 1))
+
+
+def test_kinds_with_few_layers_are_told() -> None:
+    """In one line; none where all layers read what was asked, or where that is refused anyway."""
+    local, whole = (LayerGeometry(0, 2, 16, 16, attention=kind) for kind in ("sliding", "full"))
+    layers = [local, local, whole, local]
+    assert narrow_groups(layers, layers, 1) == "" == narrow_groups(layers, [local] * 2, 3)
+    assert narrow_groups(layers, layers, 3) == (
+        "nu is 3, but the source has 1 of full attention: such layers read no more"
+    )
+    assert narrow_groups(layers, layers, 4) == ""
 
 
 def slow_band(index: int, num_source: int, num_target: int, nu: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from test_identity import identity_of
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import capture
+from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.geometry import CacheGeometry
 from kvlingo_mlx.language_model import LanguageModel
@@ -150,3 +152,16 @@ def test_layers_read_their_own_kind(family_models: dict[str, LanguageModel]) -> 
     assert translator.config.assignment.keys == ((0, 1), (1, 3), (2,), (3, 4), (3, 4))
     with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
         kv.fit(family_models["qwen3"], model, [{"text": "a b c"}])
+
+
+def test_fit_tells_of_a_kind_with_few_layers(
+    family_models: dict[str, LanguageModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, folder = tmp_path / "data.jsonl", str(family_models["gemma3"].path)
+    data.write_text(json.dumps({"text": "the you and use is of an other " * 8}) + "\n")
+    for nu in ("1", "2"):
+        command = ["fit", "--source", folder, "--target", folder, "--data", str(data)]
+        assert run([*command, "--nu", nu, "--out", str(tmp_path / nu)]) == 0
+        told = capsys.readouterr().err
+        expected = "warning: nu is 2, but the source has 1 of full attention: such layers read no"
+        assert told.startswith(expected) and told.count("\n") == 1 if nu == "2" else not told

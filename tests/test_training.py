@@ -576,6 +576,31 @@ def training(
     )  # fmt: skip
 
 
+def test_training_tells_of_a_kind_with_few_layers(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, before anything is trained."""
+    told: list[str] = []
+    planned = training(torch_models, tmp_path / "t", warn=told.append, nu=2)
+    config = make_config(planned.source, planned.target, planned.plan)
+    mixed = tuple(
+        dataclasses.replace(layer, attention="full" if layer.layer == 1 else "sliding")
+        for layer in config.source.layers
+    )
+    ends = {
+        side: dataclasses.replace(getattr(config, side), layers=mixed)
+        for side in ("source", "target")
+    }
+    monkeypatch.setattr(
+        sys.modules[Training.__module__],
+        "make_config",
+        lambda *models: dataclasses.replace(config, **ends),
+    )
+    monkeypatch.setattr(Training, "_run", lambda self, config, stop: self.out)
+    planned.run()
+    assert told == ["nu is 2, but the source has 1 of full attention: such layers read no more"]
+
+
 def log_of(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]

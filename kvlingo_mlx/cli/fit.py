@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, progress_bar, say
+from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, progress_bar, say, warn
 
 if TYPE_CHECKING:
     from kvlingo_mlx.assignment import Assignment
@@ -38,6 +38,7 @@ def command(
         raise ValueError(f"--memory-gb is {memory_gb}; give a positive number")
 
     from kvlingo_mlx import checkpoint, measure
+    from kvlingo_mlx.assignment import narrow_groups
     from kvlingo_mlx.fitting import fit
     from kvlingo_mlx.loading import load_pair
     from kvlingo_mlx.samples import read_jsonl
@@ -58,6 +59,10 @@ def command(
             head_mixing=head_mixing,
             progress=step,
         )
+    ends = translator.config.source.layers, translator.config.target.layers
+    narrow = "" if assignment.endswith(".json") else narrow_groups(*ends, nu)
+    if narrow:
+        warn(narrow)
     folder = translator.save(out)
     made = translator.config.provenance
     skipped = len(records) - made["samples"]

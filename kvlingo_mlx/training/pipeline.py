@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvlingo_mlx import __version__, checkpoint
-from kvlingo_mlx.assignment import Assignment
+from kvlingo_mlx.assignment import Assignment, narrow_groups
 from kvlingo_mlx.projections import facts_of_models
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.selection import METHODS
@@ -84,6 +84,9 @@ class Training:
         """
         checkpoint.check_destination(self.out)
         config = make_config(self.source, self.target, self.plan)
+        narrow = narrow_groups(config.source.layers, config.target.layers, self.plan.nu)
+        if narrow and self.group.leads:
+            self.warn(narrow)
         with postponed() as stop:
             try:
                 return self._run(config, stop)

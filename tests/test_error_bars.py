@@ -14,6 +14,10 @@ from kvlingo_mlx.evaluation.error_bars import (
 )
 
 
+def test_one_item_has_no_error() -> None:
+    assert str(over_items([0.25])) == "0.250" and str(Mean(0.25, 0.5, 2)) == "0.250 +- 0.500"
+
+
 def test_items() -> None:
     found = over_items([1.0, 0.0, 0.0, 1.0, 1.0])
     variance = (3 * 0.4**2 + 2 * 0.6**2) / 4

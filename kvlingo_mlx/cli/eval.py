@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -260,9 +259,7 @@ def _print(outcome: Outcome) -> None:
 
 
 def _cell(mean: Mean) -> str:
-    if not mean.count:
-        return "none"
-    return f"{mean.value:.3f}" if math.isnan(mean.error) else str(mean)
+    return str(mean) if mean.count else "none"
 
 
 def _times(

@@ -66,6 +66,7 @@ def command(
     folder = _own_folder(str(place)) if keeps else None
     layers = _numbers(native_layers, len(models[1].attentions))
     task = _task(*models, data, limit, seed)
+    profile.check_bounds(task, min_recall)
     line = profile.line_up(*models, found, layers, droidspeak=droidspeak)
     with progress_bar("profiling", len(task.items)) as step:
         points = profile.measure(
@@ -109,10 +110,11 @@ def _numbers(text: str | None, most: int) -> list[int]:
 
 
 def _own_folder(place: str) -> Path:
-    """The translator's folder, which what is chosen is written to."""
+    """The translator's folder, which what is chosen is written to; refused before measuring."""
     import os
     from pathlib import Path
 
+    from kvlingo_mlx import checkpoint
     from kvlingo_mlx.embedded import TRANSLATORS
 
     path = Path(place)
@@ -121,6 +123,13 @@ def _own_folder(place: str) -> Path:
             f"{place} is no folder of yours, so nothing can be kept in it; `kvlingo-mlx import "
             f"{place} --out DIR` and give --translator DIR"
         )
+    others = sorted({file.name for file in path.iterdir()} - set(checkpoint.OUR_FILES))
+    if others:  # the folder is replaced as a whole
+        raise ValueError(
+            f"{place} holds {others[0]}, which is no file of a translator and would be lost when "
+            "what is chosen is kept; move it elsewhere"
+        )
+    checkpoint.check_destination(path)
     return path
 
 

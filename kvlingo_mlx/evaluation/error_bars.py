@@ -18,7 +18,9 @@ class Mean:
     count: int
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} +- {self.error:.3f}"
+        """The value, with its error where there is one."""
+        spread = "" if math.isnan(self.error) else f" +- {self.error:.3f}"
+        return f"{self.value:.3f}{spread}"
 
     def as_json(self) -> dict[str, float | int | None]:
         """The three as JSON has them: None for NaN."""

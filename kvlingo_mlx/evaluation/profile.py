@@ -117,18 +117,21 @@ def measure(
     return points
 
 
+def check_bounds(task: Task, min_recall: float | None) -> None:
+    """Refuse (ValueError) a bound on recall, before anything is measured, where none is scored."""
+    if min_recall is not None and "recall" not in task.metrics:
+        raise ValueError(
+            '--min-recall needs data that mark answers: records with "answers": ["..."]'
+        )
+
+
 def smallest(
     points: Sequence[Point], *, max_kl: float | None = None, min_recall: float | None = None
 ) -> int:
     """The fewest native layers whose hybrid meets every bound; a re-prefill meets any.
 
-    Raises:
-        ValueError: A bound on recall, and the data mark no answers.
+    Points without recall meet no bound on it: :func:`check_bounds` refuses such data before.
     """
-    if min_recall is not None and any(point.recall is None for point in points):
-        raise ValueError(
-            '--min-recall needs data that mark answers: records with "answers": ["..."]'
-        )
     hybrids = sorted(
         (p for p in points if p.way in (HYBRID, "native")), key=lambda point: point.layers or 0
     )

@@ -176,7 +176,8 @@ def receipt_of(config: TranslatorConfig) -> Receipt | None:
         return None
     if not 0 <= layers <= len(config.target.layers):
         return None
-    return Receipt(*map(float, numbers), layers)
+    kl, top1 = numbers
+    return Receipt(float(kl), float(top1), layers)
 
 
 def verdict(found: Agreement, receipt: Receipt | None) -> tuple[bool, str]:

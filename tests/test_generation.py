@@ -136,6 +136,41 @@ def test_peak_memory_is_two_caches_and_a_chunk(models: dict[str, LanguageModel])
     assert peak(lambda: hand_over(480)) > bound  # the bound has power: a large chunk breaks it
 
 
+def test_peak_memory_with_native_layers(models: dict[str, LanguageModel]) -> None:
+    """No more than that, beside what the target's own run over one chunk takes."""
+    source, target = models["dense"], models["wide"]
+    tokens, step = [i % 280 for i in range(480)], 40
+    translator = kv.fit(source, target, [{"text": "a b c d e f g h " * 12}])
+
+    def peak(action: Callable[[], object]) -> int:
+        action()
+        resident = mx.get_active_memory()
+        return measure.peak_bytes(action) - resident
+
+    def native(model: LanguageModel) -> int:
+        def prefill() -> None:
+            steps = generate_step(mx.array(tokens), model.model, prefill_step_size=step)
+            next(steps)
+            steps.close()
+
+        return max(peak(prefill) for _ in range(5))
+
+    def hand_over(layers: int, step: int) -> int:
+        return peak(
+            lambda: kv.hand_over(
+                source, target, tokens, translator=translator, prefill_step_size=step,
+                native_layers=layers,
+            )
+        )  # fmt: skip
+
+    own = target.geometry.bytes_per_token(4)
+    chunk = step * (source.geometry.bytes_per_token(4) + 2 * own)
+    bound = native(source) + native(target) + chunk  # the target's holds its cache
+    for layers in range(1, len(target.attentions)):
+        assert hand_over(layers, step) <= bound
+        assert hand_over(layers, 480) > bound  # a large chunk breaks it
+
+
 def test_logits_processors_see_the_whole_prompt(model: LanguageModel) -> None:
     seen: list[list[int]] = []
 

@@ -27,6 +27,7 @@ from kvlingo_mlx.evaluation import conditions, lineup, profile
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.profile import Point
+from kvlingo_mlx.generation import summary
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
@@ -118,29 +119,47 @@ def test_against_pytorch(root: Path, case: Case, batched: bool) -> None:
 
 
 def test_no_later_layer_runs(root: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one is entered, and the last one that is runs no further than its keys and values."""
-    _, target, _ = opened(root, case)
-    blocks = list(target.model.layers)
-    entered: list[int] = []
+    """Not one is entered, and the last one that is runs no further than its keys and values.
 
-    def counted(cls: type) -> type:
-        class Counted(cls):  # type: ignore[misc, valid-type]
+    So its attention's output and its MLP are not computed, and the head never is.
+    """
+    _, target, _ = opened(root, case)
+    calls: list[tuple[str, int]] = []
+
+    def watch(module: Any, part: str, layer: int) -> None:
+        """Note every call of one module."""
+
+        class Noted(type(module)):  # type: ignore[misc]
             def __call__(self, *args: Any, **options: Any) -> Any:
-                entered.append(next(i for i, b in enumerate(blocks) if b is self))
+                calls.append((part, layer))
                 return super().__call__(*args, **options)
 
-        return Counted
+            def as_linear(self, *args: Any) -> Any:  # of an embedding that is the head as well
+                calls.append(("head", layer))
+                return super().as_linear(*args)
 
-    classes = {cls: counted(cls) for cls in {type(block) for block in blocks}}
-    for block in blocks:
-        monkeypatch.setattr(block, "__class__", classes[type(block)])
+        monkeypatch.setattr(module, "__class__", Noted)
+
+    for i, block in enumerate(target.model.layers):
+        watch(block.self_attn.o_proj, "o_proj", i)
+        watch(block.mlp, "mlp", i)
+        watch(block, "block", i)
+    for name, module in target.model.named_modules():
+        if name.endswith(("lm_head", "embed_tokens")):
+            watch(module, "head" if name.endswith("lm_head") else "embedding", 0)
     for layers in range(1, len(target.attentions)):
         cache = make_prompt_cache(target.model)
         hybrid.read_layers(target, TOKENS, cache, 16, layers)
-        assert entered == list(range(layers)) * 3
+        parts = {part: [layer for name, layer in calls if name == part] for part, _ in calls}
+        assert parts.pop("block") == list(range(layers)) * 3
+        whole = list(range(layers - 1)) * 3
+        assert parts.pop("o_proj", []) == parts.pop("mlp", []) == whole
+        assert set(parts) == {"embedding"}  # and no head
         assert [c.offset for c in cache] == [len(TOKENS)] * layers + [0] * (len(cache) - layers)
-        entered.clear()
+        calls.clear()
     assert {type(cache).__name__ for cache in cache} <= {"KVCache", "RotatingKVCache"}
+    hybrid.read_layers(target, TOKENS, make_prompt_cache(target.model), 16)  # the counts see all
+    assert calls.count(("head", 0)) == calls.count(("mlp", 0)) == calls.count(("o_proj", 0)) == 3
 
 
 @pytest.mark.parametrize("layers", [0, 1])
@@ -211,6 +230,22 @@ def test_generation_decodes_from_the_hybrid(root: Path) -> None:
     assert responses[-1].native_s > 0
     plain = next(iter(kv.stream_generate(source, target, TOKENS, translator=translator)))
     assert plain.native_s < responses[-1].native_s
+
+
+def test_times_of_what_the_decode_model_read_itself(root: Path) -> None:
+    """An all-native hand-over has no prefill and no translation to report."""
+    source, target, translator = opened(root, CASES[0])
+    options: dict[str, Any] = {"translator": translator, "max_tokens": 1}
+    most = len(target.attentions)
+    (whole,) = kv.stream_generate(source, target, TOKENS, native_layers=most, **options)
+    assert whole.native_s > 0.0 == whole.prefill_s == whole.translate_s
+    text = summary(dataclasses.replace(whole, native_s=0.25))
+    assert "(the decode model's own part 0.250 s)" in text and "0.000 s" not in text
+    parts = {"prefill_s": 0.5, "native_s": 0.25, "translate_s": 0.125}
+    text = summary(dataclasses.replace(whole, **parts))
+    expected = "(prefill 0.500 s, the decode model's own part 0.250 s, translation 0.125 s)"
+    assert expected in text
+    assert "()" not in summary(dataclasses.replace(whole, native_s=0.0))
 
 
 # ---- what is asked for -------------------------------------------------------------------
@@ -307,9 +342,6 @@ def test_the_smallest_number_that_meets_the_bounds(bounds: dict, expected: int) 
     others = points_of("DroidSpeak", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     native = Point("native", 3, Mean(0.0, 0.0, 4), Mean(1.0, 0.0, 4))
     assert profile.smallest([native, *others, *hybrids], **bounds) == expected
-    bare = [dataclasses.replace(point, recall=None) for point in (native, *hybrids)]
-    with pytest.raises(ValueError, match="--min-recall needs data that mark answers"):
-        profile.smallest(bare, min_recall=0.5)
 
 
 def test_a_profile_is_kept_with_the_translator(
@@ -392,6 +424,42 @@ def test_profiles_that_cannot_be(
     command = ["profile", str(source), str(target), "--translator", str(folder), *more]
     assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_kept_is_refused_before_measuring(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound that the data cannot answer, and a folder with a file of somebody else's."""
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    own, data = tmp_path / "own", tmp_path / "data.jsonl"
+    build(*checkpoint.read(folder)).save(own)
+    talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    command = ["profile", str(source), str(target), "--translator", str(own), "--data", str(data),
+               "--out", str(tmp_path / "out.jsonl")]  # fmt: skip
+    monkeypatch.setattr(profile, "measure", None)
+    assert run([*command, "--min-recall", "0.5"]) == 2
+    assert "error: --min-recall needs data that mark answers" in capsys.readouterr().err
+    (own / "training.log").write_text("mine")
+    assert run([*command, "--max-kl", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "holds training.log, which is no file of a translator" in error
+    assert error.count("\n") == 1 and (own / "training.log").read_text() == "mine"
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_one_conversation_has_no_error_bar(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    data = tmp_path / "data.jsonl"
+    talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    command = ["profile", str(source), str(target), "--translator", str(folder), "--data"]
+    command += [str(data), "--native-layers", "0", "--no-droidspeak", "--trials", "1"]
+    assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 0
+    out = capsys.readouterr().out
+    assert "nan" not in out and "hybrid" in out
 
 
 def test_what_the_package_holds_is_not_written_to(

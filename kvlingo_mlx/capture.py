@@ -164,15 +164,15 @@ def prefill(
     one synchronisation, as in mlx-lm's own prefill.
     """
     cache = make_prompt_cache(model.model) if cache is None else cache
-    with tap_keys_and_values(model) as take:
-        for start in range(0, len(tokens), step_size):
-            chunk = mx.array(list(tokens[start : start + step_size]))
+    for start in range(0, len(tokens), step_size):
+        chunk = mx.array(list(tokens[start : start + step_size]))
+        with tap_keys_and_values(model) as take:  # no longer: whoever takes a chunk may run it too
             model.model(chunk[None], cache=cache)
             states = take(start)
-            mx.eval([c.state for c in cache], states.arrays)
-            yield states
-            del states
-            mx.clear_cache()
+        mx.eval([c.state for c in cache], states.arrays)
+        yield states
+        del states
+        mx.clear_cache()
 
 
 def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:

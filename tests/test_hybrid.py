@@ -305,11 +305,12 @@ def test_identity_with_any_part_native_is_the_model_itself(root: Path) -> None:
 
     source, target, wrong = opened(root, CASES[1])
     expected = native(target, TOKENS[:-1], 2048)
-    for layers, head, tail in ((0, 5, 0), (1, 0, 7), (1, 5, 7)):
+    for layers, head, tail, step in ((0, 5, 0, 2048), (1, 0, 7, 2048), (1, 5, 7, 11)):
         options: dict[str, Any] = {
             "native_layers": layers,
             "native_head": head,
             "native_tail": tail,
+            "prefill_step_size": step,
         }
         same = kv.hand_over(target, target, TOKENS, translator=identity_of(target), **options)
         other = kv.hand_over(source, target, TOKENS, translator=wrong, **options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.profiles import WAYS, Profile, key_of
 from kvlingo_mlx.timing.tables import Table, Timing
@@ -19,6 +20,7 @@ def profile_of(
     source: LanguageModel, target: LanguageModel, translator: Translator, timings: Sequence[Timing]
 ) -> Profile:
     """What a table found of a pair, by a translator that it timed whole ways with."""
-    key = key_of(source, target, translator.config, translator.bits)
+    native = native_part(translator.config)  # as the accelerator was timed
+    key = key_of(source, target, translator.config, translator.bits, native)
     lengths = tuple(timing.prompt_tokens for timing in timings)
     return Profile(key, lengths, {way: tuple(t.median(way) for t in timings) for way in WAYS})

@@ -10,10 +10,12 @@ from __future__ import annotations
 from rendering.conversations import conversations
 from rendering.promises import alignment, checks, fit_memory, folded, ratios
 from rendering.quality import (
+    across_tokenizers,
     analyses,
     closed_forms,
     evaluations,
     families,
+    folded_recalls,
     hybrids,
     objectives,
 )
@@ -35,6 +37,7 @@ def main() -> None:
         closed_forms(),
         families(),
         alignment(),
+        across_tokenizers(),
         hybrids(),
         objectives(),
         throughput(),
@@ -43,6 +46,7 @@ def main() -> None:
         switches(),
         gpu_switches(),
         folded(),
+        folded_recalls(),
         ratios(),
         checks(),
         fit_memory(),

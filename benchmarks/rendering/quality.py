@@ -50,6 +50,30 @@ def families() -> str:
     return "\n".join([*parts, *(p for r in found for p in recalls(r))]) if found else ""
 
 
+def across_tokenizers() -> str:
+    """The same for a pair of two tokenizers, with the control of positions."""
+    found = records("cross_tokenizer")
+    return "\n".join([
+        "## Two tokenizers: recall and KL\n\n"
+        "tiny-qwen3-s (byte-level BPE, four layers) and tiny-mistral (SentencePiece with byte\n"
+        "fallback, five layers, another template). `canonical positions` rotates translated keys\n"
+        "by where their entries stand in the text, not by the tokens that they stand for.\n",
+        *(p for r in found[-1:] for p in recalls(r)),
+    ]) if found else ""  # fmt: skip
+
+
+def folded_recalls() -> str:
+    """What a target recalls from a narrower source's own cache."""
+    found = records("folded_quality")
+    return "\n".join([
+        "## Folded decoding: recall and KL\n\n"
+        "tiny-qwen3-narrow has two KV heads of width 32, tiny-qwen3-l four. `folded` decodes from\n"
+        "the source's own cache; the line above it writes the translated cache out. Maps that mix\n"
+        "heads first, head-wise ones (nu = 4) after them.\n",
+        *(p for r in found for p in recalls(r)),
+    ]) if found else ""  # fmt: skip
+
+
 def with_error(values: Sequence[float]) -> str:
     """Mean and standard error over seeds."""
     if len(values) < 2:

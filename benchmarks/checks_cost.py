@@ -24,9 +24,10 @@ from translation_cost import model_of_shape, random_translator
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import measure
-from kvlingo_mlx.generation import Clock, _hand_over, check_numbers
+from kvlingo_mlx.generation import check_numbers
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import resolve_translator
+from kvlingo_mlx.transfer import Clock, translated_cache
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import validate_cache
 
@@ -47,7 +48,7 @@ def run(
     tokens = [rng.randrange(5, 1000) for _ in range(length)]
 
     def hand_over() -> list:  # the random models have no tokenizer to be compared
-        return _hand_over(source, target, tokens, translator, 2048, Clock())
+        return translated_cache(source, target, tokens, translator, 2048, Clock())
 
     cache = hand_over()
     response = cast(Any, SimpleNamespace(logprobs=mx.random.normal((VOCABULARY,))))

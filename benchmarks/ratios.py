@@ -26,7 +26,7 @@ import translation_cost
 import window_cost
 from mlx_lm.generate import generate_step
 
-from kvlingo_mlx import caches, generation, measure, profiles
+from kvlingo_mlx import caches, generation, measure, profiles, transfer
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.timing import geometries, memory_budget, profiling, tables
 from kvlingo_mlx.timing.paths import Paths
@@ -128,7 +128,7 @@ def memory(trials: int, tokens: int = 2048, step: int = 256) -> Found:
     room = (tokens + caches.GROW) * own + step * (caches.bytes_per_token(source) + 2 * own)
     ratios = []
     for _ in range(min(2, trials)):
-        handed = _grown(lambda: generation.hand_over(
+        handed = _grown(lambda: transfer.hand_over(
             source, target, prompt, translator=translator, prefill_step_size=step
         ))  # fmt: skip
         ratios.append(handed / (_grown(prefill) + room))

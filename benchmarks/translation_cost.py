@@ -21,10 +21,10 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches, measure
-from kvlingo_mlx.generation import translate_span
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.timing.geometries import random_translators
+from kvlingo_mlx.transfer import translate_span
 from kvlingo_mlx.translators.base import Translator
 
 HEAD_DIM = 128

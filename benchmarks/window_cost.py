@@ -20,9 +20,9 @@ from kvlingo_mlx.backend import mx
 from translation_cost import alternated, model_of_shape, random_translator
 
 from kvlingo_mlx import caches, measure
-from kvlingo_mlx.generation import translate_span
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.transfer import translate_span
 
 WINDOW, PERIOD, HEAD_DIM = 1024, 6, 256
 SOURCE, TARGET = (34, 4), (48, 8)  # layers and KV heads

@@ -16,7 +16,7 @@ _HOMES = {
     "zoo": "embedded",
     "generate": "generation",
     "stream_generate": "generation",
-    "hand_over": "generation",
+    "hand_over": "transfer",
     "GenerationResponse": "generation",
     "folded_generate": "folding",
     "folded_stream_generate": "folding",

@@ -157,14 +157,15 @@ def prefill(
     tokens: Sequence[int],
     step_size: int = 2048,
     cache: list[Any] | None = None,
+    begun: int = 0,
 ) -> Generator[KVStates, None, None]:
     """Prefill a model in chunks; yield what each chunk's projections wrote, evaluated.
 
-    The model's own cache is ``cache``, or lives only as long as the iteration. Each chunk costs
-    one synchronisation, as in mlx-lm's own prefill.
+    The model's own cache is ``cache``, which holds the first ``begun`` tokens, or lives only as
+    long as the iteration. Each chunk costs one synchronisation, as in mlx-lm's own prefill.
     """
     cache = make_prompt_cache(model.model) if cache is None else cache
-    for start in range(0, len(tokens), step_size):
+    for start in range(begun, len(tokens), step_size):
         chunk = mx.array(list(tokens[start : start + step_size]))
         with tap_keys_and_values(model) as take:  # no longer: whoever takes a chunk may run it too
             model.model(chunk[None], cache=cache)

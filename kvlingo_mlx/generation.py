@@ -1,13 +1,12 @@
 """Prefill with one model, hand over, decode with another.
 
-Three thin layers, as in mlx-lm: ``hand_over`` makes a cache, ``stream_generate`` yields
+Three thin layers, as in mlx-lm: ``transfer.hand_over`` makes a cache, ``stream_generate`` yields
 a response a token, ``generate`` joins the text. The decode model always runs the last
 prompt token itself, since a translated cache holds no prediction (section 2.1).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import time
@@ -22,7 +21,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches, capture, cross_tokenizer, hybrid, profiles
+from kvlingo_mlx import caches, capture, profiles
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.hybrid import Native, native_part
@@ -32,12 +31,18 @@ from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_one_tokenizer
 from kvlingo_mlx.prompts import Prompt, encode
-from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.transfer import (
+    PHASES,
+    Clock,
+    across_plan,
+    check_tokens,
+    hand_over_across,
+    translated_cache,
+)
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.validation import first_bad, room_for, validate_cache
+from kvlingo_mlx.validation import first_bad, room_for
 
 STRATEGIES = ("accelerator", "native", "auto")
-PHASES = ("prefill", "translate", "native")
 DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 
 Sampler = Callable[[mx.array], mx.array]
@@ -66,240 +71,10 @@ class GenerationResponse(MLXResponse):
     strategy: str = "switch"
 
 
-class Clock:
-    """Seconds by phase: each ``lap`` books the time since the last one."""
-
-    def __init__(self) -> None:
-        self.started = self._last = time.perf_counter()
-        self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-
-    def lap(self, phase: str) -> None:
-        """Book the time since the last lap under ``phase``."""
-        now = time.perf_counter()
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._last
-        self._last = now
-
-
-def translate_span(
-    cache: Sequence[Any],
-    states: KVStates,
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    num_tokens: int,
-) -> None:
-    """Write one span of a source's keys and values into a target's cache; lazily.
-
-    ``num_tokens`` is the number of tokens that the cache will hold: layers with a window
-    take its last positions alone.
-    """
-    states = capture.move(states, source, translator.config.capture)
-    caches.write(cache, translator(states, target.geometry.first_kept(num_tokens)), target)
-
-
-def _hand_over(
-    source: LanguageModel,
-    target: LanguageModel,
-    tokens: Sequence[int],
-    translator: Translator | None,
-    native: Native,
-    step_size: int,
-    clock: Clock,
-    source_cache: list[Any] | None = None,
-) -> list[Any]:
-    """The target's cache of ``tokens[:-1]``: translated chunk by chunk, evaluated.
-
-    The map is token-wise, so each chunk's capture is dropped once translated. After the
-    last prefill chunk there is one synchronisation, for all layers together. The source's own
-    cache is dropped too, unless ``source_cache`` is given to be filled.
-    """
-    prefix = tokens[:-1]
-    if not prefix:
-        return make_prompt_cache(target.model)
-    assert translator is not None
-    span = native.translated(len(prefix), len(target.attentions))
-    read = prefix if source_cache is not None else prefix[: span.stop]
-    with (
-        mx.stream(generation_stream),
-        contextlib.closing(capture.prefill(source, read, step_size, source_cache)) as spans,
-    ):
-        return take_over(spans, source, target, translator, prefix, native, step_size, clock)
-
-
-def hand_over_across(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    handover: Handover,
-    step_size: int = 2048,
-    clock: Clock | None = None,
-) -> list[Any]:
-    """The target's cache of what two models with two tokenizers read, as ``handover`` has it.
-
-    Args:
-        source: Reads its own rendering, up to the last token that is translated.
-        target: Whose cache is wanted; prefills the rest of its rendering, but for the last token.
-        translator: Of this pair, ``alignment`` minimal_groups.
-        handover: Both renderings, and what of them is translated.
-        step_size: Tokens per prefill chunk.
-        clock: Is told of each phase.
-
-    Returns:
-        Stock mlx-lm caches, evaluated, whose ``offset`` is the number of their entries, which need
-        not be that of tokens. They cannot be trimmed into what was handed over.
-    """
-    read = handover.source_ids[: handover.num_read]
-    lap = (clock or Clock()).lap
-    with (
-        mx.stream(generation_stream),
-        contextlib.closing(capture.prefill(source, read, step_size)) as spans,
-    ):
-        cache = cross_tokenizer.take_over(
-            spans, source, target, translator, handover, step_size, lap
-        )
-    validate_cache(cache, target, handover.num_entries)
-    return cache
-
-
-def take_over(
-    spans: Iterable[KVStates],
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    prefix: Sequence[int],
-    native: Native,
-    step_size: int = 2048,
-    clock: Clock | None = None,
-) -> list[Any]:
-    """The target's cache of a prefix whose source states are at hand, or come span by span.
-
-    Args:
-        spans: What the source wrote of it, in order; each is let go of once translated.
-        source: Who wrote that.
-        target: Whose cache is wanted.
-        translator: Of this pair.
-        prefix: The tokens.
-        native: What the target reads itself.
-        step_size: Tokens per chunk that it reads.
-        clock: Is told of each phase.
-
-    Returns:
-        Stock mlx-lm caches, evaluated.
-    """
-    lap = (clock or Clock()).lap
-    span = native.translated(len(prefix), len(target.attentions))
-    upper = translator.above(native.layers)
-    cache = hybrid.allocate(target, prefix[: span.stop], native, step_size)
-    lap("native")
-    for states in spans:
-        lap("prefill")
-        start, stop = max(states.start, span.start), min(states.end, span.stop)
-        if start < stop:
-            hybrid.read_layers(target, prefix[start:stop], cache, step_size, native.layers)
-            lap("native")
-            part = states.part(start, stop)
-            translate_span(cache, part, source, target, upper, span.stop)
-            del part
-        del states
-        mx.eval(caches.arrays(cache))
-        lap("translate")
-    hybrid.read_layers(target, prefix[span.stop :], cache, step_size)
-    lap("native")
-    validate_cache(cache, target, len(prefix))
-    return cache
-
-
 def check_max_tokens(max_tokens: int) -> None:
     """Refuse (ValueError) what is neither a positive number nor -1."""
     if max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
-
-
-def check_tokens(
-    source: LanguageModel, target: LanguageModel, tokens: Sequence[int], step_size: int
-) -> None:
-    """Refuse (ValueError) a prompt that one of two models cannot read, or chunks of no tokens."""
-    if not tokens:
-        raise ValueError("the prompt is empty; give some text")
-    if step_size < 1:
-        raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
-    if source.tokenizer_fingerprint == target.tokenizer_fingerprint:  # else it has its own ids
-        source.check_tokens(tokens)
-    target.check_tokens(tokens)
-
-
-def _across(
-    source: LanguageModel,
-    target: LanguageModel,
-    prompt: Prompt,
-    translator: Translator,
-    native: Native,
-    enable_thinking: bool | None = None,
-) -> Handover | None:
-    """The prompt as both models read it, for a translator between two tokenizers; else None."""
-    if translator.config.alignment is None:
-        return None
-    if native != Native():
-        raise ValueError(
-            "native_layers, native_head and native_tail cannot be used between two tokenizers, "
-            "where the decode model reads what is not translated already; leave them out"
-        )
-    return cross_tokenizer.plan(source, target, prompt, enable_thinking)
-
-
-def hand_over(
-    prefill_model: Model,
-    decode_model: Model,
-    tokens: Prompt,
-    *,
-    translator: Translator | str | os.PathLike[str] | None = None,
-    prefill_step_size: int = 2048,
-    native_layers: int | str | None = None,
-    native_head: int = 0,
-    native_tail: int = 0,
-    allow_mismatch: bool = False,
-) -> list[Any]:
-    """Prefill with one model; return another's cache of ``tokens[:-1]``.
-
-    Args:
-        prefill_model: Reads the tokens.
-        decode_model: Whose cache is wanted.
-        tokens: Token ids, or text or messages; two tokenizers need the latter. The last one, by
-            the decode model's tokenizer and template, is left for it to run.
-        translator: Loaded, or a folder or Hub id; None searches the local store.
-        prefill_step_size: Tokens per prefill chunk.
-        native_layers: Cache layers, from the first on, that the decode model reads itself, which
-            costs that share of a prefill; the others are translated. None is what the
-            translator's profile says, else none; ``auto`` insists on a profile. All of them are
-            a prefill.
-        native_head: The first so many tokens that it reads itself in all layers.
-        native_tail: The last so many of the prefix, likewise.
-        allow_mismatch: Accept a translator made for another checkpoint of the same shape.
-
-    Returns:
-        Stock mlx-lm caches, evaluated, for ``mlx_lm.generate.generate_step(
-        mx.array(tokens[-1:]), decode_model.model, prompt_cache=...)`` and whatever else mlx-lm
-        does with caches: batches, ``save_prompt_cache``, ``trim_prompt_cache``, ``kv_bits``.
-        Between two tokenizers their ``offset`` counts entries, which are not one a token, so
-        nothing of them can be trimmed, only what comes after.
-
-    Raises:
-        ValueError: No tokens, an id out of range, or more than a model's context.
-        IncompatibleTranslatorError: The translator is for another pair.
-        MissingTranslatorError: None was given and none is stored.
-    """
-    source, target = load_pair(prefill_model, decode_model, tokens, translator=translator)
-    prompt, tokens = tokens, encode(target, tokens)
-    check_tokens(source, target, tokens, prefill_step_size)
-    check_caches((source, target), len(tokens))
-    resolved, native = None, Native()
-    if len(tokens) > 1:  # a single token leaves nothing to translate
-        resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
-        native = native_part(resolved.config, native_layers, native_head, native_tail)
-        tell_of_length(resolved.config, len(tokens))
-        if across := _across(source, target, prompt, resolved, native):
-            return hand_over_across(source, target, resolved, across, prefill_step_size)
-    return _hand_over(source, target, tokens, resolved, native, prefill_step_size, Clock())
 
 
 def stream_generate(
@@ -365,7 +140,7 @@ def stream_generate(
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
         native = native_part(resolved.config, *asked)
         tell_of_length(resolved.config, len(tokens))
-        across = _across(source, target, prompt, resolved, native, enable_thinking)
+        across = across_plan(source, target, prompt, resolved, native, enable_thinking)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
         if way == "native":
@@ -471,7 +246,7 @@ def _translated_start(
     if across is not None and translator is not None:
         cache = hand_over_across(source, target, translator, across, step_size, clock)
     else:
-        cache = _hand_over(source, target, tokens, translator, native, step_size, clock, own)
+        cache = translated_cache(source, target, tokens, translator, native, step_size, clock, own)
     if draft is not None and own is None:
         with mx.stream(generation_stream):
             for _ in capture.prefill(draft, tokens[:-1], step_size, draft_cache):
@@ -629,4 +404,4 @@ def summary(response: GenerationResponse) -> str:
     )
 
 
-__all__ = ["GenerationResponse", "generate", "hand_over", "stream_generate"]
+__all__ = ["GenerationResponse", "generate", "stream_generate"]

@@ -36,12 +36,12 @@ from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.generation import hand_over_across
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.keys import Rotation
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load_translator
 from kvlingo_mlx.prompts import encode
+from kvlingo_mlx.transfer import hand_over_across
 
 FOLLOWING = [7, 30, 41, 9]
 PAIRS = (("qwen", "mistral"), ("mistral", "qwen"))

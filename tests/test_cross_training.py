@@ -16,7 +16,7 @@ import pytest
 from two_tokenizers import TALK, write_mistral, write_qwen, write_translator
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import generation
+from kvlingo_mlx import generation, transfer
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.norms import token_weights
@@ -197,7 +197,7 @@ def test_the_loss_is_that_of_the_devices_cache(
     translator = torch_translator(folder)
     reading = read(source, target, sample, translator.config.capture)
     found = conversation_loss(target, translator, reading, KL).kl
-    handed = generation.hand_over_across(*ends, kv.load_translator(folder), sample.handover)
+    handed = transfer.hand_over_across(*ends, kv.load_translator(folder), sample.handover)
     ids = mx.array([[sample.prefix[-1], *sample.continuation[:-1]]])
     student = ends[1].model(ids, cache=handed)
     teacher = ends[1].model(mx.array([[*sample.prefix, *sample.continuation[:-1]]]))

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from kvlingo_mlx.backend import mx  # noqa: E402
 
-from kvlingo_mlx import caches, generation  # noqa: E402
+from kvlingo_mlx import caches, transfer  # noqa: E402
 from kvlingo_mlx.assignment import Assignment  # noqa: E402
 from kvlingo_mlx.errors import UnsupportedModelError  # noqa: E402
 from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
@@ -226,7 +226,7 @@ def test_equals_the_device(
         sides = (tuple(mx.array(layer[None, start:end].astype(np.float32)) for layer in side)
                  for side in states)  # fmt: skip
         theirs = KVStates(*sides, config.capture, start)
-        generation.translate_span(cache, theirs, source, target, translator, 9 + tokens)
+        transfer.translate_span(cache, theirs, source, target, translator, 9 + tokens)
     wanted = [
         np.stack([np.array(array)[0, :, 9 : 9 + tokens] for array in arrays_of])
         for arrays_of in ([c.keys for c in cache], [c.values for c in cache])

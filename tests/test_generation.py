@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from test_identity import TOKENS, identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, generation, measure
+from kvlingo_mlx import caches, measure, transfer
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import encode
 from kvlingo_mlx.tensor_file import Weights
@@ -92,7 +92,7 @@ def test_one_synchronisation_after_the_last_prefill_chunk(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    evaluate, translate = mx.eval, generation.translate_span
+    evaluate, translate = mx.eval, transfer.translate_span
 
     def counted(*arrays: object) -> None:
         calls.append("eval")
@@ -104,7 +104,7 @@ def test_one_synchronisation_after_the_last_prefill_chunk(
 
     translator = identity_of(model)
     monkeypatch.setattr(mx, "eval", counted)
-    monkeypatch.setattr(generation, "translate_span", noted)
+    monkeypatch.setattr(transfer, "translate_span", noted)
     kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
     assert calls == ["eval", "translate", "eval"] * 3
 

@@ -96,15 +96,36 @@ def test_a_saved_cache_is_handed_over(
     translator = identity_of(model, capture=point)
     expected = kv.hand_over(model, model, TOKENS, translator=translator)
     save_prompt_cache(str(tmp_path / "cache.safetensors"), native(model, TOKENS[:-1], 25))
-    states = caches.read(load_prompt_cache(str(tmp_path / "cache.safetensors")), model, point)
+    saved = str(tmp_path / "cache.safetensors")
     count = len(TOKENS) - 1
-    target = caches.allocate(model, count)
-    caches.write(target, translator(states, model.geometry.first_kept(count)), model)
-    for mine, theirs in zip(target, expected, strict=True):
-        for a, b in zip(held(mine), held(theirs), strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-5)
+    for known in (count, 20):
+        own = load_prompt_cache(saved) if known == count else native(model, TOKENS[:known], 25)
+        found = kv.hand_over(
+            model, model, TOKENS, translator=translator, prompt_cache=own, prefill_step_size=16
+        )
+        assert {cache.offset for cache in own} == {count}  # read on
+        for mine, theirs in zip(found, expected, strict=True):
+            for a, b in zip(held(mine), held(theirs), strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-5)
+    with pytest.raises(ValueError, match=f"holds {count} tokens, but only 19 come before"):
+        options = {"translator": translator, "prompt_cache": load_prompt_cache(saved)}
+        kv.hand_over(model, model, TOKENS[:20], **options)
+    empty = make_prompt_cache(model.model)
+    kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=empty)
+    assert {cache.offset for cache in empty} == {count}
+    states = caches.read(load_prompt_cache(saved), model, point)
     with pytest.raises(ValueError, match="holds nothing before position 43, and 0 is to be"):
         translator(states)
+
+
+def test_a_cache_of_other_tokens_shows(read_models: dict[str, LanguageModel]) -> None:
+    """Negative control: it is the cache that is handed over, not what the tokens say."""
+    model = read_models["qwen3"]
+    translator = identity_of(model, capture="post_rope")
+    other = native(model, TOKENS[::-1][:30], 25)
+    wrong = kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=other)
+    right = kv.hand_over(model, model, TOKENS, translator=translator)
+    assert np.abs(held(wrong[0])[0] - held(right[0])[0]).max() > 0.1
 
 
 def test_refusals(read_models: dict[str, LanguageModel]) -> None:
@@ -112,6 +133,9 @@ def test_refusals(read_models: dict[str, LanguageModel]) -> None:
     own = native(model, TOKENS, 25)
     with pytest.raises(UnsupportedModelError, match="pre_norm keys cannot be read from a cache"):
         caches.read(own, model, "pre_norm")
+    with pytest.raises(UnsupportedModelError, match="pre_norm keys cannot be read from a cache"):
+        plain = identity_of(model, capture="pre_norm")
+        kv.hand_over(model, model, [*TOKENS, 5], translator=plain, prompt_cache=own)
     with pytest.raises(ValueError, match="goal is 'latent'"):
         caches.read(own, model, "latent")
     with pytest.raises(ValueError, match="2 caches, expected 3"):

@@ -17,9 +17,9 @@ from tiny import Case
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches, capture, checkpoint, translators
-from kvlingo_mlx.generation import translate_span
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.transfer import translate_span
 from kvlingo_mlx.translators import products
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.products import BLOCK, Group

@@ -20,14 +20,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.folding.folds import check_foldable, fold_caches
 from kvlingo_mlx.generation import (
-    Clock,
     GenerationResponse,
     LogitsProcessor,
     Model,
     Sampler,
     check_max_tokens,
     check_numbers,
-    check_tokens,
     joined,
     timed,
     with_prefix,
@@ -37,6 +35,7 @@ from kvlingo_mlx.loading import load_pair, resolve_translator
 from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.prompts import Prompt, as_ids, encode
+from kvlingo_mlx.transfer import Clock, check_tokens
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import room_for
 

@@ -16,10 +16,10 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches, capture
-from kvlingo_mlx.generation import translate_span
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.timing.paths import Paths, again
+from kvlingo_mlx.transfer import translate_span
 from kvlingo_mlx.translators.base import Translator
 
 PHASES = ("source_prefill", "native", "translate", "target_step", "switch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -21,7 +22,7 @@ from test_families import TOKENS, held, native
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import loading, pairing
+from kvlingo_mlx import pairing
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
     MissingModelError,
@@ -287,17 +288,15 @@ def test_layers_that_do_not_rotate(opened: Opener) -> None:
         "deepseek",
     ],
 )
-def test_dynamic_rope_is_refused(
-    name: str, field: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dynamic_rope_is_refused(name: str, field: str, opened: Opener, tmp_path: Path) -> None:
     """By name, where mlx-lm makes it, refuses it, or passes over it without a word."""
-    path = opened(name).path
-    config = json.loads((path / "config.json").read_text())
-    monkeypatch.setattr(loading, "load_config", lambda path: config)
-    assert loading._open(path, name, None, lazy=True).geometry == opened(name).geometry
+    folder = Path(shutil.copytree(opened(name).path, tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    assert kv.load(folder).geometry == opened(name).geometry
     config[field] = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e3}
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="^dynamic NTK RoPE .* with another RoPE sca"):
-        loading._open(path, name, None, lazy=True)
+        kv.load(folder)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "gemma4"])

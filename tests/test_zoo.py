@@ -22,7 +22,7 @@ def test_size() -> None:
 @pytest.mark.parametrize("name", embedded.zoo_names())
 def test_recall_needs_the_prefix(name: str) -> None:
     model = kv.load(kv.zoo(name))
-    talks = dialogues.held_out(16, seed=5)
+    talks = dialogues.held_out(8, seed=5)
     samples = [quality.recall_sample(model, talk) for talk in talks]
     scores = quality.score(model, samples, {"hidden": conditions.hidden(model)})
     assert scores["native"].recall >= 0.95
@@ -66,7 +66,7 @@ def test_other_families_recall_through_a_translation(pair: str) -> None:
     """Local layers of Gemma-3 get their windows alone: prefixes are two to four times as long."""
     source, target = (kv.load(folder(name)) for name in pair.split("--"))
     translator = kv.load_translator(OTHERS / "translators" / pair)
-    talks = dialogues.held_out(6, facts=(8, 16))
+    talks = dialogues.held_out(4, facts=(8, 16))
     samples = [quality.recall_sample(target, talk, source) for talk in talks]
     assert min(len(sample.prefix) for sample in samples) > 2 * 60
     shuffled = conditions.shuffled(translator)

@@ -44,12 +44,14 @@ from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 
-NAMES = ("gemma2x32", "gemma4x16", "gemma1x32", "llama2x16", "mistral4x24")
+NAMES = ("gemma2x32", "gemma4x16", "gemma1x32", "llama2x16", "mistral4x24", "ministral2x24")
 PAIRS = (
     ("gemma2x32", "gemma4x16"),
     ("gemma4x16", "gemma1x32"),
     ("llama2x16", "mistral4x24"),
     ("mistral4x24", "llama2x16"),
+    ("llama2x16", "ministral2x24"),
+    ("ministral2x24", "mistral4x24"),
 )
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 KINDS = [LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL, LOCAL]
@@ -175,7 +177,7 @@ def test_both_runtimes_describe_and_read_alike(
 @pytest.mark.parametrize(
     "pair",
     [
-        ("narrow", "gemma4x16"), ("llama2x16", "mistral4x24"),
+        ("narrow", "gemma4x16"), ("llama2x16", "mistral4x24"), ("llama2x16", "ministral2x24"),
         ("gemma4_narrow", "gemma4_moe"), ("latent_wide", "deepseek_v2"),
     ],
     ids=str,

@@ -153,6 +153,20 @@ def _mistral(hidden: int) -> dict[str, Any]:
     return _common("MistralForCausalLM", hidden, tied=False) | {"sliding_window": None}
 
 
+def _ministral3(hidden: int) -> dict[str, Any]:
+    """YaRN, and queries that grow with their position, in steps of 16 tokens."""
+    common = _common("Ministral3ForCausalLM", hidden, tied=False)
+    del common["rope_scaling"]
+    return common | {
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn", "type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+            "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+        },
+    }  # fmt: skip
+
+
 def _gemma4(hidden: int) -> dict[str, Any]:
     """Local layers before each global one, which is wider and rotates half of its width."""
     kinds = {
@@ -251,10 +265,11 @@ COMMON = {
     "gemma4_text": _gemma4,
     "llama": _llama,
     "mistral": _mistral,
+    "ministral3": _ministral3,
 }
 SCALES = r"norm(_\d)?\.weight$|scalar$|scale$"  # of the order of 1
 GEMMAS = ("gemma3_text",)  # norms by (1 + weight), four of them a layer
-NO_HEAD_NORMS = ("llama", "mistral")
+NO_HEAD_NORMS = ("llama", "mistral", "ministral3")
 
 
 def random_weights(config: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
@@ -710,6 +725,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         ),
     ),
+    "ministral2x24": ("ministral3", dict(seed=12, layers=4, kv_heads=2, head_dim=24)),
     # Gemma-4: two local layers to one global one, the last three without a cache.
     "shared2x32": (
         "gemma4_text",

@@ -7,7 +7,7 @@ from kvlingo_mlx.training.families.base import POINTS, TorchFamily
 from kvlingo_mlx.training.families.gemma3 import Gemma3
 from kvlingo_mlx.training.families.gemma4 import Gemma4
 from kvlingo_mlx.training.families.latent import DeepseekV2, Latent
-from kvlingo_mlx.training.families.llama import Llama
+from kvlingo_mlx.training.families.llama import Llama, Ministral3
 
 __all__ = ["FAMILIES", "POINTS", "TorchFamily", "family_of"]
 
@@ -16,6 +16,7 @@ FAMILIES = {
     "qwen3_moe": TorchFamily("qwen3_moe", scaled_rope=False),
     "llama": Llama("llama"),
     "mistral": Llama("mistral"),
+    "ministral3": Ministral3("ministral3"),
     "gemma3_text": Gemma3("gemma3_text"),
     "gemma3": Gemma3("gemma3_text"),
     "gemma4_text": Gemma4("gemma4_text"),

@@ -53,11 +53,15 @@ class KVStates:
         return self.end - self.keys[layer].shape[1]
 
     def part(self, start: int, stop: int) -> KVStates:
-        """The tokens from position ``start`` to ``stop``, where every layer holds all of them."""
+        """The tokens from position ``start`` to ``stop``, of each layer those that it holds."""
         if (start, stop) == (self.start, self.end):
             return self
+        held = [self.first(layer) for layer in range(len(self.keys))]
         keys, values = (
-            tuple(array[:, start - self.start : stop - self.start] for array in side)
+            tuple(
+                array[:, max(0, start - first) : max(0, stop - first)]
+                for array, first in zip(side, held, strict=True)
+            )
             for side in (self.keys, self.values)
         )
         return KVStates(keys, values, self.capture, start)

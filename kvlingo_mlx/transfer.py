@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -89,8 +89,11 @@ def translated_cache(
     assert translator is not None
     span = native.translated(len(prefix), len(target.attentions))
     read = prefix if source_cache is not None else prefix[: span.stop]
-    first = [] if held is None else [held]
-    begun = held.end if held is not None else 0
+    first: Iterator[KVStates] = iter(())
+    begun = 0
+    if held is not None:
+        begun, starts = held.end, range(held.start, held.end, step_size)
+        first = (held.part(start, min(start + step_size, held.end)) for start in starts)
     with (
         mx.stream(generation_stream),
         contextlib.closing(capture.prefill(source, read, step_size, source_cache, begun)) as rest,

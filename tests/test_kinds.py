@@ -61,6 +61,7 @@ FORMS = {
     "linear": Form(),
     "linear head-wise": Form(head_mixing=False),
     "linear own heads": Form(head_mixing=False, source_heads=4),
+    "linear of some heads": Form(head_mixing=False, head_map=(0, 1, 2, 3), source_heads=6),
     "joint": Form(joint=True),
     "mlp": Form("mlp"),
     "mlp gated": Form("mlp", gate=True),

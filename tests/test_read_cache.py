@@ -107,6 +107,16 @@ def test_a_saved_cache_is_handed_over(
         for mine, theirs in zip(found, expected, strict=True):
             for a, b in zip(held(mine), held(theirs), strict=True):
                 np.testing.assert_allclose(a, b, atol=1e-5)
+    own = load_prompt_cache(saved)
+    found = kv.hand_over(
+        model, model, TOKENS, translator=translator, prompt_cache=own, native_head=3
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        for a, b in zip(held(mine), held(theirs), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    with pytest.raises(ValueError, match="holds nothing before position 43, and 36 is to be"):
+        own = load_prompt_cache(saved)  # its windows end seven tokens too late
+        kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=own, native_tail=7)
     with pytest.raises(ValueError, match=f"holds {count} tokens, but only 19 come before"):
         options = {"translator": translator, "prompt_cache": load_prompt_cache(saved)}
         kv.hand_over(model, model, TOKENS[:20], **options)

@@ -234,7 +234,11 @@ def _group(
     edges = [] if whole else np.cumsum(widths)[:-1].tolist()
     first = config.target.layers[layers[0]]
     heads = first.kv_heads
-    own_heads = not config.head_mixing and head_map_of(config) == tuple(range(heads))
+    own_heads = (
+        not config.head_mixing
+        and config.source.layers[0].kv_heads == heads
+        and head_map_of(config) == tuple(range(heads))
+    )
     # Not in blocks: a segment's rows, unlike a block's, lie apart.
     segmented = own_heads and not (batched or bits or first.window or on_gpu())
     prefix = f"{side}.{layers[0]}."

@@ -8,7 +8,7 @@ demo: .venv/ready
 	.venv/bin/kvlingo-mlx demo
 
 test: .venv-test/ready
-	.venv-test/bin/python -m pytest
+	.venv-test/bin/python -m pytest --numprocesses 2 --dist worksteal
 
 # pip is upgraded first: old ones do not read the markers that choose MLX's build.
 .venv/ready: pyproject.toml

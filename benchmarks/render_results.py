@@ -7,6 +7,7 @@ Every number on that page comes from a record, beside the command that made it.
 
 from __future__ import annotations
 
+from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
 from rendering.promises import alignment, checks, fit_memory, folded, ratios
 from rendering.quality import (
@@ -44,8 +45,10 @@ def main() -> None:
         windows(),
         conversations(),
         switches(),
+        benches(),
         gpu_switches(),
         folded(),
+        memory_budgets(),
         folded_recalls(),
         ratios(),
         checks(),

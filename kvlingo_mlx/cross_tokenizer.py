@@ -12,6 +12,8 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches, capture
+from kvlingo_mlx.caches.between import prefill_between
+from kvlingo_mlx.caches.entries import pin
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Prompt, rendering
@@ -79,6 +81,6 @@ def take_over(
     ids = [handover.target_ids[position] for position in handover.own]
     places = (handover.own + handover.shift).tolist()
     visible = mx.array(handover.visible)
-    caches.prefill_between(target, cache, ids, places, visible, step_size)
+    prefill_between(target, cache, ids, places, visible, step_size)
     lap("native")
-    return cache if handover.is_identity else caches.pin(cache)
+    return cache if handover.is_identity else pin(cache)

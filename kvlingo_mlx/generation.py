@@ -21,7 +21,8 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches, capture, profiles
+from kvlingo_mlx import capture, profiles
+from kvlingo_mlx.caches.limits import check_bits, check_draft
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.hybrid import Native, native_part
@@ -116,10 +117,9 @@ def stream_generate(
     check_max_tokens(max_tokens)
     asked = native_layers, native_head, native_tail
     check_strategy(strategy, *asked)
-    if strategy == "native":  # the weights of the prefill model are not needed
-        source, target = load(prefill_model, lazy=True), load(decode_model)
-    else:
-        source, target = load_pair(prefill_model, decode_model, prompt, translator=translator)
+    source, target = load_pair(
+        prefill_model, decode_model, prompt, translator=translator, native=strategy == "native"
+    )
     draft = _draft(draft_model, prefill_model, source)
     clock = Clock()
     tokens = encode(target, prompt, enable_thinking)
@@ -130,7 +130,7 @@ def stream_generate(
     check_caches((target,) if way == "native" else (source, target), len(tokens))
     if (bits := decode_options.get("kv_bits")) is not None:
         for model in (target,) if draft is None else (target, draft):
-            caches.check_bits(model, bits, decode_options.get("kv_group_size", 64))
+            check_bits(model, bits, decode_options.get("kv_group_size", 64))
     if draft is not None:
         _check_draft(target, draft, tokens, max_tokens, num_draft_tokens)
         decode_options |= {"draft_model": draft.model, "num_draft_tokens": num_draft_tokens}
@@ -284,7 +284,7 @@ def _check_draft(
             "give one with the same"
         )
     draft.check_tokens(tokens)
-    caches.check_draft(target, draft, len(tokens), max_tokens)
+    check_draft(target, draft, len(tokens), max_tokens)
 
 
 def check_numbers(

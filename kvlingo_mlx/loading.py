@@ -103,8 +103,11 @@ def load_pair(
     prompt: Prompt | None = None,
     *,
     translator: Translator | str | os.PathLike[str] | None = None,
+    native: bool = False,
 ) -> tuple[LanguageModel, LanguageModel]:
-    """Two models by :func:`load_together`."""
+    """Two models by :func:`load_together`; ``native``: the first one's weights are not needed."""
+    if native:
+        return load(prefill_model, lazy=True), load(decode_model)
     models = prefill_model, decode_model
     source, target = load_together(models, prompt, translator=translator)
     return source, target

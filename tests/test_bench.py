@@ -64,11 +64,13 @@ def test_the_phases_do_what_they_are_called(
         np.testing.assert_allclose(
             np.array(ours.keys_and_values()[0]), np.array(theirs.keys_and_values()[0]), atol=1e-5
         )
-    for phase in ("target_step", "source_step", "decode_source", "decode_translated"):
+    assert made.switch() == made.eager_switch() == next_token(target, PROMPT[-1:], whole)
+    phases = ("target_step", "eager_switch", "source_step", "decode_source", "decode_translated")
+    for phase in phases:
         made.phase(phase)()
         made.phase(phase)()  # a step leaves the cache as long as it was
     assert {cache.offset for cache in made._cache} == {len(PROMPT) - 1}
-    assert {cache.offset for cache in made._own} == {len(PROMPT) - 1}
+    assert {cache.offset for cache in (*made._own, *made._eager)} == {len(PROMPT) - 1}
 
 
 def test_switches_of_some_native_layers(
@@ -295,12 +297,12 @@ def test_floors_are_below_what_was_measured(made: paths.Paths) -> None:
 
 def test_what_is_derived_from_times() -> None:
     timing = tables.Timing(8, {
-        "native": [1.0, 9.0, 2.0], "switch": [0.5] * 3, "target_step": [0.25] * 3,
+        "native": [1.0, 9.0, 2.0], "switch": [0.5] * 3, "eager_switch": [0.25] * 3,
         "accelerator": [4.0] * 3, "source_step": [0.1] * 3, "decode_source": [0.5] * 3,
     })  # fmt: skip
     assert timing.median("native") == 2.0 and timing.spread("native") == (1.0, 4.0)
     assert tables.speedups(timing) == {
-        "switch": 4.0, tables.EAGER: 8.0, "accelerator": 0.5, "source first token": 20.0
+        "switch": 4.0, "eager switch": 8.0, "accelerator": 0.5, "source first token": 20.0
     }  # fmt: skip
     assert timing.summary()["native"] == {"median": 2.0, "min": 1.0, "iqr": 4.0}
     assert tables.as_json(timing)["summary"].keys() == timing.samples.keys()
@@ -572,6 +574,7 @@ def test_bench_without_a_translator_times_random_maps(
         (["-p", "64,9999"], "holds 9999, but the context of tiny-qwen3-s is 2048: give at most"),
         (["--prefill-step-size", "0"], "--prefill-step-size is 0; give at least 1"),
         (["--nu", "0"], "--nu is 0; give at least 1"),
+        (["--nu", "2"], "--nu is 2, for random maps; this pair stores ones of 1: omit it"),
         (["--native-layers", "0"], "--native-layers holds 0; give at least 1"),
         (["--time-limit", "0"], "--time-limit is 0; give seconds above 0"),
         (["--time-limit", "-3"], "--time-limit is -3"),

@@ -28,6 +28,7 @@ from two_tokenizers import write_mistral, write_qwen, write_translator
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.alignment import NO_END
+from kvlingo_mlx.caches.entries import PositionedKVCache, move_on
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
@@ -650,9 +651,9 @@ def test_refusals(root: Path, opened: Callable[[str], LanguageModel]) -> None:
 
 def test_positioned_caches_and_mlx_lm(tmp_path: Path) -> None:
     """Saved and loaded they are the same; what would misread them is refused."""
-    made = caches.PositionedKVCache()
+    made = PositionedKVCache()
     made.put(mx.ones((1, 2, 5, 4)), mx.ones((1, 2, 5, 4)))
-    caches.move_on([made], 3)
+    move_on([made], 3)
     keys, _ = made.update_and_fetch(mx.zeros((1, 2, 2, 4)), mx.zeros((1, 2, 2, 4)))
     assert (made.offset, made.entries, keys.shape[2]) == (5, 7, 7)
     assert made.make_mask(1) is None and made.make_mask(2) == "causal"
@@ -661,7 +662,7 @@ def test_positioned_caches_and_mlx_lm(tmp_path: Path) -> None:
     )
     save_prompt_cache(str(tmp_path / "saved.safetensors"), [made])
     (loaded,) = load_prompt_cache(str(tmp_path / "saved.safetensors"))
-    assert (type(loaded), loaded.offset, loaded.entries) == (caches.PositionedKVCache, 5, 7)
+    assert (type(loaded), loaded.offset, loaded.entries) == (PositionedKVCache, 5, 7)
     assert np.array_equal(np.array(loaded.keys_and_values()[0]), np.array(keys))
     assert trim_prompt_cache([made], 1) == 0 and made.trim(1) == 0 and made.size() == 7
     for refused in (made.to_quantized, lambda: made.merge([made])):

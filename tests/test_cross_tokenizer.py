@@ -30,7 +30,7 @@ from two_tokenizers import TALK, write_mistral, write_qwen, write_translator
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import capture, cross_tokenizer, pairing
-from kvlingo_mlx.caches import PositionedKVCache
+from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import lineup, probes

@@ -14,7 +14,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from test_identity import TOKENS
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import capture, generation, measure, profiles
+from kvlingo_mlx import capture, generation, loading, measure, profiles
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.hybrid import Native
@@ -80,13 +80,13 @@ def test_native_needs_no_translator_and_reads_no_weights_of_the_source(
     folders: dict[str, Path], store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lazy: dict[str, bool] = {}
-    load = generation.load
+    load = loading.load
 
     def noted(model: Any, **options: Any) -> LanguageModel:
         lazy[str(model)] = options.get("lazy", False)
         return load(model, **options)
 
-    monkeypatch.setattr(generation, "load", noted)
+    monkeypatch.setattr(loading, "load", noted)
     dense, wide = (str(folders[name]) for name in ("dense", "wide"))
     assert kv.generate(dense, wide, TOKENS, strategy="native", max_tokens=2)
     assert lazy == {dense: True, wide: False}

@@ -67,7 +67,8 @@ def command(
     names = NAMES if table_name == "all" else (table_name,)
     if table_name not in (*NAMES, BUDGET, "all"):
         raise ValueError(f"--table is {table_name!r}; give {', '.join(NAMES)} or all; or {BUDGET}")
-    check_used(given_options(context), table_name)
+    given = given_options(context)
+    check_used(given, table_name)
     check_numbers(time_limit, num_trials=num_trials, batch=batch, nu=nu,
                   prefill_step_size=prefill_step_size)  # fmt: skip
     least = 1 if table_name == BUDGET else 2  # a prompt of one token leaves nothing to hand over
@@ -107,6 +108,9 @@ def command(
         pair = _of_geometry(ends, layers, precision, nu, bits)
     else:
         pair = _of_models(source, target, translator, nu, bits, stored=save_profile)
+    own = next(iter(pair.translators.values())).config.nu
+    if "nu" in given and nu != own:
+        raise ValueError(f"--nu is {nu}, for random maps; this pair stores ones of {own}: omit it")
     most = len(pair.target.attentions)
     if max(hybrids, default=0) > most:
         raise ValueError(f"--native-layers is {native_layers!r}; give numbers from 1 to {most}")
@@ -116,7 +120,7 @@ def command(
     config = {
         "source": pair.source.name, "target": pair.target.name, "layers": pair.layers,
         "prompt": "bundled text" if text else "random token ids", "trials": num_trials,
-        "batch": batch, "nu": next(iter(pair.translators.values())).config.nu,
+        "batch": batch, "nu": own,
         "prefill_step_size": prefill_step_size, "native_layers": hybrids,
         "forms": list(pair.translators), "rates": vars(rates), "precision": pair.precision,
         "weights": [pair.source.precision, pair.target.precision],

@@ -19,9 +19,10 @@ LABELS = {
     "source_prefill": "source prefill",
     "native": "target prefill, as mlx-lm",
     "native_single": "target prefill, one pass",
-    "target_step": "target step (= a switch with eager translation)",
+    "target_step": "target step",
     "source_step": "source step (source writes first token)",
     "switch": "switch",
+    "eager_switch": "switch, translated eagerly",
     "accelerator": "accelerator",
 }
 SPEED_LABELS = {
@@ -114,12 +115,13 @@ def _derived(shown: Table, timings: Sequence[Timing]) -> list[list[str]]:
 def _spreads(timings: Sequence[Timing]) -> list[list[str]]:
     """A row of every timed phase."""
     return [
-        [_label(phase), *("{} / {}".format(*map(ms, t.spread(phase))) for t in timings)]
+        [label(phase), *("{} / {}".format(*map(ms, t.spread(phase))) for t in timings)]
         for phase in timings[0].samples
     ]
 
 
-def _label(phase: str) -> str:
+def label(phase: str) -> str:
+    """What a phase of a table is called."""
     kind, _, rest = phase.partition(" ")
     if kind == "hybrid":
         return f"switch, {rest} layers native"
@@ -137,7 +139,7 @@ def _times(
     for timing, floor in zip(timings, least, strict=True):
         share = f" ({floor[phase] / timing.median(phase):.0%})" if phase in floor else ""
         cells.append(ms(timing.median(phase)) + share)
-    return [_label(phase), *cells]
+    return [label(phase), *cells]
 
 
 def _extrapolate(
@@ -152,7 +154,7 @@ def _extrapolate(
     work = lambda: paths.run_head(pair.target)  # noqa: E731
     head = min(seconds(work) for _ in range(5))
     grown = [tables.extrapolated(timing, head, *pair.layers) for timing in timings]
-    rows = [[_label(phase), *(ms(g[phase]) for g in grown)] for phase in grown[0]]
+    rows = [[label(phase), *(ms(g[phase]) for g in grown)] for phase in grown[0]]
     depths = " and ".join(str(whole) for _, whole in pair.layers)
     table(f"Extrapolated to {depths} layers, not measured (ms)", columns, rows)
     return grown
@@ -181,9 +183,9 @@ def _beside(
     for phase in ours[lengths[0]] if lengths else ():
         other = counterpart(phase, theirs[lengths[0]])
         if all(phase in ours[n] and other in theirs[n] for n in lengths):
-            label = _label(phase) if other == phase else f"{_label(phase)}, beside {_label(other)}"
+            said = label(phase) if other == phase else f"{label(phase)}, beside {label(other)}"
             pairs = [(ours[n][phase], theirs[n][other]) for n in lengths]
-            rows.append([label, *(f"{ms(o)} ({m / o:.1f}x)" for m, o in pairs)])
+            rows.append([said, *(f"{ms(o)} ({m / o:.1f}x)" for m, o in pairs)])
     if not rows:
         say(
             f"the reference ({reference.name}) has nothing in common with this table: found "
@@ -203,7 +205,7 @@ def _contents(times: Times) -> str:
     """Which lengths and phases there are, in words."""
     if not times:
         return "no such table"
-    phases = dict.fromkeys(_label(phase) for found in times.values() for phase in found)
+    phases = dict.fromkeys(label(phase) for found in times.values() for phase in found)
     return f"{', '.join(map(str, times))} tokens ({', '.join(phases)})"
 
 

@@ -89,7 +89,7 @@ def command(
 
     from kvlingo_mlx import measure
     from kvlingo_mlx.generation import check_strategy, stream_generate, summary
-    from kvlingo_mlx.loading import load, load_pair, resolve_translator
+    from kvlingo_mlx.loading import load_pair, resolve_translator
     from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)
@@ -97,10 +97,9 @@ def command(
     sampler = sampler_of(temp, top_p, top_k, min_p, seed)
     layers = native_number(native_layers)
     check_strategy(strategy, layers, native_head, native_tail)
-    if strategy == "native":
-        source, target = load(prefill_model, lazy=True), load(decode_model)
-    else:
-        source, target = load_pair(prefill_model, decode_model, text, translator=translator)
+    source, target = load_pair(
+        prefill_model, decode_model, text, translator=translator, native=strategy == "native"
+    )
     used: str | Translator = translator
     if quantize is not None:
         used = resolve_translator(

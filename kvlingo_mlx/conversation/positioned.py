@@ -16,6 +16,7 @@ from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches, capture
 from kvlingo_mlx.alignment import TokenAlignment
+from kvlingo_mlx.caches.entries import move_on, positioned, shorten
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.spans import grown
 from kvlingo_mlx.translators.base import Translator
@@ -32,7 +33,7 @@ class PositionedLine(Line):
         self._entries = [0]
 
     def _empty(self) -> list[Any]:
-        return caches.positioned(super()._empty())
+        return positioned(super()._empty())
 
     def copy(self) -> PositionedLine:
         """One that goes its own way."""
@@ -68,7 +69,7 @@ class PositionedLine(Line):
         if not kept and len(self):
             self.clear()
         elif kept < len(self):
-            caches.shorten(self._caches, kept, self.entries[kept])
+            shorten(self._caches, kept, self.entries[kept])
             self._cut(kept)
         return kept
 
@@ -78,7 +79,7 @@ class PositionedLine(Line):
 
     def _take_back(self) -> None:
         self._entries = self._entries[: len(self) + 1]
-        caches.shorten(self._caches, len(self), self.entries[len(self)])
+        shorten(self._caches, len(self), self.entries[len(self)])
 
     # ---- growing --------------------------------------------------------------------------
 
@@ -109,7 +110,7 @@ class PositionedLine(Line):
                 at = positions[start - first : stop - first]
                 caches.put(self.cache, translated, self.model, at)
                 mx.async_eval(caches.arrays(self.cache))
-            caches.move_on(self.cache, alignment.target[1])
+            move_on(self.cache, alignment.target[1])
             for _, end, begun, done in alignment.groups.tolist():
                 self._entries += [INSIDE] * (done - begun - 1) + [held + end - first]
             self.tokens += tokens
@@ -129,7 +130,7 @@ class PositionedLine(Line):
             ValueError, KeyError, TypeError: They do not go together, or with this model.
         """
         super().restore(facts, arrays)
-        self._caches = caches.positioned(self._caches)
+        self._caches = positioned(self._caches)
         self._entries = list(facts.get("entries", range(len(self) + 1)))
         counts = [count for count in self._entries if count != INSIDE]
         if (

@@ -18,6 +18,7 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.caches.limits import check_groups
 from kvlingo_mlx.folding.folds import check_foldable, fold_caches
 from kvlingo_mlx.generation import (
     GenerationResponse,
@@ -89,7 +90,7 @@ def _resolve(
 ) -> Translator | None:
     """The translator to fold, everything checked; None where a single token leaves no prefix."""
     if kv_bits is not None:
-        caches.check_groups(source, kv_bits, kv_group_size)
+        check_groups(source, kv_bits, kv_group_size)
     if len(tokens) < 2:
         return None
     check_caches((source,), len(tokens))

@@ -8,7 +8,7 @@ from typing import Any
 from kvlingo_mlx import pictures
 from kvlingo_mlx.measure import median
 
-SHOWN = ("native", "switch", "target_step", "accelerator", "source_prefill")
+SHOWN = ("native", "switch", "eager_switch", "accelerator", "source_prefill")
 
 
 def times(results: Mapping[str, Any]) -> Any:

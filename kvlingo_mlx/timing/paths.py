@@ -58,6 +58,7 @@ class Paths:
         self._own = make_prompt_cache(source.model)
         self._recorded = self._read()
         self._cache = self._translated()
+        self._eager: list[Any] | None = None
         self._native: list[Any] | None = None
 
     def _read(self) -> list[KVStates]:
@@ -112,6 +113,23 @@ class Paths:
     def switch(self) -> object:
         """Translation and the target's step: what a switch costs."""
         return first_token(self.target, self.tokens[-1:], self._translated())
+
+    def eager_switch(self) -> object:
+        """A switch whose translation was made while the source wrote: the target's step is left."""
+        if self._eager is None:
+            self._eager = self._grown()
+        return first_token(self.target, self.tokens[-1:], again(self._eager))
+
+    def _grown(self) -> list[Any]:
+        """The target's cache of the recorded states as a conversation grows it, span by span."""
+        translator = next(iter(self.translators.values()))
+        with mx.stream(generation_stream):
+            cache = make_prompt_cache(self.target.model)
+            for states in self._recorded:
+                moved = capture.move(states, self.source, translator.config.capture)
+                caches.append(cache, translator(moved), self.target)
+                mx.eval(caches.arrays(cache))
+        return cache
 
     def hybrid(self, layers: int) -> object:
         """A switch at which the target reads its first ``layers`` cache layers itself."""

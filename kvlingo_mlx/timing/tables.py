@@ -23,8 +23,6 @@ from kvlingo_mlx.timing.paths import DECODED, HYBRID, Paths, interleaved
 from kvlingo_mlx.translators.base import Translator
 
 RUNS = 3  # of every phase at least: to count experts or take a peak, to warm up, to be timed
-# Whoever translated while the other model wrote has one step left to take: nothing else is timed.
-EAGER = "eager switch (= target step)"
 SPEEDS = ("decode_source", "decode_native", "decode_translated")
 
 
@@ -50,13 +48,13 @@ TABLES = {
         "Prefill, translation and first token (paper, app. Dense-to-MoE)",
         (64, 128, 256, 512, 1024),
         ("source_prefill", "native", "native_single", "translate", "target_step", "source_step",
-         "switch", "accelerator", *SPEEDS),
+         "switch", "eager_switch", "accelerator", *SPEEDS),
         ("native", "switch", "accelerator"),
     ),
     "switch": Table(
         "What a switch costs as the conversation grows (paper, table tab:cost)",
         (2048, 4096, 8192, 16384, 32768),
-        ("translate", "target_step", "switch", "native"),
+        ("translate", "target_step", "switch", "eager_switch", "native"),
     ),
     "quant": Table(
         "The translation by the form of its maps", (64, 256, 1024), ("translate",), (),
@@ -276,6 +274,7 @@ def floors(
         "native": steps.tokens(count, 0, touched) + step,
         "native_single": steps.tokens(count + 1, 0, touched),
         "target_step": step,
+        "eager_switch": step,
         "source_step": reads.tokens(1, count),
     }
     for form, translator in translators.items():
@@ -302,7 +301,7 @@ def speedups(timing: Timing) -> dict[str, float]:
     """How many times sooner each way reaches the first token than the target's own prefill."""
     native = timing.median("native") if "native" in timing.samples else None
     ways = {
-        "switch": "switch", EAGER: "target_step", "accelerator": "accelerator",
+        "switch": "switch", "eager switch": "eager_switch", "accelerator": "accelerator",
         "source first token": "source_step",
     }  # fmt: skip
     return {
@@ -335,7 +334,7 @@ def extrapolated(
             grown[name] = took * target[1] / target[0]
         elif name == "source_prefill":
             grown[name] = took * source[1] / source[0]
-        elif name in ("native", "native_single", "target_step"):
+        elif name in ("native", "native_single", "target_step", "eager_switch"):
             grown[name] = head + max(0.0, took - head) * target[1] / target[0]
     first = next((name for name in grown if name.startswith("translate ")), None)
     if first is not None and "target_step" in grown:

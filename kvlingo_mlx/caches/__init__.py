@@ -1,25 +1,23 @@
-"""The only file that knows mlx-lm's cache classes: make them, write them, read them."""
+"""The only room that knows mlx-lm's cache classes: make them, write them, read them."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx
 
-import mlx_lm.models.cache
 from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
-    create_attention_mask,
     make_prompt_cache,
 )
 
+from kvlingo_mlx.caches.entries import PositionedKVCache, TranslatedKVCache
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT, Finish
-from kvlingo_mlx.keys import Rotation, advance, at_positions, normalise_values, rotate_back
+from kvlingo_mlx.keys import Rotation, advance, normalise_values, rotate_back
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates, flat
 
@@ -27,186 +25,6 @@ GROW = KVCache.step
 SIDES = ("keys", "values")
 MOVING = ("offset", "_idx", "entries")  # what a cache's numbers say of how far it is written
 Sides = tuple[mx.array, mx.array]
-BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX quantises by
-
-
-class _Pinned:
-    """Entries of a prefix that are not one a token: to trim tokens would be to trim others."""
-
-    prefix: int = 0
-    offset: int
-
-    def trim(self, n: int) -> int:
-        """Drop the last ``n`` entries.
-
-        Raises:
-            ValueError: Some of them are the prefix's.
-        """
-        if n > self.offset - self.prefix:
-            raise ValueError(
-                f"{n} entries are to be trimmed, but only {self.offset - self.prefix} follow the "
-                f"{self.prefix} of a prefix translated between two tokenizers, which are not one "
-                "a token; hand over again"
-            )
-        self.offset -= n
-        return n
-
-
-class TranslatedKVCache(_Pinned, KVCache):
-    """A stock cache but for ``trim``, which does not reach into a prefix of two tokenizers."""
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """What is evaluated and saved."""
-        return *super().state, self.prefix
-
-    @state.setter
-    def state(self, saved: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self.prefix = saved
-
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
-        """The same in fewer bits."""
-        stock = super().to_quantized(group_size, bits)
-        found = TranslatedQuantizedKVCache(group_size, bits)
-        found.keys, found.values, found.offset = stock.keys, stock.values, stock.offset
-        found.prefix = self.prefix
-        return found
-
-
-class TranslatedQuantizedKVCache(_Pinned, QuantizedKVCache):
-    """What :class:`TranslatedKVCache` becomes under ``kv_bits``."""
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """What is evaluated and saved."""
-        return *super().state, self.prefix
-
-    @state.setter
-    def state(self, saved: tuple[Any, ...]) -> None:
-        *stock, self.prefix = saved
-        self.keys, self.values, self.offset, self.group_size, self.bits = stock
-
-
-class PositionedKVCache(KVCache):
-    """Entries at true positions, not one a token: the next position is kept apart from the length.
-
-    ``offset`` is the number of the model's own tokens, where the next one is rotated, and
-    ``entries`` how much is stored. A token sees all entries that were there before it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = 0
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append tokens' own keys and values, an entry each; returns all there are."""
-        self.put(keys, values)
-        self.offset += keys.shape[2]
-        return self.keys_and_values()
-
-    def put(self, keys: mx.array, values: mx.array) -> None:
-        """Append entries (B, H, S, D); the next position stays as it is."""
-        offset, self.offset = self.offset, self.entries  # a stock cache writes at its offset
-        try:
-            super().update_and_fetch(keys, values)
-            self.entries = self.offset
-        finally:
-            self.offset = offset
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What is stored, (B, H, E, D) each."""
-        return self.keys[..., : self.entries, :], self.values[..., : self.entries, :]
-
-    def make_mask(
-        self, count: int, return_array: bool = False, window_size: int | None = None
-    ) -> Any:
-        """Of ``count`` tokens: causal, aligned to the last entry."""
-        return create_attention_mask(count, self.entries, return_array, window_size)
-
-    def is_trimmable(self) -> bool:
-        """Never by a number of tokens alone: :func:`shorten` is also told how many entries stay."""
-        return False
-
-    def trim(self, n: int) -> int:
-        """Nothing: how many entries ``n`` tokens have is not known here."""
-        return 0
-
-    def size(self) -> int:
-        """How many entries there are."""
-        return self.entries
-
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
-        """Not possible, as mlx-lm's quantised cache knows no positions."""
-        raise UnsupportedModelError(
-            "a PositionedKVCache cannot be quantised; leave out kv_bits (--kv-bits)"
-        )
-
-    @classmethod
-    def merge(cls, caches: Any) -> Any:
-        """Not possible, as mlx-lm's batches take a cache's length for its next position."""
-        raise UnsupportedModelError("a PositionedKVCache cannot be part of a batch")
-
-    @property
-    def state(self) -> tuple[Any, ...]:
-        """What is evaluated and saved."""
-        return *super().state, self.entries
-
-    @state.setter
-    def state(self, saved: tuple[Any, ...]) -> None:
-        self.keys, self.values, self.offset, self.entries = saved
-
-
-# load_prompt_cache looks there.
-for _cls in (TranslatedKVCache, TranslatedQuantizedKVCache, PositionedKVCache):
-    setattr(mlx_lm.models.cache, _cls.__name__, _cls)
-
-
-def pin(caches: Sequence[Any]) -> list[Any]:
-    """The same caches, all that they hold now kept from being trimmed."""
-    pinned = []
-    for cache in caches:
-        found = TranslatedKVCache()
-        found.keys, found.values, found.offset = cache.state
-        found.prefix = cache.offset
-        pinned.append(found)
-    return pinned
-
-
-def positioned(caches: Sequence[Any]) -> list[Any]:
-    """Stock caches without windows, as ones whose entries need not be one a token."""
-    made = []
-    for cache in caches:
-        found = PositionedKVCache()
-        found.keys, found.values, found.offset = cache.keys, cache.values, cache.offset
-        found.entries = getattr(cache, "entries", cache.offset)
-        made.append(found)
-    return made
-
-
-def put(
-    caches: Sequence[PositionedKVCache],
-    states: TranslatedStates,
-    model: LanguageModel,
-    positions: mx.array,
-) -> None:
-    """Append a translated span, each entry rotated at its own of ``positions`` (S,); lazily.
-
-    The next token's position stays as it was: :func:`move_on`.
-    """
-    for layer, _, stored in _stored(states, model, positions):
-        caches[layer].put(*stored)
-
-
-def move_on(caches: Sequence[PositionedKVCache], position: int) -> None:
-    """Let the next token's position be another."""
-    for cache in caches:
-        cache.offset = position
-
-
-def shorten(caches: Sequence[PositionedKVCache], position: int, entries: int) -> None:
-    """Go back to a shorter length: the next position, and how many entries stay."""
-    for cache in caches:
-        cache.offset, cache.entries = position, entries
 
 
 def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]:
@@ -270,83 +88,6 @@ def write(
         cache.keys[..., place, :], cache.values[..., place, :] = stored
 
 
-def prefill_between(
-    model: LanguageModel,
-    cache: Sequence[Any],
-    tokens: Sequence[int],
-    positions: Sequence[int],
-    visible: mx.array,
-    step_size: int = 2048,
-) -> None:
-    """Let a model read tokens that stand between what its caches hold already.
-
-    Their entries follow the E that are there; attention does not depend on the order of
-    entries, so who sees whom is the mask's to say. Evaluated chunk by chunk.
-
-    Args:
-        model: The model.
-        cache: Its caches, E entries written in each, none of them a ring.
-        tokens: (B,) what it reads, in the text's order.
-        positions: (B,) where each is rotated; any integers.
-        visible: (B, E + B) whether a token sees an entry, itself included.
-        step_size: Tokens a chunk.
-    """
-    held = visible.shape[1] - len(tokens)
-    for each in cache:
-        each.offset = held
-    for start in range(0, len(tokens), step_size):
-        stop = min(start + step_size, len(tokens))
-        seen = visible[start:stop, : held + stop][None, None]
-        with _rotated_at(model, mx.array(list(positions[start:stop]))), _masked(cache, seen):
-            model.model(mx.array(list(tokens[start:stop]))[None], cache=cache)
-        mx.eval(arrays(cache))
-        mx.clear_cache()
-
-
-@contextlib.contextmanager
-def _rotated_at(model: LanguageModel, positions: mx.array) -> Iterator[None]:
-    """Rotate each token of a forward pass at a position of its own, whatever a cache's length."""
-
-    def placed(cls: type[nn.Module]) -> type[nn.Module]:
-        class Placed(cls):  # type: ignore[misc, valid-type]
-            def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-                return at_positions(super().__call__, x, positions)
-
-        return Placed
-
-    ropes = {id(r): r for r in map(model.family.rotary, model.attentions)}.values()
-    with _reclassed(ropes, placed):
-        yield
-
-
-@contextlib.contextmanager
-def _masked(caches: Sequence[Any], visible: mx.array) -> Iterator[None]:
-    """Let attention see what ``visible`` says, (1, 1, B, E), in place of what came before."""
-
-    def masked(cls: type) -> type:
-        class Masked(cls):  # type: ignore[misc, valid-type]
-            def make_mask(self, *args: Any, **kwargs: Any) -> mx.array:
-                return visible
-
-        return Masked
-
-    with _reclassed(caches, masked):
-        yield
-
-
-@contextlib.contextmanager
-def _reclassed(objects: Iterable[Any], derive: Callable[[type], type]) -> Iterator[None]:
-    """Let objects be of a class derived from their own for a while."""
-    found = [(each, type(each)) for each in objects]
-    try:
-        for each, cls in found:
-            each.__class__ = derive(cls)
-        yield
-    finally:
-        for each, cls in found:
-            each.__class__ = cls
-
-
 def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
     """Let caches take a translated span after what they hold, as they take native tokens.
 
@@ -361,6 +102,20 @@ def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel
             cache.offset = start + cache._idx
         else:
             cache.update_and_fetch(*stored)
+
+
+def put(
+    caches: Sequence[PositionedKVCache],
+    states: TranslatedStates,
+    model: LanguageModel,
+    positions: mx.array,
+) -> None:
+    """Append a translated span, each entry rotated at its own of ``positions`` (S,); lazily.
+
+    The next token's position stays as it was: :func:`move_on`.
+    """
+    for layer, _, stored in _stored(states, model, positions):
+        caches[layer].put(*stored)
 
 
 def copy(caches: Sequence[Any], into: Sequence[Any]) -> None:
@@ -425,84 +180,6 @@ def bytes_per_token(model: LanguageModel) -> int:
     """Bytes that one token takes in a model's cache."""
     shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
     return model.cache_dtype.size * sum(heads * dim for both in shapes for heads, dim in both)
-
-
-def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
-    """Refuse ``kv_bits`` for a model whose cache mlx-lm cannot quantise.
-
-    mlx-lm would only find out on the way, in the middle of an answer perhaps: it quantises as
-    soon as ``quantized_kv_start`` tokens are cached.
-
-    Raises:
-        UnsupportedModelError: A layer keeps a window, is read by other layers too, or its
-            attention handles the cached arrays itself.
-        ValueError: MLX has no such number of bits, or groups that do not divide a layer's widths.
-    """
-    shared = [len(readers) > 1 for readers in model.family.readers(model.model)]
-    reasons = {
-        "which keep a window in a RotatingKVCache": [bool(g.window) for g in model.geometry.layers],
-        "which later layers read too": shared,
-        "whose attention handles the cached arrays itself": [not model.family.quantised_cache]
-        * len(shared),
-    }
-    for reason, layers in reasons.items():
-        if any(layers):
-            raise UnsupportedModelError(
-                f"kv_bits cannot be used with {model.name}: mlx-lm cannot quantise {sum(layers)} "
-                f"of its {len(layers)} cache layers (the first: layer {layers.index(True)}), "
-                f"{reason}; leave out kv_bits (--kv-bits)"
-            )
-    check_groups(model, bits, group_size)
-
-
-def check_groups(model: LanguageModel, bits: int, group_size: int) -> None:
-    """Refuse (ValueError) bits that MLX does not have, or groups that no row is a multiple of."""
-    if bits not in BITS:
-        raise ValueError(f"kv_bits is {bits!r}; give {_listed(BITS)}")
-    shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
-    widths = sorted({width for both in shapes for _, width in both})
-    possible = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
-    if group_size not in possible:
-        wanted = f"make it {_listed(possible)}" if possible else "leave out kv_bits (--kv-bits)"
-        raise ValueError(
-            f"kv_group_size is {group_size}, but the keys and values that {model.name} caches are "
-            f"{_listed(widths, 'and')} numbers wide; {wanted}"
-        )
-
-
-def _listed(numbers: Sequence[int], word: str = "or") -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} {word} {last}" if first else last
-
-
-def check_draft(
-    target: LanguageModel, draft: LanguageModel, num_tokens: int, max_tokens: int
-) -> None:
-    """Refuse speculative decoding where mlx-lm cannot take back what a draft got wrong.
-
-    A full window has forgotten what a rejected token replaced. mlx-lm looks for that before it
-    starts, at the target alone; once a window fills later, its answers are silently wrong.
-
-    Raises:
-        UnsupportedModelError: A window would fill within ``num_tokens + max_tokens``, or the
-            target's caches cannot be told from the draft's, as some layers have none.
-    """
-    for model in (target, draft):
-        windows = [g.window for g in model.geometry.layers if g.window is not None]
-        if windows and num_tokens + max_tokens >= min(windows):
-            raise UnsupportedModelError(
-                f"draft_model cannot be used: {model.name} keeps windows of {min(windows)} tokens "
-                "(RotatingKVCache), from which mlx-lm cannot take back rejected tokens once they "
-                f"are full; {num_tokens} tokens of the prompt and max_tokens={max_tokens} fill "
-                "them; leave out draft_model (--draft-model)"
-            )
-    owners, layers = len(target.attentions), len(target.model.layers)
-    if owners < layers:
-        raise UnsupportedModelError(
-            f"draft_model cannot be used: {target.name} has {layers} layers but caches for only "
-            f"{owners}, which mlx-lm's speculative decoding does not allow for; leave out "
-            "draft_model (--draft-model)"
-        )
 
 
 def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -> KVStates:

@@ -1,0 +1,90 @@
+"""Tokens that a model reads between entries that its caches hold already."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+from kvlingo_mlx.caches import arrays
+from kvlingo_mlx.keys import at_positions
+from kvlingo_mlx.language_model import LanguageModel
+
+
+def prefill_between(
+    model: LanguageModel,
+    cache: Sequence[Any],
+    tokens: Sequence[int],
+    positions: Sequence[int],
+    visible: mx.array,
+    step_size: int = 2048,
+) -> None:
+    """Let a model read tokens that stand between what its caches hold already.
+
+    Their entries follow the E that are there; attention does not depend on the order of
+    entries, so who sees whom is the mask's to say. Evaluated chunk by chunk.
+
+    Args:
+        model: The model.
+        cache: Its caches, E entries written in each, none of them a ring.
+        tokens: (B,) what it reads, in the text's order.
+        positions: (B,) where each is rotated; any integers.
+        visible: (B, E + B) whether a token sees an entry, itself included.
+        step_size: Tokens a chunk.
+    """
+    held = visible.shape[1] - len(tokens)
+    for each in cache:
+        each.offset = held
+    for start in range(0, len(tokens), step_size):
+        stop = min(start + step_size, len(tokens))
+        seen = visible[start:stop, : held + stop][None, None]
+        with _rotated_at(model, mx.array(list(positions[start:stop]))), _masked(cache, seen):
+            model.model(mx.array(list(tokens[start:stop]))[None], cache=cache)
+        mx.eval(arrays(cache))
+        mx.clear_cache()
+
+
+@contextlib.contextmanager
+def _rotated_at(model: LanguageModel, positions: mx.array) -> Iterator[None]:
+    """Rotate each token of a forward pass at a position of its own, whatever a cache's length."""
+
+    def placed(cls: type[nn.Module]) -> type[nn.Module]:
+        class Placed(cls):  # type: ignore[misc, valid-type]
+            def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+                return at_positions(super().__call__, x, positions)
+
+        return Placed
+
+    ropes = {id(r): r for r in map(model.family.rotary, model.attentions)}.values()
+    with _reclassed(ropes, placed):
+        yield
+
+
+@contextlib.contextmanager
+def _masked(caches: Sequence[Any], visible: mx.array) -> Iterator[None]:
+    """Let attention see what ``visible`` says, (1, 1, B, E), in place of what came before."""
+
+    def masked(cls: type) -> type:
+        class Masked(cls):  # type: ignore[misc, valid-type]
+            def make_mask(self, *args: Any, **kwargs: Any) -> mx.array:
+                return visible
+
+        return Masked
+
+    with _reclassed(caches, masked):
+        yield
+
+
+@contextlib.contextmanager
+def _reclassed(objects: Iterable[Any], derive: Callable[[type], type]) -> Iterator[None]:
+    """Let objects be of a class derived from their own for a while."""
+    found = [(each, type(each)) for each in objects]
+    try:
+        for each, cls in found:
+            each.__class__ = derive(cls)
+        yield
+    finally:
+        for each, cls in found:
+            each.__class__ = cls

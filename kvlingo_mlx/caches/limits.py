@@ -1,0 +1,89 @@
+"""What mlx-lm cannot do with a model's caches; refused before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvlingo_mlx.caches import stored_shape
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.language_model import LanguageModel
+
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX quantises by
+
+
+def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
+    """Refuse ``kv_bits`` for a model whose cache mlx-lm cannot quantise.
+
+    mlx-lm would only find out on the way, in the middle of an answer perhaps: it quantises as
+    soon as ``quantized_kv_start`` tokens are cached.
+
+    Raises:
+        UnsupportedModelError: A layer keeps a window, is read by other layers too, or its
+            attention handles the cached arrays itself.
+        ValueError: MLX has no such number of bits, or groups that do not divide a layer's widths.
+    """
+    shared = [len(readers) > 1 for readers in model.family.readers(model.model)]
+    reasons = {
+        "which keep a window in a RotatingKVCache": [bool(g.window) for g in model.geometry.layers],
+        "which later layers read too": shared,
+        "whose attention handles the cached arrays itself": [not model.family.quantised_cache]
+        * len(shared),
+    }
+    for reason, layers in reasons.items():
+        if any(layers):
+            raise UnsupportedModelError(
+                f"kv_bits cannot be used with {model.name}: mlx-lm cannot quantise {sum(layers)} "
+                f"of its {len(layers)} cache layers (the first: layer {layers.index(True)}), "
+                f"{reason}; leave out kv_bits (--kv-bits)"
+            )
+    check_groups(model, bits, group_size)
+
+
+def check_groups(model: LanguageModel, bits: int, group_size: int) -> None:
+    """Refuse (ValueError) bits that MLX does not have, or groups that no row is a multiple of."""
+    if bits not in BITS:
+        raise ValueError(f"kv_bits is {bits!r}; give {_listed(BITS)}")
+    shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
+    widths = sorted({width for both in shapes for _, width in both})
+    possible = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
+    if group_size not in possible:
+        wanted = f"make it {_listed(possible)}" if possible else "leave out kv_bits (--kv-bits)"
+        raise ValueError(
+            f"kv_group_size is {group_size}, but the keys and values that {model.name} caches are "
+            f"{_listed(widths, 'and')} numbers wide; {wanted}"
+        )
+
+
+def _listed(numbers: Sequence[int], word: str = "or") -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
+def check_draft(
+    target: LanguageModel, draft: LanguageModel, num_tokens: int, max_tokens: int
+) -> None:
+    """Refuse speculative decoding where mlx-lm cannot take back what a draft got wrong.
+
+    A full window has forgotten what a rejected token replaced. mlx-lm looks for that before it
+    starts, at the target alone; once a window fills later, its answers are silently wrong.
+
+    Raises:
+        UnsupportedModelError: A window would fill within ``num_tokens + max_tokens``, or the
+            target's caches cannot be told from the draft's, as some layers have none.
+    """
+    for model in (target, draft):
+        windows = [g.window for g in model.geometry.layers if g.window is not None]
+        if windows and num_tokens + max_tokens >= min(windows):
+            raise UnsupportedModelError(
+                f"draft_model cannot be used: {model.name} keeps windows of {min(windows)} tokens "
+                "(RotatingKVCache), from which mlx-lm cannot take back rejected tokens once they "
+                f"are full; {num_tokens} tokens of the prompt and max_tokens={max_tokens} fill "
+                "them; leave out draft_model (--draft-model)"
+            )
+    owners, layers = len(target.attentions), len(target.model.layers)
+    if owners < layers:
+        raise UnsupportedModelError(
+            f"draft_model cannot be used: {target.name} has {layers} layers but caches for only "
+            f"{owners}, which mlx-lm's speculative decoding does not allow for; leave out "
+            "draft_model (--draft-model)"
+        )

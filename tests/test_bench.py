@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def next_token(model: LanguageModel, tokens: list[int], cache: Any = None) -> in
 
 def test_every_phase_of_every_table(made: paths.Paths) -> None:
     for name, table in tables.TABLES.items():
-        timing = tables.measure_length(made, table, trials=2, clock=tables.Clock(None))
+        timing = tables.measure_length(made, table, trials=2)
         wanted = {"translate stored" if p == "translate" else p for p in table.phases}
         assert set(timing.samples) == wanted, name
         assert all(len(times) == 2 and min(times) > 0 for times in timing.samples.values())
@@ -241,7 +242,36 @@ def test_work_by_hand(models: dict[str, LanguageModel], translator: Translator) 
     work = ceilings.translation_work(translator, models["dense"], model, 10)
     assert work.flops == 10 * translator.flops_per_token
     rates = ceilings.Rates(2.0, 4.0, "float32")
+    assert rates.best(ceilings.Rates(1.0, 5.0, "float32")) == ceilings.Rates(2.0, 5.0, "float32")
     assert rates.floor(ceilings.Work(10, 4)) == 5 and rates.floor(ceilings.Work(1, 40)) == 10
+
+
+def test_reading_a_prompt_ends_with_the_last_keys_and_values(
+    models: dict[str, LanguageModel],
+) -> None:
+    """By hand: of the last layer all but two projections is left out, and the head."""
+    for name in ("dense", "moe"):
+        costs, config = ceilings.Costs(models[name]), models[name].config
+        whole, read = costs.tokens(5, touched=0.5), costs.reading(5, touched=0.5)
+        layer = models[name].model.layers[-1]
+        unused = [layer.self_attn.q_proj, layer.self_attn.o_proj]
+        if name == "dense":
+            unused += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+            flops, weights = 0.0, 0.0
+        else:
+            active, experts = config["num_experts_per_tok"], config["num_experts"]
+            switch = [getattr(layer.mlp.switch_mlp, f"{n}_proj") for n in ("gate", "up", "down")]
+            flops = sum(2 * active * m.weight.size / experts for m in switch)
+            weights = 0.5 * sum(m.weight.nbytes for m in switch)
+            unused.append(layer.mlp.gate)
+        flops += sum(2 * m.weight.size for m in unused)
+        weights += sum(m.weight.nbytes for m in unused)
+        head = config["vocab_size"] * config["hidden_size"]
+        seen = 4 * config["num_attention_heads"] * 32 * (1 + 2 + 3 + 4 + 5)
+        assert whole.flops - read.flops == pytest.approx(5 * flops + seen + 2 * head)
+        assert whole.bytes - read.bytes == pytest.approx(weights + 4 * head)
+        kept = sum(2 * m.weight.size for m in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+        assert costs.last_share == pytest.approx(kept / (kept + flops))
 
 
 def test_quantised_weights_count_as_the_numbers_they_stand_for(tmp_path: Path) -> None:
@@ -285,9 +315,7 @@ def test_experts_touched_are_those_that_the_router_chose(models: dict[str, Langu
 def test_floors_are_below_what_was_measured(made: paths.Paths) -> None:
     rates = ceilings.measured_rates()
     assert rates.flops > 1e7 and rates.bandwidth > 1e6
-    timing = tables.measure_length(
-        made, tables.TABLES["moe-switch"], trials=2, clock=tables.Clock(None)
-    )
+    timing = tables.measure_length(made, tables.TABLES["moe-switch"], trials=2)
     least = tables.floors(timing, rates, made.source, made.target, made.translators)
     assert set(least) == set(timing.samples) - set(tables.SPEEDS)
     assert all(0 < least[phase] < timing.median(phase) for phase in least)
@@ -312,10 +340,40 @@ def test_what_is_derived_from_times() -> None:
         "source_prefill": [1.0], "translate x": [0.2], "native": [5.0], "target_step": [3.5],
         "switch": [3.7],
     })  # fmt: skip
-    assert tables.extrapolated(shallow, 3.0, (2, 36), (2, 48)) == pytest.approx({
+    ends = tables.Depth(2, 36, 1.0), tables.Depth(2, 48, 1.0)
+    assert tables.extrapolated(shallow, 3.0, *ends) == pytest.approx({
         "source_prefill": 18.0, "translate x": 4.8, "native": 51.0, "target_step": 15.0,
         "switch": 19.8, "accelerator": 37.8,
     })  # fmt: skip
+    # A prefill that ends early in its last layer: 1.25 layers of it were run, of 35.25.
+    found = tables.extrapolated(shallow, 3.0, tables.Depth(2, 36, 0.25), tables.Depth(2, 48, 0.25))
+    assert found["source_prefill"] == pytest.approx(35.25 / 1.25)
+    assert found["native"] == pytest.approx(1.5 * 47.25 / 1.25 + 15.0)
+
+
+def test_time_that_no_other_length_can_use_goes_to_more_rounds(
+    models: dict[str, LanguageModel], translator: Translator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten seconds for two lengths, a second a round: what the longer one leaves, the other has."""
+    now = [0.0]
+
+    def tick(run: Callable[[], object]) -> float:
+        now[0] += 1.0
+        return 1.0
+
+    monkeypatch.setattr(tables.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(paths, "seconds", tick)
+    table = tables.Table("", (), ("target_step",), ())
+    arguments = (models["dense"], models["moe"], {"stored": translator}, table)
+    options: dict[str, Any] = {"text": False, "trials": 50}
+    for beyond, rounds in ((1.0, 3), (1000.0, 8)):  # two are warming up
+        monkeypatch.setattr(
+            tables, "_least", lambda t, n, found, beyond=beyond: beyond if n == 20 else 1.0
+        )
+        now[0] = 0.0
+        done, out = tables.run_table(*arguments, [12, 20], clock=tables.Clock(10.0), **options)
+        assert len(done[0].samples["target_step"]) == rounds
+        assert out == ([] if beyond == 1.0 else [20])
 
 
 # ---- geometries -----------------------------------------------------------------------------

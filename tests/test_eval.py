@@ -17,8 +17,9 @@ import tiny
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import checkpoint
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.evaluation import conditions, droidspeak, lineup, probes, teacher_forcing
 from kvlingo_mlx.evaluation.compare import Scored, evaluate, summarise
 from kvlingo_mlx.evaluation.journal import Journal
@@ -232,7 +233,8 @@ def test_unknown_baselines(models: dict[str, LanguageModel], spec: str) -> None:
 
 # ---- the verb ---------------------------------------------------------------------------
 
-PAIR = ["eval", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
+ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
+PAIR = ["eval", "--source", ENDS[0], "--target", ENDS[1]]
 
 
 def evaluated(tmp_path: Path, *more: str) -> tuple[int, dict[str, Any]]:
@@ -264,6 +266,35 @@ def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     assert again["items"]["recall"]["native"] == found["items"]["recall"]["native"]
     assert (tmp_path / "scores.jsonl").read_text() == journal
     assert "native" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*PAIR, "TRANSLATOR", "--tasks", "recall", "--limit", "1", "--baselines", "shuffled"],
+        ["profile", *ENDS, "--translator", "TRANSLATOR", "--limit", "1", "--native-layers", "0"],
+        ["verify", "TRANSLATOR", *PAIR[1:]],
+    ],
+    ids=lambda command: command[0],
+)
+def test_another_checkpoints_translator(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Refused, unless it was asked for: then by every part of a run, controls included."""
+    monkeypatch.chdir(tmp_path)
+    config, weights = checkpoint.read(TRANSLATORS / "--".join(ENDS))
+    fingerprint = {**config.source.fingerprint, "norms": "0" * 64}
+    other = dataclasses.replace(
+        config, source=dataclasses.replace(config.source, fingerprint=fingerprint)
+    )
+    checkpoint.write(tmp_path / "other", other, weights)
+    words = ["other" if word == "TRANSLATOR" else word for word in command]
+    assert run(words) == 2
+    assert "another checkpoint (norms fingerprint); allow_mismatch" in capsys.readouterr().err
+    assert run([*words, "--allow-mismatch"]) == 0
 
 
 def test_an_interruption_says_how_to_go_on(

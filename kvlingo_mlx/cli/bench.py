@@ -117,12 +117,12 @@ def command(
     wanted = {name: _wanted(pair, tables.TABLES[name], lengths) for name in names}
     text = not geometry and prompt != "random"
     rates = measured_rates()
-    config = {
+    config: dict[str, Any] = {
         "source": pair.source.name, "target": pair.target.name, "layers": pair.layers,
         "prompt": "bundled text" if text else "random token ids", "trials": num_trials,
         "batch": batch, "nu": own,
         "prefill_step_size": prefill_step_size, "native_layers": hybrids,
-        "forms": list(pair.translators), "rates": vars(rates), "precision": pair.precision,
+        "forms": list(pair.translators), "precision": pair.precision,
         "weights": [pair.source.precision, pair.target.precision],
     }  # fmt: skip
     results: dict[str, Any] = {}
@@ -137,11 +137,13 @@ def command(
                 step_size=prefill_step_size, progress=step, before=before, batch=batch,
             )  # fmt: skip
         before = timings[0] if timings else before
+        rates = rates.best(measured_rates())
         results[name] = show(name, shown, timings, (left_out, beyond), pair, rates, beside)
         if save_profile:
             keep_profile(shown, timings, pair)
     if beside is not None and (differs := beside.differences(config)):
         say(f"the reference is not of the same run: {differs}")
+    config["rates"] = vars(rates)
     foot(pair, rates, text)
     say(measure.machine_line())
     if plot:

@@ -148,15 +148,18 @@ def _extrapolate(
     """Print what the times would be at full depth, if the models are not whole."""
     from kvlingo_mlx.measure import seconds
     from kvlingo_mlx.timing import paths, tables
+    from kvlingo_mlx.timing.ceilings import Costs
 
     if pair.layers is None:
         return []
     work = lambda: paths.run_head(pair.target)  # noqa: E731
     head = min(seconds(work) for _ in range(5))
-    grown = [tables.extrapolated(timing, head, *pair.layers) for timing in timings]
+    ends = zip((pair.source, pair.target), pair.layers, strict=True)
+    depths = [tables.Depth(*layers, Costs(model).last_share) for model, layers in ends]
+    grown = [tables.extrapolated(timing, head, *depths) for timing in timings]
     rows = [[label(phase), *(ms(g[phase]) for g in grown)] for phase in grown[0]]
-    depths = " and ".join(str(whole) for _, whole in pair.layers)
-    table(f"Extrapolated to {depths} layers, not measured (ms)", columns, rows)
+    full = " and ".join(str(whole) for _, whole in pair.layers)
+    table(f"Extrapolated to {full} layers, not measured (ms)", columns, rows)
     return grown
 
 

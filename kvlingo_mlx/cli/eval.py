@@ -177,11 +177,13 @@ def _line_up(
     return [
         lineup.native(target),
         *(
-            lineup.translated(name, source, target, found, native_layers)
+            lineup.translated(
+                name, source, target, found, native_layers, allow_mismatch=allow_mismatch
+            )
             for name, found in named.items()
         ),
         *(
-            lineup.baseline(b, source, target, every, native_layers)
+            lineup.baseline(b, source, target, every, native_layers, allow_mismatch=allow_mismatch)
             for b in baselines
             if b != "none"
         ),

@@ -67,7 +67,9 @@ def command(
     layers = _numbers(native_layers, len(models[1].attentions))
     task = _task(*models, data, limit, seed)
     profile.check_bounds(task, min_recall)
-    line = profile.line_up(*models, found, layers, droidspeak=droidspeak)
+    line = profile.line_up(
+        *models, found, layers, droidspeak=droidspeak, allow_mismatch=allow_mismatch
+    )
     with progress_bar("profiling", len(task.items)) as step:
         points = profile.measure(
             models[1], task, line, Journal(out), trials=trials, progress=lambda: step()

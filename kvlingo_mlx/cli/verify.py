@@ -77,7 +77,7 @@ def _run_models(
     check_pair(config, *models, allow_mismatch=allow_mismatch)
     receipt = receipt_of(config)
     layers = receipt.native_layers if receipt else 0
-    found = agreement(*models, build(config, weights), layers)
+    found = agreement(*models, build(config, weights), layers, allow_mismatch=allow_mismatch)
     if found is None:
         raise IncompatibleTranslatorError(
             "the contexts of these models are too short for the bundled conversations; verify "

@@ -70,16 +70,22 @@ def translated(
     target: LanguageModel,
     translator: Translator,
     native_layers: int | str | None = 0,
+    *,
+    allow_mismatch: bool = False,
 ) -> CacheMaker:
     """Caches translated from a source's, above the layers that the target reads itself.
 
     None of them unless asked: None stands for the translator's profile, which can change.
+    ``allow_mismatch`` accepts another checkpoint's translator, as in :func:`hand_over`.
     """
 
     def make(prefix: Prefix) -> list:
         if isinstance(prefix, Handover):
             return hand_over_across(source, target, translator, prefix)
-        return hand_over(source, target, prefix, translator=translator, native_layers=native_layers)
+        return hand_over(
+            source, target, prefix, translator=translator, native_layers=native_layers,
+            allow_mismatch=allow_mismatch,
+        )  # fmt: skip
 
     return make
 
@@ -89,15 +95,21 @@ def canonical(make: CacheMaker) -> CacheMaker:
     return lambda prefix: make(prefix.canonical() if isinstance(prefix, Handover) else prefix)
 
 
-def folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> CacheMaker:
+def folded(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    *,
+    allow_mismatch: bool = False,
+) -> CacheMaker:
     """The target reads the prefix from the source's own cache, by a post-RoPE linear translator.
 
     Raises:
         IncompatibleTranslatorError, UnsupportedModelError: It cannot; the message says why.
     """
-    check_foldable(source, target, translator)
+    check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
     return lambda prefix: folded_hand_over(
-        source, target, target_ids(prefix), translator=translator
+        source, target, target_ids(prefix), translator=translator, allow_mismatch=allow_mismatch
     )
 
 

@@ -46,7 +46,7 @@ def native(target: LanguageModel) -> Condition:
 
 def translated(
     name: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator],
-    native_layers: int | str | None = 0,
+    native_layers: int | str | None = 0, *, allow_mismatch: bool = False,
 ) -> Condition:  # fmt: skip
     """Translated from the source's cache; several translators are seeds of one method.
 
@@ -61,7 +61,10 @@ def translated(
     pairs = list(zip(translators, parts, strict=True))
     return Condition(
         name,
-        tuple(conditions.translated(source, target, t, part.layers) for t, part in pairs),
+        tuple(
+            conditions.translated(source, target, t, p.layers, allow_mismatch=allow_mismatch)
+            for t, p in pairs
+        ),
         identity | _layers_of(parts),
         lambda prefix: translation(source, target, translators[0], prefix, native=parts[0]),
     )
@@ -73,17 +76,22 @@ def _layers_of(parts: Sequence[Native]) -> dict[str, Any]:
     return {"native_layers": layers} if any(layers) else {}
 
 
-def folded(source: LanguageModel, target: LanguageModel, translator: Translator) -> Condition:
+def folded(
+    source: LanguageModel, target: LanguageModel, translator: Translator, *,
+    allow_mismatch: bool = False,
+) -> Condition:  # fmt: skip
     """Nothing is translated: the target reads the source's own cache (folded decoding)."""
 
     def at_switch(prefix: Prefix) -> Action:
         tokens = target_ids(prefix)
         theirs = folding.prefill(source, [tokens[:-1]], 2048)
-        return lambda: folding.fold_caches(theirs, source, target, translator)
+        return lambda: folding.fold_caches(
+            theirs, source, target, translator, allow_mismatch=allow_mismatch
+        )
 
     return Condition(
         "folded",
-        (conditions.folded(source, target, translator),),
+        (conditions.folded(source, target, translator, allow_mismatch=allow_mismatch),),
         {"source": identity_of(source), "translators": [digest(translator)], "folded": True},
         at_switch,
     )
@@ -91,7 +99,7 @@ def folded(source: LanguageModel, target: LanguageModel, translator: Translator)
 
 def baseline(
     spec: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator],
-    native_layers: int | str | None = 0,
+    native_layers: int | str | None = 0, *, allow_mismatch: bool = False,
 ) -> Condition:  # fmt: skip
     """A control or an alternative, by name.
 
@@ -106,6 +114,7 @@ def baseline(
         target: Who decodes.
         translators: What ``shuffled`` and ``canonical`` spoil and ``folded`` folds.
         native_layers: Of ``shuffled``, as in :func:`translated`: a control has what it controls.
+        allow_mismatch: Whether those may be another checkpoint's.
 
     Raises:
         ValueError: No such baseline, or ``canonical`` where there is one tokenizer.
@@ -125,17 +134,21 @@ def baseline(
         make = conditions.text(source, target)
         return Condition("text", (make,), theirs, lambda tokens: lambda: make(tokens))
     if name == "folded":
-        return folded(source, target, translators[0])
+        return folded(source, target, translators[0], allow_mismatch=allow_mismatch)
     if name == "shuffled":
         control = conditions.shuffled(translators[0])
         part = native_part(control.config, native_layers)
-        make = conditions.translated(source, target, control, part.layers)
+        make = conditions.translated(
+            source, target, control, part.layers, allow_mismatch=allow_mismatch
+        )
         identity = theirs | {"translators": [digest(control)]} | _layers_of([part])
         return Condition("shuffled", (make,), identity)
     if name == "canonical":
         if translators[0].config.alignment is None:
             raise ValueError("--baselines names 'canonical', which needs a pair of two tokenizers")
-        make = conditions.canonical(conditions.translated(source, target, translators[0]))
+        make = conditions.canonical(
+            conditions.translated(source, target, translators[0], allow_mismatch=allow_mismatch)
+        )
         digests = {"translators": [digest(translators[0])], "canonical": True}
         return Condition("canonical", (make,), theirs | digests)
     layers = len(target.attentions)

@@ -66,6 +66,7 @@ def line_up(
     layers: Sequence[int],
     *,
     droidspeak: bool = True,
+    allow_mismatch: bool = False,
 ) -> dict[tuple[str, int | None], Condition]:
     """The ways to compare: hybrids, DroidSpeak where it applies, a re-prefill, two controls.
 
@@ -77,18 +78,23 @@ def line_up(
         translator: Of this pair.
         layers: Numbers of native layers, each below the target's.
         droidspeak: Whether to ask how DroidSpeak does with the same numbers.
+        allow_mismatch: Whether the translator may be another checkpoint's.
     """
     line: dict[tuple[str, int | None], Condition] = {}
     line["native", len(target.attentions)] = lineup.native(target)
     for j in layers:
-        line[HYBRID, j] = lineup.translated(f"{HYBRID} {j}", source, target, [translator], j)
+        line[HYBRID, j] = lineup.translated(
+            f"{HYBRID} {j}", source, target, [translator], j, allow_mismatch=allow_mismatch
+        )
     try:
         for j in layers if droidspeak else ():
             line[DROIDSPEAK, j] = lineup.baseline(f"droidspeak:{j}", source, target, [])
     except IncompatibleTranslatorError:
         pass  # caches of another shape cannot be reused verbatim
     for name in CONTROLS:
-        line[name, None] = lineup.baseline(name, source, target, [translator])
+        line[name, None] = lineup.baseline(
+            name, source, target, [translator], allow_mismatch=allow_mismatch
+        )
     return line
 
 

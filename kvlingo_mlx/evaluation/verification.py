@@ -117,19 +117,23 @@ def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def agreement(
-    source: LanguageModel, target: LanguageModel, translator: Translator, native_layers: int = 0
-) -> Agreement | None:
+    source: LanguageModel, target: LanguageModel, translator: Translator, native_layers: int = 0,
+    *, allow_mismatch: bool = False,
+) -> Agreement | None:  # fmt: skip
     """How well the target continues the bundled conversations from a translated cache.
 
     It reads its first ``native_layers`` itself, whatever a profile has chosen since: as many as
-    the receipt was measured with. None where no conversation fits both models' contexts.
+    the receipt was measured with. ``allow_mismatch`` is as in :func:`hand_over`. None where no
+    conversation fits both models' contexts.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
     samples = bundled_samples(target.tokenizer, context, other)
     if not samples:
         return None
-    make = conditions.translated(source, target, translator, native_layers)
+    make = conditions.translated(
+        source, target, translator, native_layers, allow_mismatch=allow_mismatch
+    )
     found = [_compared(target, make, sample) for sample in samples]
     kl, hidden = (float(np.mean([scores[i].kl.mean() for scores, _ in found])) for i in (0, 1))
     same = np.concatenate([scores[0].best == best for scores, best in found])

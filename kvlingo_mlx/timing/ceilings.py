@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.geometry import LayerGeometry
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
 from kvlingo_mlx.timing.paths import text_of
@@ -43,6 +44,11 @@ class Rates:
     def floor(self, work: Work) -> float:
         """The least seconds in which some work can be done."""
         return max(work.flops / self.flops, work.bytes / self.bandwidth)
+
+    def best(self, other: Rates) -> Rates:
+        """Of each rate the better: a busy machine shows less than it can do."""
+        flops, bandwidth = max(self.flops, other.flops), max(self.bandwidth, other.bandwidth)
+        return Rates(flops, bandwidth, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,17 @@ class Costs:
         self.experts = [module for module in modules if isinstance(module, EXPERTS)]
         self.head = text.lm_head if "lm_head" in text else text.model.embed_tokens
         self.active = int(model.facts.get("num_experts_per_tok") or 0)
+        owner, kept = model.attentions[-1], model.family.taps(model.attentions[-1])
+        layers = list(text.model.layers)
+        holder = next(i for i, layer in enumerate(layers) if _is_in(owner, layer))
+        self.behind = {  # what reading a prompt leaves out: see `reading`
+            id(module)
+            for layer in layers[holder:]
+            for module in layer.modules()
+            if all(module is not projection for projection in kept)
+        }
+        last = [m for m in (*self.dense, *self.experts) if _is_in(m, layers[holder])]
+        self.last_share = self._each(m for m in last if id(m) not in self.behind) / self._each(last)
 
     @cached_property
     def _head_work(self) -> Work:
@@ -92,18 +109,36 @@ class Costs:
 
         ``touched`` is the share of the experts that it touches.
         """
-        each = sum(2 * _shape(m)[0] * _shape(m)[1] for m in self.dense)
-        each += sum(2 * self.active * _shape(m)[0] * _shape(m)[1] for m in self.experts)
-        weights = float(sum(_nbytes(m) for m in self.dense))
-        weights += touched * sum(_nbytes(m) for m in self.experts)
-        total = Work(each * count, weights) + self._attention(count, before)
-        return total + self._head_work
+        layers = self.model.geometry.layers
+        work = self._pass(self.dense, self.experts, count, touched)
+        return work + self._attention(layers, count, before) + self._head_work
 
-    def _attention(self, count: int, before: int) -> Work:
-        """Scores and sums over what each token sees, and the cache that it reads and writes."""
+    def reading(self, count: int, touched: float = 0.0) -> Work:
+        """A prefill: a pass that ends with the last keys and values, since nothing else is wanted.
+
+        MLX evaluates no more than that; what else the last layer has, and the head, is not run.
+        """
+        dense, experts = ([m for m in of if id(m) not in self.behind]
+                          for of in (self.dense, self.experts))  # fmt: skip
+        work = self._pass(dense, experts, count, touched)
+        return work + self._attention(self.model.geometry.layers[:-1], count, 0)
+
+    def _pass(
+        self, dense: Sequence[nn.Module], experts: Sequence[nn.Module], count: int, touched: float
+    ) -> Work:
+        weights = sum(map(_nbytes, dense)) + touched * sum(map(_nbytes, experts))
+        return Work(self._each([*dense, *experts]) * count, weights)
+
+    def _each(self, modules: Iterable[nn.Module]) -> float:
+        """Floating-point operations a token."""
+        times = ((m, self.active if isinstance(m, EXPERTS) else 1) for m in modules)
+        return float(sum(2 * uses * _shape(m)[0] * _shape(m)[1] for m, uses in times))
+
+    def _attention(self, layers: Sequence[LayerGeometry], count: int, before: int) -> Work:
+        """Scores and sums over what each token sees, and the cache that is read and written."""
         heads = int(self.model.facts["num_attention_heads"])
         flops = 0.0
-        for g in self.model.geometry.layers:
+        for g in layers:
             seen = sum(min(before + i + 1, g.window or before + i + 1) for i in range(count))
             flops += 2 * heads * (g.key_dim + g.value_dim) * seen
         return Work(flops, caches.bytes_per_token(self.model) * (before + count))
@@ -115,6 +150,10 @@ def translation_work(
     """Maps applied to ``count`` tokens: states read, maps read, cache written."""
     moved = caches.bytes_per_token(source) + caches.bytes_per_token(target)
     return Work(translator.flops_per_token * count, translator.nbytes + moved * count)
+
+
+def _is_in(module: nn.Module, layer: nn.Module) -> bool:
+    return any(module is part for part in layer.modules())
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:

@@ -305,15 +305,16 @@ def interleaved(
     progress: Callable[[], None] = lambda: None,
     out_of_time: Callable[[], bool] = lambda: False,
     spent: Mapping[str, float] | None = None,
+    samples: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds of several runs, all warmed up, then in turns.
 
     Whatever the time, each is timed once; further rounds end when ``out_of_time`` says so.
-    ``spent`` are seconds for which some have run already.
+    ``spent`` are seconds for which some have run already; ``samples`` is filled as they come.
     """
     for name, run in runs.items():
         _warm_up(run, (spent or {}).get(name, 0.0))
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+    samples = {name: [] for name in runs} if samples is None else samples
     for trial in range(trials):
         if trial and out_of_time():
             break

@@ -24,6 +24,7 @@ from kvlingo_mlx.translators.base import Translator
 
 RUNS = 3  # of every phase at least: to count experts or take a peak, to warm up, to be timed
 SPEEDS = ("decode_source", "decode_native", "decode_translated")
+STEPS = ("target_step", "source_step", "eager_switch", *SPEEDS)  # whatever the prompt's length
 
 
 @dataclass(frozen=True)
@@ -163,10 +164,13 @@ def measure_length(
     table: Table,
     *,
     trials: int,
-    clock: Clock,
+    enough: Callable[[Timing], bool] = lambda found: False,
     progress: Callable[[], None] = lambda: None,
 ) -> Timing:
-    """Time a table's phases for one prompt, interleaved, and take their peak memory."""
+    """Time a table's phases for one prompt, interleaved, and take their peak memory.
+
+    ``enough`` is asked after each round whether what was found will do.
+    """
     names: list[str] = []
     for phase in table.phases:
         forms = [f"translate {form}" for form in paths.translators]
@@ -180,7 +184,8 @@ def measure_length(
             spent[phase] += seconds(partial(_count_experts, paths, name, phase, found))
     for phase in table.peaks:
         spent[phase] += seconds(partial(_take_peak, paths, phase, found))
-    found.samples.update(interleaved(runs, trials, progress, clock.over, spent))
+    found.samples.update({name: [] for name in runs})
+    interleaved(runs, trials, progress, lambda: enough(found), spent, found.samples)
     return found
 
 
@@ -202,12 +207,15 @@ def _take_peak(paths: Paths, phase: str, found: Timing) -> None:
 def _least(table: Table, length: int, before: Timing) -> float:
     """Seconds that a length takes at least, going by another's tokens: warm-ups, and one round.
 
-    Before it come the source's prefill and a translation, not timed.
+    Before it come the source's prefill and a translation, not timed. Steps take as long whatever
+    the length.
     """
-    took = {name: before.median(name) for name in before.samples}
-    each = [t for n, t in took.items() if n in table.phases or n.startswith("translate ")]
     grows = max(1.0, length / before.prompt_tokens)
-    return grows * (RUNS * sum(each) + took.get("source_prefill", 0.0))
+    took = {
+        name: before.median(name) * (1.0 if name in STEPS else grows) for name in before.samples
+    }
+    each = [t for n, t in took.items() if n in table.phases or n.startswith("translate ")]
+    return RUNS * sum(each) + took.get("source_prefill", 0.0)
 
 
 def run_table(
@@ -229,20 +237,28 @@ def run_table(
 
     A length is left out where it would take more than all the time that is left, going by the
     tokens of the length before: of this table, or ``before`` of another one. Without either it is
-    measured, whatever it takes. Rounds beyond the first share the time evenly among lengths.
+    measured, whatever it takes. Rounds beyond the first share the time evenly among the lengths
+    that are yet to come, as far as one is.
     """
     done: list[Timing] = []
-    for index, length in enumerate(sorted(lengths)):
+    lengths = sorted(lengths)
+    for index, length in enumerate(lengths):
         known = done[-1] if done else before
         if known is not None and _least(table, length, known) > clock.left():
-            return done, sorted(lengths)[index:]
+            return done, lengths[index:]
         tokens = prompt_of(source, target, length, text=text)
         if batch == 1:
             paths = Paths(source, target, translators, tokens, step_size)
         else:
             paths = Batch(source, target, translators, tokens, step_size, batch)
         share = clock.part(len(lengths) - index)
-        done.append(measure_length(paths, table, trials=trials, clock=share, progress=progress))
+
+        def enough(found: Timing, index: int = index, share: Clock = share) -> bool:
+            more = lengths[index + 1 : index + 2]
+            follows = any(_least(table, n, found) <= clock.left() for n in more)
+            return (share if follows else clock).over()
+
+        done.append(measure_length(paths, table, trials=trials, enough=enough, progress=progress))
         del paths
         mx.clear_cache()
     return done, []
@@ -270,8 +286,8 @@ def floors(
     one = timing.experts.get("step", steps.active / max(1, _experts(target)))
     step = steps.tokens(1, count, one)
     work: dict[str, Work] = {
-        "source_prefill": reads.tokens(count),
-        "native": steps.tokens(count, 0, touched) + step,
+        "source_prefill": reads.reading(count),
+        "native": steps.reading(count, touched) + step,
         "native_single": steps.tokens(count + 1, 0, touched),
         "target_step": step,
         "eager_switch": step,
@@ -316,26 +332,53 @@ def tokens_per_second(timing: Timing) -> dict[str, float]:
     return {name: DECODED / timing.median(name) for name in SPEEDS if name in timing.samples}
 
 
-def extrapolated(
-    timing: Timing, head: float, source: tuple[int, int], target: tuple[int, int]
-) -> dict[str, float]:
+@dataclass(frozen=True)
+class Depth:
+    """How deep a model is.
+
+    Attributes:
+        measured: Its layers.
+        whole: Those of the model that it stands for.
+        last: What part of the last one's work its keys and values are (:class:`Costs`), with
+            which a prefill ends.
+    """
+
+    measured: int
+    whole: int
+    last: float
+
+    @property
+    def passes(self) -> float:
+        """How many times as long a pass through all layers takes."""
+        return self.whole / self.measured
+
+    @property
+    def prefills(self) -> float:
+        """How many times as long reading a prompt takes."""
+        return (self.whole - 1 + self.last) / (self.measured - 1 + self.last)
+
+
+def extrapolated(timing: Timing, head: float, source: Depth, target: Depth) -> dict[str, float]:
     """By phase, seconds at full depth: what grows with the depth times what is left out.
 
     Args:
         timing: Of models of fewer layers.
         head: Seconds of the target's head, which runs once whatever the depth.
-        source: Layers measured, and layers of the whole model.
-        target: Likewise. Maps are as many as the target's layers.
+        source: Depth of the one.
+        target: Of the other. Maps are as many as its layers.
     """
     grown: dict[str, float] = {}
     for name in timing.samples:
         took = timing.median(name)
         if name.startswith("translate "):
-            grown[name] = took * target[1] / target[0]
+            grown[name] = took * target.passes
         elif name == "source_prefill":
-            grown[name] = took * source[1] / source[0]
-        elif name in ("native", "native_single", "target_step", "eager_switch"):
-            grown[name] = head + max(0.0, took - head) * target[1] / target[0]
+            grown[name] = took * source.prefills
+        elif name in ("native_single", "target_step", "eager_switch"):
+            grown[name] = head + max(0.0, took - head) * target.passes
+    if "native" in timing.samples and "target_step" in timing.samples:  # a prefill and a step
+        reading = max(0.0, timing.median("native") - timing.median("target_step"))
+        grown["native"] = reading * target.prefills + grown["target_step"]
     first = next((name for name in grown if name.startswith("translate ")), None)
     if first is not None and "target_step" in grown:
         grown["switch"] = grown[first] + grown["target_step"]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from kvlingo_mlx.cli.bench_output import label
+from kvlingo_mlx.cli.output import ms
 from rendering.records import records, source, table
 
 
@@ -57,7 +58,7 @@ def bench_table(name: str, found: dict) -> Iterable[str]:
 
 
 def milliseconds(seconds: Sequence[float]) -> str:
-    return f"{1e3 * float(np.median(seconds)):.3g}"
+    return ms(float(np.median(seconds)))
 
 
 def share(seconds: Sequence[float], floor: float | None) -> str:

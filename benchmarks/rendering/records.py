@@ -25,10 +25,11 @@ def source(record: dict) -> str:
     machine, versions = record["environment"], record["environment"]["versions"]
     listed = ", ".join(f"{name} {number}" for name, number in versions.items())
     gpu = f"{machine['cuda']}, " if machine.get("cuda") else ""
+    blas = f", {machine['fast_blas']}" if machine.get("fast_blas") else ""
     command = record["command"]
     if not command.startswith("kvlingo-mlx "):
         command = f"python benchmarks/{command}"
     return (
         f"`{command}`, {record['date']}; {gpu}{machine['chip']}, "
-        f"{machine['cores']} cores, {machine['system']}; {listed}.\n"
+        f"{machine['cores']} cores, {machine['system']}{blas}; {listed}.\n"
     )

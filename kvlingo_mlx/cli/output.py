@@ -134,5 +134,6 @@ def facts(rows: dict[str, Any]) -> None:
 
 
 def ms(seconds: float) -> str:
-    """Seconds as milliseconds, three digits."""
-    return f"{1e3 * seconds:.3g}"
+    """Seconds as milliseconds, three digits or all before the point."""
+    found = 1e3 * seconds
+    return f"{found:.0f}" if found >= 999.5 else f"{found:.3g}"

@@ -128,18 +128,11 @@ def memory(trials: int, tokens: int = 2048, step: int = 256) -> Found:
     room = (tokens + caches.GROW) * own + step * (caches.bytes_per_token(source) + 2 * own)
     ratios = []
     for _ in range(min(2, trials)):
-        handed = _grown(lambda: transfer.hand_over(
+        handed = measure.grown_bytes(lambda: transfer.hand_over(
             source, target, prompt, translator=translator, prefill_step_size=step
         ))  # fmt: skip
-        ratios.append(handed / (_grown(prefill) + room))
+        ratios.append(handed / (measure.grown_bytes(prefill) + room))
     return {"ratios": ratios}
-
-
-def _grown(action: Callable[[], object]) -> int:
-    """Most bytes that were alive beside those before."""
-    action()
-    resident = mx.get_active_memory()
-    return measure.peak_bytes(action) - resident
 
 
 # ---- folded decoding --------------------------------------------------------------------------

@@ -58,6 +58,13 @@ def peak_bytes(action: Callable[[], Any]) -> int:
     return mx.get_peak_memory()
 
 
+def grown_bytes(action: Callable[[], Any]) -> int:
+    """Most bytes that ``action``, run before, held alive beside those that were there already."""
+    action()
+    resident = mx.get_active_memory()
+    return peak_bytes(action) - resident
+
+
 @functools.cache
 def machine() -> dict[str, Any]:
     """What times depend on besides models: the device, and what computes on it."""

@@ -312,6 +312,24 @@ def test_experts_touched_are_those_that_the_router_chose(models: dict[str, Langu
     assert shares == [len(used) / experts for used in chosen] and max(shares) > active / experts
 
 
+@pytest.mark.parametrize("step_size", [16, 2048])
+def test_experts_of_a_prompt_are_those_of_its_own_passes(
+    models: dict[str, LanguageModel], translator: Translator, step_size: int
+) -> None:
+    """Not of the steps after it, of which mlx-lm runs one more than it hands out tokens."""
+    model, passes = models["moe"], []
+    made = paths.Paths(models["dense"], model, {"stored": translator}, PROMPT, step_size)
+    cache = make_prompt_cache(model.model)
+    for start in range(0, len(PROMPT) - 1, step_size):
+        with ceilings.experts_touched(model) as shares:
+            chunk = PROMPT[start : min(start + step_size, len(PROMPT) - 1)]
+            model.model(mx.array([chunk]), cache=cache)
+        passes += shares
+    timing = tables.measure_length(made, tables.TABLES["moe-switch"], trials=1)
+    active = model.config["num_experts_per_tok"] / model.config["num_experts"]
+    assert timing.experts == pytest.approx({"prompt": np.mean(passes), "step": active})
+
+
 def test_floors_are_below_what_was_measured(made: paths.Paths) -> None:
     rates = ceilings.measured_rates()
     assert rates.flops > 1e7 and rates.bandwidth > 1e6

@@ -166,16 +166,20 @@ def _nbytes(module: nn.Module) -> int:
     return sum(array.nbytes for array in dict(tree_flatten(module.parameters())).values())
 
 
-@contextlib.contextmanager
-def experts_touched(model: LanguageModel) -> Iterator[list[float]]:
-    """Counts, pass by pass and layer by layer, the share of its experts that a model touches."""
-    shares: list[float] = []
-    # The first of an expert's three projections by name, so that each layer counts once.
-    firsts = [
+def expert_layers(model: LanguageModel) -> list[nn.Module]:
+    """The first of the experts' three projections by name: one a layer that has experts."""
+    return [
         module
         for name, module in model.model.named_modules()
         if isinstance(module, EXPERTS) and name.endswith("gate_proj")
     ]
+
+
+@contextlib.contextmanager
+def experts_touched(model: LanguageModel) -> Iterator[list[float]]:
+    """Counts, pass by pass and layer by layer, the share of its experts that a model touches."""
+    shares: list[float] = []
+    firsts = expert_layers(model)
     classes = [type(m) for m in firsts]
     try:
         for module, cls in zip(firsts, classes, strict=True):

@@ -18,7 +18,14 @@ from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import median, peak_bytes, seconds
 from kvlingo_mlx.timing.batches import PHASES, Batch
-from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, experts_touched, translation_work
+from kvlingo_mlx.timing.ceilings import (
+    Costs,
+    Rates,
+    Work,
+    expert_layers,
+    experts_touched,
+    translation_work,
+)
 from kvlingo_mlx.timing.paths import DECODED, HYBRID, Paths, interleaved
 from kvlingo_mlx.translators.base import Translator
 
@@ -194,9 +201,10 @@ def _count_experts(paths: Paths, name: str, phase: str, found: Timing) -> None:
     with experts_touched(paths.target) as shares:
         paths.phase(phase)()
     if shares and paths.batch == 1:
-        # Reading a prompt is the first passes, one a chunk; a step, one more, follows them.
+        # Reading a prompt is the first passes, one a chunk; steps follow, which mlx-lm queues ahead.
         chunks = math.ceil((found.prompt_tokens - 1) / paths.step_size)
-        kept = len(shares) * chunks // (chunks + 1) if phase == "native" else len(shares)
+        a_pass = len(expert_layers(paths.target))
+        kept = chunks * a_pass if phase == "native" else len(shares)
         found.experts[name] = float(np.mean(shares[:kept]))
 
 

@@ -13,13 +13,14 @@ from kvlingo_mlx.backend import mx, nn, on_gpu
 import numpy as np
 import pytest
 import tiny
-from mlx_lm.generate import generate_step
+from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import bench_output, run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.measure import seconds
 from kvlingo_mlx.timing import ceilings, geometries, paths, tables
 from kvlingo_mlx.timing.batches import Batch
 from kvlingo_mlx.timing.reference import Reference, load_reference
@@ -173,6 +174,24 @@ def test_a_long_run_is_not_warmed_up_for_its_own_sake(monkeypatch: pytest.Monkey
     assert ran[:5] == ["rising"] * 2 + ["rising", "short", "short"]
     assert ran[5:] == ["rising", "known", "short"] * 2
     assert all(len(times) == 2 for times in found.values())
+
+
+def test_what_is_left_behind_does_not_count_as_the_next_ones() -> None:
+    """mlx-lm's loop ends with a step still queued on a stream of its own."""
+    square = mx.random.normal((1000, 1000))
+    mx.eval(square)
+
+    def queued() -> None:
+        with mx.stream(generation_stream):
+            mx.async_eval(square @ square)
+
+    def finished() -> None:
+        queued()
+        mx.synchronize(generation_stream)
+
+    took = min(seconds(finished) for _ in range(3))
+    queued()
+    assert seconds(lambda: mx.synchronize(generation_stream)) < took / 4
 
 
 def test_prompts(models: dict[str, LanguageModel]) -> None:

@@ -17,6 +17,7 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import caches as kv_caches
 from kvlingo_mlx.cli import bench_output, run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.language_model import LanguageModel
@@ -291,6 +292,27 @@ def test_reading_a_prompt_ends_with_the_last_keys_and_values(
         assert whole.bytes - read.bytes == pytest.approx(weights + 4 * head)
         kept = sum(2 * m.weight.size for m in (layer.self_attn.k_proj, layer.self_attn.v_proj))
         assert costs.last_share == pytest.approx(kept / (kept + flops))
+
+
+def test_windows_take_no_work_beyond_them(tmp_path: Path) -> None:
+    """By the caches themselves: a step reads what a ring holds, a translation writes no more."""
+    options: dict[str, Any] = {"seed": 3, "layers": 5, "kv_heads": 2, "head_dim": 32}
+    model = kv.load(tiny.write_tiny_model(tmp_path / "g", "gemma3_text", **options))
+    costs, layers = ceilings.Costs(model), model.geometry.layers
+    count, (window,) = 200, {g.window for g in layers if g.window}
+    held = kv_caches.nbytes(kv_caches.allocate(model, 255))  # all of the room that it takes
+    wide = sum(g.window is None for g in layers)
+    entry = kv_caches.bytes_by_layer(model)[0]
+    assert held == entry * (256 * wide + window * (len(layers) - wide))
+    weights = costs.tokens(1).bytes - sum(kv_caches.bytes_by_layer(model))
+    assert costs.tokens(1, 255).bytes - weights == held
+    translator = geometries.random_translators(model, model, 1, {"float32": ("float32", None)})
+    work = ceilings.translation_work(translator["float32"], model, model, count)
+    share = (wide * count + (len(layers) - wide) * window) / (len(layers) * count)
+    maps = translator["float32"]
+    assert work.flops == pytest.approx(share * count * maps.flops_per_token)
+    moved = 2 * entry * len(layers) * share * count
+    assert work.bytes == pytest.approx(maps.nbytes + moved)
 
 
 def test_quantised_weights_count_as_the_numbers_they_stand_for(tmp_path: Path) -> None:

@@ -178,8 +178,13 @@ def stored_shape(model: LanguageModel, layer: int) -> list[tuple[int, int]]:
 
 def bytes_per_token(model: LanguageModel) -> int:
     """Bytes that one token takes in a model's cache."""
+    return sum(bytes_by_layer(model))
+
+
+def bytes_by_layer(model: LanguageModel) -> list[int]:
+    """Bytes that one token takes in each of a model's cache layers."""
     shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
-    return model.cache_dtype.size * sum(heads * dim for both in shapes for heads, dim in both)
+    return [model.cache_dtype.size * sum(heads * dim for heads, dim in both) for both in shapes]
 
 
 def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -> KVStates:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +20,9 @@ from kvlingo_mlx.geometry import LayerGeometry
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
 from kvlingo_mlx.timing.paths import text_of
+from kvlingo_mlx.translator_config import SIDES, flops_of
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.products import Read
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 DENSE = (nn.Linear, nn.QuantizedLinear)
@@ -135,21 +138,39 @@ class Costs:
         return float(sum(2 * uses * _shape(m)[0] * _shape(m)[1] for m, uses in times))
 
     def _attention(self, layers: Sequence[LayerGeometry], count: int, before: int) -> Work:
-        """Scores and sums over what each token sees, and the cache that is read and written."""
+        """Scores and sums over what each token sees; the whole cache that is read and written."""
         heads = int(self.model.facts["num_attention_heads"])
         flops = 0.0
         for g in layers:
             seen = sum(min(before + i + 1, g.window or before + i + 1) for i in range(count))
             flops += 2 * heads * (g.key_dim + g.value_dim) * seen
-        return Work(flops, caches.bytes_per_token(self.model) * (before + count))
+        entries = (  # a window's layer reads no more than that of what came before
+            count + min(before, g.window - 1 if g.window else before)
+            for g in self.model.geometry.layers
+        )
+        sizes = caches.bytes_by_layer(self.model)
+        return Work(flops, sum(map(operator.mul, sizes, entries)))
 
 
 def translation_work(
     translator: Translator, source: LanguageModel, target: LanguageModel, count: int
 ) -> Work:
-    """Maps applied to ``count`` tokens: states read, maps read, cache written."""
-    moved = caches.bytes_per_token(source) + caches.bytes_per_token(target)
-    return Work(translator.flops_per_token * count, translator.nbytes + moved * count)
+    """Maps applied to ``count`` tokens: states read, maps read, cache written.
+
+    For layers with a window to its last tokens alone.
+    """
+    kept = [min(count, g.window or count) for g in target.geometry.layers]
+    flops, read = 0, dict[Read, int]()
+    for group in (group for side in SIDES for group in translator.groups[side]):
+        tokens = kept[group.layers[0]]  # they share a window
+        parts = ((name, part.size) for name, parts in group.tensors.items() for part in parts)
+        flops += tokens * flops_of(parts)
+        for one in {one for cut in group.cuts for reads in cut for one in reads}:
+            read[one] = max(tokens, read.get(one, 0))
+    layers, size = source.geometry.layers, source.cache_dtype.size
+    states = sum(size * layers[i].width(side) * tokens for (side, i), tokens in read.items())
+    written = sum(map(operator.mul, caches.bytes_by_layer(target), kept))
+    return Work(flops, translator.nbytes + states + written)
 
 
 def _is_in(module: nn.Module, layer: nn.Module) -> bool:

@@ -201,7 +201,7 @@ def _count_experts(paths: Paths, name: str, phase: str, found: Timing) -> None:
     with experts_touched(paths.target) as shares:
         paths.phase(phase)()
     if shares and paths.batch == 1:
-        # Reading a prompt is the first passes, one a chunk; steps follow, which mlx-lm queues ahead.
+        # Reading a prompt is the first passes, one a chunk; steps follow, one queued ahead.
         chunks = math.ceil((found.prompt_tokens - 1) / paths.step_size)
         a_pass = len(expert_layers(paths.target))
         kept = chunks * a_pass if phase == "native" else len(shares)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvlingo_mlx.cli import bench_output, run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
-from kvlingo_mlx.timing import ceilings, geometries, paths, tables
+from kvlingo_mlx.timing import ceilings, geometries, memory_budget, paths, tables
 from kvlingo_mlx.timing.batches import Batch
 from kvlingo_mlx.timing.reference import Reference, load_reference
 from kvlingo_mlx.translators.base import Translator
@@ -382,6 +383,17 @@ def test_floors_are_below_what_was_measured(made: paths.Paths) -> None:
     assert timing.experts["step"] <= timing.experts["prompt"] <= 1
 
 
+def test_an_accelerator_of_native_layers_has_no_ceiling(made: paths.Paths) -> None:
+    """It is timed as the translator's own profile says, and that is less than all of both."""
+    (maps,) = made.translators.values()
+    provenance = {**maps.config.provenance, "native_layers": len(made.target.attentions)}
+    profiled = replace(maps, config=replace(maps.config, provenance=provenance))
+    timing = tables.Timing(len(PROMPT), {"switch": [1.0], "accelerator": [1.0]})
+    rates = ceilings.Rates(1e9, 1e9, "float32")
+    for one, ways in ((maps, {"switch", "accelerator"}), (profiled, {"switch"})):
+        assert set(tables.floors(timing, rates, made.source, made.target, {"x": one})) == ways
+
+
 def test_what_is_derived_from_times() -> None:
     timing = tables.Timing(8, {
         "native": [1.0, 9.0, 2.0], "switch": [0.5] * 3, "eager_switch": [0.25] * 3,
@@ -469,6 +481,21 @@ def test_random_models(small_geometries: None, precision: str) -> None:
         geometries.random_model("gemma-3-4b", 1, precision)
     with pytest.raises(ValueError, match="--geometry names 'gpt'; there are qwen3-0.6b, "):
         geometries.random_model("gpt", None, precision)
+
+
+def test_a_memory_budget_is_of_the_precision_that_it_names(
+    small_geometries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 16-bit weights on a CPU as well, all models and their caches."""
+    whole = geometries.GEOMETRIES["gemma-3-4b"]
+    monkeypatch.setitem(geometries.GEOMETRIES, "gemma-3-12b", {**whole, "num_key_value_heads": 2})
+    monkeypatch.setitem(geometries.GEOMETRIES, "gemma-3-4b", {**whole, "num_key_value_heads": 1})
+    for precision, dtype in geometries.FLOATS.items():
+        models = memory_budget.setup(2, precision)
+        for model in (models.full, models.narrowed):
+            assert model.cache_dtype == dtype and model.precision == precision
+        cell = memory_budget.measure_cell(models, 8, 1, trials=1, decoded=1)
+        assert cell.cache["full"] == 2 * cell.cache["narrowed"]
 
 
 # ---- references -----------------------------------------------------------------------------

@@ -52,7 +52,8 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "gemma-3-12b": _dense(GEMMA3, 3840, 48, 16, 15360, num_key_value_heads=8),
 }  # fmt: skip
 BLOCK = 2**20 + 7  # odd, so that no two rows of a matrix are alike
-PRECISIONS = ("float32", "bfloat16", "8bit", "4bit")
+FLOATS = {"float32": mx.float32, "bfloat16": mx.bfloat16}
+PRECISIONS = (*FLOATS, "8bit", "4bit")
 
 
 def check(name: str, layers: int | None, precision: str | None) -> None:
@@ -98,7 +99,7 @@ def random_model(
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
     model.sanitize({})  # Gemma-3 learns from its weights that its head is its embedding
-    dtype = mx.float32 if precision == "float32" else activations or mx.bfloat16
+    dtype = FLOATS.get(precision, activations or mx.bfloat16)
     block = mx.random.normal((BLOCK,)) * 0.02
     model.update(tree_map(lambda array: _filled(array, block), model.parameters()))
     for part in [*model.layers, model]:  # a layer at a time: a whole float32 copy may not fit

@@ -24,7 +24,7 @@ from kvlingo_mlx.folding import FoldedCache, fold_caches
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
 from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.timing.geometries import GEOMETRIES, random_model, spec_of
+from kvlingo_mlx.timing.geometries import FLOATS, GEOMETRIES, random_model, spec_of
 from kvlingo_mlx.timing.tables import Clock, summary
 from kvlingo_mlx.translator_config import TranslatorConfig, maps_of
 from kvlingo_mlx.translators.base import Translator
@@ -108,9 +108,9 @@ def setup(layers: int | None, precision: str = "4bit") -> Setup:
 
     Args:
         layers: How many of the 48; None for all.
-        precision: As for :func:`random_model`; on a CPU activations are float32.
+        precision: As for :func:`random_model`; on a CPU quantised weights compute in float32.
     """
-    dtype = mx.bfloat16 if on_gpu() else mx.float32
+    dtype = FLOATS.get(precision, mx.bfloat16 if on_gpu() else mx.float32)
     full = random_model(FULL, layers, precision, activations=dtype)
     narrowed = _narrowed(full, GEOMETRIES[NARROW]["num_key_value_heads"], precision, dtype)
     ends = spec_of(narrowed), spec_of(full)

@@ -15,6 +15,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.hybrid import Native, native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import median, peak_bytes, seconds
 from kvlingo_mlx.timing.batches import PHASES, Batch
@@ -305,7 +306,8 @@ def floors(
         work[f"translate {form}"] = translation_work(translator, source, target, count)
     first = next(iter(translators))
     work["switch"] = work[f"translate {first}"] + step
-    work["accelerator"] = work["source_prefill"] + work["switch"]
+    if native_part(translators[first].config) == Native():  # else the target reads a part of it
+        work["accelerator"] = work["source_prefill"] + work["switch"]
     return {name: rates.floor(work[name]) for name in timing.samples if name in work}
 
 

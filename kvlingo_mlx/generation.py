@@ -125,7 +125,10 @@ def stream_generate(
     tokens = encode(target, prompt, enable_thinking)
     way = strategy
     if strategy == "auto":
-        way = _quickest(source, target, len(tokens), translator, allow_mismatch, *asked)
+        way = _quickest(
+            source, target, len(tokens), translator, allow_mismatch, *asked,
+            step_size=prefill_step_size, source_drafts=draft is source,
+        )  # fmt: skip
     check_tokens(target if way == "native" else source, target, tokens, prefill_step_size)
     check_caches((target,) if way == "native" else (source, target), len(tokens))
     if (bits := decode_options.get("kv_bits")) is not None:
@@ -201,10 +204,14 @@ def _quickest(
     native_layers: int | str | None,
     native_head: int,
     native_tail: int,
+    *,
+    step_size: int,
+    source_drafts: bool,
 ) -> str:
     """The way that this machine's profile of the pair names for a prompt's length.
 
-    A profile is of one choice of native layers and tokens; times of another say nothing of it.
+    A profile is of one choice of native layers and tokens and one size of chunks; times of another
+    say nothing of it. A source that drafts reads the prompt whichever way is taken.
     """
     if num_tokens < 2:
         return "native"  # nothing to translate
@@ -213,8 +220,11 @@ def _quickest(
     native = native_part(facts[0], native_layers, native_head, native_tail)
     if not native.translated(num_tokens - 1, len(target.attentions)):
         return "native"  # nothing would be translated
-    key = profiles.key_of(source, target, *facts, native)
-    return profiles.read(key, (source.name, target.name)).best(num_tokens)
+    key = profiles.key_of(source, target, *facts, native, step_size)
+    profile = profiles.read(key, (source.name, target.name))
+    # What remains then is a switch, which a profile knows of plain translation alone.
+    remains = "switch" if source_drafts and native == Native() else "accelerator"
+    return "native" if profile.best(num_tokens, remains) == "native" else "accelerator"
 
 
 def _native_start(tokens: Sequence[int], step_size: int, clock: Clock) -> dict[str, Any]:

@@ -36,6 +36,7 @@ WAYS = ("native", "accelerator", "switch")
 FIELDS = {"profile_version", "key", "prompt_tokens", "seconds"}
 # What a translated cache must gain to be chosen: native is exact, and medians err by this much.
 GAIN = 1.02
+USUAL_STEP = 2048  # tokens a prefill chunk, in bench as in generate
 STEEPEST = 2.0  # a prefill's seconds grow at most with the square of its tokens
 
 
@@ -83,13 +84,17 @@ def key_of(
     maps: TranslatorConfig,
     bits: int | None,
     native: Native | None = None,
+    step_size: int = USUAL_STEP,
 ) -> dict[str, Any]:
     """What a profile holds for: both models as loaded, the maps' form, what is native, the machine.
 
     ``native`` is what the target reads itself of a prefix; None is nothing, plain translation.
+    ``step_size`` is tokens a prefill chunk: every chunk reads a model's weights once more.
     """
     form = {"form": maps.form, "nu": maps.nu, "capture": maps.capture, "bits": bits}
-    own = {} if native in (None, Native()) else {"native": asdict(native)}
+    own: dict[str, Any] = {} if native in (None, Native()) else {"native": asdict(native)}
+    if step_size != USUAL_STEP:
+        own["prefill_step_size"] = step_size
     return {
         "source": _model(source), "target": _model(target), "maps": form, "machine": machine(),
     } | own  # fmt: skip
@@ -155,7 +160,9 @@ def read(key: Mapping[str, Any], names: Sequence[str]) -> Profile:
         MalformedProfileError: Its file breaks the format.
     """
     path = _path(key)
-    advice = f"`kvlingo-mlx bench --source {names[0]} --target {names[1]} --save-profile`"
+    chunks = key.get("prefill_step_size")
+    more = "" if chunks is None else f" --prefill-step-size {chunks}"
+    advice = f"`kvlingo-mlx bench --source {names[0]} --target {names[1]}{more} --save-profile`"
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -165,6 +172,12 @@ def read(key: Mapping[str, Any], names: Sequence[str]) -> Profile:
                 f"strategy auto goes by measured times, and none of {names[0]} to {names[1]} with "
                 f"{parts} are in the local store; {advice} measures plain translation, which "
                 "--native-layers 0 asks for; or give native or accelerator"
+            ) from None
+        if key["maps"]["bits"] is not None:
+            raise MissingProfileError(
+                f"strategy auto goes by measured times, and none of {names[0]} to {names[1]} with "
+                f"maps of {key['maps']['bits']} bits are in the local store; {advice} measures "
+                "maps as they are stored, which go without quantize; or give native or accelerator"
             ) from None
         raise MissingProfileError(
             f"strategy auto needs a profile, and none of {names[0]} to {names[1]} with these "

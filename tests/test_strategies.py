@@ -20,6 +20,7 @@ from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.hybrid import Native
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.profiles import Profile
+from kvlingo_mlx.timing import profiling, tables
 from kvlingo_mlx.translators.base import Translator
 
 
@@ -220,6 +221,47 @@ def test_times_are_of_one_choice_of_native_layers(
     assert taken(profiled) == "accelerator"
     plain = profiles.key_of(source, target, translator.config, None)
     assert plain == profiles.key_of(source, target, profiled.config, None, Native()) != key
+
+
+def test_times_are_of_one_size_of_chunks(
+    pair: tuple[LanguageModel, LanguageModel, Translator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target, translator = pair
+    planted(pair, [10], [2.0], [1.0])
+    options: dict[str, Any] = {"translator": translator, "strategy": "auto", "max_tokens": 1}
+    with pytest.raises(kv.MissingProfileError, match="--prefill-step-size 16 --save-profile"):
+        kv.generate(source, target, TOKENS, prefill_step_size=16, **options)
+    profile = profiling.profile_of(source, target, translator, [tables.Timing(
+        10, {"native": [1.0], "accelerator": [2.0], "switch": [1.0]}
+    )], 16)  # fmt: skip
+    profiles.write(profile)
+    for step_size, way in ((16, "native"), (2048, "accelerator")):
+        responses = kv.stream_generate(
+            source, target, TOKENS, prefill_step_size=step_size, **options
+        )
+        assert next(iter(responses)).strategy == way
+
+
+def test_a_source_that_drafts_reads_the_prompt_anyway(
+    pair: tuple[LanguageModel, LanguageModel, Translator],
+) -> None:
+    """Its prefill is then no reason against the accelerator: a switch is what it costs beyond."""
+    source, target, translator = pair
+    planted(pair, [10], [1.0], [1.5])  # and a switch takes a millisecond
+    options: dict[str, Any] = {"translator": translator, "strategy": "auto", "max_tokens": 2}
+    for draft, way in ((None, "native"), (target, "native"), (source, "accelerator")):
+        responses = kv.stream_generate(source, target, TOKENS, draft_model=draft, **options)
+        assert next(iter(responses)).strategy == way
+
+
+def test_no_profile_of_quantised_maps_is_to_be_had(
+    pair: tuple[LanguageModel, LanguageModel, Translator],
+) -> None:
+    """Bench times whole ways by maps as stored: to send a user there would lead in a circle."""
+    source, target, translator = pair
+    key = profiles.key_of(source, target, translator.config, 8)
+    with pytest.raises(kv.MissingProfileError, match="maps of 8 bits .* go without quantize"):
+        profiles.read(key, ("a", "b"))
 
 
 @pytest.mark.parametrize("part", [{"native_layers": 99}, {"native_head": 1}, {"native_tail": 1}])

@@ -140,7 +140,7 @@ def command(
         rates = rates.best(measured_rates())
         results[name] = show(name, shown, timings, (left_out, beyond), pair, rates, beside)
         if save_profile:
-            keep_profile(shown, timings, pair)
+            keep_profile(shown, timings, pair, prefill_step_size)
     if beside is not None and (differs := beside.differences(config)):
         say(f"the reference is not of the same run: {differs}")
     config["rates"] = vars(rates)

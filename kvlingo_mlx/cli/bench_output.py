@@ -234,7 +234,7 @@ def draw(plot: str, results: Mapping[str, Any]) -> None:
     pictures.save(times(results), plot)
 
 
-def keep_profile(shown: Table, timings: Sequence[Timing], pair: Pair) -> None:
+def keep_profile(shown: Table, timings: Sequence[Timing], pair: Pair, step_size: int) -> None:
     """Keep the times of a table that has all ways, for `generate --strategy auto`."""
     from kvlingo_mlx import profiles
     from kvlingo_mlx.timing import profiling
@@ -242,7 +242,7 @@ def keep_profile(shown: Table, timings: Sequence[Timing], pair: Pair) -> None:
     if not profiling.serves(shown):
         return
     first = next(iter(pair.translators.values()))  # whole ways are timed with this one
-    profile = profiling.profile_of(pair.source, pair.target, first, timings)
+    profile = profiling.profile_of(pair.source, pair.target, first, timings, step_size)
     profiles.write(profile)
     ways = ", ".join(f"{n} tokens {profile.best(n)}" for n in profile.prompt_tokens)
     say(f"profile kept for --strategy auto: {ways}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.profiles import WAYS, Profile, key_of
+from kvlingo_mlx.profiles import USUAL_STEP, WAYS, Profile, key_of
 from kvlingo_mlx.timing.tables import Table, Timing
 from kvlingo_mlx.translators.base import Translator
 
@@ -17,10 +17,11 @@ def serves(table: Table) -> bool:
 
 
 def profile_of(
-    source: LanguageModel, target: LanguageModel, translator: Translator, timings: Sequence[Timing]
-) -> Profile:
+    source: LanguageModel, target: LanguageModel, translator: Translator, timings: Sequence[Timing],
+    step_size: int = USUAL_STEP,
+) -> Profile:  # fmt: skip
     """What a table found of a pair, by a translator that it timed whole ways with."""
     native = native_part(translator.config)  # as the accelerator was timed
-    key = key_of(source, target, translator.config, translator.bits, native)
+    key = key_of(source, target, translator.config, translator.bits, native, step_size)
     lengths = tuple(timing.prompt_tokens for timing in timings)
     return Profile(key, lengths, {way: tuple(t.median(way) for t in timings) for way in WAYS})

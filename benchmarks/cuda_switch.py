@@ -486,22 +486,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"product of {args.gemm}: {rate['gemm_flops'] / 1e12:.3g} TFLOP/s in {args.dtype}; "
           f"copy: {rate['copy_bytes'] / 1e9:.3g} GB/s")  # fmt: skip
     results: dict[str, list[dict[str, Any]]] = {}
-    for pair in args.pairs:
-        names = pair.split(":")
-        source, target = source_spec(names[0], args), build_target(names[1], args)
-        fasts = translators(source, target, max(args.tokens))
-        for num_tokens in args.tokens:
-            found = run(source, target, fasts, num_tokens, rate, args)
-            show(pair, found)
-            results.setdefault(pair, []).append(found)
+    try:
+        for pair in args.pairs:
+            names = pair.split(":")
+            source, target = source_spec(names[0], args), build_target(names[1], args)
+            fasts = translators(source, target, max(args.tokens))
+            for num_tokens in args.tokens:
+                found = run(source, target, fasts, num_tokens, rate, args)
+                show(pair, found)
+                results.setdefault(pair, []).append(found)
+                gc.collect()
+            del target, fasts
             gc.collect()
-        del target, fasts
-        gc.collect()
-    print(measure.machine_line())
-    if args.json:
-        config = {name: value for name, value in vars(args).items() if name != "json"}
-        entry = {"rates": rate, "pairs": results}
-        measure.append_json(args.json, measure.record("cuda_switch", config, entry))
+    finally:  # a pair that fails takes nothing with it of those before
+        print(measure.machine_line())
+        if args.json and results:
+            config = {name: value for name, value in vars(args).items() if name != "json"}
+            entry = {"rates": rate, "pairs": results}
+            measure.append_json(args.json, measure.record("cuda_switch", config, entry))
 
 
 if __name__ == "__main__":

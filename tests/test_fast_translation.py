@@ -345,6 +345,18 @@ def test_pairs_hold_what_turns_together() -> None:
     assert torch.equal(out, torch.cat([-keys[..., 3:], keys[..., :3]], dim=-1))
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_a_kernels_pipeline_fits_in_shared_memory(itemsize: int) -> None:
+    """For heads of 128 numbers, on Hopper: as Triton compiles it for compute capability 9.0."""
+    pytest.importorskip("triton")
+    from kvlingo_mlx.training import kernels
+
+    for mixing in (True, False):
+        tile = kernels.tile_of(mixing, itemsize)
+        stage = (tile.tokens + 128) * tile.inputs * itemsize
+        assert tile.stages * stage <= 227 * 1024
+
+
 # ---- the benchmark -------------------------------------------------------------------------
 
 
@@ -385,6 +397,31 @@ def test_the_benchmark_measures_what_it_says(
     assert "memory" not in printed and "graph" not in printed  # not measured
     with pytest.raises(SystemExit):
         cuda_switch.main(["--pairs", "qwen3-0.6b"])
+
+
+def test_the_benchmark_keeps_what_it_measured_before_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cuda_switch
+
+    run, record = cuda_switch.run, tmp_path / "record.jsonl"
+
+    def fails(source: Any, target: Any, fasts: Any, num_tokens: int, *more: Any) -> Any:
+        if num_tokens == 7:
+            raise torch.OutOfMemoryError("planted")
+        return run(source, target, fasts, num_tokens, *more)
+
+    monkeypatch.setattr(cuda_switch, "run", fails)
+    options = ["--device", "cpu", "--dtype", "float32", "--pairs", "tiny-s:tiny-l", "--gemm", "16",
+               "--trials", "1", "--json", str(record), "--tokens"]  # fmt: skip
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        cuda_switch.main([*options, "5", "7"])
+    (found,) = json.loads(record.read_text())["results"]["pairs"]["tiny-s:tiny-l"]
+    assert found["tokens"] == 5
+    with pytest.raises(torch.OutOfMemoryError, match="planted"):
+        cuda_switch.main([*options, "7"])
+    assert len(record.read_text().splitlines()) == 1
 
 
 def test_the_benchmarks_switch_ends_in_the_logits_of_the_target(

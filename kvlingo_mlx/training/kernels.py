@@ -8,6 +8,7 @@ pairs are turned in registers; halves would pass through shared memory.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -20,6 +21,16 @@ from kvlingo_mlx.training.fast_translation import Tile
 MIXING = Tile(tokens=256, inputs=64, warps=8, stages=4)
 HEAD_WISE = Tile(tokens=128, inputs=64, warps=8, stages=2)
 FINISH_TOKENS = 32
+
+
+def tile_of(mixing: bool, itemsize: int) -> Tile:
+    """A tile for a kind of map and numbers of so many bytes.
+
+    Steps of as many bytes: the pipeline's stages lie in shared memory, of which a block has 227 kB
+    on Hopper.
+    """
+    tile = MIXING if mixing else HEAD_WISE
+    return replace(tile, inputs=tile.inputs * 2 // itemsize)
 
 
 def translate(
@@ -47,11 +58,11 @@ def translate(
         norm: (L, D), float32, in pairs.
         eps: Of the norm.
         table: Cosines and sines (T, D / 2), float32; None: no rotation, and no norm.
-        tile: By default one for the kind of map.
+        tile: By default :func:`tile_of`.
     """
     layers, num_heads, tokens, dim = out.shape
     width = states.shape[3]
-    tile = tile or (MIXING if heads is None else HEAD_WISE)
+    tile = tile or tile_of(heads is None, out.element_size())
     blocks = triton.cdiv(tokens, tile.tokens)
     cos, sin = table or (out, out)  # never read
     _translate[(num_heads * blocks * layers,)](

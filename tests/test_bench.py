@@ -676,6 +676,18 @@ def test_a_table_for_which_there_is_no_time(
     assert len(figures.times(results).axes) == 1
 
 
+def test_the_head_that_is_not_extrapolated_is_of_the_batch(
+    small_geometries: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = []
+    monkeypatch.setattr(paths, "run_head", lambda model, batch: rows.append(batch))
+    arguments = ["bench", "--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-n", "1",
+                 "--table", "switch", "-p", "12", "--quantize", "none"]  # fmt: skip
+    for batch in (1, 3):
+        assert run([*arguments, "--batch", str(batch)]) == 0
+    assert set(rows[: len(rows) // 2]) == {1} and set(rows[len(rows) // 2 :]) == {3}
+
+
 def test_large_random_weights_repeat_and_no_row_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(geometries, "BLOCK", 103)
     block = mx.random.normal((103,))

@@ -33,7 +33,8 @@ def run(
     if not measure.is_apple():
         say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
     precision = precision or "4bit"
-    models, clock = memory_budget.setup(layers, precision), Clock(time_limit)
+    clock = Clock(time_limit)  # models are made within it, too
+    models = memory_budget.setup(layers, precision)
     contexts, decoded = contexts or memory_budget.CONTEXTS, memory_budget.default_decoded()
     with progress_bar("timing memory-budget", len(contexts) * len(batches) * trials) as step:
         cells = list(memory_budget.run(models, contexts, batches, trials=trials, decoded=decoded,

@@ -152,7 +152,7 @@ def _extrapolate(
 
     if pair.layers is None:
         return []
-    work = lambda: paths.run_head(pair.target)  # noqa: E731
+    work = lambda: paths.run_head(pair.target, timings[0].batch)  # noqa: E731
     head = min(seconds(work) for _ in range(5))
     ends = zip((pair.source, pair.target), pair.layers, strict=True)
     depths = [tables.Depth(*layers, Costs(model).last_share) for model, layers in ends]

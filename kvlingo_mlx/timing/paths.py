@@ -185,9 +185,9 @@ def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:
     return text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
 
 
-def run_head(model: LanguageModel) -> None:
-    """From a hidden state to logits: the part of a step that does not grow with the depth."""
-    mx.eval(head(model)(mx.ones((1, 1, model.facts["hidden_size"]), model.cache_dtype)))
+def run_head(model: LanguageModel, batch: int = 1) -> None:
+    """From hidden states to logits: the part of a step that does not grow with the depth."""
+    mx.eval(head(model)(mx.ones((batch, 1, model.facts["hidden_size"]), model.cache_dtype)))
 
 
 def again(cache: Sequence[Any]) -> list[Any]:

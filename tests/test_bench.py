@@ -416,6 +416,11 @@ def test_what_is_derived_from_times() -> None:
         "source_prefill": 18.0, "translate x": 4.8, "native": 51.0, "target_step": 15.0,
         "switch": 19.8, "accelerator": 37.8,
     })  # fmt: skip
+    # Of two steps for a first token either has a head; layers took a fourth of a second of each.
+    shallow.samples["target_step"] = [6.5]
+    found = tables.extrapolated(shallow, 3.0, *ends, steps=2)
+    assert found["target_step"] == pytest.approx(2 * 3.0 + 0.5 * 24)
+    shallow.samples["target_step"] = [3.5]
     # A prefill that ends early in its last layer: 1.25 layers of it were run, of 35.25.
     found = tables.extrapolated(shallow, 3.0, tables.Depth(2, 36, 0.25), tables.Depth(2, 48, 0.25))
     assert found["source_prefill"] == pytest.approx(35.25 / 1.25)

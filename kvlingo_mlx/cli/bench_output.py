@@ -146,17 +146,21 @@ def _extrapolate(
     timings: Sequence[Timing], pair: Pair, columns: list[str]
 ) -> list[dict[str, float]]:
     """Print what the times would be at full depth, if the models are not whole."""
+    from kvlingo_mlx.backend import on_gpu
+
     from kvlingo_mlx.measure import seconds
     from kvlingo_mlx.timing import paths, tables
     from kvlingo_mlx.timing.ceilings import Costs
 
     if pair.layers is None:
         return []
-    work = lambda: paths.run_head(pair.target, timings[0].batch)  # noqa: E731
+    batch = timings[0].batch
+    work = lambda: paths.run_head(pair.target, batch)  # noqa: E731
     head = min(seconds(work) for _ in range(5))
     ends = zip((pair.source, pair.target), pair.layers, strict=True)
     depths = [tables.Depth(*layers, Costs(model).last_share) for model, layers in ends]
-    grown = [tables.extrapolated(timing, head, *depths) for timing in timings]
+    steps = 1 if on_gpu() or batch > 1 else paths.QUEUED
+    grown = [tables.extrapolated(timing, head, *depths, steps=steps) for timing in timings]
     rows = [[label(phase), *(ms(g[phase]) for g in grown)] for phase in grown[0]]
     full = " and ".join(str(whole) for _, whole in pair.layers)
     table(f"Extrapolated to {full} layers, not measured (ms)", columns, rows)

@@ -29,6 +29,7 @@ from kvlingo_mlx.translators.base import Translator
 MAX_WARM_UP = 5
 LONG = 1.0  # seconds of warming up, after which what a first run costs more does not count
 HYBRID = "hybrid "  # before a number of layers
+QUEUED = 2  # steps of mlx-lm's loop up to its first token on a CPU: what is queued runs at once
 DECODED = 8  # tokens over which a decoding speed is taken
 
 

@@ -368,14 +368,17 @@ class Depth:
         return (self.whole - 1 + self.last) / (self.measured - 1 + self.last)
 
 
-def extrapolated(timing: Timing, head: float, source: Depth, target: Depth) -> dict[str, float]:
+def extrapolated(
+    timing: Timing, head: float, source: Depth, target: Depth, *, steps: int = 1
+) -> dict[str, float]:
     """By phase, seconds at full depth: what grows with the depth times what is left out.
 
     Args:
         timing: Of models of fewer layers.
-        head: Seconds of the target's head, which runs once whatever the depth.
+        head: Seconds of the target's head, which runs once a step whatever the depth.
         source: Depth of the one.
         target: Of the other. Maps are as many as its layers.
+        steps: How many a first token takes.
     """
     grown: dict[str, float] = {}
     for name in timing.samples:
@@ -385,7 +388,8 @@ def extrapolated(timing: Timing, head: float, source: Depth, target: Depth) -> d
         elif name == "source_prefill":
             grown[name] = took * source.prefills
         elif name in ("native_single", "target_step", "eager_switch"):
-            grown[name] = head + max(0.0, took - head) * target.passes
+            heads = head if name == "native_single" else steps * head
+            grown[name] = heads + max(0.0, took - heads) * target.passes
     if "native" in timing.samples and "target_step" in timing.samples:  # a prefill and a step
         reading = max(0.0, timing.median("native") - timing.median("target_step"))
         grown["native"] = reading * target.prefills + grown["target_step"]

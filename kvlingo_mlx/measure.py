@@ -1,4 +1,7 @@
-"""Stopwatch, environment and records: every number we print can be traced to a run."""
+"""Stopwatch, environment and records: every number we print can be traced to a run.
+
+MLX is imported by what times it, so that a machine with PyTorch alone can keep records too.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
 import numpy as np
-from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import __version__
 
@@ -27,17 +27,22 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "torch", "transformers")
 
 def seconds(action: Callable[[], Any]) -> float:
     """Wall seconds of ``action``, the device idle before; what mlx-lm queued ahead is not its."""
-    _wait()
+    mx = _idle()
     start = time.perf_counter()
     action()
     mx.synchronize()
     return time.perf_counter() - start
 
 
-def _wait() -> None:
-    """Let all end that runs: mlx-lm's loop leaves a step behind that nobody asked for."""
+def _idle() -> Any:
+    """MLX, once all has ended that ran: mlx-lm's loop leaves a step behind that nobody wants."""
+    from kvlingo_mlx.backend import mx
+
+    from mlx_lm.generate import generation_stream
+
     mx.synchronize(generation_stream)  # by default another stream's end is not waited for
     mx.synchronize()
+    return mx
 
 
 def wall_and_processor(action: Callable[[], Any]) -> tuple[float, float]:
@@ -57,7 +62,7 @@ def median(samples: Sequence[float]) -> float:
 
 def peak_bytes(action: Callable[[], Any]) -> int:
     """Most bytes MLX held alive while ``action`` ran."""
-    _wait()
+    mx = _idle()
     mx.clear_cache()
     mx.reset_peak_memory()
     action()
@@ -68,7 +73,7 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 def grown_bytes(action: Callable[[], Any]) -> int:
     """Most bytes that ``action``, run before, held alive beside those that were there already."""
     action()
-    resident = mx.get_active_memory()
+    resident = _idle().get_active_memory()
     return peak_bytes(action) - resident
 
 
@@ -76,7 +81,7 @@ def grown_bytes(action: Callable[[], Any]) -> int:
 def machine() -> dict[str, Any]:
     """What times depend on besides models: the device, and what computes on it."""
     return {
-        "device": str(mx.default_device()), "chip": _chip(), "cores": os.cpu_count(),
+        "device": _device(), "chip": _chip(), "cores": os.cpu_count(),
         "fast_blas": fast_blas(), "mlx": version("mlx"),
     }  # fmt: skip
 
@@ -90,7 +95,7 @@ def environment() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "device": str(mx.default_device()),
+        "device": _device(),
         "chip": _chip(),
         "cores": os.cpu_count(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -111,10 +116,8 @@ def machine_line() -> str:
     versions = ", ".join(f"{name} {v}" for name, v in env["versions"].items())
     blas = "" if env["fast_blas"] is None else f", {env['fast_blas']}"
     cuda = "" if env["cuda"] is None else f", {env['cuda']}"
-    return (
-        f"{env['chip']}, {env['cores']} cores, {env['system']}, {env['device']}{blas}{cuda}; "
-        f"{versions}"
-    )
+    device = "" if env["device"] is None else f", {env['device']}"
+    return f"{env['chip']}, {env['cores']} cores, {env['system']}{device}{blas}{cuda}; {versions}"
 
 
 def record(kind: str, config: dict[str, Any], results: Any) -> dict[str, Any]:
@@ -140,8 +143,15 @@ def append_json(path: str, entry: dict[str, Any]) -> None:
         file.write(line)
 
 
+def _device() -> str | None:
+    """Where MLX computes; None where MLX was not used at all."""
+    core = sys.modules.get("mlx.core")
+    return None if core is None else str(core.default_device())
+
+
 def _chip() -> str:
-    info = mx.device_info() if mx.default_device() == mx.gpu else {}
+    core = sys.modules.get("mlx.core")
+    info = core.device_info() if core and core.default_device() == core.gpu else {}
     if "device_name" in info:
         return str(info["device_name"])
     try:

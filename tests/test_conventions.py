@@ -117,6 +117,17 @@ def test_import_and_help_are_light() -> None:
     assert not loaded_after("from kvlingo_mlx.cli import run; run(['--help'])") & heavy
 
 
+@pytest.mark.parametrize("benchmark", ["cuda_switch", "training_throughput"])
+def test_what_runs_on_cuda_needs_no_mlx(benchmark: str) -> None:
+    """Its records, too."""
+    pytest.importorskip("torch")
+    here = PACKAGE.parent / "benchmarks"
+    code = f"import sys; sys.path.insert(0, {str(here)!r}); import {benchmark}"
+    record = "from kvlingo_mlx import measure; measure.record('x', {}, {}); measure.machine_line()"
+    loaded = loaded_after(f"{code}\n{record}")
+    assert "torch" in loaded and not loaded & {"mlx", "mlx_lm"}
+
+
 @pytest.mark.parametrize(
     "code", ["import kvlingo_mlx", "from kvlingo_mlx.cli import run; run(['--help'])"]
 )

@@ -169,7 +169,9 @@ def _cuda() -> str | None:
 
 
 def fast_blas() -> str | None:
-    """The BLAS that MLX's CPU build found open, on Linux; None elsewhere."""
+    """The BLAS that MLX's CPU build found open, on Linux; None elsewhere, and without MLX."""
+    if _device() is None:
+        return None
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:

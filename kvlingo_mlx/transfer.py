@@ -167,8 +167,16 @@ def take_over(
     upper = translator.above(native.layers)
     cache = hybrid.allocate(target, prefix[: span.stop], native, step_size)
     lap("native")
+    wanted = target.geometry.first_kept(span.stop)[native.layers :]
+    done = max(span.start, min(wanted, default=0))
     for states in spans:
         lap("prefill")
+        if done < min(states.start, span.stop):  # what is not written would be zeros
+            raise ValueError(
+                f"the source holds nothing before position {states.start}, and {done} is to be "
+                "translated; prefill the source"
+            )
+        done = max(done, states.end)
         start, stop = max(states.start, span.start), min(states.end, span.stop)
         if start < stop:
             hybrid.read_layers(target, prefix[start:stop], cache, step_size, native.layers)

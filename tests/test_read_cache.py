@@ -128,6 +128,18 @@ def test_a_saved_cache_is_handed_over(
         translator(states)
 
 
+def test_a_cache_that_has_forgotten_what_is_wanted(read_models: dict[str, LanguageModel]) -> None:
+    """Rings where the model has no windows: what no layer holds is refused, not zeros."""
+    model = read_models["qwen3"]
+    translator = identity_of(model, capture="post_rope")
+    own = [RotatingKVCache(max_size=16) for _ in model.attentions]
+    model.model(mx.array([TOKENS[:40]]), cache=own)
+    with pytest.raises(ValueError, match="holds nothing before position 24, and 0 is to be"):
+        kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=own)
+    model.model(mx.array([TOKENS[40:41]]), cache=own)
+    kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=own, native_head=25)
+
+
 def test_a_cache_of_other_tokens_shows(read_models: dict[str, LanguageModel]) -> None:
     """Negative control: it is the cache that is handed over, not what the tokens say."""
     model = read_models["qwen3"]

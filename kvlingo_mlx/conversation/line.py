@@ -212,7 +212,8 @@ class Line:
             raise
 
     def _take_back(self) -> None:
-        """Take back what some caches have written beyond the tokens."""
+        """Take back what some caches have written beyond the tokens, and what was kept of it."""
+        self.native.trim(len(self))
         beyond = [cache.offset - len(self) for cache in self._caches]
         both = list(zip(beyond, self._caches, strict=True))
         if any(more < 0 for more in beyond):

@@ -338,6 +338,22 @@ def test_an_answer_that_another_model_begins(
     say(talk, "qwen", ASKED[1], SAID[1])
 
 
+@pytest.mark.parametrize(
+    "how", [{"prefill": "qwen", "first_token": "source"}, {"reasoning": "qwen"}]
+)
+def test_an_answer_is_cut_short_before_its_last_model_writes(
+    how: dict[str, str], root: Path, opened: Callable[[str], LanguageModel]
+) -> None:
+    """What was said so far is in the tokens of the one that began, which the other cannot spell."""
+    talk, ids = talk_of(root, opened), iter(script(opened("qwen"), "One").ids)
+    sampler = lambda _: mx.array([next(ids)])  # noqa: E731
+    answer = talk.stream_reply("mistral", ASKED[0], sampler=sampler, **how)
+    assert next(answer).text == "O"
+    answer.close()
+    assert talk.messages[-1] == {"role": "assistant", "content": "O"}
+    say(talk, "mistral", ASKED[1], SAID[1])
+
+
 @pytest.mark.parametrize("seed", range(EXAMPLES - 1))
 def test_whatever_is_said_and_done(
     seed: int, root: Path, opened: Callable[[str], LanguageModel], tmp_path: Path

@@ -44,6 +44,7 @@ class CrossTurn(Turn):
                 self._marks[key] = transcript.end_of_messages(model, messages, found.tokens)
             model.check_tokens(self._readings[key].tokens)
         self._latest = exchange.key(names[0])
+        self._writer: str | None = None
         self._wrote: set[str] = set()
         self._said = ""
         prompt, mark = self._readings[self._latest].tokens, self._marks[self._latest]
@@ -83,7 +84,10 @@ class CrossTurn(Turn):
 
     def said(self, name: str, *, cut: bool) -> str:
         """The answer as text."""
-        return super().said(name, cut=cut) if len(self._wrote) < 2 else self._said
+        if len(self._wrote) > 1:
+            return self._said
+        # Who was to finish it may have another tokenizer, and have written nothing yet.
+        return super().said(self._writer or name, cut=cut)
 
     def book(self, transcript: Transcript, text: str) -> None:
         """Let what was asked and answered, as ``text``, join the conversation."""
@@ -128,5 +132,5 @@ class CrossTurn(Turn):
             return
         tokenizer, key = self._model(name).tokenizer, self._across.key(name)
         self._readings[key] = self._readings[key].wrote(tokenizer, ids, tokenizer.eos_token_ids)
-        self._said, self._latest = self._readings[key].said, key
+        self._said, self._latest, self._writer = self._readings[key].said, key, name
         self._wrote.add(key)

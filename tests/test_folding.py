@@ -22,6 +22,7 @@ from mlx_lm.models import base
 from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
+    RotatingKVCache,
     make_prompt_cache,
     save_prompt_cache,
 )
@@ -598,6 +599,17 @@ def test_caches_of_another_model_are_refused(root: Path) -> None:
     for wrong in (own[:-1], make_prompt_cache(source.model)):
         with pytest.raises(ValueError, match=f"expected {len(own)}, filled to one position"):
             fold_caches(wrong, source, target, translator)
+
+
+def test_a_source_that_has_forgotten_the_prefix_is_refused(root: Path) -> None:
+    """Rings where the source has no windows: the target would see their tokens alone."""
+    source, target, translator = write(root, BIASED)
+    own = [RotatingKVCache(max_size=4) for _ in source.attentions]
+    source.model(mx.array([[1, 2, 3, 4]]), cache=own)
+    assert fold_caches(own, source, target, translator)[0].offset == 4
+    source.model(mx.array([[5]]), cache=own)
+    with pytest.raises(ValueError, match="holds 4 tokens, and the last 5 are to be read"):
+        fold_caches(own, source, target, translator)
 
 
 def test_identity_maps_fold_to_the_model_itself(models: dict[str, LanguageModel]) -> None:

@@ -44,8 +44,17 @@ class Part:
         return Part(tuple(a[:, index : index + 1] for a in self.arrays), self.packing)
 
     def last(self, tokens: int) -> Part:
-        """The last ``tokens`` alone."""
+        """The last ``tokens`` alone.
+
+        Raises:
+            ValueError: There are fewer.
+        """
         start = self.tokens - tokens
+        if start < 0:
+            raise ValueError(
+                f"a source layer holds {self.tokens} tokens, and the last {tokens} are to be read; "
+                "prefill the source"
+            )
         return Part(tuple(a[..., start:, :] for a in self.arrays), self.packing)
 
     @property

@@ -90,7 +90,8 @@ def fold_caches(
     Raises:
         IncompatibleTranslatorError, UnsupportedModelError: As :func:`check_foldable`, or a cache
             of a class that cannot be read.
-        ValueError: The caches are empty or end at different positions.
+        ValueError: The caches are empty, end at different positions, or have forgotten what the
+            target's layers read.
     """
     check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
     ends = {cache.offset for cache in source_cache}

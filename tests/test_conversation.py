@@ -201,6 +201,24 @@ def test_a_line_that_a_template_rewrites_is_read_again_from_there(
     assert talk.last_switch is not None and talk.last_switch.kept == len(bare) + len(header)
 
 
+def test_a_stop_of_another_model_is_written_once(tmp_path: Path) -> None:
+    """A base model stops elsewhere than its chat model, and goes on from what that one wrote."""
+    models, (kind, sizes) = {}, tiny.FAMILIES["qwen3"]
+    for name, stop in (("chat", "<|im_end|>"), ("base", "<|endoftext|>")):
+        folder = tiny.write_tiny_model(tmp_path / name, kind, **sizes)
+        for file, key in (("tokenizer_config.json", "eos_token"), ("config.json", "eos_token_id")):
+            facts = json.loads((folder / file).read_text())
+            facts[key] = stop if key == "eos_token" else tiny.byte_tokenizer().token_to_id(stop)
+            (folder / file).write_text(json.dumps(facts))
+        models[name] = kv.load(folder)
+    talk = Conversation(models, [identity_of(models["chat"])], verbatim=True)
+    ids = iter(models["chat"].tokenizer.encode("so it is<|im_end|>") + [0] * 9)
+    talk.reply("chat", "hi there", sampler=lambda _: mx.array([next(ids)]))
+    new = [{"role": "user", "content": "and you"}]
+    one, other = (talk.transcript.prompt(model, new) for model in models.values())
+    assert one == other
+
+
 def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
     """Nothing that stands behind the first token that differs can be handed over."""
     models = {}

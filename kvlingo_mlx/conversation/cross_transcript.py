@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from kvlingo_mlx.conversation.reading import Reading, moved
-from kvlingo_mlx.conversation.transcript import MARK, Transcript
+from kvlingo_mlx.conversation.transcript import MARK, Transcript, written_stop
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message, render_text
 from kvlingo_mlx.renderings import content_parts, content_spans, written
@@ -76,9 +76,7 @@ class CrossTranscript(Transcript):
         """What the template puts after an answer whose last token is ``last``."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
         text = render_text(model, [*before, *messages], **self.switches).split(MARK, 1)[1]
-        stop = model.tokenizer.decode([last])
-        ended = last in model.tokenizer.eos_token_ids and text.startswith(stop)
-        return text[len(stop) :] if ended else text
+        return text[len(written_stop(model, last, text)) :]
 
     def ahead(self, model: LanguageModel) -> Reading | None:
         """As far as it will be read whatever the user says next; None if that cannot be told."""

@@ -85,10 +85,7 @@ class Transcript:
         """What the template puts after an answer: its end, and the ``new`` messages."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
         text = render_text(model, [*before, *new], **self.switches).split(MARK, 1)[1]
-        stop = model.tokenizer.decode(self.tokens[-1:])
-        if self.tokens[-1] in model.tokenizer.eos_token_ids and text.startswith(stop):
-            text = text[len(stop) :]
-        return _encode(model, text)
+        return _encode(model, text[len(written_stop(model, self.tokens[-1], text)) :])
 
     def end_of_messages(
         self, model: LanguageModel, new: Sequence[Message], prompt: Sequence[int]
@@ -175,6 +172,18 @@ def template_difference(
         if tokens != expected:
             return first, other, common_prefix(expected, tokens)
     return None
+
+
+def written_stop(model: LanguageModel, last: int, text: str) -> str:
+    """What of ``text``, which a template puts after an answer, is that answer's last token.
+
+    Who wrote it may stop at another token than ``model`` does, as a chat model beside its base
+    model: every added token counts.
+    """
+    tokenizer = model.tokenizer
+    stops = {*tokenizer.eos_token_ids, *tokenizer.get_added_vocab().values()}
+    stop = tokenizer.decode([last])
+    return stop if last in stops and text.startswith(stop) else ""
 
 
 def _encode(model: LanguageModel, text: str) -> list[int]:

@@ -315,6 +315,19 @@ def test_several_writers_make_one_answer(family_models: dict[str, LanguageModel]
     assert talk.messages[-1]["content"] == decode([part.token for part in parts])
 
 
+def test_the_second_writers_text_keeps_its_first_space(
+    family_models: dict[str, LanguageModel],
+) -> None:
+    """mlx-lm takes it off, as if nothing stood before."""
+    model = family_models["qwen3"]
+    ids = iter(model.tokenizer.encode("the use of") * 9)
+    scripted = {"sampler": lambda logprobs: mx.array([next(ids)]), "max_tokens": 3}
+    talk = talk_of(model)
+    said = talk.reply("b", "hi there", prefill="a", first_token="source", **scripted)
+    assert len(model.tokenizer.encode("the use of")) >= 3 and " " in said
+    assert said == talk.messages[-1]["content"]
+
+
 def test_an_answer_ends_with_its_models_context(
     family_models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

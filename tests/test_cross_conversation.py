@@ -334,6 +334,8 @@ def test_an_answer_that_another_model_begins(
     found = np.stack([np.array(r.logprobs) for r in responses[len(part.ids) :]])
     assert np.abs(found - expected).max() < TOLERANCE
     assert talk.messages[-1]["content"] == begun + then.text
+    streamed = "".join(response.text for response in responses)
+    assert (begun + then.text).startswith(streamed) and streamed.startswith(begun + " ")
     assert talk.lines["mistral"].tokens == slow["mistral"].ids
     say(talk, "qwen", ASKED[1], SAID[1])
 

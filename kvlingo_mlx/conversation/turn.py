@@ -80,6 +80,9 @@ class Turn:
         limit = self.room(name) if most is None else min(most, self.room(name))
         text, begun = "", len(self.answer)
         for response in self._decoded(line, tokens, limit):
+            if begun and not text:
+                before = [tokens[-1], *self.answer[begun:]]
+                response = _joined(response, line.model.tokenizer, before)
             text += response.text
             booked = self._booked(response, switch.seconds)
             done = until is not None and until in text
@@ -145,3 +148,16 @@ class Turn:
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
         booked = timed(response, len(self.prompt), self._ttft, {"translate": switch_s})
         return replace(booked, generation_tokens=len(self.answer))
+
+
+def _joined(response: MLXResponse, tokenizer: Any, before: Sequence[int]) -> MLXResponse:
+    """A response whose text goes on from the tokens ``before`` it, the first of them another's.
+
+    mlx-lm takes the first spaces off whatever it decodes, as if nothing came before.
+    """
+    told = tokenizer.decode([*before, int(response.token)])
+    rest, word = told.removeprefix(tokenizer.decode(before[:1])), response.text.lstrip(" ")
+    bare = rest.lstrip(" ")
+    if not response.text or not bare.startswith(word):
+        return response
+    return replace(response, text=rest[: len(rest) - len(bare)] + word)

@@ -221,7 +221,10 @@ def _quickest(
     if not native.translated(num_tokens - 1, len(target.attentions)):
         return "native"  # nothing would be translated
     key = profiles.key_of(source, target, *facts, native, step_size)
-    profile = profiles.read(key, (source.name, target.name))
+    names, given = (source.name, target.name), translator
+    if given is not None:
+        given = "FOLDER" if isinstance(given, Translator) else os.fspath(given)
+    profile = profiles.read(key, names, given, facts[0].native_layers)
     # What remains then is a switch, which a profile knows of plain translation alone.
     remains = "switch" if source_drafts and native == Native() else "accelerator"
     return "native" if profile.best(num_tokens, remains) == "native" else "accelerator"

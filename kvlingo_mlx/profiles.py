@@ -148,36 +148,43 @@ def write(profile: Profile) -> Path:
     return path
 
 
-def read(key: Mapping[str, Any], names: Sequence[str]) -> Profile:
+def read(
+    key: Mapping[str, Any], names: Sequence[str], translator: str | None = None, layers: int = 0
+) -> Profile:
     """The profile of a key.
 
     Args:
         key: As :func:`key_of` gives it.
         names: Of source and target, to say what to type.
+        translator: Where it was not the stored one, its folder or Hub id; likewise.
+        layers: The native layers that the translator itself keeps: bench measures no others.
 
     Raises:
         MissingProfileError: This pair was not measured here.
         MalformedProfileError: Its file breaks the format.
     """
     path = _path(key)
-    chunks = key.get("prefill_step_size")
-    more = "" if chunks is None else f" --prefill-step-size {chunks}"
-    advice = f"`kvlingo-mlx bench --source {names[0]} --target {names[1]}{more} --save-profile`"
+    words = ["--source", names[0], "--target", names[1]]
+    words += [] if translator is None else ["--translator", translator]
+    if (chunks := key.get("prefill_step_size")) is not None:
+        words += ["--prefill-step-size", str(chunks)]
+    advice = f"`kvlingo-mlx bench {' '.join(words)} --save-profile`"
+    own = asdict(Native(layers))
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        if "native" in key:
-            parts = ", ".join(f"native_{name} {value}" for name, value in key["native"].items())
+        if (asked := key.get("native", asdict(Native()))) != own:
+            parts = ", ".join(f"native_{name} {value}" for name, value in asked.items())
+            kept = f"the translator's own {layers} native layers" if layers else "plain translation"
             raise MissingProfileError(
                 f"strategy auto goes by measured times, and none of {names[0]} to {names[1]} with "
-                f"{parts} are in the local store; {advice} measures plain translation, which "
-                "--native-layers 0 asks for; or give native or accelerator"
+                f"{parts} are in the local store; {advice} measures {kept}, which --native-layers "
+                f"{layers} asks for; or give native or accelerator"
             ) from None
-        if key["maps"]["bits"] is not None:
+        if (bits := key["maps"]["bits"]) is not None:
             raise MissingProfileError(
-                f"strategy auto goes by measured times, and none of {names[0]} to {names[1]} with "
-                f"maps of {key['maps']['bits']} bits are in the local store; {advice} measures "
-                "maps as they are stored, which go without quantize; or give native or accelerator"
+                f"strategy auto goes by measured times, and {advice} keeps those of maps in "
+                f"floats, not in {bits} bits; leave out quantize, or give native or accelerator"
             ) from None
         raise MissingProfileError(
             f"strategy auto needs a profile, and none of {names[0]} to {names[1]} with these "

@@ -151,9 +151,13 @@ def test_without_a_profile_auto_says_what_to_type(
     pair: tuple[LanguageModel, LanguageModel, Translator],
 ) -> None:
     source, target, translator = pair
-    advice = f"bench --source {source.name} --target {target.name} --save-profile"
+    advice = f"bench --source {source.name} --target {target.name} --translator FOLDER --save"
     with pytest.raises(kv.MissingProfileError, match=advice):
         kv.generate(source, target, TOKENS, translator=translator, strategy="auto")
+    with pytest.raises(kv.MissingProfileError, match="--translator mine --save-profile"):
+        profiles.read(profiles.key_of(source, target, translator.config, None), ZOO, "mine")
+    with pytest.raises(kv.MissingProfileError, match="in floats, not in 8 bits; leave out"):
+        profiles.read(profiles.key_of(source, target, translator.config, 8), ZOO, "mine")
 
 
 # ---- whose a profile is -------------------------------------------------------------------------
@@ -205,9 +209,13 @@ def test_times_are_of_one_choice_of_native_layers(
 
     assert taken(translator) == taken(profiled, native_layers=0) == "accelerator"
     expected = "native_layers 1, native_head 0, native_tail 0 .*--save-profile.*--native-layers 0"
-    for found, native in ((profiled, {}), (profiled, {"native_layers": "auto"}),
-                          (translator, {"native_layers": 1})):  # fmt: skip
-        with pytest.raises(kv.MissingProfileError, match=expected) as error:
+    own = "with these maps, in this precision"  # bench measures a translator's own layers
+    other = "native_layers 2, .*own 1 native layers, which --native-layers 1 asks for"
+    for found, native, text in (
+        (profiled, {}, own), (profiled, {"native_layers": "auto"}, own),
+        (translator, {"native_layers": 1}, expected), (profiled, {"native_layers": 2}, other),
+    ):  # fmt: skip
+        with pytest.raises(kv.MissingProfileError, match=text) as error:
             taken(found, **native)
         assert "\n" not in str(error.value)
     with pytest.raises(kv.MissingProfileError, match="native_head 3, native_tail 0"):

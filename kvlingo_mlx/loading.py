@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx
@@ -224,14 +224,21 @@ def stored_translators() -> Iterator[Path]:
 
 
 def find_translator(
-    source: LanguageModel, target: LanguageModel, *, allow_mismatch: bool = False
+    source: LanguageModel,
+    target: LanguageModel,
+    *,
+    allow_mismatch: bool = False,
+    suits: Callable[[TranslatorConfig], bool] = lambda config: True,
 ) -> Path:
     """The stored translator of a pair, one that this version can apply.
+
+    One that ``suits`` goes before all others.
 
     Raises:
         MissingTranslatorError: There is none; says how to make one.
     """
     one = source.tokenizer_fingerprint == target.tokenizer_fingerprint
+    found: list[Path] = []
     for tolerance in (False, True) if allow_mismatch else (False,):  # their own first
         for path in stored_translators():
             try:
@@ -242,7 +249,11 @@ def find_translator(
             if (config.alignment is None) == one and all(
                 matches(spec, model, allow_mismatch=tolerance) for spec, model in ends
             ):
-                return path
+                if suits(config):
+                    return path
+                found.append(path)
+    if found:
+        return found[0]
     raise MissingTranslatorError(
         f"no translator from {source.name} to {target.name} is in the local store; make one "
         f"with `kvlingo-mlx fit --source {source.name} --target {target.name} --data FILE.jsonl "

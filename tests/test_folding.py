@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import json
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.folding import FoldedCache, decoding, fold_caches
 from kvlingo_mlx.folding import cache as wiring
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.loading import find_translator
 from kvlingo_mlx.measure import peak_bytes
 from kvlingo_mlx.states import KVStates, flat
 from kvlingo_mlx.tensor_file import Weights
@@ -645,6 +647,21 @@ def test_the_command_line(root: Path, capsys: pytest.CaptureFixture[str]) -> Non
     bits = ["--kv-bits", "8", "--kv-group-size", "32"]
     assert run(arguments(root, BIASED, "--memory-budget", *bits)) == 0
     assert "first token after" in capsys.readouterr().out
+
+
+def test_of_several_stored_the_one_that_folds(
+    models: dict[str, LanguageModel], store: Path
+) -> None:
+    """The newest of them cannot; ``generate`` takes that one all the same."""
+    model = models["dense"]
+    same, spec = assignment.identity(len(model.attentions)), model.spec()
+    for time, point in enumerate(("post_rope", "pre_norm")):
+        made = identity(TranslatorConfig(spec, spec, same, capture=point))
+        made.save(store / point)
+        os.utime(store / point / "translator_config.json", (time, time))
+    assert find_translator(model, model).name == "pre_norm"
+    found = kv.folded_generate(model, model, prompts(1, 20)[0], max_tokens=2)
+    assert found == kv.generate(model, model, prompts(1, 20)[0], max_tokens=2)
 
 
 def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,11 +32,12 @@ from kvlingo_mlx.generation import (
     with_prefix,
 )
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load_pair, resolve_translator
+from kvlingo_mlx.loading import find_translator, load_pair, resolve_translator
 from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.prompts import Prompt, as_ids, encode
 from kvlingo_mlx.transfer import Clock, check_tokens
+from kvlingo_mlx.translator_config import unfoldable
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import room_for
 
@@ -94,6 +95,10 @@ def _resolve(
     if len(tokens) < 2:
         return None
     check_caches((source,), len(tokens))
+    if translator is None:
+        translator = find_translator(
+            source, target, allow_mismatch=allow_mismatch, suits=lambda c: unfoldable(c) is None
+        )
     found = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
     tell_of_length(found.config, len(tokens))
     check_foldable(source, target, found, allow_mismatch=allow_mismatch)

@@ -70,6 +70,9 @@ def _opened(model: LanguageModel, text: str) -> bool:
 
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+    if not listed and not hasattr(prompt, "tolist"):  # one message, say, which has no first item
+        raise _unread(prompt)
     return len(prompt) > 0 and isinstance(prompt[0], dict)
 
 
@@ -129,7 +132,11 @@ def as_ids(tokens: Sequence[int]) -> list[int]:
     try:
         return [operator.index(token) for token in listed]
     except TypeError:
-        raise ValueError(
-            f"the prompt is {tokens!r:.60}; give text, messages of text, or the token ids of one "
-            "prompt (several prompts: hand each over, then mlx_lm's batch_generate)"
-        ) from None
+        raise _unread(tokens) from None
+
+
+def _unread(prompt: object) -> ValueError:
+    return ValueError(
+        f"the prompt is {prompt!r:.60}; give text, a list of messages of text, or the token ids of "
+        "one prompt (several prompts: hand each over, then mlx_lm's batch_generate)"
+    )

@@ -297,6 +297,19 @@ def _held(
     cache: list[Any], source: LanguageModel, translator: Translator, most: int
 ) -> KVStates | None:
     """What a source's caches hold of a prompt whose prefix has ``most`` tokens; None if nothing."""
+    stock = make_prompt_cache(source.model)
+    if not isinstance(cache, list) or len(cache) != len(stock):
+        what = f"{len(cache)} caches" if isinstance(cache, list) else f"{cache!r:.60}"
+        raise ValueError(
+            f"prompt_cache is {what}; give the list of the {len(stock)} caches of {source.name}, "
+            "as mlx_lm's make_prompt_cache or load_prompt_cache has it"
+        )
+    for own, usual in zip(cache, stock, strict=True):
+        if caches.is_ring(own) and not caches.is_ring(usual) and own.offset <= own.max_size < most:
+            raise ValueError(
+                f"prompt_cache keeps {own.max_size} tokens, but {most} come before the prompt's "
+                "last one: make it without max_kv_size"
+            )
     if not any(c.offset for c in cache):
         return None
     held = caches.read(cache, source, translator.config.capture)

@@ -175,3 +175,21 @@ def test_refusals(read_models: dict[str, LanguageModel]) -> None:
     assert [type(c) for c in pinned] == [RotatingKVCache] * 3 and type(own[0]) is KVCache
     with pytest.raises(UnsupportedModelError, match="RotatingKVCache that kept its first 4 tokens"):
         caches.read(pinned, model)
+
+
+def test_lists_that_are_not_the_sources(read_models: dict[str, LanguageModel]) -> None:
+    """Caches are seen before anything is read into them."""
+    model = read_models["qwen3"]
+    own = make_prompt_cache(model.model)
+    for wrong, text in (
+        ([], "prompt_cache is 0 caches; give the list of the 3 caches of"),
+        (own + own, "prompt_cache is 6 caches"),
+        ("talk.safetensors", "prompt_cache is 'talk.safetensors'; give the list"),
+        (make_prompt_cache(model.model, max_kv_size=16), "keeps 16 tokens, but 59 come before"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kv.hand_over(
+                model, model, TOKENS, translator=identity_of(model, capture="post_rope"),
+                prompt_cache=wrong,
+            )  # fmt: skip
+    assert all(cache.empty() for cache in own)

@@ -410,6 +410,7 @@ def test_controls_do_not_follow_a_profile(root: Path) -> None:
         (["--native-layers", "0,9"], "--native-layers is '0,9'; give numbers from 0 to "),
         (["--native-layers", "all"], "--native-layers is 'all'; give numbers from 0 to "),
         (["--max-kl", "-1"], "--max-kl is -1.0; give 0 or more"),
+        (["--min-recall", "95"], "--min-recall is 95.0; it is a share: give 0 to 1"),
         (["--limit", "0"], "--limit is 0, --trials 5; both are at least 1"),
         (["--data", "DATA"], "record 1: its last reply does not hold 'off'"),
     ],

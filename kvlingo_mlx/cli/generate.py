@@ -40,6 +40,9 @@ TIMES = ("strategy", "prompt_tokens", "prefill_s", "translate_s", "native_s", "t
 # What decodes from the prefill model's own cache takes none of these.
 NOT_FOLDED = ("draft_model", "num_draft_tokens", "strategy", "native_layers", "native_head",
               "native_tail", "quantized_kv_start")  # fmt: skip
+# What says nothing without another option, and that one as it could be typed.
+OF_OTHERS = {"kv_group_size": "--kv-bits 8", "quantized_kv_start": "--kv-bits 8",
+             "num_draft_tokens": "--draft-model MODEL"}  # fmt: skip
 
 
 def command(
@@ -81,8 +84,10 @@ def command(
         ("--max-tokens", max_tokens, max_tokens > 0 or max_tokens == -1, "1 or more, or -1"),
         ("--prefill-step-size", prefill_step_size, prefill_step_size > 0, "1 or more"),
     )
+    given = given_options(context)
     if memory_budget:
-        _check_folded(given_options(context))
+        _check_folded(given)
+    _check_of_others(given)
     text = _stdin() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text.strip():
         raise ValueError("the prompt is empty; give some text")
@@ -106,6 +111,13 @@ def command(
             translator, source, target, allow_mismatch=allow_mismatch, quantize=quantize
         )
     templated = target.tokenizer.has_chat_template and not ignore_chat_template
+    if system_prompt and not templated:
+        why = "--ignore-chat-template leaves it out" if ignore_chat_template else (
+            f"{target.name} has none"
+        )  # fmt: skip
+        raise ValueError(
+            f"--system-prompt is for the chat template, and {why}; put it into --prompt"
+        )
     options: dict[str, Any] = {
         "translator": used,
         "strategy": strategy,
@@ -156,8 +168,14 @@ def _check_folded(given: Mapping[str, str]) -> None:
             f"{', '.join(unused)} does not go with --memory-budget, which decodes from the "
             "prefill model's own cache; leave out one or the other"
         )
-    if "kv_group_size" in given and "kv_bits" not in given:
-        raise ValueError("--kv-group-size is of --kv-bits, which is not given; add --kv-bits 8")
+
+
+def _check_of_others(given: Mapping[str, str]) -> None:
+    """Refuse (ValueError) options that say nothing without another one."""
+    for name, other in OF_OTHERS.items():
+        option = other.split()[0]
+        if name in given and option[2:].replace("-", "_") not in given:
+            raise ValueError(f"{given[name]} is of {option}, which is not given; add {other}")
 
 
 def _stdin() -> str:

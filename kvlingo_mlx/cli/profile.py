@@ -48,6 +48,8 @@ def command(
     for name, bound in (("--max-kl", max_kl), ("--min-recall", min_recall)):
         if bound is not None and not bound >= 0:
             raise ValueError(f"{name} is {bound}; give 0 or more")
+    if min_recall is not None and min_recall > 1:
+        raise ValueError(f"--min-recall is {min_recall}; it is a share: give 0 to 1")
 
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.evaluation import profile

@@ -262,16 +262,6 @@ def test_a_source_that_drafts_reads_the_prompt_anyway(
         assert next(iter(responses)).strategy == way
 
 
-def test_no_profile_of_quantised_maps_is_to_be_had(
-    pair: tuple[LanguageModel, LanguageModel, Translator],
-) -> None:
-    """Bench times whole ways by maps as stored: to send a user there would lead in a circle."""
-    source, target, translator = pair
-    key = profiles.key_of(source, target, translator.config, 8)
-    with pytest.raises(kv.MissingProfileError, match="maps of 8 bits .* go without quantize"):
-        profiles.read(key, ("a", "b"))
-
-
 @pytest.mark.parametrize("part", [{"native_layers": 99}, {"native_head": 1}, {"native_tail": 1}])
 def test_native_has_no_parts(
     pair: tuple[LanguageModel, LanguageModel, Translator],

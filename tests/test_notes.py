@@ -131,7 +131,8 @@ def test_show_and_verify_tell_of_precisions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of an embedded translator, which keeps what its receipt was made in."""
-    monkeypatch.setattr(verification, "agreement", lambda *_: Agreement(0.03, 0.95, 0.5, 8, 65))
+    found = Agreement(0.03, 0.95, 0.5, 8, 65)
+    monkeypatch.setattr(verification, "agreement", lambda *_, **options: found)
     four = quantised(kv.load("tiny-qwen3-s"), tmp_path / "four")
     folder = str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")
     assert run(["show", folder]) == 0

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import generation
+from kvlingo_mlx import caches
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.translators.linear import LinearTranslator
 from kvlingo_mlx.validation import room_for, validate_cache
@@ -125,14 +125,14 @@ def test_every_hand_over_is_checked(
     models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also that of a generation and of a conversation's switch."""
-    model, write = models["dense"], generation.caches.write
+    model, write = models["dense"], caches.write
     translator = identity_of(model)
 
     def short(cache: list[Any], *rest: Any) -> None:
         write(cache, *rest)
         cache[1].offset -= 1
 
-    monkeypatch.setattr(generation.caches, "write", short)
+    monkeypatch.setattr(caches, "write", short)
     with pytest.raises(kv.CacheError, match="layer 1"):
         kv.hand_over(model, model, TOKENS, translator=translator)
     with pytest.raises(kv.CacheError, match="layer 1"):

@@ -22,6 +22,7 @@ from kvlingo_mlx.cli.output import (
     table,
     warn,
 )
+from kvlingo_mlx.cli.sampling import check_ranges
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.compare import Outcome
@@ -50,7 +51,7 @@ def command(
     ),
     baselines: str = typer.Option(
         "hidden,shuffled",
-        help="hidden, shuffled, reuse, droidspeak, droidspeak:J, text, folded; or none.",
+        help="hidden, shuffled, canonical, reuse, droidspeak, droidspeak:J, text, folded; or none.",
     ),
     data: str = typer.Option(None, help="JSONL for continuation; default: generated dialogues."),
     limit: int = typer.Option(64, help="Items a task; of needles, a variant and length."),
@@ -87,8 +88,10 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Compare translated caches with native ones, controls and alternatives."""
-    if limit < 1 or (max_tokens is not None and max_tokens < 1):
-        raise ValueError(f"--limit is {limit}, --max-tokens {max_tokens}; both are at least 1")
+    check_ranges(
+        ("--limit", limit, limit > 0, "1 or more"),
+        ("--max-tokens", max_tokens, max_tokens is None or max_tokens > 0, "1 or more"),
+    )
     if plot and not compare:
         raise ValueError("--plot draws score against time to first token; add --compare")
     own, public = options.split_tasks(words(tasks), judge)

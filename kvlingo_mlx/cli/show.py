@@ -112,7 +112,7 @@ def _model_facts(name: str) -> dict[str, Any]:
         "cache layers": len(geometry.layers),
         "first layer": f"{_heads(layer)}, {layer.attention}",
         "weights": model.precision,
-        "cache dtype": model.cache_dtype,
+        "cache dtype": str(model.cache_dtype).rsplit(".", 1)[-1],
         "cache bytes per token": bytes_per_token(model),
         "context": model.context_length,
         "geometry": geometry.fingerprint,

@@ -126,7 +126,7 @@ def test_a_judge_and_times(
         (["--tasks", "quac", "--task-data", "quac=absent.json"], "absent.json"),
         (["--tasks", "quac", "--metadata", "[1]"], "--metadata is '[1]'; give a JSON object"),
         (["--tasks", "quac", "--include-path", "absent"], "absent is no folder of task files"),
-        (["--max-tokens", "0"], "--max-tokens 0"),
+        (["--max-tokens", "0"], "--max-tokens is 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -23,7 +23,7 @@ from kvlingo_mlx.cli import bench_output, run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import seconds
-from kvlingo_mlx.timing import ceilings, geometries, memory_budget, paths, tables
+from kvlingo_mlx.timing import ceilings, derived, geometries, memory_budget, paths, tables
 from kvlingo_mlx.timing.batches import Batch
 from kvlingo_mlx.timing.reference import Reference, load_reference
 from kvlingo_mlx.translators.base import Translator
@@ -376,7 +376,7 @@ def test_floors_are_below_what_was_measured(made: paths.Paths) -> None:
     rates = ceilings.measured_rates()
     assert rates.flops > 1e7 and rates.bandwidth > 1e6
     timing = tables.measure_length(made, tables.TABLES["moe-switch"], trials=2)
-    least = tables.floors(timing, rates, made.source, made.target, made.translators)
+    least = derived.floors(timing, rates, made.source, made.target, made.translators)
     assert set(least) == set(timing.samples) - set(tables.SPEEDS)
     assert all(0 < least[phase] < timing.median(phase) for phase in least)
     assert set(timing.experts) == {"prompt", "step"}
@@ -391,7 +391,7 @@ def test_an_accelerator_of_native_layers_has_no_ceiling(made: paths.Paths) -> No
     timing = tables.Timing(len(PROMPT), {"switch": [1.0], "accelerator": [1.0]})
     rates = ceilings.Rates(1e9, 1e9, "float32")
     for one, ways in ((maps, {"switch", "accelerator"}), (profiled, {"switch"})):
-        assert set(tables.floors(timing, rates, made.source, made.target, {"x": one})) == ways
+        assert set(derived.floors(timing, rates, made.source, made.target, {"x": one})) == ways
 
 
 def test_what_is_derived_from_times() -> None:
@@ -400,29 +400,30 @@ def test_what_is_derived_from_times() -> None:
         "accelerator": [4.0] * 3, "source_step": [0.1] * 3, "decode_source": [0.5] * 3,
     })  # fmt: skip
     assert timing.median("native") == 2.0 and timing.spread("native") == (1.0, 4.0)
-    assert tables.speedups(timing) == {
+    assert derived.speedups(timing) == {
         "switch": 4.0, "eager switch": 8.0, "accelerator": 0.5, "source first token": 20.0
     }  # fmt: skip
     assert timing.summary()["native"] == {"median": 2.0, "min": 1.0, "iqr": 4.0}
     assert tables.as_json(timing)["summary"].keys() == timing.samples.keys()
-    assert tables.tokens_per_second(timing) == {"decode_source": paths.DECODED / 0.5}
+    assert derived.tokens_per_second(timing) == {"decode_source": paths.DECODED / 0.5}
     # Layers of a second each on the target's side, half a second on the source's, head of three.
     shallow = tables.Timing(8, {
         "source_prefill": [1.0], "translate x": [0.2], "native": [5.0], "target_step": [3.5],
         "switch": [3.7],
     })  # fmt: skip
-    ends = tables.Depth(2, 36, 1.0), tables.Depth(2, 48, 1.0)
-    assert tables.extrapolated(shallow, 3.0, *ends) == pytest.approx({
+    ends = derived.Depth(2, 36, 1.0), derived.Depth(2, 48, 1.0)
+    assert derived.extrapolated(shallow, 3.0, *ends) == pytest.approx({
         "source_prefill": 18.0, "translate x": 4.8, "native": 51.0, "target_step": 15.0,
         "switch": 19.8, "accelerator": 37.8,
     })  # fmt: skip
     # Of two steps for a first token either has a head; layers took a fourth of a second of each.
     shallow.samples["target_step"] = [6.5]
-    found = tables.extrapolated(shallow, 3.0, *ends, steps=2)
+    found = derived.extrapolated(shallow, 3.0, *ends, steps=2)
     assert found["target_step"] == pytest.approx(2 * 3.0 + 0.5 * 24)
     shallow.samples["target_step"] = [3.5]
     # A prefill that ends early in its last layer: 1.25 layers of it were run, of 35.25.
-    found = tables.extrapolated(shallow, 3.0, tables.Depth(2, 36, 0.25), tables.Depth(2, 48, 0.25))
+    early = derived.Depth(2, 36, 0.25), derived.Depth(2, 48, 0.25)
+    found = derived.extrapolated(shallow, 3.0, *early)
     assert found["source_prefill"] == pytest.approx(35.25 / 1.25)
     assert found["native"] == pytest.approx(1.5 * 47.25 / 1.25 + 15.0)
 

@@ -66,14 +66,14 @@ def show(
 
     ``missing`` are the lengths that time did not allow, and those beyond a model's context.
     """
-    from kvlingo_mlx.timing import tables
+    from kvlingo_mlx.timing import derived, tables
 
     least, grown = [], []
     if not timings:
         say(shown.title)
     else:
         ends = pair.source, pair.target
-        least = [tables.floors(t, rates, *ends, pair.translators) for t in timings]
+        least = [derived.floors(t, rates, *ends, pair.translators) for t in timings]
         rows = [_times(p, timings, least) for p in timings[0].samples if p not in SPEED_LABELS]
         columns = ["prompt tokens", *(str(t.prompt_tokens) for t in timings)]
         title = f"{shown.title}\n{pair.source.name} to {pair.target.name}"
@@ -96,13 +96,13 @@ def show(
 
 def _derived(shown: Table, timings: Sequence[Timing]) -> list[list[str]]:
     """Rows of what is derived from times, and of memory."""
-    from kvlingo_mlx.timing import tables
+    from kvlingo_mlx.timing import derived
 
     rows = []
-    for way in tables.speedups(timings[0]):
-        rows.append([f"{way}, times sooner", *(f"{tables.speedups(t)[way]:.2f}" for t in timings)])
-    for name in tables.tokens_per_second(timings[0]):
-        speeds = [tables.tokens_per_second(t)[name] for t in timings]
+    for way in derived.speedups(timings[0]):
+        rows.append([f"{way}, times sooner", *(f"{derived.speedups(t)[way]:.2f}" for t in timings)])
+    for name in derived.tokens_per_second(timings[0]):
+        speeds = [derived.tokens_per_second(t)[name] for t in timings]
         rows.append([f"{SPEED_LABELS[name]} (tokens/s)", *(f"{speed:.1f}" for speed in speeds)])
     for phase in shown.peaks:
         peaks = [f"{t.peak[phase] / 1e6:.0f}" for t in timings]
@@ -149,7 +149,7 @@ def _extrapolate(
     from kvlingo_mlx.backend import on_gpu
 
     from kvlingo_mlx.measure import seconds
-    from kvlingo_mlx.timing import paths, tables
+    from kvlingo_mlx.timing import derived, paths
     from kvlingo_mlx.timing.ceilings import Costs
 
     if pair.layers is None:
@@ -158,9 +158,9 @@ def _extrapolate(
     work = lambda: paths.run_head(pair.target, batch)  # noqa: E731
     head = min(seconds(work) for _ in range(5))
     ends = zip((pair.source, pair.target), pair.layers, strict=True)
-    depths = [tables.Depth(*layers, Costs(model).last_share) for model, layers in ends]
+    depths = [derived.Depth(*layers, Costs(model).last_share) for model, layers in ends]
     steps = 1 if on_gpu() or batch > 1 else paths.QUEUED
-    grown = [tables.extrapolated(timing, head, *depths, steps=steps) for timing in timings]
+    grown = [derived.extrapolated(timing, head, *depths, steps=steps) for timing in timings]
     rows = [[label(phase), *(ms(g[phase]) for g in grown)] for phase in grown[0]]
     full = " and ".join(str(whole) for _, whole in pair.layers)
     table(f"Extrapolated to {full} layers, not measured (ms)", columns, rows)

@@ -15,19 +15,14 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.hybrid import Native, native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.measure import median, peak_bytes, seconds
 from kvlingo_mlx.timing.batches import PHASES, Batch
 from kvlingo_mlx.timing.ceilings import (
-    Costs,
-    Rates,
-    Work,
     expert_layers,
     experts_touched,
-    translation_work,
 )
-from kvlingo_mlx.timing.paths import DECODED, HYBRID, Paths, interleaved
+from kvlingo_mlx.timing.paths import HYBRID, Paths, interleaved
 from kvlingo_mlx.translators.base import Translator
 
 RUNS = 3  # of every phase at least: to count experts or take a peak, to warm up, to be timed
@@ -273,132 +268,12 @@ def run_table(
     return done, []
 
 
-# ---- beside the machine's ceilings ------------------------------------------------------------
-
-
-def floors(
-    timing: Timing,
-    rates: Rates,
-    source: LanguageModel,
-    target: LanguageModel,
-    translators: Mapping[str, Translator],
-) -> dict[str, float]:
-    """By phase, the least seconds that its work can take at this machine's measured rates.
-
-    Of single prompts alone: nothing for several at once.
-    """
-    if timing.batch > 1:
-        return {}
-    count = timing.prompt_tokens - 1
-    reads, steps = Costs(source), Costs(target)
-    touched = timing.experts.get("prompt", 1.0)
-    one = timing.experts.get("step", steps.active / max(1, _experts(target)))
-    step = steps.tokens(1, count, one)
-    work: dict[str, Work] = {
-        "source_prefill": reads.reading(count),
-        "native": steps.reading(count, touched) + step,
-        "native_single": steps.tokens(count + 1, 0, touched),
-        "target_step": step,
-        "eager_switch": step,
-        "source_step": reads.tokens(1, count),
-    }
-    for form, translator in translators.items():
-        work[f"translate {form}"] = translation_work(translator, source, target, count)
-    first = next(iter(translators))
-    work["switch"] = work[f"translate {first}"] + step
-    if native_part(translators[first].config) == Native():  # else the target reads a part of it
-        work["accelerator"] = work["source_prefill"] + work["switch"]
-    return {name: rates.floor(work[name]) for name in timing.samples if name in work}
-
-
-def _experts(model: LanguageModel) -> int:
-    return int(model.facts.get("num_experts") or 1)
-
-
 def batched(table: Table, batch: int) -> Table:
     """What of a table can be timed for so many prompts at once: all of it for one."""
     if batch == 1:
         return table
     phases, peaks = (tuple(p for p in of if p in PHASES) for of in (table.phases, table.peaks))
     return Table(f"{table.title}, {batch} prompts at once", table.lengths, phases, peaks)
-
-
-def speedups(timing: Timing) -> dict[str, float]:
-    """How many times sooner each way reaches the first token than the target's own prefill."""
-    native = timing.median("native") if "native" in timing.samples else None
-    ways = {
-        "switch": "switch", "eager switch": "eager_switch", "accelerator": "accelerator",
-        "source first token": "source_step",
-    }  # fmt: skip
-    return {
-        way: native / timing.median(phase)
-        for way, phase in ways.items()
-        if native is not None and phase in timing.samples
-    }
-
-
-def tokens_per_second(timing: Timing) -> dict[str, float]:
-    """Decoding speeds."""
-    return {name: DECODED / timing.median(name) for name in SPEEDS if name in timing.samples}
-
-
-@dataclass(frozen=True)
-class Depth:
-    """How deep a model is.
-
-    Attributes:
-        measured: Its layers.
-        whole: Those of the model that it stands for.
-        last: What part of the last one's work its keys and values are (:class:`Costs`), with
-            which a prefill ends.
-    """
-
-    measured: int
-    whole: int
-    last: float
-
-    @property
-    def passes(self) -> float:
-        """How many times as long a pass through all layers takes."""
-        return self.whole / self.measured
-
-    @property
-    def prefills(self) -> float:
-        """How many times as long reading a prompt takes."""
-        return (self.whole - 1 + self.last) / (self.measured - 1 + self.last)
-
-
-def extrapolated(
-    timing: Timing, head: float, source: Depth, target: Depth, *, steps: int = 1
-) -> dict[str, float]:
-    """By phase, seconds at full depth: what grows with the depth times what is left out.
-
-    Args:
-        timing: Of models of fewer layers.
-        head: Seconds of the target's head, which runs once a step whatever the depth.
-        source: Depth of the one.
-        target: Of the other. Maps are as many as its layers.
-        steps: How many a first token takes.
-    """
-    grown: dict[str, float] = {}
-    for name in timing.samples:
-        took = timing.median(name)
-        if name.startswith("translate "):
-            grown[name] = took * target.passes
-        elif name == "source_prefill":
-            grown[name] = took * source.prefills
-        elif name in ("native_single", "target_step", "eager_switch"):
-            heads = head if name == "native_single" else steps * head
-            grown[name] = heads + max(0.0, took - heads) * target.passes
-    if "native" in timing.samples and "target_step" in timing.samples:  # a prefill and a step
-        reading = max(0.0, timing.median("native") - timing.median("target_step"))
-        grown["native"] = reading * target.prefills + grown["target_step"]
-    first = next((name for name in grown if name.startswith("translate ")), None)
-    if first is not None and "target_step" in grown:
-        grown["switch"] = grown[first] + grown["target_step"]
-    if "switch" in grown and "source_prefill" in grown:
-        grown["accelerator"] = grown["source_prefill"] + grown["switch"]
-    return grown
 
 
 def as_json(timing: Timing) -> dict[str, Any]:

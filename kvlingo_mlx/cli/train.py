@@ -52,7 +52,7 @@ def command(
     dtype: str = typer.Option("bfloat16", help="The frozen models': bfloat16 or float32."),
     device: str = typer.Option(None, help="cuda, cuda:N or cpu; default: cuda where it is."),
     plot: str = typer.Option(None, help="Draw the held-out KL into this file (the [plot] extra)."),
-    histogram: bool = typer.Option(False, help="Only show the data's prefix lengths."),
+    histogram: bool = typer.Option(False, help="Only show what a run would read."),
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Train a translator: closed form, then self-distillation (needs the [cuda] extra)."""
@@ -71,11 +71,17 @@ def command(
         plain_text=plain_text, packed_share=packed_share,
     )  # fmt: skip
     if histogram:
-        rows = command_line.histogram(options)
-        _print_histogram(rows)
+        found = command_line.histogram(options, steps, batch_size, fit_samples)
+        stages = {"stage1": found.stage1, "stage2": found.stage2}
+        for rows, title in zip(stages.values(), TITLES, strict=True):
+            if rows:
+                _print_histogram(title, rows)
+        say(str(found.survey))
         if json_file:
-            bins = [dict(zip(HISTOGRAM, row, strict=True)) for row in rows]
-            _record(json_file, "prefix_lengths", vars(options), bins)
+            results: dict[str, Any] = {"survey": vars(found.survey)}
+            for stage, rows in stages.items():
+                results[stage] = [dict(zip(HISTOGRAM, row, strict=True)) for row in rows]
+            _record(json_file, "prefix_lengths", vars(options), results)
         return
     if plot:
         command_line.check_picture(plot, steps)
@@ -106,7 +112,7 @@ def command(
     if done.log is None:
         say(f"wrote {done.folder}: stage 1 alone, as --steps is 0")
     else:
-        say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.last:.4f} at last")
+        say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.best:.4f} at best")
         say(f"the log is {done.log}")
         if plot:
             command_line.draw(done.log, plot)
@@ -118,6 +124,7 @@ def command(
 
 
 HISTOGRAM = ("from", "below", "reasoning", "without")
+TITLES = ("Stage 1: prefix lengths", "Stage 2: prefix lengths")
 
 
 def _record(json_file: str, kind: str, config: dict[str, Any], results: Any) -> None:
@@ -137,6 +144,6 @@ def _rates(text: str | None) -> tuple[float, ...]:
     return rates
 
 
-def _print_histogram(rows: list[tuple[int, int, int, int]]) -> None:
+def _print_histogram(title: str, rows: list[tuple[int, int, int, int]]) -> None:
     cells = [[f"{a} to {b - 1}", str(on), str(off)] for a, b, on, off in rows]
-    table("Prefix lengths, in samples", ["tokens", "reasoning", "without"], cells)
+    table(title, ["tokens", "reasoning", "without"], cells)

@@ -3,8 +3,9 @@
 A folder ``OUT.partial`` beside the translator to come: ``initial.safetensors`` (what stage 1
 ended with) and a folder for each stage under way. A closed form keeps its sums there
 (``moments.safetensors``); a distillation what it was when it last looked at the held-out
-conversations (``validated.safetensors``), what it was since (``latest.safetensors``), and
-``log.jsonl``. A process killed at any point leaves the state before or after.
+conversations (``validated.safetensors``), what it was since (``latest.safetensors``), the
+translator that was best there (``best.safetensors``), and ``log.jsonl``. A process killed at any
+point leaves the state before or after.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvlingo_mlx.errors import KVLingoError
 if TYPE_CHECKING:
     from kvlingo_mlx.training.distill import Distillation, Run
 
-VALIDATED, LATEST = "validated.safetensors", "latest.safetensors"
+VALIDATED, LATEST, BEST = "validated.safetensors", "latest.safetensors", "best.safetensors"
 LOG, DIVERGED = "log.jsonl", "diverged"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 KEEP_EVERY = 240.0  # seconds of work that a kill may cost
@@ -142,8 +143,12 @@ class Checkpoints:
                 _restore_run(run, f"{index}/", tensors)
                 run.diverged_at = kept["diverged_at"]
                 run.held_out = math.inf if kept["held_out"] is None else kept["held_out"]
+                run.kl_sum, run.kl_steps = kept["kl_sum"], kept["kl_steps"]
             training.step, training.tokens = facts["step"], facts["tokens"]
             training.seconds = facts["seconds"]
+            training.recall(read_facts(self.folder / BEST), load_file(self.folder / BEST))
+            training.curve = [json.loads(line) for line in self._log(training.step)]
+            training.told = set(facts["told"])
         if training.group.leads:
             self._trim_log(-1 if newest is None else training.step)
             (self.folder / DIVERGED).unlink(missing_ok=True)
@@ -160,9 +165,9 @@ class Checkpoints:
             tensors.update(_tensors_of(run, f"{index}/"))
         facts = {
             "settings": dict(self.settings), "step": training.step, "tokens": training.tokens,
-            "seconds": training.seconds,
+            "seconds": training.seconds, "told": sorted(training.told),
             "runs": [
-                {"diverged_at": run.diverged_at,
+                {"diverged_at": run.diverged_at, "kl_sum": run.kl_sum, "kl_steps": run.kl_steps,
                  "held_out": run.held_out if math.isfinite(run.held_out) else None}
                 for run in training.runs
             ],
@@ -171,7 +176,12 @@ class Checkpoints:
         if entry is None:
             write_state(self.folder / LATEST, what, tensors, facts)
             return
-        # The log first: a line too many is dropped on resuming, a lost one is lost.
+        # What is best first, and the log: they may be a look ahead of what is resumed, which will
+        # come to the same again. A line too many is dropped on resuming, a lost one is lost.
+        best = training.best
+        if best is not None and best.step == training.step:
+            written = {"rate": best.rate, "step": best.step, "held_out": best.held_out}
+            write_state(self.folder / BEST, what, best.tensors, written)
         with disk_errors(what, self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / LOG, "a", encoding="utf-8") as log:
@@ -217,17 +227,21 @@ class Checkpoints:
         path = self.folder / LOG
         if not path.exists():
             return
+        temporary = path.with_name(f"{LOG}.tmp")
+        with disk_errors("the log", self.folder):
+            temporary.write_text("".join(self._log(step)), encoding="utf-8")
+            _replace(temporary, path)
+
+    def _log(self, step: int) -> list[str]:
+        """The log's whole lines up to a step."""
         kept = []
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in (self.folder / LOG).read_text(encoding="utf-8").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(f"{line}\n")
             except ValueError:
                 break  # a process was killed as it wrote this line, so it is the last
-        temporary = path.with_name(f"{LOG}.tmp")
-        with disk_errors("the log", self.folder):
-            temporary.write_text("".join(kept), encoding="utf-8")
-            _replace(temporary, path)
+        return kept
 
 
 def _tensors_of(run: Run, prefix: str) -> dict[str, torch.Tensor]:

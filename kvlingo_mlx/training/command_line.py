@@ -15,12 +15,13 @@ import torch
 from kvlingo_mlx import checkpoint, pictures
 from kvlingo_mlx.samples import other_tokenizer
 from kvlingo_mlx.training import distributed, torch_model
-from kvlingo_mlx.training.data import Stream, prefix_histogram
+from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
 from kvlingo_mlx.training.distill import Recipe
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.pipeline import Progress, Training
 from kvlingo_mlx.training.plan import Plan, default_rate
 
+SHOWN = 480  # samples of a run that its histogram is made of
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -47,20 +48,24 @@ class Options:
         """One of the two models, where this process computes."""
         return torch_model.load(name, dtype=DTYPES[self.dtype], device=self._place())
 
-    def stream(self, tokenizer: Any, context_length: int, source_tokenizer: Any = None) -> Stream:
+    def stream(
+        self, tokenizer: Any, context_length: int, planned: int, source_tokenizer: Any = None
+    ) -> Stream:
         """The samples, scaled to the shorter context of the two models.
 
-        ``source_tokenizer`` is the source's where it has another one.
+        ``planned`` is how many a run will draw, ``source_tokenizer`` the source's where it has
+        another one.
         """
         mixture = self._mixture().scaled(context_length)
-        return Stream(self.data, tokenizer, mixture, self.seed, source_tokenizer)
+        return Stream(self.data, tokenizer, mixture, self.seed, source_tokenizer, planned)
 
     def settings(self, stream: Stream) -> dict[str, Any]:
         """What must not change when a training is resumed, beside its plan and models."""
         names = ("dtype", "plain_text", "packed_share")
         contents = {f"contents of {name}": text for name, text in stream.contents.items()}
         own = {name: getattr(self, name) for name in names}
-        return {"data": list(self.data), **own, **contents}
+        # The order of samples depends on how many there are to be.
+        return {"data": list(self.data), **own, **contents, "samples": stream.survey.samples}
 
     def _mixture(self) -> Mixture | PlainText:
         return PlainText() if self.plain_text else Mixture(packed_share=self.packed_share)
@@ -84,13 +89,13 @@ class Options:
 class Done:
     """What a finished training left: its folder and, of stage 2, its log and held-out KL.
 
-    ``log``, ``first`` and ``last`` are None where there was no stage 2.
+    ``log``, ``first`` and ``best`` are None where there was no stage 2.
     """
 
     folder: Path
     log: Path | None = None
     first: float | None = None
-    last: float | None = None
+    best: float | None = None
 
 
 def train(
@@ -116,13 +121,14 @@ def train(
     stream = options.stream(
         target.tokenizer,
         min(source.context_length, target.context_length),
+        samples_of(stage2.steps, stage2.batch, whole.fit_samples),
         other_tokenizer(source.tokenizer, target.tokenizer),
     )
     group = distributed.join(str(target.device))
     try:
         training = Training(
             source, target, stream, whole, Path(out), group, progress, options.settings(stream),
-            warn,
+            warn, notes=[str(stream.survey)] if stream.survey.falls_short else [],
         )  # fmt: skip
         folder = training.run()
     finally:
@@ -132,7 +138,12 @@ def train(
     if stage2.steps == 0:
         return Done(folder)
     curve = [_lowest(line["held_out"]) for line in read_log(training.log)]
-    return Done(folder, training.log, curve[0], curve[-1])
+    return Done(folder, training.log, curve[0], min(curve))
+
+
+def samples_of(steps: int, batch: int, fit_samples: int) -> int:
+    """How many samples a training draws: stage 1 reads the first of those of stage 2."""
+    return max(steps * batch, fit_samples)
 
 
 def _lowest(held_out: list[float | None]) -> float:
@@ -140,13 +151,30 @@ def _lowest(held_out: list[float | None]) -> float:
     return min((value for value in held_out if value is not None), default=math.nan)
 
 
-def histogram(options: Options) -> list[tuple[int, int, int, int]]:
+@dataclass(frozen=True)
+class Lengths:
+    """What :func:`train` would read of the data.
+
+    ``stage1`` and ``stage2`` are ``data.prefix_histogram``'s rows of the first samples.
+    """
+
+    survey: Survey
+    stage1: list[Bin]
+    stage2: list[Bin]
+
+
+def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Lengths:
     """Prefix lengths of the stream that :func:`train` would read (figure "prefixhist")."""
     source, theirs = torch_model.read_config(options.source)
     target, tokenizer = torch_model.read_config(options.target)
     context = min(config["max_position_embeddings"] for config in (source, target))
-    stream = options.stream(tokenizer, context, other_tokenizer(theirs, tokenizer))
-    return prefix_histogram(stream)
+    planned = samples_of(steps, batch, fit_samples)
+    stream = options.stream(tokenizer, context, planned, other_tokenizer(theirs, tokenizer))
+    stage1 = prefix_histogram(stream, fit_samples)
+    # The whole run in few samples: each of them stands for as many.
+    drawn = steps * batch
+    stage2 = prefix_histogram(stream, min(drawn, SHOWN), every=max(1, drawn // SHOWN))
+    return Lengths(stream.survey, stage1, stage2)
 
 
 def provenance(folder: Path) -> dict[str, Any]:

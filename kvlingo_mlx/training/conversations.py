@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvlingo_mlx.samples import Sample, check_record, tokenise
+from kvlingo_mlx.samples import Sample, check_record, encode_plain, tokenise
 
 Message = dict[str, str]
 
@@ -184,6 +184,18 @@ def to_sample(
     """
     whole = tokenise({"messages": messages}, tokenizer, source_tokenizer=source_tokenizer)
     return replace(whole, continuation=whole.continuation[:max_continuation])
+
+
+def boilerplate(tokenizer: Any, source_tokenizer: Any = None) -> tuple[float, float]:
+    """How many tokens a chat template puts into a prefix once, and how many around a message."""
+    asked, said = {"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hello!"}
+    own = len(encode_plain(tokenizer, "Hello!"))
+    short, long = (
+        to_sample([*[asked, said] * rounds, asked, said], tokenizer, 1, source_tokenizer).num_read
+        for rounds in (0, 1)
+    )
+    header = (long - short) / 2 - own
+    return short - own - header, header
 
 
 def excerpt(text: str, characters: int, rng: random.Random) -> str:

@@ -1,11 +1,13 @@
 """The training stream: seeded samples by number, from one or more sources of records.
 
-Appendix "Training data and training recipe". A sample is a pure function of the seed and
-its number: a run resumes at any number, and processes share a stream by sharing numbers.
+Appendix "Training data and training recipe". A sample is a pure function of the seed, its
+number and how many samples the run will draw: a run resumes at any number, and processes share
+a stream by sharing numbers. No record comes again before all others of its reach have come.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,28 +16,25 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.samples import Sample, encode_plain
-from kvlingo_mlx.training.conversations import excerpt, keeps_system, pack, to_sample, until
-from kvlingo_mlx.training.library import Library, Place, Shelf, Side, Talk, fill
-from kvlingo_mlx.training.mixture import (
-    STRATA,
-    Kind,
-    Mixture,
-    PlainText,
-    Slot,
-    key_of,
-    shuffled,
-    slot_at,
-    spread,
+from kvlingo_mlx.training.conversations import (
+    boilerplate,
+    excerpt,
+    keeps_system,
+    pack,
+    to_sample,
+    until,
 )
+from kvlingo_mlx.training.library import Library, Place, Shelf, Talk, fill
+from kvlingo_mlx.training.mixture import Kind, Mixture, PlainText, Range, slot_at, spread
+from kvlingo_mlx.training.orders import ELSEWHERE, Orders, Survey, reach
 from kvlingo_mlx.training.records import Spec
 
-POOL = 64  # records looked at for one natural sample
-NEAREST = 4  # of those, the ones whose tokens are counted
-TRIES = 16  # pools drawn for a sample before it is given up
-ELSEWHERE = 7919  # how far apart those pools lie, in visits
-PACK_TRIES = 4  # fillings of one pack: each tells better how many characters a token has
+Bin = tuple[int, int, int, int]
+
+TRIES = 16  # records drawn for a sample before it is given up
+PACK_TRIES = 4  # fillings of one pack: each tells better how many bytes a token has
 PACK_LIMIT = 4096  # records read for one pack at most
-SLACK = 0.8  # records may hold somewhat more tokens a byte than those that were measured
+DIFFERENT_PACKS = 4  # packs without a conversation in common that the data must hold
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,10 @@ class Stream:
     """Samples by number: natural and packed conversations, or windows of plain text.
 
     Attributes:
-        mixture: Lengths and shares; a :class:`PlainText` draws windows of texts instead.
+        mixture: Lengths and shares, as the data bear them; a :class:`PlainText` draws windows of
+            texts instead.
         seed: Another seed holds out other records and draws other samples.
+        survey: What a run will see of the data.
     """
 
     def __init__(
@@ -63,20 +64,22 @@ class Stream:
         mixture: Mixture | PlainText | None = None,
         seed: int = 0,
         source_tokenizer: Any = None,
+        planned: int = 40_000,
     ) -> None:
         """Open ``sources`` (see ``records.open_source``) for models that share ``tokenizer``.
 
-        ``source_tokenizer`` is the source's where it has another one.
+        ``source_tokenizer`` is the source's where it has another one; ``planned`` is how many
+        samples the run will draw (the paper's 5,000 steps of 8), over which lengths are spread.
 
         Raises:
-            ValueError: Plain text for two tokenizers; a source cannot be read or has no record
-                for the mixture, or a tokenizer has no chat template.
+            ValueError: Plain text for two tokenizers; a source cannot be read, has a malformed
+                record or none for the mixture, or a tokenizer has no chat template.
             MissingExtraError: A Hugging Face dataset without the ``datasets`` package.
         """
-        self.mixture = Mixture() if mixture is None else mixture
-        self.seed = seed
+        mixture = Mixture() if mixture is None else mixture
+        self.seed, self._planned = seed, planned
         self._tokenizer, self._source_tokenizer = tokenizer, source_tokenizer
-        texts = isinstance(self.mixture, PlainText)
+        texts = isinstance(mixture, PlainText)
         if texts and source_tokenizer is not None:
             raise ValueError(
                 "windows of plain text are cut by one tokenizer, and this pair has two; give "
@@ -84,22 +87,62 @@ class Stream:
             )
         both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
         self._fold = not texts and not all(map(keeps_system, both))
-        self._library = Library(sources, tokenizer, texts, seed)
+        template = None if texts else boilerplate(*both)
+        self._library = Library(sources, both, template, reach(mixture), seed)
+        asked = mixture
+        self._training = Orders(self._library.training, mixture, planned, seed)
+        if isinstance(mixture, Mixture) and not self._can_pack(mixture):
+            mixture = replace(mixture, packed_share=0.0)
+            self._training = Orders(self._library.training, mixture, planned, seed)
+        if not self._training.natural and not (
+            isinstance(mixture, Mixture) and mixture.packed_share == 1
+        ):
+            raise ValueError(self._unmet(mixture, "natural"))
+        self.mixture = mixture
+        self.survey = self._survey(asked)
 
     @property
     def skipped(self) -> int:
-        """How many different records so far had no usable assistant turn (or no text)."""
-        return len(self._library.skipped)
+        """How many records have no usable assistant turn (or no text)."""
+        return self._library.skipped
 
     @property
     def reserved(self) -> int:
-        """How many records are kept from training for :meth:`held_out`."""
-        return sum(len(shelf.records) for shelf in self._library.reserved.shelves)
+        """How many usable records are kept from training for :meth:`held_out`."""
+        return sum(len(shelf.records) for shelf in self._library.reserved)
 
     @property
     def contents(self) -> dict[str, str]:
         """Size and hash of each source by its name, for telling other data from the same."""
         return self._library.contents
+
+    def _can_pack(self, mixture: Mixture) -> bool:
+        """Whether the data hold concatenations that differ; of one that is all, whether any.
+
+        Raises:
+            ValueError: They hold none, and nothing else is asked for.
+        """
+        packs = math.floor(self._training.tokens / (sum(mixture.packed) / 2))
+        if mixture.packed_share == 1 and not packs:
+            raise ValueError(self._unmet(mixture, "packed"))
+        return mixture.packed_share in (0, 1) or packs >= DIFFERENT_PACKS
+
+    def _survey(self, asked: Mixture | PlainText) -> Survey:
+        orders, mixture = self._training, self.mixture
+        share, wanted, tokens, lifted = 0.0, reach(mixture)[0], 0.0, (set[Place](), 0)
+        if isinstance(mixture, Mixture):
+            share, wanted, tokens = mixture.packed_share, mixture.natural[1], orders.tokens
+            lifted = orders.met(orders.lifted, share)
+        natural = orders.met(orders.natural, 1 - share)
+        walks = orders.lifted if share == 1 else orders.natural
+        records = sum(map(len, walks.values()))
+        listed = sum(len(source.sizes) for source in self._library.sources)
+        return Survey(
+            records, listed - records - self.reserved, self.reserved, self._planned,
+            len(natural[0] | lifted[0]), natural[1] + lifted[1],
+            max((walk.longest for walk in walks.values()), default=0), int(wanted),
+            round(tokens), share, asked.packed_share if isinstance(asked, Mixture) else 0.0,
+        )  # fmt: skip
 
     def sample(self, index: int) -> Sample:
         """Training sample ``index`` (see :meth:`draw`)."""
@@ -109,12 +152,13 @@ class Stream:
         """Training sample ``index`` with its origin, a function of seed and index alone.
 
         Raises:
-            ValueError: Nothing fits in a bounded number of tries, or a record is malformed;
-                the message names the lengths wanted, or the record's file and line.
+            ValueError: Nothing fits in a bounded number of tries; the message names the lengths
+                wanted.
         """
-        found = self._find(index, self._library.training)
+        slot = slot_at(index, self.mixture, self.seed)
+        found = self._find(slot.kind, slot.ordinal, self._training, tries=TRIES)
         if found is None:
-            raise ValueError(f"sample {index}: {self._unmet(index)}")
+            raise ValueError(f"sample {index}: {self._unmet(self.mixture, slot.kind)}")
         return found
 
     def held_out(self, count: int = 64) -> list[Sample]:
@@ -127,91 +171,80 @@ class Stream:
         Raises:
             ValueError: There are too few records to reserve any, or nothing fits.
         """
+        kinds = [slot_at(index, self.mixture, self.seed).kind for index in range(count)]
+        orders = Orders(self._library.reserved, self.mixture, count, self.seed)
         found: dict[Sample, None] = {}
-        side, spent = self._library.reserved, set()
-        kinds = [slot_at(index, self.mixture, self.seed).kind for index in range(4 * count)]
+        taken: set[Place] = set()
         # A pack takes many records: what is scarce goes to natural samples first.
-        order = sorted(range(4 * count), key=lambda i: (i >= count, kinds[i] == "packed", i))
-        for index in order if self.reserved else ():
-            if len(found) == count or kinds[index] in spent:
-                continue
-            draw = self._find(index, side)
-            if draw is None:  # nor will what is left do for another of its kind
-                spent.add(kinds[index])
-                continue
-            found[draw.sample] = None
-            side = replace(side, taken=side.taken.union(draw.records))
+        wanted = [kind for kind in kinds if kind != "packed"]
+        spare = ["text" if isinstance(self.mixture, PlainText) else "natural"] * count
+        ordinals = {kind: 0 for kind in kinds + spare}
+        for kind in [*wanted, *(kind for kind in kinds if kind == "packed"), *spare]:
+            if len(found) == count:
+                break
+            while ordinals[kind] < 4 * count:
+                draw = self._find(kind, ordinals[kind], orders, frozenset(taken), tries=1)
+                ordinals[kind] += 1
+                if draw is not None:
+                    found[draw.sample] = None
+                    taken.update(draw.records)
+                    break
         if not found:
             names, held = self._library.names, self.reserved
             raise ValueError(f"no sample in the {held} records held out of {names}; add records")
         return list(found)
 
-    def _find(self, index: int, side: Side) -> Draw | None:
-        slot = slot_at(index, self.mixture, self.seed)
-        tries = (self._attempt(slot, side, attempt) for attempt in range(TRIES))
-        return next((draw for draw in tries if draw is not None), None)
+    def _find(
+        self,
+        kind: Kind,
+        ordinal: int,
+        orders: Orders,
+        taken: frozenset[Place] = frozenset(),
+        *,
+        tries: int,
+    ) -> Draw | None:
+        walks = orders.lifted if kind == "packed" else orders.natural
+        if not walks:
+            return None
+        for attempt in range(tries):
+            shelf, row, reply = orders.of(walks, ordinal, attempt)
+            if shelf.place(row) in taken:
+                continue
+            if isinstance(self.mixture, PlainText):
+                draw = self._window(self.mixture, shelf, row, ordinal, attempt)
+            elif kind == "packed":
+                talk = self._library.talk(shelf.place(row))
+                draw = self._packed(
+                    self.mixture, ordinal + attempt * ELSEWHERE, talk, orders, taken
+                )
+            else:
+                draw = self._natural(self.mixture, self._library.talk(shelf.place(row), reply))
+            if draw is not None:
+                return draw
+        return None
 
-    def _attempt(self, slot: Slot, side: Side, attempt: int) -> Draw | None:
-        if isinstance(self.mixture, PlainText):
-            return self._window(self.mixture, slot.ordinal, side, attempt)
-        if slot.kind == "packed":
-            return self._packed(self.mixture, slot.ordinal, side, attempt)
-        return self._natural(self.mixture, slot.ordinal, side, attempt)
-
-    def _unmet(self, index: int) -> str:
+    def _unmet(self, mixture: Mixture | PlainText, kind: Kind) -> str:
         """What was looked for in vain, and what to change."""
         names = self._library.names
-        if isinstance(self.mixture, PlainText):
-            wanted = self.mixture.prefix + self.mixture.continuation
+        if isinstance(mixture, PlainText):
+            wanted = mixture.prefix + mixture.continuation
             return f"no text of {wanted} tokens in {names}; give longer texts"
-        natural = slot_at(index, self.mixture, self.seed).kind == "natural"
-        low, high = self.mixture.natural if natural else self.mixture.packed
-        what = "conversation with a prefix" if natural else "concatenation with a prefix"
-        change = "" if natural else ", or pack none (--packed-share 0)"
-        return f"no {what} of {low} to {high} tokens in {names}; add conversations{change}"
-
-    def _random(self, kind: Kind, ordinal: int, attempt: int) -> random.Random:
-        return random.Random(f"{kind}/{self.seed}/{ordinal}/{attempt}")
+        low, high = mixture.natural if kind == "natural" else mixture.packed
+        if kind == "natural":
+            what = f"conversation with a prefix of {low} to {high} tokens in {names}"
+            return f"no {what}; add conversations"
+        return (
+            f"no concatenation with a prefix of {low} to {high} tokens in {names}, whose "
+            f"conversations have {round(self._training.tokens):,} tokens; add conversations, or "
+            "pack none (--packed-share 0)"
+        )
 
     # ---- natural ---------------------------------------------------------------------
 
-    def _natural(self, mixture: Mixture, ordinal: int, side: Side, attempt: int) -> Draw | None:
-        """One conversation, of a length wanted beforehand (paragraph "Prefix lengths").
-
-        Lengths are near uniform since the parts of their range are visited in turn.
-        """
-        visit, step = divmod(ordinal, STRATA)
-        part = shuffled(step, STRATA, key_of(self.seed, "part", visit))
-        rng = self._random("natural", ordinal, attempt)
-        low, high = mixture.natural
-        width = (high - low) / STRATA
-        wanted = low + (part + rng.random()) * width
-        reasons = (visit + part) % 2 == 0
-        talks = self._pool(side, part, low + part * width, visit, attempt, rng)
-        talks.sort(key=lambda t: (t.reasoning != reasons, abs(self._about(t) - wanted)))
-        draws = [self._whole(talk, mixture) for talk in talks[:NEAREST]]
-        fit = [d for d in draws if low <= d.sample.num_read <= high and d.sample.continuation]
-        far = [(d.reasoning != reasons, abs(d.sample.num_read - wanted)) for d in fit]
-        return fit[far.index(min(far))] if fit else None
-
-    def _pool(
-        self, side: Side, part: int, shortest: float, visit: int, attempt: int, rng: random.Random
-    ) -> list[Talk]:
-        """The next candidates on the walk of ``part`` through the records large enough for it.
-
-        Each further attempt takes records half as large, where no large one fits.
-        """
-        shelf = side.pick(rng)
-        _, bytes_per_token = self._library.scales[shelf.source]
-        among = shelf.at_least(SLACK * bytes_per_token * shortest / 2**attempt, POOL)
-        start = (int(visit * shelf.share) + attempt * ELSEWHERE) * POOL
-        key = key_of(self.seed, "natural", part)
-        places = (shelf.at(start + i, key, among) for i in range(min(POOL, among)))
-        return [talk for place in places if (talk := self._library.talk(place, side, rng))]
-
-    def _about(self, talk: Talk) -> float:
-        """About how many tokens the prefix of a candidate has."""
-        return talk.before / self._library.scales[talk.place[0]][0]
+    def _natural(self, mixture: Mixture, talk: Talk) -> Draw | None:
+        """One conversation up to one of its replies, if it is of a length wanted."""
+        draw, (low, high) = self._whole(talk, mixture), mixture.natural
+        return draw if low <= draw.sample.num_read <= high and draw.sample.continuation else None
 
     def _whole(self, talk: Talk, mixture: Mixture) -> Draw:
         messages = until(talk.messages, talk.turn, fold=self._fold)
@@ -222,61 +255,70 @@ class Stream:
 
     # ---- packed ----------------------------------------------------------------------
 
-    def _packed(self, mixture: Mixture, ordinal: int, side: Side, attempt: int) -> Draw | None:
-        """Conversations one after another, a question out of one of them at the end."""
-        rng = self._random("packed", ordinal, attempt)
+    def _packed(
+        self, mixture: Mixture, ordinal: int, lifted: Talk, orders: Orders, taken: frozenset[Place]
+    ) -> Draw | None:
+        """Conversations one after another, the last question of ``lifted`` at the end."""
+        rng = random.Random(f"packed/{self.seed}/{ordinal}")
         low, high = mixture.packed
         target = low + (high - low) * spread(ordinal, self.seed)
-        reasons = ordinal % 2 == 0
-        visit = ordinal + attempt * ELSEWHERE
-        talks = self._material(self._walk(side, high, visit, rng), high, reasons)
-        if not talks:
-            return None
-        lifted = next((talk for talk in talks if talk.reasoning == reasons), talks[0])
-        others = [talk for talk in talks if talk.opening != lifted.opening]
-        per_token, _ = self._library.scales[lifted.place[0]]
+        others = self._others(orders, ordinal, lifted, mixture.packed, rng, taken)
+        own = self._library.measure(lifted.place[0], {"messages": lifted.messages}).lengths[-1]
         tried: list[Talk] | None = None
+        scale = 1.0  # what a token was taken for, in tokens
         for _ in range(PACK_TRIES):
-            chosen = fill(others, lifted.before, target * per_token, high * per_token)
+            chosen = fill(others, own, target * scale, high * scale)
             if chosen == tried:
                 break
             tried, draw = chosen, self._concatenated(lifted, chosen, mixture, rng)
             length = draw.sample.num_read
             if low <= length <= high and draw.sample.continuation:
                 return draw
-            per_token = (lifted.before + sum(talk.whole for talk in chosen)) / max(length, 1)
+            sizes = {talk.place: tokens for talk, tokens in others}
+            scale = (own + sum(sizes[talk.place] for talk in chosen)) / max(length, 1)
         return None
 
-    def _material(self, walk: Iterator[Talk], tokens: int, reasons: bool) -> list[Talk]:
-        """More conversations than a prefix of ``tokens`` takes, one that ends as wanted if any."""
-        most = tokens * max(per_token for per_token, _ in self._library.scales.values())
-        talks: list[Talk] = []
-        room, found = 1.5 * most, False
-        for talk in walk:
-            talks.append(talk)
-            room -= talk.whole if talk.whole <= most else 0
-            found = found or talk.reasoning == reasons
-            if room < 0 and (found or len(talks) >= POOL):
-                break
-        return talks
-
-    def _walk(self, side: Side, tokens: int, visit: int, rng: random.Random) -> Iterator[Talk]:
-        """Conversations of all sources by their weights, each once."""
-        positions = {s.source: self._start(s, tokens, visit) for s in side.shelves}
-        seen: set[Place] = set()
-        for _ in range(min(PACK_LIMIT, 2 * sum(len(shelf.records) for shelf in side.shelves))):
-            shelf = side.pick(rng)
-            place = shelf.at(positions[shelf.source], key_of(self.seed, "packed"))
-            positions[shelf.source] += 1
-            if place not in seen and (talk := self._library.talk(place, side)):
-                yield talk
+    def _others(
+        self,
+        orders: Orders,
+        ordinal: int,
+        lifted: Talk,
+        packed: Range,
+        rng: random.Random,
+        taken: frozenset[Place],
+    ) -> list[tuple[Talk, float]]:
+        """More conversations than a pack takes, with their tokens; none opens as ``lifted``."""
+        found: list[tuple[Talk, float]] = []
+        seen, room = {lifted.place, *taken}, 1.5 * packed[1]
+        for shelf, row in self._refill(orders, ordinal, packed, rng):
+            place = shelf.place(row)
+            if place in seen:
+                continue
             seen.add(place)
+            talk = self._library.talk(place)
+            if talk.opening != lifted.opening:
+                found.append((talk, float(shelf.whole[row])))
+                room -= found[-1][1]
+            if room < 0:
+                break
+        return found
 
-    def _start(self, shelf: Shelf, tokens: int, visit: int) -> int:
-        """Where a pack begins on a shelf, so that packs together meet each record about once."""
-        _, bytes_per_token = self._library.scales[shelf.source]
-        stride = max(1, round(tokens * bytes_per_token / float(shelf.sizes.mean())))
-        return int(visit * shelf.share) * stride
+    def _refill(
+        self, orders: Orders, ordinal: int, packed: Range, rng: random.Random
+    ) -> Iterator[tuple[Shelf, int]]:
+        """Records of all sources by their weights, from where the packs before have come to."""
+        refills = orders.refills
+        shelves = [shelf for shelf in orders.shelves if shelf.source in refills]
+        shares = orders.shares(refills)
+        met = ordinal * (packed[0] + packed[1]) / 2
+        positions = [
+            refills[shelf.source].start(met * share)
+            for shelf, share in zip(shelves, shares, strict=True)
+        ]
+        for _ in range(min(PACK_LIMIT, 2 * sum(map(len, refills.values())))):
+            index = rng.choices(range(len(shelves)), shares)[0]
+            yield shelves[index], refills[shelves[index].source].at(positions[index])
+            positions[index] += 1
 
     def _concatenated(
         self, lifted: Talk, others: list[Talk], mixture: Mixture, rng: random.Random
@@ -292,16 +334,14 @@ class Stream:
 
     # ---- plain text ------------------------------------------------------------------
 
-    def _window(self, windows: PlainText, ordinal: int, side: Side, attempt: int) -> Draw | None:
+    def _window(
+        self, windows: PlainText, shelf: Shelf, row: int, ordinal: int, attempt: int
+    ) -> Draw | None:
         """A window of one text, at random in it."""
-        rng = self._random("text", ordinal, attempt)
-        shelf = side.pick(rng)
+        rng = random.Random(f"text/{self.seed}/{ordinal}/{attempt}")
         wanted = windows.prefix + windows.continuation
-        per_token, bytes_per_token = self._library.scales[shelf.source]
-        among = shelf.at_least(SLACK * bytes_per_token * wanted, 1)
-        position = int(ordinal * shelf.share) + attempt * ELSEWHERE
-        place = shelf.at(position, key_of(self.seed, "text"), among)
-        record = None if place in side.taken else self._library.read(place)
+        per_token, _ = self._library.per_token[shelf.source]
+        record = self._library.read(shelf.place(row))
         text = excerpt(record["text"], int(2 * wanted * per_token), rng) if record else ""
         tokens = encode_plain(self._tokenizer, text)
         if len(tokens) < wanted:
@@ -309,19 +349,21 @@ class Stream:
         start = rng.randint(0, len(tokens) - wanted)
         prefix = tokens[start : start + windows.prefix]
         sample = Sample(prefix, tokens[start + windows.prefix : start + wanted])
-        return Draw(sample, "text", False, (place,))
+        return Draw(sample, "text", False, (shelf.place(row),))
 
 
-def prefix_histogram(
-    stream: Stream, count: int = 240, bins: int = 12
-) -> list[tuple[int, int, int, int]]:
-    """Prefix lengths of the first ``count`` samples, in bins of equal width in their logarithm.
+def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12, every: int = 1) -> list[Bin]:
+    """Prefix lengths of ``count`` samples, in bins of equal width in their logarithm.
+
+    ``every`` takes one sample of so many, from the first on.
 
     Returns:
         For each bin the shortest length (tokens), the length it stays below, and how many
         samples it has with a reasoning trace and without (figure "prefixhist").
     """
-    draws = [stream.draw(index) for index in range(count)]
+    draws = [stream.draw(index * every) for index in range(count)]
+    if not draws:
+        return []
     lengths = np.array([len(draw.sample.prefix) for draw in draws])
     reasoning = np.array([draw.reasoning for draw in draws])
     edges = np.unique(np.geomspace(lengths.min(), lengths.max() + 1, bins + 1).round().astype(int))

@@ -1,7 +1,8 @@
 """Stage 2: self-distillation (section 3.2 and appendix "Training protocol").
 
 Several translators of one pair, one for each learning rate, are trained in lockstep: they share
-the two no-gradient readings of every conversation. The one of lowest held-out KL wins.
+the two no-gradient readings of every conversation. The step and rate of lowest held-out KL win,
+the start among them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from kvlingo_mlx.training.interruption import Interruption
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import TorchTranslator
+from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.translator_config import TranslatorConfig
 
 
@@ -102,7 +104,8 @@ class Run:
     """One translator in training.
 
     ``diverged_at`` is the step at which its loss, there or on the held-out conversations,
-    stopped being a number, if it did; it takes no step after that.
+    stopped being a number, if it did; it takes no step after that. ``kl_sum`` and ``kl_steps`` are
+    of the steps since the last look.
     """
 
     rate: float
@@ -112,6 +115,13 @@ class Run:
     diverged_at: int | None = None
     loss: float = math.nan
     kl: float = math.nan
+    kl_sum: float = 0.0
+    kl_steps: int = 0
+
+    @property
+    def train_kl(self) -> float:
+        """The mean KL of the steps since the last look at the held-out conversations."""
+        return self.kl_sum / self.kl_steps if self.kl_steps else math.nan
 
     @classmethod
     def start(cls, rate: float, translator: TorchTranslator) -> Run:
@@ -126,6 +136,22 @@ class Run:
         torch.nn.utils.clip_grad_norm_(self.translator.tensors.values(), recipe.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+
+@dataclass(frozen=True)
+class Best:
+    """The translator of lowest held-out KL so far (or reconstruction error), on the CPU."""
+
+    rate: float
+    step: int
+    held_out: float
+    tensors: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, run: Run, step: int) -> Best:
+        """What a run is now; a copy, since training goes on."""
+        copies = {n: t.detach().cpu().clone() for n, t in run.translator.tensors.items()}
+        return cls(run.rate, step, run.held_out, copies)
 
 
 @dataclass(frozen=True)
@@ -145,7 +171,8 @@ class Distillation:
     """A training under way: the pair, its runs, its data and its checkpoints.
 
     ``keep_every`` is how many seconds of steps a kill may cost; ``stop`` is looked at between
-    two steps. ``kept`` is the step last kept, and when.
+    two steps. ``warn`` is told, once each, what the curve says against the training. ``curve`` is
+    the log so far, ``kept`` the step last kept, and when.
     """
 
     source: TorchModel
@@ -158,13 +185,17 @@ class Distillation:
     group: Group = field(default_factory=Group)
     keep_every: float = KEEP_EVERY
     stop: Interruption = field(default_factory=Interruption)
+    warn: Callable[[str], None] = lambda text: None
+    best: Best | None = None
+    curve: list[Mapping[str, Any]] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
     kept: tuple[int, float] = (-1, 0.0)
 
-    def run(self, progress: Callable[[Report], None] = lambda report: None) -> Run:
-        """Train to the last step; returns the run of lowest held-out KL.
+    def run(self, progress: Callable[[Report], None] = lambda report: None) -> Best:
+        """Train to the last step; returns the translator of lowest held-out KL.
 
         Raises:
             KVLingoError: Every run has diverged (says at which step), or the disk is full.
@@ -174,7 +205,7 @@ class Distillation:
         self.kept = self.step, time.monotonic()
         if not resumed:
             self.validate()
-            self.keep({"step": 0, "held_out": [run.held_out for run in self.runs]})
+            self.look({"step": 0, "held_out": [run.held_out for run in self.runs]})
         while self.step < self.recipe.steps:
             self._heed()
             started = time.perf_counter()
@@ -183,11 +214,30 @@ class Distillation:
             last = self.step == self.recipe.steps
             if last or self.step % self.recipe.validate_every == 0:
                 self.validate()
-                self.keep(self.entry())
+                self.look(self.entry())
             elif time.monotonic() - self.kept[1] >= self.keep_every:
                 self.keep()
             progress(self.report())
-        return self.best()
+        assert self.best is not None, "validated before the first step"
+        return self.best
+
+    def look(self, entry: Mapping[str, Any]) -> None:
+        """Keep what was measured on the held-out conversations, and tell what it says."""
+        leading = self.leading()
+        if self.best is None or leading.held_out < self.best.held_out:
+            self.best = Best.of(leading, self.step)
+        self.curve.append(entry)
+        for run in self.runs:
+            run.kl_sum, run.kl_steps = 0.0, 0
+        for name, text in complaints(self.curve).items():
+            if name not in self.told and self.group.leads:
+                self.warn(text)
+            self.told.add(name)
+        self.keep(entry)
+
+    def recall(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take what was best before a run was stopped."""
+        self.best = Best(tensors=tensors, **facts)
 
     def _heed(self) -> None:
         """Stop between two steps where a signal has asked any of the processes to."""
@@ -266,6 +316,7 @@ class Distillation:
             run.diverged_at = self.step + 1
             run.optimizer.zero_grad(set_to_none=True)
             return
+        run.kl_sum, run.kl_steps = run.kl_sum + run.kl, run.kl_steps + 1
         run.update(self.step, self.recipe)
 
     def read(self, sample: Sample) -> Reading:
@@ -302,7 +353,7 @@ class Distillation:
             ]
         return torch.tensor(losses, dtype=torch.float64)
 
-    def best(self) -> Run:
+    def leading(self) -> Run:
         """The run of lowest held-out KL among those that have not diverged."""
         return min(self.live or self.runs, key=lambda run: run.held_out)
 
@@ -322,14 +373,15 @@ class Distillation:
             "learning_rates": [run.rate for run in self.runs],
             "loss": [run.loss for run in self.runs],
             "kl": [run.kl for run in self.runs],
+            "train_kl": [run.train_kl for run in self.runs],
             "held_out": [run.held_out for run in self.runs],
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
         }
 
     def report(self) -> Report:
-        """Where the best run stands."""
-        run = self.best()
+        """Where the leading run stands."""
+        run = self.leading()
         pace = self.tokens / max(self.seconds, 1e-9)
         return Report(self.step, run.loss, run.kl, run.held_out, pace, self.seconds)
 

@@ -1,13 +1,13 @@
-"""The training records on their shelves: which ones train, how large they are, their walks.
+"""The training records on their shelves: which ones train, how long they are.
 
-Reading stops here: above this room there are conversations and texts, and numbers.
+Every record is read once when a stream is opened: what is malformed or of no use is found
+before anything is trained, and no choice later on rests on a guess about what the data hold.
 """
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,56 +21,57 @@ from kvlingo_mlx.training.records import Source, Spec, open_source
 Place = tuple[int, int]  # a source and a record of it, both numbered from 0
 
 HELD_OUT = 2048  # records of a source kept from training, of few records a tenth
-MEASURED = 32  # records that tell how many characters a token has
+COUNTED = 8_000_000  # bytes of a source up to which tokens are counted, not estimated
+UNSURE = 1.5  # of a larger one, records this near a limit, up or down, are counted all the same
+MEASURED = 32  # records that tell how many bytes a token has
 MEASURED_CHARACTERS = 4096  # of each
-HEADER = 16  # about how many characters' worth of tokens a turn's boilerplate takes
 
 
 @dataclass(frozen=True, eq=False)
 class Shelf:
-    """Records of one source, the largest first.
+    """The usable records of one source, in their order there.
 
     Attributes:
         source: The number of the source.
-        records: Their numbers in it.
-        sizes: Their sizes in bytes.
         share: The source's share of the samples.
+        records: Their numbers in it (M,).
+        whole: Tokens of each up to its last reply, of a text all of it; estimated (M,).
+        starts: Where each record's replies begin in ``lengths``, and their end (M + 1,).
+        lengths: Tokens before each reply, of a text all of it; estimated (R,).
+        traces: Whether a reply has a reasoning trace (R,).
     """
 
     source: int
-    records: np.ndarray
-    sizes: np.ndarray
     share: float
+    records: np.ndarray
+    whole: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    traces: np.ndarray
 
-    def at(self, position: int, key: int, among: int | None = None) -> Place:
-        """The record at ``position`` of an endless walk, which meets each once an epoch.
+    @property
+    def last(self) -> np.ndarray:
+        """Each record's last reply, as indices into ``lengths`` (M,)."""
+        return self.starts[1:] - 1
 
-        ``among`` keeps the walk to that many of the largest records.
-        """
-        count = among or len(self.records)
-        epoch, step = divmod(position, count)
-        return self.source, int(self.records[shuffled(step, count, key_of(key, epoch))])
-
-    def at_least(self, size: float, count: int) -> int:
-        """How many records have ``size`` bytes or more, or ``count`` of them if fewer have."""
-        larger = int(np.searchsorted(-self.sizes, -size, side="right"))
-        return max(larger, min(count, len(self.records)))
+    def place(self, row: int) -> Place:
+        """Where record ``row`` of the shelf stands."""
+        return self.source, int(self.records[row])
 
 
 @dataclass(frozen=True)
-class Side:
-    """Training's records or the reserved ones, and what of them must not occur.
+class Measured:
+    """A record's tokens, about; a text is one reply with all of it before.
 
-    ``excluded`` are opening questions, ``taken`` records.
+    Attributes:
+        lengths: Tokens before each reply.
+        whole: Tokens up to the end of the last.
+        traces: Whether each reply has a reasoning trace.
     """
 
-    shelves: tuple[Shelf, ...]
-    excluded: frozenset[str]
-    taken: frozenset[Place] = frozenset()
-
-    def pick(self, rng: random.Random) -> Shelf:
-        """A shelf, drawn by the sources' weights."""
-        return rng.choices(self.shelves, [shelf.share for shelf in self.shelves])[0]
+    lengths: list[float]
+    whole: float
+    traces: list[bool]
 
 
 @dataclass(frozen=True)
@@ -91,44 +92,57 @@ class Talk:
         """The first question, by which a conversation is known again."""
         return opening(self.messages)
 
-    @property
-    def before(self) -> int:
-        """About how many characters stand before the reply, boilerplate included."""
-        return _length(self.messages[: self.turn])
-
-    @property
-    def whole(self) -> int:
-        """About how many characters the conversation has up to its last reply."""
-        return _length(self.messages[: replies(self.messages)[-1] + 1])
-
 
 class Library:
     """All records, apart for training and for validation.
 
     Attributes:
         sources: The opened sources, in the order given.
-        training: The records that train.
-        reserved: Those that do not, chosen by the seed and their number.
-        skipped: Records met so far without a usable assistant turn (or without text).
-        scales: For each source the characters a token has, and the bytes.
+        training: A shelf of each source that has records to train on.
+        reserved: Shelves of those that do not train, chosen by the seed and their number.
+        skipped: How many records have no usable assistant turn (or no text).
+        twins: How many open with the question of a reserved one, and do not train.
+        per_token: Of each source the characters of a token, and its bytes.
     """
 
-    def __init__(self, specs: Sequence[Spec], tokenizer: Any, texts: bool, seed: int) -> None:
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        tokenizers: Sequence[Any],
+        template: tuple[float, float] | None,
+        limits: tuple[float, float],
+        seed: int,
+    ) -> None:
+        """Read all records.
+
+        Args:
+            specs: As for ``records.open_source``.
+            tokenizers: The target's, and the source's where it has another.
+            template: What ``conversations.boilerplate`` says of them; None where texts are read.
+            limits: The shortest and the longest prefix that are of use.
+            seed: Chooses the reserved records.
+        """
         if not specs:
             raise ValueError("no training data; name a JSONL file, a folder or a dataset")
         opened = [open_source(spec) for spec in specs]
         self.sources: tuple[Source, ...] = tuple(source for source, _ in opened)
-        self.skipped: set[Place] = set()
-        self._kind = "text" if texts else "messages"
-        for number in range(len(self.sources)):
-            self._check(number)
+        self.skipped = self.twins = 0
+        self._kind = "text" if template is None else "messages"
+        self._template, self._limits = template or (0.0, 0.0), limits
+        self._tokenizers = tokenizers
         total = sum(weight for _, weight in opened)
         shares = [weight / total for _, weight in opened]
-        parts = [_part(n, s.sizes, shares[n], seed) for n, s in enumerate(self.sources)]
-        kept = tuple(shelf for _, shelf in parts if len(shelf.records))
-        self.reserved = Side(kept, frozenset())
-        self.training = Side(tuple(s for s, _ in parts), self._openings(kept))
-        self.scales = {shelf.source: self._scale(shelf, tokenizer) for shelf, _ in parts}
+        kept = [_reserve(len(source.sizes), seed) for source in self.sources]
+        self.per_token = {n: self._scale(n) for n in range(len(self.sources))}
+        held = [self._shelf(n, shares[n], np.flatnonzero(k)) for n, k in enumerate(kept)]
+        known = self._openings(held)
+        shelves = [self._shelf(n, shares[n], np.flatnonzero(~k), known)
+                   for n, k in enumerate(kept)]  # fmt: skip
+        for shelf, other in zip(shelves, held, strict=True):
+            if not len(shelf.records) + len(other.records):
+                raise self._useless(shelf.source)
+        self.reserved = tuple(shelf for shelf in held if len(shelf.records))
+        self.training = tuple(shelf for shelf in shelves if len(shelf.records))
 
     @property
     def names(self) -> str:
@@ -151,66 +165,115 @@ class Library:
         """
         record, where = self.sources[place[0]].read(place[1])
         found = {} if record is None else normalise(record, where)
-        if found.get(self._kind):
-            return found
-        self.skipped.add(place)
-        return None
+        return found if found.get(self._kind) else None
 
-    def talk(self, place: Place, side: Side, rng: random.Random | None = None) -> Talk | None:
-        """A conversation with a reply drawn at random, or its last one without ``rng``."""
-        record = None if place in side.taken else self.read(place)
-        if record is None or opening(record["messages"]) in side.excluded:
-            return None
-        turns = replies(record["messages"])
-        return Talk(place, record["messages"], rng.choice(turns) if rng else turns[-1])
+    def talk(self, place: Place, reply: int = -1) -> Talk:
+        """A conversation with one of its replies, by default the last."""
+        record = self.read(place)
+        assert record is not None, "a record of no use is on no shelf"
+        return Talk(place, record["messages"], replies(record["messages"])[reply])
 
-    def _check(self, number: int) -> None:
+    def measure(self, number: int, record: dict[str, Any]) -> Measured:
+        """About how long a record of source ``number`` is: counted where that decides its use."""
+        _, per_token = self.per_token[number]
+        if self.sources[number].sizes.sum() <= COUNTED:
+            return self._measure(record, self._counted)
+        found = self._measure(record, lambda text: len(text.encode()) / per_token)
+        low, high = self._limits
+        near = any(
+            limit / UNSURE < length < limit * UNSURE
+            for length in found.lengths for limit in (low, high)
+        )  # fmt: skip
+        return self._measure(record, self._counted) if near else found
+
+    def _measure(self, record: dict[str, Any], tokens: Callable[[str], float]) -> Measured:
+        if "text" in record:
+            size = tokens(record["text"])
+            return Measured([size], size, [False])
+        messages, turns = record["messages"], replies(record["messages"])
+        base, header = self._template
+        sizes = [tokens(message["content"]) + header for message in messages]
+        ends = np.cumsum([0.0, *sizes]).tolist()
+        traces = [bool(messages[turn].get("reasoning_content")) for turn in turns]
+        return Measured([base + ends[turn] for turn in turns], ends[turns[-1] + 1], traces)
+
+    def _counted(self, text: str) -> float:
+        """Tokens of a text, by the tokenizer that makes more of it."""
+        return max(len(encode_plain(tokenizer, text)) for tokenizer in self._tokenizers)
+
+    def _useless(self, number: int) -> ValueError:
         source = self.sources[number]
         count = len(source.sizes)
-        if any(self.read((number, record)) for record in range(count)):
-            return
         if self._kind == "text":
-            raise ValueError(
+            return ValueError(
                 f'no text in {source.name}: none of {count} records is {{"text": ...}}'
             )
-        raise ValueError(
+        return ValueError(
             f"no assistant turn in {source.name}: none of {count} records has a question and its "
             'answer; give {"messages": [...]} records, or --plain-text for texts and base models'
         )
+
+    def _shelf(
+        self, number: int, share: float, records: np.ndarray, known: frozenset[str] = frozenset()
+    ) -> Shelf:
+        """A source's shelf of those of ``records`` that are of use; none opens as one ``known``."""
+        rows, whole, counts, lengths, traces = [], [], [], [], []
+        for record in records.tolist():
+            found = self.read((number, record))
+            if found is None:
+                self.skipped += 1
+                continue
+            if "messages" in found and opening(found["messages"]) in known:
+                self.twins += 1
+                continue
+            measured = self.measure(number, found)
+            rows.append(record)
+            whole.append(measured.whole)
+            counts.append(len(measured.lengths))
+            lengths += measured.lengths
+            traces += measured.traces
+        starts = np.concatenate([[0], np.cumsum(counts, dtype=int)]).astype(int)
+        return Shelf(
+            number, share, np.array(rows, int), np.array(whole, float), starts,
+            np.array(lengths, float), np.array(traces, bool),
+        )  # fmt: skip
 
     def _openings(self, kept: Iterable[Shelf]) -> frozenset[str]:
         """Questions that open a reserved record: Nemotron has many twice, with and without
         reasoning. One that opens several of the few reserved is a greeting or an instruction.
         """
-        places = ((shelf.source, int(record)) for shelf in kept for record in shelf.records)
+        places = (shelf.place(row) for shelf in kept for row in range(len(shelf.records)))
         found = (self.read(place) or {} for place in places)
         counts = Counter(opening(record["messages"]) for record in found if "messages" in record)
         return frozenset(question for question, count in counts.items() if count == 1)
 
-    def _scale(self, shelf: Shelf, tokenizer: Any) -> tuple[float, float]:
-        """Characters a token and bytes a token, from records spread over all sizes."""
-        step = max(1, len(shelf.records) // MEASURED)
-        characters, tokens, inflation = 1, 1, []
-        for record, size in zip(shelf.records[::step], shelf.sizes[::step], strict=True):
-            found = self.read((shelf.source, int(record)))
-            text = _text(found) if found else ""
-            part = text[:MEASURED_CHARACTERS]
-            inflation += [int(size) / len(text)] if text else []
+    def _scale(self, number: int) -> tuple[float, float]:
+        """Characters a token and bytes a token, from records spread over the source."""
+        count = len(self.sources[number].sizes)
+        characters, size, tokens = 1, 1, 1
+        found = (self.read((number, shuffled(i, count, 0))) for i in range(count))
+        for index, record in enumerate(record for record in found if record):
+            part = _text(record)[:MEASURED_CHARACTERS]
             characters += len(part)
-            tokens += len(encode_plain(tokenizer, part))
-        per_token = characters / tokens
-        return per_token, per_token * float(np.median(inflation or [1.0]))
+            size += len(part.encode())
+            tokens += self._counted(part)
+            if index + 1 == MEASURED:
+                break
+        return characters / tokens, size / tokens
 
 
-def fill(talks: list[Talk], used: int, target: float, most: float) -> list[Talk]:
-    """Conversations in their order until ``target`` characters are met, none beyond ``most``."""
+def fill(talks: list[tuple[Talk, float]], used: float, target: float, most: float) -> list[Talk]:
+    """Conversations in their order until ``target`` tokens are met, none beyond ``most``.
+
+    Each comes with the tokens it has.
+    """
     chosen = []
-    for talk in talks:
+    for talk, tokens in talks:
         if used >= target:
             break
-        if used + talk.whole <= most:
+        if used + tokens <= most:
             chosen.append(talk)
-            used += talk.whole
+            used += tokens
     return chosen
 
 
@@ -226,20 +289,10 @@ def _text(record: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
-def _length(messages: Iterable[Message]) -> int:
-    return sum(len(message["content"]) + HEADER for message in messages)
-
-
-def _part(number: int, sizes: np.ndarray, share: float, seed: int) -> tuple[Shelf, Shelf]:
-    """A source's records that train, and those that are reserved."""
-    count = len(sizes)
+def _reserve(count: int, seed: int) -> np.ndarray:
+    """Which of a source's records are kept from training (count,)."""
     reserve = min(HELD_OUT, max(2, count // 10), count // 2)
     key = key_of(seed, "held out")
     kept = np.zeros(count, bool)
     kept[[shuffled(i, count, key) for i in range(reserve)]] = True
-    order = np.argsort(-sizes, kind="stable")
-    training, held_out = order[~kept[order]], order[kept[order]]
-    return (
-        Shelf(number, training, sizes[training], share),
-        Shelf(number, held_out, sizes[held_out], share),
-    )
+    return kept

@@ -1,4 +1,4 @@
-"""What the training stream is mixed of, and the order in which it is drawn.
+"""What the training stream is mixed of, and the arithmetic of seeded choices.
 
 Appendix "Training data and training recipe": half the samples are natural conversations,
 half are conversations concatenated until they are long. Pure arithmetic on numbers.
@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from kvlingo_mlx.samples import MAX_CONTINUATION, MAX_PREFIX
 
 Kind = Literal["natural", "packed", "text"]
 Range = tuple[int, int]
 
-BLOCK = 8  # samples over which the two kinds keep their shares
-STRATA = 16  # equal parts of the natural range, visited in turn
+BLOCK = 8  # samples over which shares are kept
 WORD = (1 << 64) - 1
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -108,15 +109,24 @@ def slot_at(index: int, mixture: Mixture | PlainText, seed: int) -> Slot:
     """The slot of sample ``index``: both kinds keep their shares in every block of samples."""
     if isinstance(mixture, PlainText):
         return Slot("text", index)
+    packed, ordinal = split(index, mixture.packed_share, key_of(seed, "kind"))
+    return Slot("packed" if packed else "natural", ordinal)
+
+
+def split(index: int, share: float, key: int) -> tuple[bool, int]:
+    """Whether item ``index`` belongs to a ``share`` of all, and its number among its likes.
+
+    The share holds in every block of items, whose order is shuffled, so that processes which
+    take every other item do not get one kind only.
+    """
     block, place = divmod(index, BLOCK)
-    before = math.floor(block * BLOCK * mixture.packed_share)
-    packed = math.floor((block + 1) * BLOCK * mixture.packed_share) - before
-    # Shuffled, so that processes which take every other sample do not get one kind only.
-    order = [shuffled(i, BLOCK, key_of(seed, "block", block)) for i in range(place + 1)]
-    earlier = sum(position < packed for position in order[:-1])
-    if order[-1] < packed:
-        return Slot("packed", before + earlier)
-    return Slot("natural", index - before - earlier)
+    before = math.floor(block * BLOCK * share)
+    inside = math.floor((block + 1) * BLOCK * share) - before
+    order = [shuffled(i, BLOCK, key_of(key, block)) for i in range(place + 1)]
+    earlier = sum(position < inside for position in order[:-1])
+    if order[-1] < inside:
+        return True, before + earlier
+    return False, index - before - earlier
 
 
 def key_of(*parts: object) -> int:
@@ -125,11 +135,17 @@ def key_of(*parts: object) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-def _mixed(value: int) -> int:
+def _mixed(value: Any) -> Any:
+    """Splitmix64's last step, of an int or of an array of uint64."""
     value = (value + 0x9E3779B97F4A7C15) & WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
     return value ^ (value >> 31)
+
+
+def hashed(key: int, numbers: np.ndarray) -> np.ndarray:
+    """A 64-bit number for each of ``numbers``, as good as random (uint64)."""
+    return _mixed(_mixed(numbers.astype(np.uint64)) ^ np.uint64(key))
 
 
 def shuffled(position: int, size: int, key: int) -> int:

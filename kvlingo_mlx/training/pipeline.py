@@ -30,13 +30,14 @@ from kvlingo_mlx.training.checkpoints import (
     read_facts,
     write_state,
 )
-from kvlingo_mlx.training.distill import Distillation, Recipe, Report, Run, start_runs
+from kvlingo_mlx.training.distill import Best, Distillation, Recipe, Report, start_runs
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.interruption import Interruption, postponed
 from kvlingo_mlx.training.plan import Plan, make_config
 from kvlingo_mlx.training.receipt import receipt
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp
+from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.translator_config import (
     TranslatorConfig,
 )
@@ -59,6 +60,7 @@ class Training:
 
     ``settings`` is what else must not change when it is resumed (``data``: which data, say).
     ``keep_every`` is how many seconds of work a kill may cost; Ctrl-C and SIGTERM cost none.
+    ``notes`` are what the user is to know before the work begins.
     """
 
     source: TorchModel
@@ -71,6 +73,7 @@ class Training:
     settings: Mapping[str, Any] = field(default_factory=dict)
     warn: Callable[[str], None] = lambda text: None
     keep_every: float = KEEP_EVERY
+    notes: Sequence[str] = ()
 
     def run(self) -> Path:
         """Train, or go on where a run stopped; returns the folder written.
@@ -85,8 +88,9 @@ class Training:
         checkpoint.check_destination(self.out)
         config = make_config(self.source, self.target, self.plan)
         narrow = narrow_groups(config.source.layers, config.target.layers, self.plan.nu)
-        if narrow and self.group.leads:
-            self.warn(narrow)
+        for note in filter(None, (narrow, *self.notes)):
+            if self.group.leads:
+                self.warn(note)
         with postponed() as stop:
             try:
                 return self._run(config, stop)
@@ -102,12 +106,13 @@ class Training:
         stage2 = self._checkpoints("stage2", config, self.plan.recipe)
         held_out = self._held_out()
         config, arrays, provenance = self._first(config, held_out, stop)
-        best = None
+        best, curve = None, []
         if self.plan.recipe.steps:
-            best = self._distill(stage2, config, arrays, held_out, self.plan.recipe, stop)
+            training = self._distill(stage2, config, arrays, held_out, self.plan.recipe, stop)
+            best, curve = training.run(self._reporter(stage2)), training.curve
             arrays = _arrays(best)
         if self.group.leads:
-            self._write(config, arrays, self._provenance(provenance, best, held_out))
+            self._write(config, arrays, self._provenance(provenance, best, held_out, curve))
             if best is not None:
                 stage2.finish(self.log)
             shutil.rmtree(self.partial)
@@ -208,7 +213,8 @@ class Training:
         if plan.kind == "mlp":
             recipe = plan.stage1_recipe
             checkpoints = self._checkpoints("stage1", config, recipe)
-            best = self._distill(checkpoints, config, arrays, held_out, recipe, stop)
+            training = self._distill(checkpoints, config, arrays, held_out, recipe, stop)
+            best = training.run(self._reporter(checkpoints))
             arrays = _arrays(best)
             provenance = {"stage1_rate": best.rate, "stage1_error": best.held_out}
         return config, arrays, provenance
@@ -278,18 +284,24 @@ class Training:
         held_out: Sequence[Sample],
         recipe: Recipe,
         stop: Interruption,
-    ) -> Run:
+    ) -> Distillation:
         runs = start_runs(config, arrays, recipe.learning_rates, self.target.device)
-        training = Distillation(
+        return Distillation(
             self.source, self.target, runs, self.data, held_out, recipe, checkpoints, self.group,
-            self.keep_every, stop,
+            self.keep_every, stop, self.warn,
         )  # fmt: skip
-        return training.run(lambda report: self.progress(checkpoints.folder.name, report))
+
+    def _reporter(self, checkpoints: Checkpoints) -> Callable[[Report], None]:
+        return lambda report: self.progress(checkpoints.folder.name, report)
 
     # ---- the result -------------------------------------------------------------------
 
     def _provenance(
-        self, fitted: Mapping[str, Any], best: Run | None, held_out: Sequence[Sample]
+        self,
+        fitted: Mapping[str, Any],
+        best: Best | None,
+        held_out: Sequence[Sample],
+        curve: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
         recipe = self.plan.recipe
         # Of stage 1 and of the held-out conversations; stage 2's are of the same mixture.
@@ -299,8 +311,12 @@ class Training:
             data |= {"native_layers": self.plan.native_layers}
         trained = {} if best is None else {
             "objective": recipe.objective, "steps": recipe.steps, "batch": recipe.batch,
-            "learning_rate": best.rate, "held_out": len(held_out), "held_out_kl": best.held_out,
+            "learning_rate": best.rate, "best_step": best.step,
+            "held_out": len(held_out), "held_out_kl": best.held_out,
+            "held_out_kl_at_first": min(curve[0]["held_out"]),
         }  # fmt: skip
+        if found := complaints(curve):
+            trained["complaints"] = list(found.values())
         return {
             "stage": 1 if best is None else 2, **data, **fitted, **trained,
             "longest_prefix": max(prefixes),
@@ -327,5 +343,5 @@ class Training:
             checkpoint.write(self.out, config, weights)
 
 
-def _arrays(run: Run) -> dict[str, np.ndarray]:
-    return {name: t.detach().cpu().numpy() for name, t in run.translator.tensors.items()}
+def _arrays(best: Best) -> dict[str, np.ndarray]:
+    return {name: tensor.numpy() for name, tensor in best.tensors.items()}

@@ -1,0 +1,64 @@
+"""What a training's own curve says of it: whether it learns by heart, stalls, or gets worse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+BY_HEART = 0.5  # the KL of what is trained on, as a share of the held-out KL
+IN_A_ROW = 2  # looks at the held-out conversations: one alone may be chance
+PATIENCE = 4  # looks without a new lowest KL
+
+
+def complaints(curve: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """What is wrong with a training so far, each under a name of its own.
+
+    ``curve`` is the log's lines: for each learning rate the mean KL of what was trained on since
+    the line before (``train_kl``) and the KL on held-out conversations (``held_out``), None for
+    a run that has diverged. Of several rates the best one is judged.
+    """
+    held_out = [_lowest(line["held_out"]) for line in curve]
+    if len(curve) < 2:
+        return {}
+    found, last = {}, curve[-1]
+    best = held_out.index(min(held_out))
+    recent = curve[1:][-IN_A_ROW:]
+    if len(recent) == IN_A_ROW and all(map(_by_heart, recent)):
+        train, held = _leading(last)
+        found["by heart"] = (
+            f"step {last['step']}: the KL on the training conversations, {train:.4f}, is far below "
+            f"that on held-out ones, {held:.4f}; the translator learns its data by heart: give "
+            "more data, or fewer steps (--steps)"
+        )
+    if len(curve) - 1 - best >= PATIENCE:
+        found["stalled"] = (
+            f"step {last['step']}: the held-out KL has not fallen since step "
+            f"{curve[best]['step']} ({held_out[best]:.4f}, now {held_out[-1]:.4f}), which is what "
+            "will be kept; a lower --lr or more data may help"
+        )
+    if held_out[-1] > held_out[0]:
+        found["worse"] = (
+            f"step {last['step']}: the held-out KL is {held_out[-1]:.4f}, worse than the "
+            f"{held_out[0]:.4f} that training began with; the best step is what will be kept; "
+            "give a lower --lr, or more data"
+        )
+    return found
+
+
+def _by_heart(line: Mapping[str, Any]) -> bool:
+    train, held = _leading(line)
+    return train < BY_HEART * held < math.inf
+
+
+def _leading(line: Mapping[str, Any]) -> tuple[float, float]:
+    """Training and held-out KL of the rate that leads in a line."""
+    held = _lowest(line["held_out"])
+    if held == math.inf:
+        return math.inf, held
+    train = line["train_kl"][line["held_out"].index(held)]
+    return math.inf if train is None else train, held
+
+
+def _lowest(values: Sequence[float | None]) -> float:
+    return min((v for v in values if v is not None and math.isfinite(v)), default=math.inf)

@@ -7,7 +7,8 @@ A pair of the zoo is copied with its context raised (512, 2,048 and 32,768 token
 same training on plain shuffled epochs of the same records, which is what any trainer would do.
 Every translator is judged by MLX on dialogues that nothing has seen, beside the closed form that it
 began with. A stream that draws few records (as one did that asked for lengths which the data do not
-have) falls below the closed form here. One JSON line a seed and arm.
+have) falls below the closed form here. An arm that draws the very samples of another is not trained
+again. One JSON line a seed and arm.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from kvlingo_mlx.loading import load, load_translator
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.data import Stream
+from kvlingo_mlx.training.mixture import Mixture
 
 LONGEST = 256
 PLAIN = "plain epochs"
@@ -79,27 +81,23 @@ def train(names: Sequence[str], data: Path, out: Path, plain: bool, seed: int, a
     recipe = {"steps": args.steps, "batch": args.batch, "learning_rates": (args.lr,),
               "objective": "kl", "ce_weight": 1.0, "validate_every": 50}  # fmt: skip
     plan = {"fit_samples": args.fit_samples, "held_out": args.held_out}
-    kept, drawn = command_line.Stream, []
-    made = Plain if plain else Stream
-
-    class Counting(made):  # type: ignore[misc, valid-type]
-        def sample(self, index: int) -> Sample:
-            found = super().sample(index)
-            drawn.append(found)
-            return found
-
-    command_line.Stream = Counting  # type: ignore[misc]
+    kept = command_line.Stream
+    command_line.Stream = Plain if plain else Stream  # type: ignore[misc]
     try:
         done = command_line.train(options, plan, recipe, str(out), lambda *_: None, print)
     finally:
         command_line.Stream = kept  # type: ignore[misc]
     assert done is not None and done.log is not None
-    log = command_line.read_log(done.log)
-    stage2 = drawn[args.fit_samples :]
-    return {
-        "samples": len(stage2), "distinct": len(set(stage2)),
-        "held_out_kl": [line["held_out"][0] for line in log],
-    }  # fmt: skip
+    return {"held_out_kl": [line["held_out"][0] for line in command_line.read_log(done.log)]}
+
+
+def samples_of(model: str, data: Path, context: int, plain: bool, seed: int, args: Any) -> list:
+    """All that stage 2 reads."""
+    count = args.steps * args.batch
+    mixture = Mixture(packed_share=0.0).scaled(context)
+    made = Plain if plain else Stream
+    stream = made([str(data)], load(model).tokenizer, mixture, seed, planned=count)
+    return [stream.sample(index) for index in range(count)]
 
 
 def judge(names: Sequence[str], translators: dict[str, Any], args: Any) -> dict[str, Any]:
@@ -126,14 +124,21 @@ def run_seed(seed: int, args: argparse.Namespace, keep: Any) -> None:
         root = Path(folder)
         data = root / "chats.jsonl"
         write_data(data, load(zoo(args.pair.split(":")[1])).tokenizer, args.records, seed)
+        done: list[tuple[list[Sample], dict]] = []
         for context in [*args.contexts, 0]:
             arm = f"context {context:,}" if context else PLAIN
             here = root / arm.replace(" ", "-")
             names = [copy_model(name, here / name, context or args.contexts[0])
                      for name in args.pair.split(":")]  # fmt: skip
-            facts = train(names, data, here / "trained", not context, seed, args)
-            scores = judge(names, {"trained": here / "trained"}, args)
-            keep({"seed": seed, "arm": arm, **facts, "scores": scores})
+            drawn = samples_of(names[1], data, context or args.contexts[0], not context, seed, args)
+            facts = next((facts for samples, facts in done if samples == drawn), None)
+            if facts is None:  # the same samples in the same order train to the same
+                facts = train(names, data, here / "trained", not context, seed, args)
+                facts["scores"] = judge(names, {"trained": here / "trained"}, args)
+                facts["trained as"] = arm
+                done.append((drawn, facts))
+            counts = {"samples": len(drawn), "distinct": len(set(drawn))}
+            keep({"seed": seed, "arm": arm, **counts, **facts})
 
 
 def main() -> None:

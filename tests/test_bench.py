@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable
@@ -29,6 +30,13 @@ from kvlingo_mlx.timing.reference import Reference, load_reference
 from kvlingo_mlx.translators.base import Translator
 
 PROMPT = tiny.random_tokens(41)
+measured_rates = functools.cache(ceilings.measured_rates)
+
+
+@pytest.fixture(autouse=True)
+def rates_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by every command: by MLX's own BLAS that takes seconds."""
+    monkeypatch.setattr(ceilings, "measured_rates", measured_rates)
 
 
 @pytest.fixture(scope="module")

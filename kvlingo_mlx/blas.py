@@ -1,4 +1,4 @@
-"""The BLAS that MLX computes by on Linux: opened in time, told of when it was not.
+"""The BLAS that MLX computes by on Linux: opened in time, and told of where it was not.
 
 MLX's Linux CPU wheel bundles reference BLAS. If OpenBLAS is open when ``mlx.core`` is imported,
 MLX's float32 products run tens of times faster; what is opened later is never used. So importing
@@ -52,7 +52,7 @@ class _BeforeMLX:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
         """As the import system asks every finder."""
         if name == "mlx.core":
-            sys.meta_path.remove(self)  # type: ignore[arg-type]  # typed for finders of modules
+            sys.meta_path.remove(self)
             library(ctypes.RTLD_GLOBAL)
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from kvlingo_mlx import blas, diagnosis, measure
 from kvlingo_mlx.cli import run
+from kvlingo_mlx.errors import KVLingoWarning
 
 PACKED = Path(mx.__file__).parents[1] / "mlx_cpu.libs"
 WARNED = "put `import kvlingo_mlx` before mlx and mlx_lm"
@@ -61,21 +62,17 @@ def started(tmp_path: Path) -> Callable[..., tuple[list[str], str, str]]:
     return start
 
 
-@pytest.mark.parametrize("first", ["mlx.core", "mlx_lm"])
-def test_it_is_open_before_mlx_whoever_imports_that(
-    planted: Path, started: Callable, first: str
-) -> None:
+def test_it_is_open_before_mlx_whoever_imports_that(planted: Path, started: Callable) -> None:
     """The loader itself is asked as well as our own reading of what it did."""
-    code = f"import kvlingo_mlx\nimport {first}{TELL}"
+    code = f"import kvlingo_mlx\nimport mlx_lm{TELL}"
     said, warned, bound = started(code, str(planted), "bindings")
     assert said == ["OpenBLAS", "1 OpenBLAS"] and warned == "" and bound == str(planted)
 
 
-@pytest.mark.parametrize("first", ["mlx.core", "mlx_lm"])
-def test_who_comes_too_late_is_told_once(planted: Path, started: Callable, first: str) -> None:
+def test_who_comes_too_late_is_told_once(planted: Path, started: Callable) -> None:
     """Neither being open nor being opened first of ours makes it the one in effect."""
     code = (
-        f"import {first}\nimport ctypes\nctypes.CDLL({str(planted)!r}, mode=ctypes.RTLD_GLOBAL)"
+        f"import mlx.core\nimport ctypes\nctypes.CDLL({str(planted)!r}, mode=ctypes.RTLD_GLOBAL)"
         f"{TELL}import kvlingo_mlx.generation"
     )
     said, warned, bound = started(code, str(planted), "bindings")
@@ -84,9 +81,8 @@ def test_who_comes_too_late_is_told_once(planted: Path, started: Callable, first
 
 
 def test_switched_off(planted: Path, started: Callable) -> None:
-    for before in ("import kvlingo_mlx, mlx.core", "import mlx.core"):
-        said, warned, _ = started(before + TELL, "0")
-        assert said == ["bundled BLAS", "0 bundled BLAS"] and warned == ""
+    said, warned, _ = started(f"import kvlingo_mlx{TELL}", "0")
+    assert said == ["bundled BLAS", "0 bundled BLAS"] and warned == ""
 
 
 @pytest.mark.parametrize(
@@ -96,9 +92,25 @@ def test_switched_off(planted: Path, started: Callable) -> None:
         ("libm.so.6", "names libm.so.6, which has no cblas_sgemm"),
     ],
 )
-def test_a_choice_that_is_no_blas_is_told(started: Callable, choice: str, words: str) -> None:
-    said, warned, _ = started(TELL, choice)
-    assert said[0] == "bundled BLAS" and warned.count("KVLingoWarning") == 1 and words in warned
+def test_a_choice_that_is_no_blas_is_told(
+    monkeypatch: pytest.MonkeyPatch, choice: str, words: str
+) -> None:
+    monkeypatch.setenv("KVLINGO_BLAS", choice)
+    with pytest.warns(KVLingoWarning, match=words) as told:
+        blas.tell_if_lost()
+    assert len(told) == 1
+
+
+def test_a_machine_without_openblas_is_not_nagged(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def absent(*arguments: object, **options: object) -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(blas.ctypes, "CDLL", absent)
+    monkeypatch.delenv("KVLINGO_BLAS", raising=False)
+    blas.tell_if_lost()
+    assert not recwarn.list
 
 
 def test_nothing_is_opened_until_mlx_is_imported(planted: Path, started: Callable) -> None:

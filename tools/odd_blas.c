@@ -4,7 +4,8 @@
    another place, rounds otherwise, as it may with any BLAS. So a test that holds here does not
    rest on how one library cuts its tiles.
 
-   gcc -O3 -march=native -ffast-math -shared -fPIC -o /tmp/odd_blas.so tools/odd_blas.c
+   gcc -O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC \
+       -o /tmp/odd_blas.so tools/odd_blas.c
    KVLINGO_BLAS=/tmp/odd_blas.so python -m pytest                                             */
 #include <stddef.h>
 #include <stdint.h>

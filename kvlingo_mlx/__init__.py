@@ -1,12 +1,15 @@
 """Hand a running conversation from one language model to another without reading it again.
 
-Names are loaded when first used: importing this package loads neither MLX nor PyTorch.
+Names are loaded when first used: importing this package loads neither MLX nor PyTorch. On Linux it
+sees to it that MLX, once imported, finds a fast BLAS (``blas.py``).
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
+
+from kvlingo_mlx import blas
 
 __version__ = "0.1.0"
 
@@ -40,6 +43,8 @@ _HOMES = {
     "KVLingoWarning": "errors",
 }
 __all__ = sorted(_HOMES)
+
+blas.prepare()
 
 
 def __getattr__(name: str) -> Any:

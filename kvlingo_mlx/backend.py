@@ -3,9 +3,7 @@
 Everything else imports ``mx`` and ``nn`` from here. Two things must happen around the
 imports, so they live here and nowhere else:
 
-- MLX's Linux CPU wheel bundles reference BLAS. If OpenBLAS is opened first, MLX's own
-  float32 matmuls run tens of times faster. ``KVLINGO_BLAS=0`` switches this off,
-  ``KVLINGO_BLAS=path`` names another library.
+- On Linux a fast BLAS is opened before MLX (``blas.py``); where that came too late, it is told.
 - mlx-lm lowers the process's file-descriptor limits when imported. An application that
   embeds us must keep its own.
 """
@@ -13,19 +11,10 @@ imports, so they live here and nowhere else:
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import os
-import platform
 import resource
 from collections.abc import Iterator
 
-
-def _preload_blas() -> None:
-    choice = os.environ.get("KVLINGO_BLAS", "libopenblas.so.0")
-    if platform.system() != "Linux" or choice == "0":
-        return
-    with contextlib.suppress(OSError):  # not installed: slower, and just as correct
-        ctypes.CDLL(choice, mode=ctypes.RTLD_GLOBAL)
+from kvlingo_mlx import blas
 
 
 @contextlib.contextmanager
@@ -38,7 +27,6 @@ def _descriptor_limits_kept() -> Iterator[None]:
         resource.setrlimit = setrlimit
 
 
-_preload_blas()
 try:
     import mlx.core as mx
 except ImportError as error:  # plain `pip install mlx` on Linux lacks libmlx.so
@@ -56,3 +44,7 @@ __all__ = ["mx", "nn", "on_gpu"]
 def on_gpu() -> bool:
     """Whether arrays are computed on a GPU (Metal or CUDA) by default."""
     return mx.default_device() == mx.gpu
+
+
+if not on_gpu():
+    blas.tell_if_lost()

@@ -5,6 +5,7 @@ Each step looks at one thing and returns findings; a finding with a problem says
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -19,11 +20,12 @@ from urllib.parse import urlsplit
 from kvlingo_mlx.backend import mx
 
 import huggingface_hub
+import numpy as np
 from huggingface_hub import constants
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from kvlingo_mlx import checkpoint, measure
+from kvlingo_mlx import blas, checkpoint, measure
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.loading import store
 
@@ -34,6 +36,7 @@ BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")  # each brings
 LEAST_FREE = 2**30  # bytes of disk
 LEAST_FILES = 256  # open at once; macOS's own limit
 REACH_S = 3.0
+SIZE = 512  # rows and columns of the product that a BLAS is timed by
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Finding:
 
 def diagnose() -> list[Finding]:
     """Everything there is to know, in the order in which it is read."""
-    steps = (_machine, _backends, _versions, _device, _limits, _translators, _disks, _hub)
+    steps = (_machine, _backends, _versions, _device, _blas, _limits, _translators, _disks, _hub)
     return [finding for step in steps for finding in step()]
 
 
@@ -116,9 +119,51 @@ def _device() -> Iterator[Finding]:
     if not sound:
         problem = problem or "it computes a product wrongly; install MLX anew"
     yield Finding("device", str(mx.default_device()), problem)
-    if (blas := measure.fast_blas()) is not None:
-        slow = "" if blas != "bundled BLAS" else " (slow: see the README, On Linux)"
-        yield Finding("BLAS", blas + slow)
+
+
+def _blas() -> Iterator[Finding]:
+    """The BLAS that MLX computes by, how fast it is, and how fast the chosen one would be."""
+    name = measure.fast_blas()
+    if name is None:
+        return
+    value = f"{name}, float32 products at {_product_rate() / 1e9:,.0f} GFLOP/s"
+    could = _library_rate()
+    if could is not None:
+        value += f" ({blas.choice()} called directly: {could / 1e9:,.0f})"
+    problem = None
+    if name == blas.BUNDLED and could is not None:
+        problem = (
+            f"MLX does not compute by {blas.choice()}; put `import kvlingo_mlx` before mlx and "
+            "mlx_lm, also in what Python runs at its start (sitecustomize)"
+        )
+    elif name == blas.BUNDLED:
+        value += " (slow: see the README, On Linux)"
+    yield Finding("BLAS", value, problem)
+
+
+def _product_rate() -> float:
+    """Floating-point operations a second in a float32 product of MLX on the processor."""
+    with mx.stream(mx.cpu):
+        square = mx.ones((SIZE, SIZE))
+        mx.eval(square)
+        took = min(measure.seconds(lambda: mx.eval(square @ square)) for _ in range(3))
+    return 2 * SIZE**3 / took
+
+
+def _library_rate() -> float | None:
+    """The same of the chosen BLAS itself; None where there is none."""
+    product = getattr(blas.library(), blas.PRODUCT, None)
+    if product is None:
+        return None
+    square, out = np.ones((SIZE, SIZE), np.float32), np.empty((SIZE, SIZE), np.float32)
+    at, into = (ctypes.c_void_p(array.ctypes.data) for array in (square, out))
+    one, zero = ctypes.c_float(1), ctypes.c_float(0)
+    by_rows, plain = 101, 111  # CBLAS's numbers for both
+
+    def once() -> None:
+        product(by_rows, plain, plain, SIZE, SIZE, SIZE, one, at, SIZE, at, SIZE, zero, into, SIZE)
+
+    return 2 * SIZE**3 / min(measure.seconds(once) for _ in range(3))
 
 
 def _limits() -> Iterator[Finding]:

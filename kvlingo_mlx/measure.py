@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx import __version__
+from kvlingo_mlx import __version__, blas
 
 SCHEMA = 1
 PACKAGES = ("mlx", "mlx-lm", "numpy", "torch", "transformers")
@@ -169,13 +169,5 @@ def _cuda() -> str | None:
 
 
 def fast_blas() -> str | None:
-    """The BLAS that MLX's CPU build found open, on Linux; None elsewhere, and without MLX."""
-    if _device() is None:
-        return None
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    known = {"libopenblas": "OpenBLAS", "libmkl_rt": "MKL"}
-    found = (name for file, name in known.items() if file in maps.replace("numpy.libs", ""))
-    return next(found, "bundled BLAS")
+    """The BLAS that MLX's products call, on Linux; None elsewhere, and without MLX."""
+    return None if _device() is None else blas.in_effect()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import time
+import sys
 import unicodedata
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -301,16 +303,22 @@ def test_canonical_positions_are_others() -> None:
     assert whole.assigned[[0, -1]].tolist() == found.assigned[[0, -1]].tolist()
 
 
-def test_32k_tokens_take_less_than_a_fifth_of_a_second() -> None:
+def test_32k_tokens_take_few_steps_each() -> None:
+    """Fewer than two lines of Python; the rest is NumPy's. benchmarks/alignment.py has times."""
     text = " ".join(TEXTS.values())
     text *= 32_768 // len(offsets_of("byte-level, trimmed", text)) + 1
     source, target = (offsets_of(kind, text) for kind in ("byte-level, trimmed", "sentencepiece"))
     assert min(len(source), len(target)) >= 32_768
-    source, target = np.array(source), np.array(target)
+    source, target, lines = np.array(source), np.array(target), 0
 
-    def once() -> float:
-        start = time.process_time()
-        assert aligned(source, target, text).assigned.size == len(source)
-        return time.process_time() - start
+    def trace(frame: object, event: str, argument: object) -> Callable[..., Any]:
+        nonlocal lines
+        lines += event == "line"
+        return trace
 
-    assert min(once() for _ in range(3)) < 0.2
+    sys.settrace(trace)
+    try:
+        found = aligned(source, target, text)
+    finally:
+        sys.settrace(None)
+    assert found.assigned.size == len(source) and 0 < lines < 2 * len(source)

@@ -41,7 +41,7 @@ def test_one_writer_of_a_folder_at_a_time(tmp_path: Path) -> None:
             atomic.alone(tmp_path / "t", wait=0.2),
         ):
             raise AssertionError("two writers")
-        assert 0.2 <= time.monotonic() - started < 5
+        assert time.monotonic() - started >= 0.2
         timer = threading.Timer(0.2, lambda: holder.communicate("\n"))
         timer.start()
         write(tmp_path / "t")  # waits

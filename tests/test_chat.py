@@ -287,6 +287,7 @@ class Recorder(Conversation):
         if self.messages[0]["content"] == "slow":
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(60)
+            raise AssertionError("Ctrl-C was not heard")
         return 0.5
 
 
@@ -346,9 +347,8 @@ def test_stats(chats: Chats, recorder: type[Recorder]) -> None:
 
 
 def test_stats_whose_measurement_is_skipped(chats: Chats, recorder: type[Recorder]) -> None:
-    started = time.monotonic()
     out = chats("slow", "/stats", "/stats", "and you")
-    assert time.monotonic() - started < 30 and recorder.measured == 2
+    assert recorder.measured == 2
     assert len(re.findall(r"reading all anew .* not measured\n", out)) == 2
 
 
@@ -516,8 +516,8 @@ class Terminal:
         self.text = ""
         self._seen = 0
 
-    def wait_for(self, text: str, seconds: float = 60) -> str:
-        """What it writes up to and with ``text``."""
+    def wait_for(self, text: str, seconds: float = 600) -> str:
+        """What it writes up to and with ``text``; the limit is for a child that hangs."""
         until = time.monotonic() + seconds
         while text not in self.text[self._seen :]:
             assert time.monotonic() < until, f"no {text!r} in {self.text!r}"
@@ -529,10 +529,19 @@ class Terminal:
         return self.text[start : self._seen]
 
     def type(self, text: str) -> None:
-        if text == "\x03":
-            # A signal between readline's prompt and its wait for a key is seen at the next key.
-            time.sleep(0.5)
         os.write(self.end, text.encode())
+
+    def settle(self) -> None:
+        """Until it waits for a key.
+
+        Python's readline misses a signal between its prompt and its first look at the keys: it is
+        seen at the next one.
+        """
+        status, calm = Path(f"/proc/{self.process.pid}/stat"), 0
+        while calm < 10:
+            asleep = not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "S"
+            calm = calm + 1 if asleep else 0
+            time.sleep(0.1)
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -602,12 +611,13 @@ def test_a_chat_in_a_terminal(
     terminal.wait_for("a> ")
     # It takes two in a row to leave.
     for typed in ("/use b\n", "\x03", "/help\n", "\x03"):
-        # Python's readline misses a signal between its prompt and its first look at the keys.
-        time.sleep(1 if typed == "\x03" else 0)
+        if typed == "\x03":
+            terminal.settle()
         terminal.type(typed)
         terminal.wait_for("another Ctrl-C\nb> " if typed == "\x03" else "b> ")
+    terminal.settle()
     terminal.type("\x03")
-    assert terminal.process.wait(30) == 130
+    assert terminal.process.wait(600) == 130
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     readline.clear_history()
     readline.read_history_file(history)

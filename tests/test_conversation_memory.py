@@ -109,7 +109,7 @@ def test_a_line_comes_back_while_the_new_span_is_translated(
         recall(self)
 
     def slow_read(*arguments: Any) -> Any:
-        assert translated.wait(60)  # would never end if the translation waited for it
+        assert translated.wait(600)  # would never end if the translation waited for it
         return read_file(*arguments)
 
     def noted_take(self: storage.File) -> Any:
@@ -307,7 +307,7 @@ def test_branches_of_a_line_that_is_still_being_written_are_apart(
     real = storage.write_file
 
     def slow(*arguments: Any) -> str:
-        assert go.wait(60)
+        assert go.wait(600)
         return real(*arguments)
 
     monkeypatch.setattr(storage, "write_file", slow)

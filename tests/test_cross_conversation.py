@@ -468,9 +468,9 @@ def test_going_back_is_never_having_gone(
     assert talks[0].messages == talks[1].messages
     assert talks[0].transcript.tokens == talks[1].transcript.tokens
     found, expected = (say(talk, "mistral", "Summarise it.", SAID[2]) for talk in talks)
-    assert np.abs(found - expected).max() < 1e-5
+    assert np.abs(found - expected).max() < TOLERANCE
     found, expected = (say(talk, "qwen", ASKED[2], SAID[1]) for talk in talks)
-    assert np.abs(found - expected).max() < 1e-5
+    assert np.abs(found - expected).max() < TOLERANCE
     assert say(left, "qwen", ASKED[2], SAID[1]).shape == found.shape
     assert np.abs(say(left, "mistral", "And?", "No.")).max() > 0
 
@@ -494,7 +494,7 @@ def test_no_group_is_divided(
         kept = next(n for n in range(length, -1, -1) if entries[n] != INSIDE)
         assert line.trim(length) == kept == len(line)
         assert {c.entries for c in line.cache} == {entries[kept]}
-        assert np.abs(say(again, "mistral", ASKED[1], SAID[1]) - expected).max() < 1e-5
+        assert np.abs(say(again, "mistral", ASKED[1], SAID[1]) - expected).max() < TOLERANCE
 
 
 # ---- away and on disk -------------------------------------------------------------------------
@@ -526,7 +526,7 @@ def test_going_on_elsewhere_is_going_on(
         assert [m["content"] for m in each.messages] == [ASKED[0], SAID[0], ASKED[1], SAID[1]]
         each.undo()
     expected = say(talk, "mistral", ASKED[1], SAID[1])
-    assert np.abs(say(resumed, "mistral", ASKED[1], SAID[1]) - expected).max() < 1e-5
+    assert np.abs(say(resumed, "mistral", ASKED[1], SAID[1]) - expected).max() < TOLERANCE
     path = tmp_path / "talk" / "conversation.json"
     whole = path.read_text()
     for damage, said in (
@@ -601,7 +601,7 @@ def test_a_switch_without_a_translator_changes_nothing(
             "mistral", ASKED[1], sampler=lambda _: mx.array([next(ids)]), max_tokens=99
         )
     )
-    assert np.abs(found - np.stack([np.array(r.logprobs) for r in read])).max() < 1e-5
+    assert np.abs(found - np.stack([np.array(r.logprobs) for r in read])).max() < TOLERANCE
     load_translator(root / "qwen-mistral").save(store / "there")  # and now there is one
     stored = Conversation(models, eager=False)
     say(stored, "qwen", ASKED[0], SAID[0])
@@ -633,7 +633,7 @@ def test_a_switch_that_is_interrupted_changes_nothing(
             talk.reply("mistral", ASKED[1])
     assert len(calls) == 3 and (talk.messages, talk.transcript.tokens) == (messages, tokens)
     found = say(talk, "mistral", ASKED[1], SAID[1])
-    assert np.abs(found - say(expected, "mistral", ASKED[1], SAID[1])).max() < 1e-5
+    assert np.abs(found - say(expected, "mistral", ASKED[1], SAID[1])).max() < TOLERANCE
 
 
 def test_refusals(root: Path, opened: Callable[[str], LanguageModel]) -> None:

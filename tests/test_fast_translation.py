@@ -261,7 +261,7 @@ def test_a_target_decodes_from_the_memory_that_was_written(ours: dict[str, Torch
         afresh = model.hidden(tokens, memory.cache(0))[-2:]
     assert torch.allclose(torch.stack(found), wanted, atol=2e-5)
     assert torch.allclose(together, wanted, atol=2e-5)
-    assert torch.equal(afresh, wanted)
+    assert torch.allclose(afresh, wanted, atol=2e-5)
     assert cache.get_seq_length() == 24
     assert cache.layers[0].keys.data_ptr() == memory.keys.data_ptr()
 

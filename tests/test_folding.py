@@ -415,7 +415,7 @@ def test_rings_let_go_of_what_a_prefill_left(root: Path) -> None:
     windows = [g.window for g in source.geometry.layers]
     assert all(c.keys.shape[2] == w for c, w in zip(settled, windows, strict=True) if w)
     rest = pieces_of([row[40:]], [1])
-    assert difference(logits(source, settled, rest), logits(source, stock, rest)) <= 1e-6
+    assert difference(logits(source, settled, rest), logits(source, stock, rest)) <= TOLERANCE
 
 
 # ---- as mlx-lm's caches -----------------------------------------------------------------

@@ -12,7 +12,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,7 @@ FUZZ = settings(
     max_examples=400,
     derandomize=True,
     database=None,
-    deadline=timedelta(seconds=5),
+    deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 

@@ -16,7 +16,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from test_identity import TOKENS, identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, measure, transfer
+from kvlingo_mlx import caches, checkpoint, measure, transfer
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import encode
 from kvlingo_mlx.tensor_file import Weights
@@ -69,22 +69,36 @@ def test_response_and_clock(model: LanguageModel) -> None:
     assert last.prompt_tps == pytest.approx(len(TOKENS) / last.ttft_s)
 
 
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that moves by a millisecond when it is looked at, and as it is told to."""
+    now = [0.0]
+
+    def look() -> float:
+        now[0] += 1e-3
+        return now[0]
+
+    monkeypatch.setattr(time, "perf_counter", look)
+    return now
+
+
 def test_clock_books_each_phase_where_it_belongs(
-    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, clock: list[float]
 ) -> None:
     """A translation made slow must show as translation, not as prefill."""
-    slow, write = 0.2, caches.write
+    slow, write = 200.0, caches.write
 
     def slow_write(*arguments: object) -> None:
-        measure.time.sleep(slow)
+        clock[0] += slow
         write(*arguments)
 
     translator = identity_of(model)
     quick = next(kv.stream_generate(model, model, TOKENS, translator=translator))
     monkeypatch.setattr(caches, "write", slow_write)
     late = next(kv.stream_generate(model, model, TOKENS, translator=translator))
-    assert late.translate_s - quick.translate_s == pytest.approx(slow, rel=0.3)
-    assert late.prefill_s < slow
+    assert late.translate_s - quick.translate_s == pytest.approx(slow)
+    assert late.ttft_s - quick.ttft_s == pytest.approx(slow)
+    assert late.prefill_s == pytest.approx(quick.prefill_s) and 0 < late.prefill_s < 1
 
 
 def test_one_synchronisation_after_the_last_prefill_chunk(
@@ -231,14 +245,19 @@ def test_a_translation_that_overflows_is_refused(models: dict[str, LanguageModel
 
 
 def test_first_token_time_counts_the_translators_reading(
-    models: dict[str, LanguageModel], tmp_path: Path
-) -> None:
-    model = models["dense"]
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+) -> None:  # fmt: skip
+    model, read = models["dense"], checkpoint.read
     folder = identity_of(model).save(tmp_path / "identity")
-    started = time.perf_counter()
+
+    def slow_read(path: Path) -> object:
+        clock[0] += 100.0
+        return read(path)
+
+    monkeypatch.setattr(checkpoint, "read", slow_read)
     first = next(kv.stream_generate(model, model, TOKENS, translator=folder, max_tokens=1))
-    spent = time.perf_counter() - started
-    assert 0.8 * spent < first.ttft_s <= spent
+    assert 100 < first.ttft_s < 101 and first.prefill_s + first.translate_s < 1
 
 
 @pytest.mark.parametrize(

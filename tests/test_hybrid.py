@@ -17,7 +17,7 @@ import pytest
 import tiny
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from test_parity import assert_same, decode, errors, in_order, within_windows
+from test_parity import WRONG, assert_same, decode, errors, in_order, within_windows
 from tiny import Case
 
 import kvlingo_mlx as kv
@@ -34,6 +34,9 @@ from kvlingo_mlx.translators.base import Translator
 
 TOKENS = tiny.random_tokens(41)
 STEPS = (2048, 16)
+# A map's numbers are sums of at most 128 products. In another order each addition rounds otherwise,
+# by at most half an eps of what has been summed.
+ROUNDING = 128 * float(np.finfo(np.float32).eps)
 CASES = (
     Case("moe2x32", "dense4x16", nu=2),
     Case("dense4x16", "moe2x32", nu=2),
@@ -180,8 +183,9 @@ def test_first_tokens_are_the_targets_own(root: Path, case: Case, step: int, lay
         for a, b, c in zip(arrays(found), arrays(first), arrays(rest), strict=True):
             if held:
                 assert np.array_equal(a[:, :held], b[:, -held:])
-            if layer >= layers:
-                assert np.array_equal(a[:, held:], c[:, held:])
+            if layer >= layers:  # products of fewer tokens, so they may round otherwise
+                assert errors([a[:, held:]], [c[:, held:]]).max() <= ROUNDING
+                assert errors([a[:, held:]], [np.roll(c, 1, axis=1)[:, held:]]).min() > WRONG
         assert found.offset == len(TOKENS) - 1
 
 
@@ -228,8 +232,6 @@ def test_generation_decodes_from_the_hybrid(root: Path) -> None:
     )
     assert [r.token for r in responses] == expected[: len(responses)]
     assert responses[-1].native_s > 0
-    plain = next(iter(kv.stream_generate(source, target, TOKENS, translator=translator)))
-    assert plain.native_s < responses[-1].native_s
 
 
 def test_times_of_what_the_decode_model_read_itself(root: Path) -> None:

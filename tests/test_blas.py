@@ -1,0 +1,162 @@
+"""Which BLAS MLX computes by: opened in time, named by what the loader did, missed aloud.
+
+The planted library is MLX's own reference BLAS under OpenBLAS's name, so none need be installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+
+from kvlingo_mlx import blas, diagnosis, measure
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.errors import KVLingoWarning
+
+PACKED = Path(mx.__file__).parents[1] / "mlx_cpu.libs"
+WARNED = "put `import kvlingo_mlx` before mlx and mlx_lm"
+TELL = """
+import sys
+import kvlingo_mlx.backend
+from kvlingo_mlx import measure
+print(measure.fast_blas())
+print(measure.machine_line().count("OpenBLAS"), measure.machine()["fast_blas"])
+"""
+
+pytestmark = pytest.mark.skipif(not PACKED.is_dir(), reason="MLX's Linux CPU wheel has this BLAS")
+
+
+@pytest.fixture
+def planted(tmp_path: Path) -> Path:
+    """A fast BLAS, by its name."""
+    (own,) = PACKED.glob("libblas-*.so*")
+    return Path(shutil.copy(own, tmp_path / "libopenblas.so.0"))
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Callable[..., tuple[list[str], str, str]]:
+    """Runs code: lines that it wrote, what it warned of, and what the loader gave MLX."""
+
+    def start(code: str, choice: str, loader: str = "") -> tuple[list[str], str, str]:
+        log = tmp_path / "bindings"
+        environment = {
+            **os.environ, "KVLINGO_BLAS": choice, "LD_LIBRARY_PATH": str(PACKED),
+            **({"LD_DEBUG": loader, "LD_DEBUG_OUTPUT": str(log)} if loader else {}),
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True,
+            check=True,
+        )  # fmt: skip
+        said = "".join(p.read_text(errors="replace") for p in tmp_path.glob("bindings.*"))
+        found = re.findall(r"binding file \S*/libmlx\.so \S* to (\S+) .*`cblas_sgemm'", said)
+        return done.stdout.splitlines(), done.stderr, "".join(found)
+
+    return start
+
+
+def test_it_is_open_before_mlx_whoever_imports_that(planted: Path, started: Callable) -> None:
+    """The loader itself is asked as well as our own reading of what it did."""
+    code = f"import kvlingo_mlx\nimport mlx_lm{TELL}"
+    said, warned, bound = started(code, str(planted), "bindings")
+    assert said == ["OpenBLAS", "1 OpenBLAS"] and warned == "" and bound == str(planted)
+
+
+def test_who_comes_too_late_is_told_once(planted: Path, started: Callable) -> None:
+    """Neither being open nor being opened first of ours makes it the one in effect."""
+    code = (
+        f"import mlx.core\nimport ctypes\nctypes.CDLL({str(planted)!r}, mode=ctypes.RTLD_GLOBAL)"
+        f"{TELL}import kvlingo_mlx.generation"
+    )
+    said, warned, bound = started(code, str(planted), "bindings")
+    assert said == ["bundled BLAS", "0 bundled BLAS"] and PACKED.name in bound
+    assert warned.count("KVLingoWarning") == 1 and warned.count(WARNED) == 1
+
+
+def test_switched_off(planted: Path, started: Callable) -> None:
+    said, warned, _ = started(f"import kvlingo_mlx{TELL}", "0")
+    assert said == ["bundled BLAS", "0 bundled BLAS"] and warned == ""
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ("/nowhere/libfast.so", "names /nowhere/libfast.so, which cannot be opened"),
+        ("libm.so.6", "names libm.so.6, which has no cblas_sgemm"),
+    ],
+)
+def test_a_choice_that_is_no_blas_is_told(
+    monkeypatch: pytest.MonkeyPatch, choice: str, words: str
+) -> None:
+    monkeypatch.setenv("KVLINGO_BLAS", choice)
+    with pytest.warns(KVLingoWarning, match=words) as told:
+        blas.tell_if_lost()
+    assert len(told) == 1
+
+
+def test_a_machine_without_openblas_is_not_nagged(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    def absent(*arguments: object, **options: object) -> None:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(blas.ctypes, "CDLL", absent)
+    monkeypatch.delenv("KVLINGO_BLAS", raising=False)
+    blas.tell_if_lost()
+    assert not recwarn.list
+
+
+def test_nothing_is_opened_until_mlx_is_imported(planted: Path, started: Callable) -> None:
+    """PyTorch, imported after this package and without MLX, keeps its own BLAS and threads."""
+    maps = "print('libopenblas.so.0' in open('/proc/self/maps').read())"
+    code = f"import kvlingo_mlx.samples\n{maps}\nimport mlx.core\n{maps}\nimport sys\n"
+    code += "print(any(type(f).__name__ == '_BeforeMLX' for f in sys.meta_path))"
+    assert started(code, str(planted))[0] == ["False", "True", "False"]
+
+
+def test_other_systems_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blas.platform, "system", lambda: "Darwin")
+    before = list(sys.meta_path)
+    monkeypatch.delitem(sys.modules, "mlx.core")
+    blas.prepare()
+    assert sys.meta_path == before and blas.library() is None and blas.in_effect() is None
+
+
+@pytest.mark.parametrize("in_effect", [blas.BUNDLED, "OpenBLAS"])
+def test_doctor_measures_both(
+    planted: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    in_effect: str,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("KVLINGO_BLAS", str(planted))
+    monkeypatch.setattr(measure.blas, "in_effect", lambda: in_effect)
+    calls: list[str] = []
+
+    def once(action: Callable[[], object]) -> float:
+        calls.append("library" if "_library_rate" in action.__qualname__ else "MLX")
+        action()
+        return 2 * 512**3 / {"MLX": 4e9, "library": 80e9}[calls[-1]]
+
+    monkeypatch.setattr(measure, "seconds", once)
+    run(["doctor"])
+    out = capsys.readouterr().out
+    assert calls == ["MLX"] * 3 + ["library"] * 3
+    rates = f"{in_effect}, float32 products at 4 GFLOP/s ({planted} called directly: 80)"
+    assert re.sub(r"\s+", " ", rates) in re.sub(r"\s+", " ", out)
+    assert (WARNED in out) == (in_effect == blas.BUNDLED)
+
+
+def test_the_librarys_own_product_is_right(planted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What doctor times is a product: of ones, every number is the length summed over."""
+    monkeypatch.setenv("KVLINGO_BLAS", str(planted))
+    made = []
+    empty = diagnosis.np.empty
+    monkeypatch.setattr(diagnosis.np, "empty", lambda *a: made.append(empty(*a)) or made[-1])
+    assert diagnosis._library_rate() > 0
+    assert (made[-1] == diagnosis.SIZE).all()

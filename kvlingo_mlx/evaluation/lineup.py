@@ -113,7 +113,8 @@ def baseline(
         source: Whose cache is at hand.
         target: Who decodes.
         translators: What ``shuffled`` and ``canonical`` spoil and ``folded`` folds.
-        native_layers: Of ``shuffled``, as in :func:`translated`: a control has what it controls.
+        native_layers: Of ``shuffled``, as in :func:`translated`: a control has what it controls;
+            ``folded`` refuses any.
         allow_mismatch: Whether those may be another checkpoint's.
 
     Raises:
@@ -134,6 +135,7 @@ def baseline(
         make = conditions.text(source, target)
         return Condition("text", (make,), theirs, lambda tokens: lambda: make(tokens))
     if name == "folded":
+        folding.check_whole(translators[0].config, native_layers)
         return folded(source, target, translators[0], allow_mismatch=allow_mismatch)
     if name == "shuffled":
         control = conditions.shuffled(translators[0])

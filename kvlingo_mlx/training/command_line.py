@@ -19,7 +19,7 @@ from kvlingo_mlx.training.data import Stream, prefix_histogram
 from kvlingo_mlx.training.distill import Recipe
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.pipeline import Progress, Training
-from kvlingo_mlx.training.plan import Plan, default_rate
+from kvlingo_mlx.training.plan import Plan, default_rate, reconstruction
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -100,8 +100,11 @@ def train(
     out: str,
     progress: Progress,
     warn: Callable[[str], None],
+    stage1: Mapping[str, Any] | None = None,
 ) -> Done | None:
     """Train, or resume; None in a process that does not lead.
+
+    ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1; None for other kinds.
 
     Raises:
         ValueError: A bad option, unusable data, or a destination that is not ours.
@@ -111,7 +114,8 @@ def train(
     # Bad options are refused before anything is loaded.
     rates = recipe["learning_rates"] or (default_rate(options.source, options.target),)
     stage2 = Recipe(**{**recipe, "learning_rates": rates})
-    whole = Plan(**plan, seed=options.seed, recipe=stage2)
+    first = {} if stage1 is None else {"stage1_recipe": reconstruction(stage2, **stage1)}
+    whole = Plan(**plan, **first, seed=options.seed, recipe=stage2)
     source, target = options.load(options.source), options.load(options.target)
     stream = options.stream(
         target.tokenizer,

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.renderings import front
 from kvlingo_mlx.samples import Sample, encode_plain
 from kvlingo_mlx.training.conversations import excerpt, keeps_system, pack, to_sample, until
 from kvlingo_mlx.training.library import Library, Place, Shelf, Side, Talk, fill
@@ -296,7 +297,8 @@ class Stream:
         """A window of one text, at random in it."""
         rng = self._random("text", ordinal, attempt)
         shelf = side.pick(rng)
-        wanted = windows.prefix + windows.continuation
+        first = front(self._tokenizer)  # a window stands where a prompt of text would
+        wanted = windows.prefix - len(first) + windows.continuation
         per_token, bytes_per_token = self._library.scales[shelf.source]
         among = shelf.at_least(SLACK * bytes_per_token * wanted, 1)
         position = int(ordinal * shelf.share) + attempt * ELSEWHERE
@@ -307,8 +309,8 @@ class Stream:
         if len(tokens) < wanted:
             return None
         start = rng.randint(0, len(tokens) - wanted)
-        prefix = tokens[start : start + windows.prefix]
-        sample = Sample(prefix, tokens[start + windows.prefix : start + wanted])
+        cut = start + windows.prefix - len(first)
+        sample = Sample(first + tokens[start:cut], tokens[cut : start + wanted])
         return Draw(sample, "text", False, (place,))
 
 

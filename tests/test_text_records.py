@@ -108,9 +108,7 @@ def test_between_two_tokenizers(loaded: dict[str, LanguageModel]) -> None:
     """Each model's own prefix is what it would read of a prompt; a text's own ``<s>`` counts."""
     source, target = loaded["none"], loaded["one"]
     for text in (TEXT, BOS + TEXT):
-        sample = tokenise(
-            {"text": text}, target.tokenizer, source_tokenizer=source.tokenizer
-        )
+        sample = tokenise({"text": text}, target.tokenizer, source_tokenizer=source.tokenizer)
         assert sample.prefix[0] == target.tokenizer.bos_token_id
         assert sample.prefix.count(target.tokenizer.bos_token_id) == 1
         assert list(sample.prefix) == encode(target, text)[: len(sample.prefix)]

@@ -104,9 +104,9 @@ def test_swapped_rows_and_16_bits() -> None:
 
 def test_in_pytorch_as_well(folders: dict[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from kvlingo_mlx.training import torch_model
-
     import torch
+
+    from kvlingo_mlx.training import torch_model
 
     def fingerprint(folder: Path, dtype: torch.dtype = torch.float32) -> str:
         return torch_model.load(str(folder), dtype=dtype).weights_fingerprint
@@ -180,9 +180,7 @@ def test_eval_tells_apart_a_model_with_other_weights(
 # ---- times ------------------------------------------------------------------------------
 
 
-def test_times_are_of_the_work_that_maps_are(
-    folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_times_are_of_the_work_that_maps_are(folders: dict[str, Path], tmp_path: Path) -> None:
     """MLPs of 8 and of 512 hidden units take other times; so do floats of other widths."""
     source, target = kv.load(folders["dense"]), kv.load(folders["wide"])
     linear = kv.fit(source, target, [RECORD]).save(tmp_path / "linear")

@@ -20,9 +20,11 @@ from kvlingo_mlx.errors import malformed
 from kvlingo_mlx.tensor_file import (
     PICKLE,
     PICKLE_SUFFIXES,
+    DType,
     Shapes,
     Weights,
     check_numbers,
+    read_shapes,
     read_tensors,
     regular_file,
     write_tensors,
@@ -128,6 +130,18 @@ def read_config(folder: str | os.PathLike[str]) -> TranslatorConfig:
     regular_file(path)
     with open(path, "rb") as file:
         return parse_config(path, parse_json(path, file.read(MAX_CONFIG_BYTES + 1)))
+
+
+def read_facts(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, DType, Shapes]:
+    """The config of a translator folder, and the dtype and shapes of tensors that stay unread.
+
+    Raises:
+        MalformedTranslatorError: What the format page refuses of these.
+    """
+    config, path = read_config(folder), Path(folder) / WEIGHTS_FILE
+    dtype, shapes = read_shapes(path)
+    _check_shapes(path, config, shapes)
+    return config, dtype, shapes
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, Weights]:

@@ -216,15 +216,15 @@ def _quickest(
     if num_tokens < 2:
         return "native"  # nothing to translate
     facts = translator_facts(translator, source, target, allow_mismatch=allow_mismatch)
-    check_one_tokenizer(facts[0], "strategy auto")
-    native = native_part(facts[0], native_layers, native_head, native_tail)
+    check_one_tokenizer(facts.config, "strategy auto")
+    native = native_part(facts.config, native_layers, native_head, native_tail)
     if not native.translated(num_tokens - 1, len(target.attentions)):
         return "native"  # nothing would be translated
-    key = profiles.key_of(source, target, *facts, native, step_size)
+    key = profiles.key_of(source, target, facts, native, step_size)
     names, given = (source.name, target.name), translator
     if given is not None:
         given = "FOLDER" if isinstance(given, Translator) else os.fspath(given)
-    profile = profiles.read(key, names, given, facts[0].native_layers)
+    profile = profiles.read(key, names, given, facts.config.native_layers)
     # What remains then is a switch, which a profile knows of plain translation alone.
     remains = "switch" if source_drafts and native == Native() else "accelerator"
     return "native" if profile.best(num_tokens, remains) == "native" else "accelerator"

@@ -59,16 +59,24 @@ def resolve(
         revision: Branch, tag or commit of a Hub id.
         patterns: Which of a repository's files are fetched.
         error: What to raise where there is nothing.
-        offline: Take a snapshot that is already here, or none.
+        offline: Take a snapshot that is already here, or none; ``revision`` is a wish then.
+
+    Raises:
+        ValueError: A revision of what has none.
     """
     try:
         local = Path(name).expanduser()
-        if local.exists():
-            return local, None
+        here = local.exists()
     except (RuntimeError, ValueError, OSError):  # ~nobody, a zero byte, a name too long
         raise error(f"{printable(name)} is no folder's name; give a folder or a Hub id") from None
-    if name in zoo_names():
-        return zoo(name), None
+    if here or name in zoo_names():
+        if revision is not None and not offline:
+            kind = "a folder" if here else "an embedded model"
+            raise ValueError(
+                f"revision is {revision!r}, but {printable(name)} is {kind}, which has none; leave "
+                "it out (revision=, --revision), or give a Hub id"
+            )
+        return (local if here else zoo(name)), None
     if not REPO_ID.fullmatch(name):
         raise error(
             f"{printable(name)} does not exist; give a folder or a Hub id such as Qwen/Qwen3-4B"

@@ -81,11 +81,6 @@ def import_translator(
         OSError: The disk is full, or another process writes there.
     """
     path, commit = resolve(path_or_hf_repo, revision, checkpoint.OUR_FILES, MissingTranslatorError)
-    if revision is not None and commit is None:
-        raise ValueError(
-            f"--revision is {revision!r}, but {path_or_hf_repo} is a folder, which has none; leave "
-            "it out (revision=), or give a Hub id"
-        )
     config, weights = checkpoint.read(path)
     checkpoint.check_sizes(path, config, weights)
     unchecked = {}

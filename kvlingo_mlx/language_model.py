@@ -11,9 +11,11 @@ from typing import Any
 from kvlingo_mlx.backend import mx, nn
 
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from kvlingo_mlx import misread
 from kvlingo_mlx.checkpoint import probe
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.families.base import Family, Finish
@@ -22,7 +24,7 @@ from kvlingo_mlx.geometry import (
     norms_fingerprint,
     vocabulary_fingerprint,
 )
-from kvlingo_mlx.projections import Sketch, sketch
+from kvlingo_mlx.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.translator_config import ModelSpec
 
 NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the classes of norms are called
@@ -103,14 +105,33 @@ class LanguageModel:
         return sketch([np.array(output) for output in outputs])
 
     @cached_property
+    def weights_fingerprint(self) -> str:
+        """Sha256 that tells this model from any other, by all weights and its config.
+
+        Every weight is read once, quantised ones as they are stored; some 2 GB a second on an
+        idle core. ``name`` and where it lies are no part of it.
+        """
+        arrays = dict(tree_flatten(self.model.parameters()))
+        return weights_fingerprint((_checked(*item) for item in arrays.items()), self.config)
+
+    @cached_property
     def _projections(self) -> list[nn.Module]:
         """The modules that put out every cache layer's keys and values."""
         return [module for a in self.attentions for module in self.family.taps(a)]
 
     @property
     def context_length(self) -> int:
-        """Most tokens the model was made for."""
-        return self.facts["max_position_embeddings"]
+        """Most tokens that the model was made for and mlx-lm runs it on as it was."""
+        longest, window = self.facts["max_position_embeddings"], self.ignored_window
+        return longest if window is None else min(longest, window)
+
+    @cached_property
+    def ignored_window(self) -> int | None:
+        """Tokens of a window that mlx-lm leaves out and that some text would reach beyond."""
+        text = self.config.get("text_config", self.config)  # what it says, not what mlx-lm made
+        window = misread.ignored_window(self.family.text_type(self.facts), text)
+        shorter = window is not None and window < self.facts["max_position_embeddings"]
+        return window if shorter else None
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
@@ -155,7 +176,22 @@ class LanguageModel:
             bad = next(t for t in tokens if not 0 <= t < rows)
             raise ValueError(f"token id {bad} is outside the {rows} ids of {self.name}")
         if len(tokens) > self.context_length:
+            window = "" if self.ignored_window is None else (
+                ", its sliding window, which mlx-lm leaves out"
+            )  # fmt: skip
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, the context of {self.name} "
-                f"is {self.context_length}; shorten the prompt"
+                f"is {self.context_length}{window}; shorten the prompt"
             )
+
+
+BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # integers by bytes
+
+
+def _checked(name: str, array: mx.array) -> Checked:
+    """An array's bits, summed along its last axis, and some of its numbers."""
+    bits = mx.atleast_1d(array).view(BITS[array.dtype.size])
+    flat = bits.reshape(-1)
+    sums, sample = bits.sum(axis=-1), flat[:: max(1, flat.size // SAMPLED)]
+    kind = f"{array.dtype} {array.shape}"
+    return Checked(name, kind, np.array(sums).tobytes(), np.array(sample).tobytes())

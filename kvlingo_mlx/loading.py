@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from kvlingo_mlx.backend import mx
@@ -23,7 +25,7 @@ from kvlingo_mlx.opening import damage_told, open_model
 from kvlingo_mlx.pairing import check_pair, matches
 from kvlingo_mlx.prompts import Prompt, encode
 from kvlingo_mlx.tensor_file import MAX_FILE_BYTES
-from kvlingo_mlx.translator_config import TranslatorConfig
+from kvlingo_mlx.translator_config import TranslatorConfig, flops_of
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.quantised import check_bits
@@ -47,11 +49,17 @@ def load(
         lazy: Read each weight when it is first needed.
 
     Raises:
+        ValueError: A revision of a folder, an embedded or a loaded model, which have none.
         MissingModelError: No such folder or repository, or files are missing or damaged.
-        UnsupportedModelError: The family is not supported.
+        UnsupportedModelError: The family is not supported, or mlx-lm misreads its config.
         NotEnoughMemoryError: Its weights are larger than the memory there is.
     """
     if isinstance(path_or_hf_repo, LanguageModel):
+        if revision is not None:
+            raise ValueError(
+                f"revision is {revision!r}, but {path_or_hf_repo.name} is loaded already; leave "
+                "it out (revision=), or give the model's Hub id"
+            )
         return path_or_hf_repo
     model = _unread(path_or_hf_repo, revision)
     if not lazy:
@@ -285,20 +293,32 @@ def resolve_translator(
     return translator
 
 
+@dataclass(frozen=True)
+class TranslatorFacts:
+    """What is known of a translator whose weights are unread, by :class:`Translator`'s names."""
+
+    config: TranslatorConfig
+    dtype: str
+    flops_per_token: int
+    bits: int | None = None
+
+
 def translator_facts(
     translator: Translator | str | os.PathLike[str] | None,
     source: LanguageModel,
     target: LanguageModel,
     *,
     allow_mismatch: bool = False,
-) -> tuple[TranslatorConfig, int | None]:
-    """What :func:`resolve_translator` would find, its weights unread: its facts and its bits.
+) -> Translator | TranslatorFacts:
+    """What :func:`resolve_translator` would find: as it is, or its facts, its weights unread.
 
     Raises:
         MissingTranslatorError: None was given and none is stored.
+        MalformedTranslatorError: The folder breaks the format.
     """
     if isinstance(translator, Translator):
-        return translator.config, translator.bits
+        return translator
     if translator is None:
         translator = find_translator(source, target, allow_mismatch=allow_mismatch)
-    return checkpoint.read_config(_translator_folder(translator)), None
+    config, dtype, shapes = checkpoint.read_facts(_translator_folder(translator))
+    return TranslatorFacts(config, dtype, flops_of((n, prod(s)) for n, s in shapes.items()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from kvlingo_mlx import misread
 from kvlingo_mlx.errors import KVLingoWarning, printable
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.projections import ROUNDED, SAME
@@ -41,6 +42,31 @@ def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: Langua
             if found is not None:
                 told = f"{config.title} is used, though {found}"
                 tell(told, f"{told}; {measure}")
+
+
+def tell_of_misreading(model: LanguageModel) -> None:
+    """Tell of a window or of short factors that a model was trained with and mlx-lm leaves out.
+
+    Warns:
+        KVLingoWarning: With the length of text up to which, or from which, it runs as trained.
+    """
+    text = model.config.get("text_config", model.config)
+    short = misread.long_factors_from(model.family.text_type(model.facts), text)
+    if short is not None:
+        tell(
+            f"factors of {model.name}",
+            f"{model.name} was trained to rotate texts of at most {short} tokens by short_factor, "
+            "and mlx-lm rotates every text by long_factor: shorter ones are answered worse than "
+            "elsewhere",
+        )
+    window = model.ignored_window
+    if window is not None:
+        tell(
+            f"window of {model.name}",
+            f"{model.name} was trained to see the last {window} tokens in some or all of its "
+            f"layers, which mlx-lm's {model.geometry.model_type} does not heed: texts beyond "
+            f"{window} tokens are refused, shorter ones are as they should be",
+        )
 
 
 def tell_of_length(config: TranslatorConfig, num_tokens: int) -> None:

@@ -12,6 +12,7 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
+from kvlingo_mlx import notes
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.families import family_of
@@ -28,7 +29,10 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
 
     Raises:
         MissingModelError: Files are missing or damaged.
-        UnsupportedModelError: The family is not supported.
+        UnsupportedModelError: The family is not supported, or mlx-lm misreads the config.
+
+    Warns:
+        KVLingoWarning: The model has a window or short factors that mlx-lm leaves out.
     """
     _check_model_folder(path)
     config = load_config(path)
@@ -40,7 +44,9 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )
     embedded = path.parent == MODELS
-    return LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
+    found = LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
+    notes.tell_of_misreading(found)
+    return found
 
 
 @contextlib.contextmanager

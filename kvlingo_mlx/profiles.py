@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx, always)
 
@@ -78,20 +78,37 @@ class Profile:
 # ---- whose it is ------------------------------------------------------------------------------
 
 
+class Maps(Protocol):
+    """A translator, or what is known of one whose weights are unread."""
+
+    @property
+    def config(self) -> TranslatorConfig: ...
+    @property
+    def bits(self) -> int | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def flops_per_token(self) -> int: ...
+
+
 def key_of(
     source: LanguageModel,
     target: LanguageModel,
-    maps: TranslatorConfig,
-    bits: int | None,
+    maps: Maps,
     native: Native | None = None,
     step_size: int = USUAL_STEP,
 ) -> dict[str, Any]:
-    """What a profile holds for: both models as loaded, the maps' form, what is native, the machine.
+    """What a profile holds for: both models as loaded, the maps' work, what is native, the machine.
 
+    The work is the maps' form and how much they compute: of two MLPs their hidden widths differ.
     ``native`` is what the target reads itself of a prefix; None is nothing, plain translation.
     ``step_size`` is tokens a prefill chunk: every chunk reads a model's weights once more.
     """
-    form = {"form": maps.form, "nu": maps.nu, "capture": maps.capture, "bits": bits}
+    config = maps.config
+    form = {
+        "form": config.form, "nu": config.nu, "capture": config.capture, "bits": maps.bits,
+        "dtype": maps.dtype, "flops_per_token": maps.flops_per_token,
+    }  # fmt: skip
     own: dict[str, Any] = {} if native in (None, Native()) else {"native": asdict(native)}
     if step_size != USUAL_STEP:
         own["prefill_step_size"] = step_size

@@ -8,18 +8,54 @@ runtimes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvlingo_mlx.checkpoint import probe
+from kvlingo_mlx.geometry import canonical_json
 
 # Of a projection's size, the same weights summed in another order; and rounded to 16 bits (0.2 %
 # each number, the largest of a few hundred such sums).
 SAME, ROUNDED = 1e-3, 2e-2
 PARTS = 4
+SAMPLED = 256  # of an array's numbers, those that its fingerprint holds as they are, about
+# What a config.json says of its file alone, not of what the model computes.
+OF_THE_FILE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """One array of a model's weights, read once.
+
+    Attributes:
+        name: By which its runtime knows it.
+        kind: Its dtype and shape.
+        sums: Its bits as unsigned or signed integers, summed along the last axis with
+            wrap-around: exact, in whatever order a machine adds them.
+        sample: Every so manieth of its numbers, as bytes.
+    """
+
+    name: str
+    kind: str
+    sums: bytes
+    sample: bytes
+
+
+def weights_fingerprint(arrays: Iterable[Checked], config: Mapping[str, Any]) -> str:
+    """Sha256 by which a model's weights and config are told from any others of one runtime.
+
+    ``config`` is its config.json: scales and caps of which no weight knows stand there.
+    """
+    facts = {name: value for name, value in config.items() if name not in OF_THE_FILE}
+    digest = hashlib.sha256(canonical_json(facts).encode())
+    for array in sorted(arrays, key=lambda each: each.name):
+        digest.update(f"{array.name} {array.kind} {len(array.sums)}".encode())
+        digest.update(array.sums + array.sample)
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

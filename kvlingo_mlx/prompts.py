@@ -9,7 +9,7 @@ from typing import Any, TypeGuard, cast
 from jinja2 import TemplateError
 
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.renderings import Rendering, bare, chat, plain
+from kvlingo_mlx.renderings import Rendering, chat, text_ids, text_of
 
 Message = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -28,7 +28,7 @@ def encode(
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
         _check_text(prompt)
-        tokens = tokenizer.encode(prompt, add_special_tokens=not _opened(model, prompt))
+        tokens = text_ids(tokenizer, prompt)
     elif _is_chat(prompt):
         tokens = list(_render(model, prompt, {"enable_thinking": enable_thinking, **switches}))
     else:
@@ -49,7 +49,7 @@ def rendering(
     """
     if isinstance(prompt, str):
         _check_text(prompt)
-        return (bare if _opened(model, prompt) else plain)(model.tokenizer, prompt)
+        return text_of(model.tokenizer, prompt)
     if not _is_chat(prompt):
         raise ValueError(
             "the prompt is token ids, which the two tokenizers of this pair read differently; "
@@ -62,11 +62,6 @@ def rendering(
         ),
         prompt,
     )
-
-
-def _opened(model: LanguageModel, text: str) -> bool:
-    """Whether a text has the token that a tokenizer would put in front already."""
-    return model.tokenizer.bos_token is not None and text.startswith(model.tokenizer.bos_token)
 
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:

@@ -69,6 +69,28 @@ def bare(tokenizer: Any, text: str) -> Rendering:
     return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=False), ((0, len(text)),))
 
 
+def text_of(tokenizer: Any, text: str) -> Rendering:
+    """A text as a prompt of text is read: ``<s>`` in front, once, where the tokenizer has one."""
+    return (bare if opened(tokenizer, text) else plain)(tokenizer, text)
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of :func:`text_of`, by tokenizers that are not fast too."""
+    return list(tokenizer.encode(text, add_special_tokens=not opened(tokenizer, text)))
+
+
+def opened(tokenizer: Any, text: str) -> bool:
+    """Whether a text has the token that a tokenizer would put in front already."""
+    return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+
+
+def front(tokenizer: Any) -> tuple[int, ...]:
+    """What a tokenizer puts in front of a text: ``<s>``, or nothing."""
+    whole, own = (tokenizer.encode("a", add_special_tokens=added) for added in (True, False))
+    starts = (i for i in range(len(whole)) if whole[i : i + len(own)] == own)
+    return tuple(whole[: next(starts, 0)])
+
+
 def chat(tokenizer: Any, render: Render, messages: Messages) -> Rendering:
     """A conversation by a model's chat template, ``render``."""
     text, contents = content_spans(render, messages)

@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from kvlingo_mlx.alignment import NO_END
 from kvlingo_mlx.geometry import vocabulary_fingerprint
 from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.renderings import chat, plain
+from kvlingo_mlx.renderings import chat, text_ids, text_of
 
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
 ROLES = ("system", "user", "assistant", "tool")
@@ -161,12 +161,13 @@ def tokenise(
     chat template up to and including that header, the turn itself the continuation. A turn
     without reasoning leaves Qwen3's empty think block in the prefix (appendix "Training
     data"). A conversation without an assistant turn has no continuation. A plain text is
-    cut in the middle. ``source_tokenizer`` is the source's where it has another one.
+    read as a prompt of text is, ``<s>`` first where a tokenizer has one, and cut in the
+    middle. ``source_tokenizer`` is the source's where it has another one.
     """
     if source_tokenizer is not None:
         return _of_two(record, source_tokenizer, tokenizer, turn)
     if record.get("messages") is None:
-        tokens = encode_plain(tokenizer, record["text"])
+        tokens = tuple(text_ids(tokenizer, record["text"]))
         middle = len(tokens) // 2
         return Sample(tokens[:middle], tokens[middle:])
     messages = list(record["messages"])
@@ -214,10 +215,10 @@ def _text_of_two(text: str, source: Any, target: Any) -> Sample:
 
     The second half keeps the tokens that it has in the whole text.
     """
-    whole = plain(target, text)
+    whole = text_of(target, text)
     ends = np.flatnonzero(whole.ends[: (len(whole.ids) + 1) // 2] != NO_END)
     last = int(ends[-1]) if len(ends) else len(whole.ids) - 1
-    found = Handover.of(*(plain(t, text[: whole.ends[last]]) for t in (source, target)))
+    found = Handover.of(*(text_of(t, text[: whole.ends[last]]) for t in (source, target)))
     return Sample(found.target_ids, tuple(whole.ids[last + 1 :].tolist()), found)
 
 

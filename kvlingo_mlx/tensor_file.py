@@ -160,13 +160,16 @@ def _check_length(path: Path, header: Any, begin: int, size: int) -> None:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+def read_shapes(path: Path) -> tuple[DType, dict[str, tuple[int, ...]]]:
+    """The dtype and the shapes of a safetensors file's tensors, by name; its data stay unread."""
+    return _facts(path, _read_header(path)[0])
+
+
 def read_tensors(path: Path, check: Callable[[Shapes], None] = lambda shapes: None) -> Weights:
     """Read a safetensors file into NumPy, after ``check`` has seen its tensors' shapes."""
     header, begin = _read_header(path)
-    if not header:
-        raise malformed(path, "holds no tensors")
-    dtype = _only_dtype(path, header)
-    check({name: tuple(entry["shape"]) for name, entry in header.items()})
+    dtype, shapes = _facts(path, header)
+    check(shapes)
     data = np.memmap(path, np.uint8, "r", offset=begin)
     arrays = {}
     for name, entry in header.items():
@@ -174,6 +177,14 @@ def read_tensors(path: Path, check: Callable[[Shapes], None] = lambda shapes: No
         array = np.array(data[start:stop]).view(STORAGE[dtype])
         arrays[name] = array.reshape(entry["shape"])
     return Weights(dtype, arrays)
+
+
+def _facts(
+    path: Path, header: Mapping[str, Mapping[str, Any]]
+) -> tuple[DType, dict[str, tuple[int, ...]]]:
+    if not header:
+        raise malformed(path, "holds no tensors")
+    return _only_dtype(path, header), {n: tuple(e["shape"]) for n, e in header.items()}
 
 
 def _only_dtype(path: Path, header: Mapping[str, Mapping[str, Any]]) -> DType:

@@ -283,7 +283,7 @@ def test_import_checks_before_it_writes(
     fails(["import", str(fitted), *wrong], "the other way round", capsys)
     fails(["import", str(fitted), "--dtype", "int8"], "--dtype is 'int8'", capsys)
     fails(["import", str(fitted), "--source", "x"], "both --source and --target", capsys)
-    fails(["import", str(fitted), "--revision", "v1"], "--revision is 'v1', but ", capsys)
+    fails(["import", str(fitted), "--revision", "v1"], "revision is 'v1', but ", capsys)
     (fitted / "translator.safetensors").write_bytes(b"\0" * 100)
     fails(["import", str(fitted)], "translator.safetensors", capsys)
     assert not store.exists()

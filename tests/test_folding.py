@@ -7,6 +7,7 @@ import functools
 import importlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -683,6 +684,46 @@ def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]
         assert run(wrong) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1 and text in error
+
+
+def test_a_profile_of_native_layers_is_heeded_or_refused(
+    root: Path, tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``generate`` heeds it, folded decoding must not fold over it without a word."""
+    source, target, plain = tiny.write_case(root, BIASED)
+    folder = tmp_path / "profiled"
+    shutil.copytree(plain, folder)
+    path = folder / "translator_config.json"
+    facts = json.loads(path.read_text())
+    facts["provenance"] = {**facts.get("provenance", {}), "native_layers": 1}
+    path.write_text(json.dumps(facts))
+    models, tokens = (load(source), load(target)), tiny.random_tokens(12)
+    options: dict[str, Any] = {"translator": folder, "max_tokens": 3}
+    for ask in (
+        lambda: kv.folded_generate(*models, tokens, **options),
+        lambda: kv.folded_hand_over(*models, tokens, translator=folder),
+        lambda: lineup.baseline("folded", *models, [kv.load_translator(folder)], None),
+        lambda: lineup.baseline("folded", *models, [kv.load_translator(plain)], 1),
+    ):
+        with pytest.raises(IncompatibleTranslatorError) as error:
+            ask()
+        text = str(error.value)
+        assert "1 native layers" in text and "use generate" in text and "native_layers=0" in text
+    # Both ways out; a stored translator that can be folded whole goes before one that cannot.
+    expected = kv.folded_generate(*models, tokens, translator=plain, max_tokens=3)
+    assert kv.folded_generate(*models, tokens, native_layers=0, **options) == expected
+    assert lineup.baseline("folded", *models, [kv.load_translator(folder)], 0).name == "folded"
+    for age, kept in enumerate((plain, folder)):
+        copy = shutil.copytree(kept, store / kept.name) / "translator_config.json"
+        os.utime(copy, (age, age))
+    assert find_translator(*models).name == "profiled"
+    assert kv.folded_generate(*models, tokens, max_tokens=3) == expected
+    words = arguments(root, BIASED, "--memory-budget", "--translator", str(folder))
+    assert run(words) == 2
+    error_line = capsys.readouterr().err
+    assert error_line.count("\n") == 1 and "leave out --memory-budget" in error_line
+    assert run([*words, "--native-layers", "0"]) == 0
+    assert run([*words, "--native-layers", "1"]) == 2
 
 
 def test_show_says_whether_and_why_not(

@@ -14,6 +14,7 @@ import tiny
 from loopback_hub import LoopbackHub
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import zoo_names
 from kvlingo_mlx.translator_config import TranslatorConfig
 
 TOKEN = "hf_averysecrettokenofsomebody"
@@ -202,3 +203,14 @@ def test_generate_from_the_hub(
     done = command("generate", *pair, "--translator", "me/maps", "--max-tokens", "3")
     assert done.returncode == 0, done.stderr
     assert "Generation: 3 tokens" in done.stdout
+
+
+def test_a_revision_of_what_has_none_is_refused(folders: dict[str, Path]) -> None:
+    """A folder, an embedded and a loaded model have one state, which is not that one perhaps."""
+    for name, kind in ((folders["dense"], "is a folder"), (zoo_names()[0], "is an embedded model")):
+        with pytest.raises(ValueError, match=f"revision is 'v1', but .* {kind}, which has none"):
+            kv.load(name, revision="v1")
+    model = kv.load(folders["dense"])
+    assert kv.load(model) is model
+    with pytest.raises(ValueError, match="revision is 'v1', but .* is loaded already"):
+        kv.load(model, revision="v1")

@@ -37,7 +37,7 @@ def planted(
     accelerator: Sequence[float],
 ) -> Path:
     source, target, translator = pair
-    key = profiles.key_of(source, target, translator.config, translator.bits)
+    key = profiles.key_of(source, target, translator)
     seconds = {"native": native, "accelerator": accelerator, "switch": [1e-3] * len(lengths)}
     return profiles.write(Profile(key, tuple(lengths), {k: tuple(v) for k, v in seconds.items()}))
 
@@ -155,9 +155,9 @@ def test_without_a_profile_auto_says_what_to_type(
     with pytest.raises(kv.MissingProfileError, match=advice):
         kv.generate(source, target, TOKENS, translator=translator, strategy="auto")
     with pytest.raises(kv.MissingProfileError, match="--translator mine --save-profile"):
-        profiles.read(profiles.key_of(source, target, translator.config, None), ZOO, "mine")
+        profiles.read(profiles.key_of(source, target, translator), ZOO, "mine")
     with pytest.raises(kv.MissingProfileError, match="in floats, not in 8 bits; leave out"):
-        profiles.read(profiles.key_of(source, target, translator.config, 8), ZOO, "mine")
+        profiles.read(profiles.key_of(source, target, replace(translator, bits=8)), ZOO, "mine")
 
 
 # ---- whose a profile is -------------------------------------------------------------------------
@@ -169,22 +169,21 @@ def test_a_profile_is_of_this_pair_precision_maps_and_machine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source, target, translator = pair
-    maps = translator.config
     planted(pair, [10], [1.0], [2.0])
-    key = profiles.key_of(source, target, maps, None)
+    key = profiles.key_of(source, target, translator)
     assert profiles.read(key, ("a", "b")).best(10) == "native"
     small = quantised_models["dense"]
     assert small.norms_fingerprint == source.norms_fingerprint  # the precision alone differs
     for other in (
-        profiles.key_of(small, target, maps, None),
-        profiles.key_of(target, source, maps, None),
-        profiles.key_of(source, target, maps, 8),
+        profiles.key_of(small, target, translator),
+        profiles.key_of(target, source, translator),
+        profiles.key_of(source, target, replace(translator, bits=8)),
     ):
         with pytest.raises(kv.MissingProfileError):
             profiles.read(other, ("a", "b"))
     monkeypatch.setattr(profiles, "machine", lambda: {**measure.machine(), "chip": "another"})
     with pytest.raises(kv.MissingProfileError):
-        profiles.read(profiles.key_of(source, target, maps, None), ("a", "b"))
+        profiles.read(profiles.key_of(source, target, translator), ("a", "b"))
 
 
 def with_layers(translator: Translator, layers: int) -> Translator:
@@ -223,12 +222,12 @@ def test_times_are_of_one_choice_of_native_layers(
     with pytest.raises(ValueError, match="native_layers is 99; give a number from 0 to"):
         taken(translator, native_layers=99)
     assert taken(translator, native_layers=most) == "native"  # a prefill, by any name
-    key = profiles.key_of(source, target, translator.config, None, Native(layers=1))
+    key = profiles.key_of(source, target, translator, Native(layers=1))
     times = {way: (1.0,) for way in profiles.WAYS} | {"accelerator": (0.5,)}
     profiles.write(Profile(key, (10,), times))
     assert taken(profiled) == "accelerator"
-    plain = profiles.key_of(source, target, translator.config, None)
-    assert plain == profiles.key_of(source, target, profiled.config, None, Native()) != key
+    plain = profiles.key_of(source, target, translator)
+    assert plain == profiles.key_of(source, target, profiled, Native()) != key
 
 
 def test_times_are_of_one_size_of_chunks(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -50,7 +51,7 @@ from kvlingo_mlx.training.distributed import Group  # noqa: E402
 from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.training.objectives import loss_of, objective_named  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
-from kvlingo_mlx.training.plan import Plan, make_config  # noqa: E402
+from kvlingo_mlx.training.plan import Plan, make_config, reconstruction  # noqa: E402
 from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp  # noqa: E402
 from kvlingo_mlx.translator_config import TranslatorConfig, expected_shapes  # noqa: E402
@@ -181,7 +182,7 @@ def test_one_rotation_has_one_fingerprint() -> None:
 @pytest.mark.parametrize(
     ("name", "scaling", "message"),
     [
-        ("moe", YARN, "'yarn' .*, which mlx-lm runs as 'default'"),
+        ("moe", YARN, "of type 'yarn' .* rotates keys without that scaling"),
         ("dense", {"type": "yarn", "factor": 4.0}, "which mlx-lm runs as 'yarn'"),
         ("dense", YARN | {"attention_factor": 1.5}, "compute differently; training knows"),
         ("dense", {"type": "dynamic", "factor": 2.0}, "scaled: dynamic NTK RoPE"),
@@ -810,6 +811,27 @@ def test_resuming_with_other_settings_is_refused(
     assert not (tmp_path / "t.partial").exists()
 
 
+def test_resuming_with_replaced_weights_is_refused(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one name and shape and of the same norms, as where a LoRA was fused into a folder."""
+    out = tmp_path / "t"
+    interrupted(torch_models, out, monkeypatch)
+    for role, name in (("source", "dense"), ("target", "wide")):
+        old = torch_models[name]
+        model = copy.deepcopy(old.model)
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[3, 5] += 0.25
+        other = dataclasses.replace(old, model=model)
+        assert other.spec() == old.spec() and other.projections == old.projections
+        with pytest.raises(ValueError, match=f"settings .{role}'s weights was "):
+            training(torch_models | {name: other}, out, steps=2).run()
+    same = dataclasses.replace(
+        torch_models["dense"], model=copy.deepcopy(torch_models["dense"].model)
+    )
+    training(torch_models | {"dense": same}, out, steps=2).run()
+
+
 def test_a_state_that_cannot_be_read_is_refused(
     torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1081,6 +1103,62 @@ def test_the_command_trains_a_folder_that_imports(
     # A later run without stage 2 has no log, and the one that is there is not its own.
     assert run(arguments(folders, jsonl, "--out", out, "--steps", "0")) == 0
     assert capsys.readouterr().out.endswith(f"wrote {out}: stage 1 alone, as --steps is 0\n")
+
+
+def test_an_mlps_stage_1_does_what_it_is_told(
+    folders: dict[str, Path], jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps and rates are options; its batch and its looks at held-out data stage 2's."""
+    ran: list[distill.Recipe] = []
+    whole = distill.Distillation.run
+
+    def spy(self: distill.Distillation, *progress: Any) -> distill.Run:
+        ran.append(self.recipe)
+        return whole(self, *progress)
+
+    monkeypatch.setattr(distill.Distillation, "run", spy)
+    out = tmp_path / "t"
+    options = ["--out", str(out), "--kind", "mlp", "--hidden", "8", "--no-gated", "--steps", "1",
+               "--lr", "1e-4", "--val-every", "3", "--stage1-steps", "2",
+               "--stage1-lr", "1e-3,1e-2"]  # fmt: skip
+    assert run(arguments(folders, jsonl, *options)) == 0
+    first, second = ran
+    assert (first.objective, first.steps, first.batch) == ("reconstruction", 2, 2)
+    assert (first.learning_rates, first.validate_every) == ((1e-3, 1e-2), 3)
+    assert (second.objective, second.steps, second.batch) == ("kl", 1, 2)
+    config, weights = checkpoint.read(out)
+    assert config.kind == "mlp" and not any("gate" in name for name in weights.arrays)
+    assert config.provenance["stage1_rate"] in (1e-3, 1e-2)
+    paper = reconstruction(distill.Recipe(), (), 5000)
+    assert (paper.steps, paper.batch, paper.learning_rates) == (5000, 8, (3e-3,))
+    assert paper == Plan().stage1_recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--stage1-steps", "5"), "--stage1-steps is of --kind mlp, and --kind is linear"),
+        (("--stage1-lr", "1e-3", "--kind", "linear_mlp"), "--stage1-lr is of --kind mlp"),
+        (("--no-gated",), "--gated is of --kind mlp, and --kind is linear"),
+        (("--kind", "mlp", "--stage1-lr", "x"), "--stage1-lr is 'x'; give a number"),
+        (("--kind", "mlp", "--stage1-steps", "-1"), "steps (--steps): -1"),
+        (("--kind", "mlp", "--stage1-steps", "0", "--steps", "0"), "neither stage has steps"),
+        (("--kind", "linear_mlp", "--steps", "0"), "which starts as nothing; give steps"),
+        (("--objective", "ce", "--ce-weight", "0"), "no step would train anything"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(arguments(folders, jsonl, "--out", str(tmp_path / "t"), *options)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.glob("t*")] == [jsonl.name]
 
 
 def test_the_command_sweeps_over_a_rate_that_diverges(

@@ -415,6 +415,7 @@ def test_both_spellings_of_a_rotation_are_one(
             "layer 1 .* to all .* to 16 .* sliding_window_pattern",
         ),
         ("gemma2x32", {"final_logit_softcapping": 30.0}, "has final_logit_softcapping"),
+        ("llama2x16", {"hidden_act": "relu"}, "has the activation 'relu' .* computes another"),
         ("gemma2x32", {"use_bidirectional_attention": True}, "has use_bidirectional_attention"),
         ("gemma2x32", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic NTK"),
     ],
@@ -440,3 +441,23 @@ def test_pairs_that_cannot_be_translated(torch_models: dict[str, TorchModel]) ->
         linear_config(torch_models["gemma4x16"], torch_models["gemma2x32"])
     with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
         linear_config(torch_models["llama2x16"], torch_models["gemma2x32"])
+
+
+def test_gemma3_by_its_layer_types_alone(tmp_path: Path) -> None:
+    """As transformers 5 writes it; the device takes it too."""
+    folder = tiny.write_tiny_model(
+        tmp_path / "m", "gemma3_text", seed=3, layers=6, kv_heads=2, head_dim=16
+    )
+    before = torch_model.load(str(folder), dtype=torch.float32).spec()
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("sliding_window_pattern") == 3
+    local, whole = "sliding_attention", "full_attention"
+    config["layer_types"] = [local, local, whole] * 2
+    (folder / "config.json").write_text(json.dumps(config))
+    found = torch_model.load(str(folder), dtype=torch.float32)
+    assert found.spec() == before and found.spec().fingerprint == kv.load(folder).spec().fingerprint
+    assert [g.window for g in found.geometry.layers] == [16, 16, None] * 2
+    config["layer_types"] = [local, whole, local, local, whole, local]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="do not alternate regularly"):
+        torch_model.load(str(folder), dtype=torch.float32)

@@ -86,7 +86,7 @@ def command(
     )
     given = given_options(context)
     if memory_budget:
-        _check_folded(given)
+        _check_folded(given, native_layers)
     _check_of_others(given)
     text = _stdin() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
     if not text.strip():
@@ -144,6 +144,7 @@ def command(
 
         respond = folded_stream_generate
         options = {name: value for name, value in options.items() if name not in NOT_FOLDED}
+        options["native_layers"] = layers
     full_prompt = _messages(text, system_prompt) if templated else text
     pieces = []
     for response in respond(source, target, full_prompt, **options):
@@ -160,9 +161,13 @@ def command(
         measure.append_json(json_file, measure.record("generate", config, results))
 
 
-def _check_folded(given: Mapping[str, str]) -> None:
-    """Refuse (ValueError) options that --memory-budget has no use for, as they were typed."""
-    unused = [given[name] for name in NOT_FOLDED if name in given]
+def _check_folded(given: Mapping[str, str], native_layers: str | None) -> None:
+    """Refuse (ValueError) options that --memory-budget has no use for, as they were typed.
+
+    No native layers at all is what it does, and can be asked for.
+    """
+    whole = {"native_layers"} if native_layers == "0" else set()
+    unused = [given[name] for name in NOT_FOLDED if name in given.keys() - whole]
     if unused:
         raise ValueError(
             f"{', '.join(unused)} does not go with --memory-budget, which decodes from the "

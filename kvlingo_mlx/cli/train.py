@@ -36,16 +36,23 @@ def command(
     norm: str = typer.Option("frobenius", help="The closed form's: frobenius, attention, sink_8."),
     fit_samples: int = typer.Option(400, help="Conversations for the closed form."),
     hidden: int = typer.Option(2048, help="Hidden width of an MLP."),
+    gated: bool = typer.Option(None, help="Of --kind mlp: output gates (the default) or none."),
+    stage1_steps: int = typer.Option(
+        None, help="Of --kind mlp: steps that learn to reconstruct first; default 5000."
+    ),
+    stage1_lr: str = typer.Option(
+        None, help="Of --kind mlp: their learning rate; default 3e-3. Several: the best one wins."
+    ),
     native_layers: int = typer.Option(
         0, help="Cache layers, from the first on, that the target reads itself."
     ),
     objective: str = typer.Option("kl", help="kl, ce or mixed."),
     ce_weight: float = typer.Option(1.0, help="Weight of the cross-entropy in mixed."),
     steps: int = typer.Option(5000, help="Stage 2 steps; 0 keeps the closed form."),
-    batch_size: int = typer.Option(8, help="Conversations per step."),
+    batch_size: int = typer.Option(8, help="Conversations per step, of an MLP's stage 1 too."),
     lr: str = typer.Option(None, help="Learning rate; several as a,b,c: the best one wins."),
     held_out: int = typer.Option(64, help="Conversations that choose the learning rate."),
-    val_every: int = typer.Option(250, help="Steps between two looks at them."),
+    val_every: int = typer.Option(250, help="Steps between two looks at them, likewise."),
     plain_text: bool = typer.Option(False, help="Windows of 256 + 256 tokens, for base models."),
     packed_share: float = typer.Option(0.5, help="Share of samples concatenated to full length."),
     seed: int = typer.Option(0, help="Seed of the data and of an MLP's start."),
@@ -60,7 +67,15 @@ def command(
 
     training.check_extra()
     keep_stdout_for_json(json_file)
-    rates = _rates(lr)
+    rates = _rates("--lr", lr)
+    of_mlps = {"--gated": gated, "--stage1-steps": stage1_steps, "--stage1-lr": stage1_lr}
+    if kind != "mlp" and any(value is not None for value in of_mlps.values()):
+        found = next(name for name, value in of_mlps.items() if value is not None)
+        raise ValueError(f"{found} is of --kind mlp, and --kind is {kind}; leave it out")
+    stage1 = None if kind != "mlp" else {
+        "steps": 5000 if stage1_steps is None else stage1_steps,
+        "rates": _rates("--stage1-lr", stage1_lr),
+    }  # fmt: skip
     if out is None and not histogram:
         raise ValueError("--out is missing; name the translator folder to write")
 
@@ -93,6 +108,7 @@ def command(
         "kind": kind, "head_mixing": head_mixing, "joint": joint, "capture": capture, "nu": nu,
         "assignment": assignment, "norm": norm, "fit_samples": fit_samples,
         "held_out": held_out, "hidden": hidden, "native_layers": native_layers,
+        "gated": gated is not False,
     }  # fmt: skip
     with progress_bar("training", steps) as step:
 
@@ -106,7 +122,7 @@ def command(
             else:
                 step(text=f"{stage}: {getattr(report, 'step', report)}")
 
-        done = command_line.train(options, plan, recipe, out, show, warn)
+        done = command_line.train(options, plan, recipe, out, show, warn, stage1)
     if done is None:  # a process that does not lead
         return
     if done.log is None:
@@ -120,7 +136,8 @@ def command(
     if json_file:
         curve = [] if done.log is None else command_line.read_log(done.log)
         results = {"provenance": command_line.provenance(done.folder), "curve": curve}
-        _record(json_file, "train", vars(options) | plan | recipe, results)
+        asked = vars(options) | plan | recipe | {"stage1": stage1}
+        _record(json_file, "train", asked, results)
 
 
 HISTOGRAM = ("from", "below", "reasoning", "without")
@@ -133,14 +150,14 @@ def _record(json_file: str, kind: str, config: dict[str, Any], results: Any) -> 
     measure.append_json(json_file, measure.record(kind, config, results))
 
 
-def _rates(text: str | None) -> tuple[float, ...]:
-    """The rates of --lr; none stands for the pair's own."""
+def _rates(option: str, text: str | None) -> tuple[float, ...]:
+    """The rates of an option; none stands for the default."""
     try:
         rates = tuple(float(part) for part in text.split(",")) if text else ()
     except ValueError:
-        raise ValueError(f"--lr is {text!r}; give a number, or several: 1e-4,3e-4") from None
+        raise ValueError(f"{option} is {text!r}; give a number, or several: 1e-4,3e-4") from None
     if any(not 0 < rate < float("inf") for rate in rates):
-        raise ValueError(f"--lr is {text!r}; learning rates are positive")
+        raise ValueError(f"{option} is {text!r}; learning rates are positive")
     return rates
 
 

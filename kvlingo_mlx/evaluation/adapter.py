@@ -83,7 +83,7 @@ class PrefixLM(MLXLM):
         self.responses = responses or Responses()
         self._facts = {
             "condition": condition,
-            "target": [target.name, target.revision, target.norms_fingerprint],
+            "target": [target.name, target.revision, target.weights_fingerprint],
             "max_length": self.max_length,
             "special_tokens": not use_chat_template,
         }

@@ -104,13 +104,16 @@ def folded(
 ) -> CacheMaker:
     """The target reads the prefix from the source's own cache, by a post-RoPE linear translator.
 
+    Every layer of it, whatever the translator's own profile says of native ones.
+
     Raises:
         IncompatibleTranslatorError, UnsupportedModelError: It cannot; the message says why.
     """
     check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
     return lambda prefix: folded_hand_over(
-        source, target, target_ids(prefix), translator=translator, allow_mismatch=allow_mismatch
-    )
+        source, target, target_ids(prefix), translator=translator, native_layers=0,
+        allow_mismatch=allow_mismatch,
+    )  # fmt: skip
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:

@@ -87,7 +87,7 @@ class Judge:
     ) -> None:
         self.model, self.max_tokens = load(model), max_tokens
         self.responses = Responses(None if responses is None else Path(responses))
-        self._facts = [self.model.name, self.model.revision, self.model.norms_fingerprint]
+        self._facts = [self.model.name, self.model.revision, self.model.weights_fingerprint]
 
     def __call__(self, prompt: str) -> str:
         """The reply to one prompt.

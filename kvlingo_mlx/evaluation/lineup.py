@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +112,8 @@ def baseline(
         source: Whose cache is at hand.
         target: Who decodes.
         translators: What ``shuffled`` and ``canonical`` spoil and ``folded`` folds.
-        native_layers: Of ``shuffled``, as in :func:`translated`: a control has what it controls.
+        native_layers: Of ``shuffled``, as in :func:`translated`: a control has what it controls;
+            ``folded`` refuses any.
         allow_mismatch: Whether those may be another checkpoint's.
 
     Raises:
@@ -134,6 +134,7 @@ def baseline(
         make = conditions.text(source, target)
         return Condition("text", (make,), theirs, lambda tokens: lambda: make(tokens))
     if name == "folded":
+        folding.check_whole(translators[0].config, native_layers)
         return folded(source, target, translators[0], allow_mismatch=allow_mismatch)
     if name == "shuffled":
         control = conditions.shuffled(translators[0])
@@ -175,30 +176,21 @@ def baseline(
 
 
 def identity_of(model: LanguageModel) -> dict[str, Any]:
-    """What tells one loaded model from another in a record."""
+    """What tells one loaded model from another in a record: all of its weights, and its facts."""
     quantization = model.config.get("quantization")
     return {
         "model": model.name,
         "revision": model.revision,
         **model.spec().fingerprint,
+        "weights": model.weights_fingerprint,
         "dtype": str(model.cache_dtype),
         "quantization": quantization,
     }
 
 
 def digest(translator: Translator) -> str:
-    """Sha256 of a translator's tensors, their names and its capture point.
+    """What tells one loaded translator from another in a record: its numbers and its facts.
 
-    Of a quantised one, what its matrices stand for, however this machine cuts them.
+    Which layers each map reads, the kind, the capture point and the alignment are among them.
     """
-    quantised = translator.bits is not None
-    arrays = translator.floats() if quantised else translator.to_weights().arrays
-    return _digest(translator.config.capture, arrays.items())
-
-
-def _digest(capture_point: str, arrays: Iterable) -> str:
-    found = hashlib.sha256(capture_point.encode())
-    for name, array in sorted(arrays):
-        found.update(f"{name} {array.dtype} {array.shape}".encode())
-        found.update(array.tobytes())
-    return found.hexdigest()
+    return translator.fingerprint

@@ -14,6 +14,7 @@ from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
+from kvlingo_mlx import misread
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.geometry import (
     CacheGeometry,
@@ -26,7 +27,7 @@ from kvlingo_mlx.geometry import (
 )
 
 POINTS = ("pre_norm", "post_norm", "post_rope")
-LATENT = "latent"
+LATENT, FULL = "latent", "full_attention"
 KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
 NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps")
 
@@ -77,11 +78,12 @@ class Family:
         """What mlx-lm must be told of a raw config that it would misread, to go over that.
 
         Raises:
-            UnsupportedModelError: It cannot be told.
+            UnsupportedModelError: It cannot be told; or mlx-lm does not do it.
         """
         text = config.get("text_config", config)
         self.check_rotation(text)
         missing = {k: v for k, v in self.settings(text).items() if text.get(k) is None}
+        misread.check(text.get("model_type", self.model_type), {**text, **missing})
         return missing if text is config or not missing else {"text_config": {**text, **missing}}
 
     def check_rotation(self, text: Mapping[str, Any]) -> None:
@@ -210,13 +212,20 @@ def period_setting(text: Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedModelError: They do not recur with one period.
     """
     types = text.get("layer_types")
-    if types is None or "sliding_window_pattern" in text:
+    if types is None:
         return {}
-    period = layer_period(types)
+    period, given = layer_period(types), text.get("sliding_window_pattern")
     if period is None:
         raise UnsupportedModelError(
             f"the local and global layers of this {text['model_type']} do not alternate "
             "regularly, which mlx-lm cannot run"
+        )
+    if given is not None and [k == FULL for k in types] != [
+        (i + 1) % given == 0 for i in range(len(types))
+    ]:
+        raise UnsupportedModelError(
+            f"this {text['model_type']} has layer_types with a global layer every {period}, and "
+            f"sliding_window_pattern {given}, by which mlx-lm goes; take out the wrong one"
         )
     return {"sliding_window_pattern": period}
 

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.limits import check_groups
-from kvlingo_mlx.folding.folds import check_foldable, fold_caches
+from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
 from kvlingo_mlx.generation import (
     GenerationResponse,
     LogitsProcessor,
@@ -31,6 +31,7 @@ from kvlingo_mlx.generation import (
     timed,
     with_prefix,
 )
+from kvlingo_mlx.hybrid import native_part
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_pair, resolve_translator
 from kvlingo_mlx.memory import check_caches
@@ -88,6 +89,7 @@ def _resolve(
     allow_mismatch: bool,
     kv_bits: int | None,
     kv_group_size: int,
+    native_layers: int | None,
 ) -> Translator | None:
     """The translator to fold, everything checked; None where a single token leaves no prefix."""
     if kv_bits is not None:
@@ -97,11 +99,13 @@ def _resolve(
     check_caches((source,), len(tokens))
     if translator is None:
         translator = find_translator(
-            source, target, allow_mismatch=allow_mismatch, suits=lambda c: unfoldable(c) is None
-        )
+            source, target, allow_mismatch=allow_mismatch,
+            suits=lambda c: unfoldable(c) is None and not native_part(c, native_layers).layers,
+        )  # fmt: skip
     found = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
     tell_of_length(found.config, len(tokens))
     check_foldable(source, target, found, allow_mismatch=allow_mismatch)
+    check_whole(found.config, native_layers)
     return found
 
 
@@ -115,6 +119,7 @@ def folded_hand_over(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     allow_mismatch: bool = False,
+    native_layers: int | None = None,
 ) -> list[Any]:
     """Prefill with one model; return caches by which another decodes from that one's cache.
 
@@ -129,6 +134,8 @@ def folded_hand_over(
         kv_bits: Quantise the prefix once it is read, but for layers with a window.
         kv_group_size: Groups of ``kv_bits``.
         allow_mismatch: Accept a translator made for another checkpoint of the same shape.
+        native_layers: 0 folds every layer though the translator's own profile asks for native
+            ones; None refuses such a translator.
 
     Returns:
         Caches for ``decode_model.model(last, cache=...)`` or mlx-lm's ``generate_step``. They
@@ -146,7 +153,7 @@ def folded_hand_over(
     for row in rows:
         check_tokens(source, target, row, prefill_step_size)
     options = allow_mismatch, kv_bits, kv_group_size
-    found = _resolve(translator, source, target, rows[0], *options)
+    found = _resolve(translator, source, target, rows[0], *options, native_layers)
     return _folded(source, target, rows, found, prefill_step_size, *options, Clock())
 
 
@@ -203,6 +210,7 @@ def folded_stream_generate(
     allow_mismatch: bool = False,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
+    native_layers: int | None = None,
 ) -> Iterator[GenerationResponse]:
     """Prefill with one model, decode with another from that one's cache; a response a token.
 
@@ -215,7 +223,7 @@ def folded_stream_generate(
     tokens = encode(target, prompt, enable_thinking)
     check_tokens(source, target, tokens, prefill_step_size)
     options = allow_mismatch, kv_bits, kv_group_size
-    found = _resolve(translator, source, target, tokens, *options)
+    found = _resolve(translator, source, target, tokens, *options, native_layers)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
         cache = _folded(source, target, [tokens], found, prefill_step_size, *options, clock)
@@ -261,7 +269,8 @@ def folded_generate(
         options: ``translator`` (linear and of post-RoPE keys; loaded, a folder or Hub id; None
             searches the local store), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking``, ``allow_mismatch``; ``kv_bits`` and
-            ``kv_group_size`` (64), which quantise the prefix once it is read.
+            ``kv_group_size`` (64), which quantise the prefix once it is read; ``native_layers``
+            (0 folds every layer of a translator whose own profile asks for native ones).
 
     Returns:
         The answer, without the prompt.

@@ -22,6 +22,6 @@ def profile_of(
 ) -> Profile:  # fmt: skip
     """What a table found of a pair, by a translator that it timed whole ways with."""
     native = native_part(translator.config)  # as the accelerator was timed
-    key = key_of(source, target, translator.config, translator.bits, native, step_size)
+    key = key_of(source, target, translator, native, step_size)
     lengths = tuple(timing.prompt_tokens for timing in timings)
     return Profile(key, lengths, {way: tuple(t.median(way) for t in timings) for way in WAYS})

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kvlingo_mlx import misread
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.geometry import RopeSpec
 from kvlingo_mlx.training.families import TorchFamily
@@ -37,15 +38,9 @@ def check_agreement(family: TorchFamily, model: Any, config: Mapping[str, Any], 
     Raises:
         UnsupportedModelError: Names the model, and its setting, window or RoPE.
     """
-    loaded = family.text(model).config
-    for setting in family.ignored:
-        if getattr(loaded, setting, None):
-            raise UnsupportedModelError(
-                f"{name} has {setting} in its config.json, which transformers heeds and mlx-lm "
-                "does not: a translator trained here would not fit it there; remove it there"
-            )
-    _check_windows(family, model, config, name)
     try:
+        misread.check(config["model_type"], config)
+        _check_windows(family, model, config)
         ropes = {
             (family.rope(config, attention), family.rope_here(model, attention))
             for attention in family.attentions(model)
@@ -56,7 +51,7 @@ def check_agreement(family: TorchFamily, model: Any, config: Mapping[str, Any], 
         _check_rope(ours, theirs, name)
 
 
-def _check_windows(family: TorchFamily, model: Any, config: Mapping[str, Any], name: str) -> None:
+def _check_windows(family: TorchFamily, model: Any, config: Mapping[str, Any]) -> None:
     theirs = family.windows_here(model)
     ours = family.windows(config, len(theirs))
     context = config["max_position_embeddings"]
@@ -66,7 +61,7 @@ def _check_windows(family: TorchFamily, model: Any, config: Mapping[str, Any], n
         if pair[0] != pair[1]:
             here, there = (f"{w} tokens" if w is not None else "all" for w in reversed(pair))
             raise UnsupportedModelError(
-                f"{name}: layer {layer} attends to {here} in transformers and to {there} in "
+                f"layer {layer} attends to {here} in transformers and to {there} in "
                 f"mlx-lm; set {family.no_windows} in its config.json"
             )
 

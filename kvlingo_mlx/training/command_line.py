@@ -19,7 +19,7 @@ from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
 from kvlingo_mlx.training.distill import Recipe
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.pipeline import Progress, Training
-from kvlingo_mlx.training.plan import Plan, default_rate
+from kvlingo_mlx.training.plan import Plan, default_rate, reconstruction
 
 SHOWN = 480  # samples of a run that its histogram is made of
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -105,8 +105,11 @@ def train(
     out: str,
     progress: Progress,
     warn: Callable[[str], None],
+    stage1: Mapping[str, Any] | None = None,
 ) -> Done | None:
     """Train, or resume; None in a process that does not lead.
+
+    ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1; None for other kinds.
 
     Raises:
         ValueError: A bad option, unusable data, or a destination that is not ours.
@@ -116,7 +119,8 @@ def train(
     # Bad options are refused before anything is loaded.
     rates = recipe["learning_rates"] or (default_rate(options.source, options.target),)
     stage2 = Recipe(**{**recipe, "learning_rates": rates})
-    whole = Plan(**plan, seed=options.seed, recipe=stage2)
+    first = {} if stage1 is None else {"stage1_recipe": reconstruction(stage2, **stage1)}
+    whole = Plan(**plan, **first, seed=options.seed, recipe=stage2)
     source, target = options.load(options.source), options.load(options.target)
     stream = options.stream(
         target.tokenizer,

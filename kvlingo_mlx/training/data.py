@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.renderings import front
 from kvlingo_mlx.samples import Sample, encode_plain
 from kvlingo_mlx.training.conversations import (
     boilerplate,
@@ -339,7 +340,8 @@ class Stream:
     ) -> Draw | None:
         """A window of one text, at random in it."""
         rng = random.Random(f"text/{self.seed}/{ordinal}/{attempt}")
-        wanted = windows.prefix + windows.continuation
+        first = front(self._tokenizer)  # a window stands where a prompt of text would
+        wanted = windows.prefix - len(first) + windows.continuation
         per_token, _ = self._library.per_token[shelf.source]
         record = self._library.read(shelf.place(row))
         text = excerpt(record["text"], int(2 * wanted * per_token), rng) if record else ""
@@ -347,8 +349,8 @@ class Stream:
         if len(tokens) < wanted:
             return None
         start = rng.randint(0, len(tokens) - wanted)
-        prefix = tokens[start : start + windows.prefix]
-        sample = Sample(prefix, tokens[start + windows.prefix : start + wanted])
+        cut = start + windows.prefix - len(first)
+        sample = Sample(first + tokens[start:cut], tokens[cut : start + wanted])
         return Draw(sample, "text", False, (shelf.place(row),))
 
 

@@ -31,11 +31,16 @@ def objective_named(name: str, ce_weight: float = 1.0) -> Objective:
     """``kl``, ``ce`` or ``mixed`` (KL plus ``ce_weight`` times cross-entropy).
 
     Raises:
-        ValueError: There is no such objective.
+        ValueError: There is no such objective, or nothing of it is left at that weight.
     """
     if name not in OBJECTIVES:
         raise ValueError(f"objective is {name!r}; it must be one of {', '.join(OBJECTIVES)}")
     kl, ce = OBJECTIVES[name]
+    if not kl and not ce * ce_weight:
+        raise ValueError(
+            f"the weight of the cross-entropy (--ce-weight) is {ce_weight:g}, and the objective "
+            f"{name!r} is nothing else: no step would train anything; give more than 0, or kl"
+        )
     return Objective(kl, ce * ce_weight)
 
 

@@ -150,9 +150,13 @@ class Training:
         del plan["recipe"]
         models = {
             f"{role}'s {fact}": value
-            for role, spec in (("source", config.source), ("target", config.target))
-            for fact, value in {"name": spec.name, **spec.fingerprint}.items()
-        }
+            for role, spec, model in (
+                ("source", config.source, self.source), ("target", config.target, self.target)
+            )
+            for fact, value in {
+                "name": spec.name, **spec.fingerprint, "weights": model.weights_fingerprint
+            }.items()
+        }  # fmt: skip
         return {**plan, **self.settings, **models}
 
     def _check(self, path: Path, config: TranslatorConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvlingo_mlx.assignment import by_depth, check_windows
@@ -95,7 +95,8 @@ class Plan:
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
         norm_named(self.norm)
-        objective_named(self.recipe.objective)
+        objective_named(self.recipe.objective, self.recipe.ce_weight)
+        self._check_work()
         require("source layers per target layer (--nu)", self.nu, 1)
         require("conversations for the closed form (--fit-samples)", self.fit_samples, 1)
         require("held-out conversations (--held-out)", self.held_out, 1)
@@ -109,6 +110,30 @@ class Plan:
                 f"{self.assignment} chooses for keys and values apart, a joint map reads both; use "
                 "relative_depth"
             )
+
+    def _check_work(self) -> None:
+        """Refuse (ValueError) a plan after which an MLP is as it was before any data."""
+        if self.recipe.steps:
+            return
+        if self.kind == "linear_mlp":
+            raise ValueError(
+                "stage 2's steps (--steps) are 0, and stage 1 does not train the MLP of a "
+                "linear_mlp, which starts as nothing; give steps, or --kind linear"
+            )
+        if self.kind == "mlp" and not self.stage1_recipe.steps:
+            raise ValueError(
+                "neither stage has steps (--stage1-steps, --steps), and an MLP starts at random: "
+                "give one of them some"
+            )
+
+
+def reconstruction(recipe: Recipe, rates: tuple[float, ...], steps: int) -> Recipe:
+    """Stage 1 of an MLP: stage 2's batch and schedule, other steps and rates (appendix "Training
+    protocol", MLP translators)."""
+    return replace(
+        recipe, objective="reconstruction", ce_weight=1.0, steps=steps,
+        learning_rates=rates or (MLP_STAGE1_RATE,),
+    )  # fmt: skip
 
 
 def default_rate(source: str, target: str) -> float:

@@ -23,7 +23,7 @@ from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError
 from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
 from kvlingo_mlx.hub import MODEL_FILES, SMALL_FILES, resolve
-from kvlingo_mlx.projections import Sketch, sketch
+from kvlingo_mlx.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.training.agreement import check_agreement
 from kvlingo_mlx.training.families import POINTS, TorchFamily, family_of
 from kvlingo_mlx.training.families.base import Positions
@@ -110,6 +110,16 @@ class TorchModel:
                 known = torch.tensor(probe(weight.shape[1]), device=weight.device).float()
                 outputs.append((weight * known).sum(dim=-1).cpu().numpy())
         return sketch(outputs)
+
+    @cached_property
+    @torch.no_grad()
+    def weights_fingerprint(self) -> str:
+        """Sha256 that tells this model from any other, by all weights and its config.
+
+        Every weight is read once. It is no other runtime's, whose weights have other names.
+        """
+        arrays = self.model.state_dict().items()
+        return weights_fingerprint((_checked(*item) for item in arrays), self.config)
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator carries."""
@@ -251,6 +261,18 @@ class TorchModel:
             if self.geometry.layers[layer].window is not None:
                 cache.layers[layer].cumulative_length = num_tokens  # it has counted what it got
         return cache
+
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by bytes
+
+
+def _checked(name: str, tensor: torch.Tensor) -> Checked:
+    """A tensor's bits, summed along its last axis in 64 bits, and some of its numbers."""
+    bits = torch.atleast_1d(tensor.contiguous()).view(BITS[tensor.element_size()])
+    flat = bits.flatten()
+    sums = bits.sum(dim=-1, dtype=torch.int64).cpu().numpy().tobytes()
+    sample = flat[:: max(1, flat.numel() // SAMPLED)].cpu().numpy().tobytes()
+    return Checked(name, f"{tensor.dtype} {tuple(tensor.shape)}", sums, sample)
 
 
 def _steps(origin: str, goal: str) -> tuple[str, ...]:

@@ -41,8 +41,7 @@ class TorchFamily:
 
     # Where keys can be captured; projections put out what is at the first.
     points: ClassVar[tuple[str, ...]] = POINTS
-    # What transformers can be configured to do and mlx-lm leaves out; how to turn windows off.
-    ignored: ClassVar[tuple[str, ...]] = ()
+    # How to turn windows off.
     no_windows: ClassVar[str] = "use_sliding_window to false"
 
     def facts(self, config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvlingo_mlx.geometry import RopeSpec, configured_rope
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.geometry import RopeSpec, configured_rope, layer_period
 from kvlingo_mlx.training.families.base import TorchFamily
 
 
 class Gemma3(TorchFamily):
     """A rotation for each kind of layer; embeddings are scaled."""
 
-    ignored = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
     no_windows = "sliding_window_pattern and layer_types to the same layers"
 
     # mlx-lm's own, where a config says nothing; transformers has others.
@@ -33,10 +33,24 @@ class Gemma3(TorchFamily):
 
     def facts(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
         """Released configs of the multimodal model leave most of the text model's out."""
-        if "text_config" not in config:
-            return {**self.DEFAULTS, **config}
-        rows = {"vocab_size": config.get("vocab_size", self.MULTIMODAL_ROWS)}
-        return {**self.DEFAULTS, **config["text_config"], **rows}
+        text = config.get("text_config", config)
+        found = {**self.DEFAULTS, **self._period(text), **text}
+        if text is config:
+            return found
+        return {**found, "vocab_size": config.get("vocab_size", self.MULTIMODAL_ROWS)}
+
+    def _period(self, text: Mapping[str, Any]) -> dict[str, Any]:
+        """``sliding_window_pattern`` by the layers' kinds, which is all that newer configs list."""
+        types = text.get("layer_types")
+        if types is None or "sliding_window_pattern" in text:
+            return {}  # should the two differ, the windows will
+        period = layer_period(types)
+        if period is None:
+            raise UnsupportedModelError(
+                "the local and global layers of this gemma3 do not alternate regularly, which "
+                "mlx-lm cannot run"
+            )
+        return {"sliding_window_pattern": period}
 
     def text(self, model: Any) -> Any:
         """The multimodal model has its text model beside the vision tower."""

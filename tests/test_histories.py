@@ -20,6 +20,7 @@ from test_conversation import talk_of
 from test_cross_conversation import identities
 from test_cross_conversation import twins as twins  # a fixture
 from test_identity import identity_of
+from two_tokenizers import write_mistral, write_qwen, write_translator
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.conversation import Conversation
@@ -437,3 +438,46 @@ def test_an_older_folder_is_read(model: LanguageModel, tmp_path: Path) -> None:
     assert len(back.messages) == back.transcript.held == 2
     back.undo()
     assert back.messages == [] and back.transcript.held == 0
+
+
+# ---- two tokenizers ---------------------------------------------------------------------------
+
+
+def test_an_answer_cut_short_is_read_so_by_another_tokenizer(tmp_path: Path) -> None:
+    """What is left are the tokens written; the other model's reading ends there, too."""
+    folders = write_qwen(tmp_path / "qwen"), write_mistral(tmp_path / "mistral")
+    names = ("qwen", "mistral")
+    there = write_translator(tmp_path / "there", *folders)
+    back = write_translator(tmp_path / "back", *folders[::-1], seed=11)
+    models = {name: kv.load(folder) for name, folder in zip(names, folders, strict=True)}
+    for writer, reader in (names, names[::-1]):
+        for way in ("truncate", "stop"):
+            talk = Conversation(models, [there, back], eager=way == "stop")
+            ids = iter(spelled(models[writer], "in the house"))
+            options = {"stop": "he h"} if way == "stop" else {}
+            talk.reply(writer, "Where?", sampler=lambda _, i=ids: mx.array([next(i)]), **options)
+            prompt = [m for m in talk.messages if m["role"] == "user"]
+            if way == "truncate":
+                talk.truncate_answer(4)
+            assert talk.messages[-1]["content"] == "in t"
+            first = next(iter(talk.stream_reply(reader, "And?", max_tokens=3)))
+            assert first.translated_tokens > 0 or way == "stop"  # eager: it has it already
+            turns = [*prompt, {"role": "assistant", "content": "in t"},
+                     {"role": "user", "content": "And?"}]  # fmt: skip
+            transcript: Any = talk.transcript
+            for name in names:
+                reading = transcript.undo().reading(models[name], turns[-1:])
+                assert reading.text == models[name].tokenizer.apply_chat_template(
+                    turns, tokenize=False, add_generation_prompt=True
+                )
+                held = talk.lines[name]
+                assert "ouse" not in models[name].tokenizer.decode(held.tokens) or name == writer
+    for options, message in (({"kv_bits": 4}, "kv_bits"), ({"draft_model": "qwen"}, "draft_model")):
+        with pytest.raises(ValueError, match=f"{message} cannot be used .*several tokenizers"):
+            talk.reply("mistral", "hi", **options)
+
+
+def spelled(model: LanguageModel, text: str) -> list[int]:
+    """Tokens of an answer with its stop."""
+    stop = int(model.tokenizer.eos_token_id)
+    return [*model.tokenizer.encode(text, add_special_tokens=False), *[stop] * 9]

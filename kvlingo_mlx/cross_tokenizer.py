@@ -26,6 +26,7 @@ def plan(
     target: LanguageModel,
     prompt: Prompt,
     enable_thinking: bool | None = None,
+    **switches: Any,
 ) -> Handover:
     """A prompt as both models read it.
 
@@ -33,7 +34,7 @@ def plan(
         ValueError: It is empty, or token ids; more than a model's context; or a model has no
             template for messages.
     """
-    both = (rendering(model, prompt, enable_thinking) for model in (source, target))
+    both = (rendering(model, prompt, enable_thinking, **switches) for model in (source, target))
     found = Handover.of(*both)
     source.check_tokens(found.source_ids)
     target.check_tokens(found.target_ids)

@@ -7,12 +7,13 @@ prompt token itself, since a translated cache holds no prediction (section 2.1).
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Unpack
 
 from kvlingo_mlx.backend import mx
 
@@ -22,6 +23,7 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import capture, profiles
+from kvlingo_mlx.answers import AnswerReader, ToolCall
 from kvlingo_mlx.caches.limits import check_bits, check_draft
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover import Handover
@@ -31,7 +33,14 @@ from kvlingo_mlx.loading import Model, load, load_pair, resolve_translator, tran
 from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_one_tokenizer
-from kvlingo_mlx.prompts import Prompt, encode
+from kvlingo_mlx.prompts import Prompt, check_tools, encode
+from kvlingo_mlx.sampling import (
+    DecodingOptions,
+    LogitsProcessor,
+    Sampler,
+    choice_of,
+    given,
+)
 from kvlingo_mlx.transfer import (
     PHASES,
     Clock,
@@ -46,15 +55,24 @@ from kvlingo_mlx.validation import first_bad, room_for
 STRATEGIES = ("accelerator", "native", "auto")
 DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 
-Sampler = Callable[[mx.array], mx.array]
-LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
-
 
 @dataclass
 class GenerationResponse(MLXResponse):
-    """mlx-lm's response, with the times of a hand-over.
+    """mlx-lm's response, with what its text says and the times and tokens of a hand-over.
+
+    ``text`` is all that was written, marks included. ``content``, ``reasoning`` and ``tool_calls``
+    are what has come with this response: joined, those of all responses are the whole. What may
+    yet be part of a mark, or of a stop text, comes with a later response.
 
     Attributes:
+        content: Text for the user.
+        reasoning: Text between the tokenizer's think marks.
+        tool_calls: Calls that are complete, as OpenAI's clients read them. A call that cannot be
+            parsed is content.
+        cached_tokens: Tokens of the prompt that the decode model's cache held before. (Where
+            another model has begun the answer, these three count its tokens too.)
+        translated_tokens: Those that went through the translator.
+        read_tokens: Those that the decode model read itself, the last one among them.
         prefill_s: Seconds the prefill model took for the prompt; the decode model where it read
             the prompt itself (0 if it has a draft model as well: mlx-lm does not tell).
         translate_s: Seconds the translation took, cache write included.
@@ -65,6 +83,12 @@ class GenerationResponse(MLXResponse):
             in a conversation, whose own ``last_switch`` tells more.
     """
 
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    cached_tokens: int = 0
+    translated_tokens: int = 0
+    read_tokens: int = 0
     prefill_s: float = 0.0
     translate_s: float = 0.0
     native_s: float = 0.0
@@ -96,24 +120,21 @@ def stream_generate(
     allow_mismatch: bool = False,
     draft_model: Model | None = None,
     num_draft_tokens: int = 2,
-    **decode_options: Any,
-) -> Iterator[GenerationResponse]:
+    **options: Unpack[DecodingOptions],
+) -> Generator[GenerationResponse, None, None]:
     """Prefill with one model, decode with another; yield a response a token.
 
-    Arguments are those of :func:`generate`; ``decode_options`` go to mlx-lm's
-    ``generate_step`` (``kv_bits``, ``kv_group_size``, ``quantized_kv_start``).
+    Arguments are those of :func:`generate`, ``options`` those of
+    :class:`~kvlingo_mlx.sampling.DecodingOptions`.
 
     Raises:
         UnsupportedModelError: mlx-lm cannot quantise a model's cache, or cannot take back
             rejected drafts from it; found before anything is prefilled. Else as
             :func:`generate`.
     """
-    unknown = sorted(set(decode_options) - set(DECODE_OPTIONS))
-    if unknown:
-        raise ValueError(
-            f"{', '.join(unknown)} cannot be used with a hand-over; decoding options are "
-            f"{', '.join(DECODE_OPTIONS)}"
-        )
+    known = given(options, DecodingOptions, "a hand-over")
+    choice = choice_of(known, sampler, logits_processors)
+    decode_options = {name: known[name] for name in DECODE_OPTIONS if name in known}
     check_max_tokens(max_tokens)
     asked = native_layers, native_head, native_tail
     check_strategy(strategy, *asked)
@@ -122,7 +143,9 @@ def stream_generate(
     )
     draft = _draft(draft_model, prefill_model, source)
     clock = Clock()
-    tokens = encode(target, prompt, enable_thinking)
+    tools = known.get("tools")
+    check_tools(target, prompt, tools)
+    tokens = encode(target, prompt, enable_thinking, tools=tools)
     way = strategy
     if strategy == "auto":
         way = _quickest(
@@ -135,7 +158,7 @@ def stream_generate(
         for model in (target,) if draft is None else (target, draft):
             check_bits(model, bits, decode_options.get("kv_group_size", 64))
     if draft is not None:
-        _check_draft(target, draft, tokens, max_tokens, num_draft_tokens)
+        check_drafting(target, draft, tokens, max_tokens, num_draft_tokens)
         decode_options |= {"draft_model": draft.model, "num_draft_tokens": num_draft_tokens}
     room = min(room_for(model, len(tokens), max_tokens) for model in (target, draft or target))
     resolved, native, across = None, Native(), None
@@ -143,7 +166,7 @@ def stream_generate(
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
         native = native_part(resolved.config, *asked)
         tell_of_length(resolved.config, len(tokens))
-        across = across_plan(source, target, prompt, resolved, native, enable_thinking)
+        across = across_plan(source, target, prompt, resolved, native, enable_thinking, tools=tools)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
         if way == "native":
@@ -152,22 +175,83 @@ def stream_generate(
             start = _translated_start(
                 source, target, tokens, resolved, native, prefill_step_size, clock, draft, across
             )
+        choice.begin()
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
             max_tokens=room,
-            sampler=sampler,
-            logits_processors=with_prefix(logits_processors, tokens[: -len(start["prompt"])]),
+            sampler=choice.sampler,
+            logits_processors=with_prefix(
+                choice.logits_processors, tokens[: -len(start["prompt"])]
+            ),
             **start,
             **decode_options,
         )
-        ttft = None
+        translated = _translated(target, len(tokens), resolved, native, across)
+        reader = AnswerReader(target.tokenizer, tokens, choice.stop, tools)
+        held = start.get("prompt_cache", ())
+        yield from answered(
+            responses, reader, clock, Counts.of(len(tokens), translated), way,
+            lambda first: check_numbers(first, source, target, held),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Where the tokens before an answer come from.
+
+    Attributes:
+        prompt: Those of the prompt.
+        cached: Those that the model's cache held before.
+        translated: Those that went through the translator.
+        read: Those that the model read itself, the last one among them.
+    """
+
+    prompt: int
+    cached: int
+    translated: int
+    read: int
+
+    @classmethod
+    def of(cls, prompt: int, translated: int) -> Counts:
+        """Of a prompt of which the model's cache held nothing."""
+        return cls(prompt, 0, translated, prompt - translated)
+
+
+def _translated(
+    target: LanguageModel,
+    num_tokens: int,
+    translator: Translator | None,
+    native: Native,
+    across: Handover | None,
+) -> int:
+    """How many of a prompt's tokens come through the translator."""
+    if translator is None:
+        return 0
+    if across is not None:
+        return num_tokens - 1 - len(across.own)
+    return len(native.translated(num_tokens - 1, len(target.attentions)))
+
+
+def answered(
+    responses: Generator[MLXResponse, None, None],
+    reader: AnswerReader,
+    clock: Clock,
+    counts: Counts,
+    strategy: str,
+    check: Callable[[MLXResponse], None],
+) -> Iterator[GenerationResponse]:
+    """mlx-lm's responses as ours, up to a stop text; the first one is checked."""
+    ttft = None
+    with contextlib.closing(responses):
         for response in responses:
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
-                check_numbers(response, source, target, start.get("prompt_cache", ()))
-            spent = clock.seconds
-            yield timed(response, len(tokens), ttft, spent, way)
+                check(response)
+            told = reader.take(timed(response, counts, ttft, clock.seconds, strategy))
+            yield told
+            if told.finish_reason is not None:
+                return
 
 
 def check_strategy(
@@ -280,13 +364,19 @@ def _draft(
     return load(draft_model)
 
 
-def _check_draft(
+def check_drafting(
     target: LanguageModel,
     draft: LanguageModel,
     tokens: Sequence[int],
     max_tokens: int,
     num_draft_tokens: int,
 ) -> None:
+    """Refuse a draft model that cannot draft for ``target`` after ``tokens``.
+
+    Raises:
+        ValueError: Another vocabulary, or a number without meaning.
+        UnsupportedModelError: mlx-lm cannot take back rejected drafts.
+    """
     if max_tokens < 0:
         raise ValueError(f"max_tokens is {max_tokens}; with a draft model give a positive number")
     if num_draft_tokens < 1:
@@ -332,14 +422,17 @@ def with_prefix(
 
 def timed(
     response: MLXResponse,
-    prompt_tokens: int,
+    counts: Counts,
     ttft_s: float,
     seconds: Mapping[str, float],
     strategy: str = "switch",
 ) -> GenerationResponse:
     """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase."""
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
-    values |= {"prompt_tokens": prompt_tokens, "prompt_tps": prompt_tokens / ttft_s}
+    values |= {"prompt_tokens": counts.prompt}
+    values |= {"prompt_tps": (counts.translated + counts.read) / ttft_s}
+    values |= {"cached_tokens": counts.cached, "translated_tokens": counts.translated}
+    values |= {"read_tokens": counts.read}
     values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
     return GenerationResponse(**values, ttft_s=ttft_s, strategy=strategy)
 
@@ -364,7 +457,10 @@ def generate(
             store), ``strategy`` (``accelerator``; ``native``: the decode model reads the prompt
             itself; ``auto``: whichever `kvlingo-mlx bench --save-profile` found to be sooner at
             such a length), ``max_tokens`` (256; -1 and more than the context leave room for
-            end with it, ``finish_reason`` "length"), ``sampler``, ``logits_processors``,
+            end with it, ``finish_reason`` "length"), ``temperature``, ``top_p``, ``top_k``,
+            ``min_p``, ``repetition_penalty``, ``seed``, ``stop`` (a text, or several, before
+            which the answer ends), ``tools`` (which the chat template announces), or mlx-lm's
+            own ``sampler`` and ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
             puts the empty think block into the prompt), ``native_layers``, ``native_head`` and
             ``native_tail`` (what the decode model reads itself, as in :func:`hand_over`),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
@@ -39,7 +40,7 @@ def encode(
 
 
 def rendering(
-    model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None
+    model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None, **switches: Any
 ) -> Rendering:
     """A prompt as a model reads it, with the places of its tokens: what two models can share.
 
@@ -58,7 +59,7 @@ def rendering(
     return chat(
         model.tokenizer,
         lambda messages: _render(
-            model, messages, {"enable_thinking": enable_thinking}, tokenize=False
+            model, messages, {"enable_thinking": enable_thinking, **switches}, tokenize=False
         ),
         prompt,
     )
@@ -104,6 +105,28 @@ def _render(
             f"the chat template of {model.name} does not take these messages ({error}); "
             'each needs a "role" and a "content"'
         ) from None
+
+
+def check_tools(
+    model: LanguageModel, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None
+) -> None:
+    """Refuse (ValueError) tools that nothing would announce: a chat template puts them in."""
+    if not tools:
+        return
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tools must be what JSON can hold ({error})") from None
+    if isinstance(prompt, str) or not _is_chat(prompt):
+        raise ValueError(
+            "tools are announced by a chat template, but the prompt is no messages; give it as "
+            "messages, or leave out tools"
+        )
+    if render_text(model, prompt, tools=tools) == render_text(model, prompt):
+        raise ValueError(
+            f"the chat template of {model.name} does not announce tools; put them into a message, "
+            "or leave out tools"
+        )
 
 
 def _check_text(text: str) -> None:

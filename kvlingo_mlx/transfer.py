@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -26,7 +26,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import Model, load_pair, resolve_translator
 from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
-from kvlingo_mlx.prompts import Prompt, encode
+from kvlingo_mlx.prompts import Prompt, check_tools, encode
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import validate_cache
@@ -213,6 +213,7 @@ def across_plan(
     translator: Translator,
     native: Native,
     enable_thinking: bool | None = None,
+    **switches: Any,
 ) -> Handover | None:
     """The prompt as both models read it, for a translator between two tokenizers; else None."""
     if translator.config.alignment is None:
@@ -222,7 +223,7 @@ def across_plan(
             "native_layers, native_head and native_tail cannot be used between two tokenizers, "
             "where the decode model reads what is not translated already; leave them out"
         )
-    return cross_tokenizer.plan(source, target, prompt, enable_thinking)
+    return cross_tokenizer.plan(source, target, prompt, enable_thinking, **switches)
 
 
 def hand_over(
@@ -237,6 +238,8 @@ def hand_over(
     native_tail: int = 0,
     allow_mismatch: bool = False,
     prompt_cache: list[Any] | None = None,
+    enable_thinking: bool | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Any]:
     """Prefill with one model; return another's cache of ``tokens[:-1]``.
 
@@ -259,6 +262,8 @@ def hand_over(
             hold ``tokens[:-1]`` afterwards. The translator must read keys as they are cached
             (capture post_norm or post_rope, where keys are normed). Which tokens they are of
             nobody can check.
+        enable_thinking: The chat template's switch, for messages.
+        tools: What the chat template announces, for messages.
 
     Returns:
         Stock mlx-lm caches, evaluated, for ``mlx_lm.generate.generate_step(
@@ -274,7 +279,8 @@ def hand_over(
         UnsupportedModelError: A ``prompt_cache`` does not hold what the translator reads.
     """
     source, target = load_pair(prefill_model, decode_model, tokens, translator=translator)
-    prompt, tokens = tokens, encode(target, tokens)
+    check_tools(target, tokens, tools)
+    prompt, tokens = tokens, encode(target, tokens, enable_thinking, tools=tools)
     check_tokens(source, target, tokens, prefill_step_size)
     check_caches((source, target), len(tokens))
     resolved, native = None, Native()
@@ -282,7 +288,9 @@ def hand_over(
         resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
         native = native_part(resolved.config, native_layers, native_head, native_tail)
         tell_of_length(resolved.config, len(tokens))
-        if across := across_plan(source, target, prompt, resolved, native):
+        if across := across_plan(
+            source, target, prompt, resolved, native, enable_thinking, tools=tools
+        ):
             if prompt_cache is not None:
                 raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
             return hand_over_across(source, target, resolved, across, prefill_step_size)

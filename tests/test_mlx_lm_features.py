@@ -163,8 +163,8 @@ def test_kv_bits(kind: str, bits: int, start: int, opened: Opener) -> None:
 def test_kv_bits_let_go_of_what_they_replace(opened: Opener) -> None:
     model = opened("plain")
     held_in = {}
-    for bits in (None, 4):
-        options = {"kv_bits": bits, "kv_group_size": 32, "quantized_kv_start": 0}
+    quantised = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 0}
+    for bits, options in ((None, {}), (4, quantised)):
         stream = kv.stream_generate(model, model, TOKENS * 8, translator=same(model), **options)
         for _ in range(3):
             next(stream)

@@ -12,10 +12,11 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
+from kvlingo_mlx.caches.limits import check_bits
 from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, stats_of
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
@@ -23,20 +24,34 @@ from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.cross_turn import CrossTurn
 from kvlingo_mlx.conversation.exchange import Exchange, Given, Switch
 from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.transcript import Transcript, template_difference
-from kvlingo_mlx.conversation.turn import Turn, thought_end
+from kvlingo_mlx.conversation.transcript import (
+    Transcript,
+    same_message,
+    template_difference,
+    without_oldest_turn,
+)
+from kvlingo_mlx.conversation.turn import Decoding, Turn, thought_end
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.generation import GenerationResponse, Model
+from kvlingo_mlx.generation import (
+    DECODE_OPTIONS,
+    GenerationResponse,
+    Model,
+    check_drafting,
+    check_max_tokens,
+)
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
-from kvlingo_mlx.prompts import Message
+from kvlingo_mlx.prompts import Message, check_tools
+from kvlingo_mlx.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
+from kvlingo_mlx.validation import room_for
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
 RESUMED_WITH = (
     "eager", "on_missing", "offload", "prefill_step_size", "quantize", "native_layers",
-    "allow_mismatch",
+    "allow_mismatch", "on_full",
 )  # fmt: skip
+ON_FULL = ("error", "drop_oldest")
 
 
 class Conversation:
@@ -68,6 +83,10 @@ class Conversation:
         native_layers: Cache layers, from the first on, that the incoming model reads itself at a
             switch, as in :func:`hand_over`; the spans above them are translated. Not between
             tokenizers.
+        on_full: What a prompt that its models have no room for does: ``error``, or
+            ``drop_oldest``: the oldest turns are dropped, each whole, until ``max_tokens`` (at
+            most half of the context) fit after it. The system message stays. What is kept is read
+            anew from the first token that differs.
 
     Raises:
         ValueError: No models, or an argument without meaning.
@@ -93,7 +112,10 @@ class Conversation:
         allow_mismatch: bool = False,
         quantize: int | None = None,
         native_layers: int | str | None = None,
+        on_full: str = "error",
     ) -> None:
+        if on_full not in ON_FULL:
+            raise ValueError(f"on_full is {on_full!r}; give {' or '.join(ON_FULL)}")
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
         if tools is not None:
@@ -107,6 +129,7 @@ class Conversation:
             native_layers=native_layers,
         )  # fmt: skip
         self.eager, self._open, self._compared = eager, False, False
+        self.on_full = on_full
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
         kind: type[Transcript] = CrossTranscript if several else Transcript
@@ -124,17 +147,48 @@ class Conversation:
 
     @property
     def messages(self) -> list[Message]:
-        """Every message so far."""
+        """Every message so far. They can be set: what stands before a change is not read again."""
         return [dict(message) for message in self.transcript.messages]
+
+    @messages.setter
+    def messages(self, messages: Sequence[Message]) -> None:
+        self._check_closed()
+        listed = _history(messages) if messages else []
+        made, rest = self.transcript.at(listed, self._same())
+        made.messages += rest
+        made.previous = self.transcript
+        self.transcript = made
 
     def undo(self) -> None:
         """Take back the last message and its answer; what was before is not read again.
+
+        Where ``messages`` were set since, that is taken back.
 
         Raises:
             ValueError: Nobody has answered yet, or an answer is still being written.
         """
         self._check_closed()
         self.transcript = self.transcript.undo()
+
+    def truncate_answer(self, characters: int) -> None:
+        """Keep the first ``characters`` of the last answer, reasoning and marks counted.
+
+        What is left is the tokens that were written; of a token that is cut, the rest is spelled
+        anew. :meth:`undo` takes back the whole answer.
+
+        Raises:
+            ValueError: The last message is no answer of so many characters, or an answer is still
+                being written.
+        """
+        self._check_closed()
+        made = self.transcript.copy()
+        made.cut_answer([line.model for line in self.lines.values()], characters)
+        self.transcript = made
+
+    def _same(self) -> Callable[[Message, Message], bool]:
+        """Whether a message is one of ours."""
+        models = _by_tokenizer([line.model for line in self.lines.values()])
+        return same_message([alike[0].tokenizer for alike in models])
 
     def branch(self) -> Conversation:
         """A conversation that goes on from here on its own; models and numbers are shared.
@@ -173,21 +227,28 @@ class Conversation:
 
     # ---- replies ----------------------------------------------------------------------------
 
-    def reply(self, name: str, message: str | Sequence[Message], **options: Any) -> str:
+    def reply(
+        self, name: str, message: str | Sequence[Message] | None = None, **options: Any
+    ) -> str:
         """One model's whole answer; arguments are those of :meth:`stream_reply`."""
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
     def stream_reply(
         self,
         name: str,
-        message: str | Sequence[Message],
+        message: str | Sequence[Message] | None = None,
         *,
+        messages: Sequence[Message] | None = None,
         prefill: str | None = None,
         first_token: str = "target",
         reasoning: str | None = None,
         max_tokens: int = 256,
-        sampler: Any = None,
-        logits_processors: list[Any] | None = None,
+        sampler: Sampler | None = None,
+        logits_processors: list[LogitsProcessor] | None = None,
+        enable_thinking: bool | None = None,
+        draft_model: Model | None = None,
+        num_draft_tokens: int | None = None,
+        **options: Unpack[DecodingOptions],
     ) -> Generator[GenerationResponse, None, None]:
         """Let a model answer; yields a response a token.
 
@@ -198,6 +259,10 @@ class Conversation:
         Args:
             name: Who answers.
             message: What the user says, or several messages (a tool's result, say).
+            messages: In its place, the whole conversation, as clients of a server send it. What
+                it has in common with this one is not read again, and answers in it that a model
+                wrote keep their tokens, sent back without their reasoning or with their tool
+                calls parsed too. Without either, the messages that were set are answered.
             prefill: Who reads the message: by default the model that answers, so that the
                 context alone is handed over. Another one hands it over after the prompt.
             first_token: ``source`` lets ``prefill`` write the first token as well.
@@ -208,14 +273,25 @@ class Conversation:
                 model's context.
             sampler: As in mlx-lm.
             logits_processors: As in mlx-lm; they see the whole conversation.
+            enable_thinking: The chat template's switch, for this reply.
+            draft_model: Drafts for ``name``, as in :func:`generate`: one of this conversation's
+                models by its name, which has read most of it, or another one. Not between several
+                tokenizers, nor beside ``reasoning`` or ``first_token``.
+            num_draft_tokens: How many it drafts at a time (2).
+            options: Those of :class:`~kvlingo_mlx.sampling.DecodingOptions`, for this reply;
+                ``kv_bits`` quantises a copy of the cache, and not between several tokenizers.
+                After a reply with ``kv_bits`` or ``draft_model``, ``name`` reads its answer once.
 
         Raises:
             ValueError: No model of that name, a message that cannot be rendered, more than a
-                model's context, or an answer that is still being written.
+                model's context, an argument without meaning, or an answer that is still being
+                written.
             MissingTranslatorError: A span that only another model wrote cannot be translated.
+            UnsupportedModelError: mlx-lm cannot quantise a cache, or take back drafts from it.
         """
-        if max_tokens == 0 or max_tokens < -1:
-            raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1")
+        known = given(options, DecodingOptions, "a conversation")
+        choice = choice_of(known, sampler, logits_processors)
+        check_max_tokens(max_tokens)
         if first_token not in ("target", "source") or (first_token == "source" and not prefill):
             raise ValueError(
                 f"first_token is {first_token!r}; it must be target, or source beside a prefill"
@@ -223,59 +299,180 @@ class Conversation:
         self._check_closed()
         self._compare_templates()
         named = [n for n in (name, prefill, reasoning) if n is not None]
-        options = {"sampler": sampler, "logits_processors": logits_processors}
-        turn = self._turn(named, _messages(message), max_tokens, options)
+        for each in named:  # all, before anybody begins
+            self.exchange.line(each)
+        base, new = self._begun(message, messages, enable_thinking, known.get("tools"))
+        check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
+        alone = reasoning is None and first_token == "target"
+        draft = self._draft(draft_model, num_draft_tokens, alone=alone)
+        decoding = Decoding(
+            choice,
+            base.switches.get("tools"),
+            self._quantised(named, known),
+            draft,
+            num_draft_tokens or 2,
+        )
+        base, new = self._fitting(base, new, named, max_tokens)
+        turn = self._turn(base, named, new, max_tokens, decoding)
         parts: list[tuple[str, int | None, str | None]] = [(name, None, None)]
         if reasoning is not None:
-            thought = thought_end(self.exchange.line(reasoning).model)
-            parts.insert(0, (reasoning, None, thought))
+            parts.insert(0, (reasoning, None, thought_end(self.exchange.line(reasoning).model)))
         if prefill is not None and first_token == "source":
             parts.insert(0, (prefill, 1, None))
-        self._open, latest = True, name
-        try:
-            if prefill is not None and first_token == "target":
-                turn.read(prefill)
-            for index, (writer, most, until) in enumerate(parts, start=1):
-                if not turn.ended and turn.room(writer) > 0:
-                    latest = writer
-                    yield from turn.write(writer, most, until, last=index == len(parts))
-        except GeneratorExit:
-            self._finish(turn, turn.said(name, cut=True))
-            raise
-        else:
-            self._finish(turn, turn.said(name, cut=False))
-        finally:
-            self._open = False
+        reader = prefill if first_token == "target" else None
+        latest = yield from self._answered(base, turn, parts, reader)
         if reasoning is not None and latest != name:
             warnings.warn(
-                f"the answer ended before {latest} ended a reasoning trace ({thought}), so "
+                f"the answer ended before {latest} ended a reasoning trace ({parts[-2][2]}), so "
                 f"{name} wrote nothing of it; undo, and ask again without reasoning, with "
                 "thinking enabled, or with more max_tokens",
                 stacklevel=2,
             )
 
+    def _answered(
+        self, base: Transcript, turn: Turn, parts: Sequence[tuple[str, int | None, str | None]],
+        reader: str | None,
+    ) -> Generator[GenerationResponse, None, str]:  # fmt: skip
+        """An answer by its writers: who, how many tokens at most, until which mark.
+
+        It joins ``base``, which is then the conversation. ``reader`` reads the prompt before they
+        begin. Returns who wrote last.
+        """
+        latest = name = parts[-1][0]
+        self._open = True
+        try:
+            if reader is not None:
+                turn.read(reader)
+            for index, (writer, most, until) in enumerate(parts, start=1):
+                if not turn.ended and turn.room(writer) > 0:
+                    latest = writer
+                    yield from turn.write(writer, most, until, last=index == len(parts))
+        except GeneratorExit:
+            self._finish(base, turn, turn.said(name, cut=True))
+            raise
+        else:
+            self._finish(base, turn, turn.said(name, cut=False))
+        finally:
+            self._open = False
+        return latest
+
+    def _begun(
+        self, message: str | Sequence[Message] | None, messages: Sequence[Message] | None,
+        enable_thinking: bool | None, tools: Sequence[Mapping[str, Any]] | None,
+    ) -> tuple[Transcript, list[Message]]:  # fmt: skip
+        """What of the conversation stands before the messages that are to be answered, and these.
+
+        Raises:
+            ValueError: Both or neither are given, or the last one is an answer.
+        """
+        if message is not None and messages is not None:
+            raise ValueError(
+                "message and messages are both given; give the new message alone, or the whole "
+                "conversation as messages"
+            )
+        if messages is not None:
+            base, new = self.transcript.at(_history(messages), self._same())
+        else:
+            base = self.transcript.copy()
+            new = [] if message is None else _messages(message)
+        asked = [m for m in [*base.messages, *new][-1:] if m.get("role") in ("user", "tool")]
+        if message is None and messages is not None and not asked:
+            raise ValueError(
+                "the last of the messages is no user's and no tool's, so there is nothing to "
+                "answer; add what is to be answered"
+            )
+        if message is None and not asked:
+            _messages(message)  # None, which it refuses
+        switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
+        base.switches |= {name: value for name, value in switches.items() if value is not None}
+        return base, new
+
+    def _quantised(self, names: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
+        """mlx-lm's options for a quantised cache, refused where it cannot be quantised."""
+        found = {option: known[option] for option in DECODE_OPTIONS if option in known}
+        if found and isinstance(self.exchange, CrossExchange):
+            raise ValueError(
+                "kv_bits cannot be used in a conversation of several tokenizers, whose caches "
+                "mlx-lm cannot quantise; leave it out"
+            )
+        for name in names if found else ():
+            model = self.exchange.line(name).model
+            check_bits(model, found["kv_bits"], found.get("kv_group_size", 64))
+        return found
+
+    def _draft(self, draft_model: Model | None, tokens: int | None, *, alone: bool) -> Line | None:
+        """A line of its own for a draft model, which holds what a line of that name holds."""
+        if draft_model is None:
+            if tokens is not None:
+                raise ValueError(
+                    "num_draft_tokens does nothing without draft_model; add it, or leave both out"
+                )
+            return None
+        if isinstance(self.exchange, CrossExchange) or not alone:
+            what = "beside reasoning or first_token" if not alone else "between several tokenizers"
+            raise ValueError(f"draft_model cannot be used {what}; leave one of them out")
+        if isinstance(draft_model, str) and draft_model in self.lines:
+            line = self.lines[draft_model].copy()
+            line.records = False
+            return line
+        return Line("draft", load(draft_model), records=False)
+
+    def _fitting(
+        self, base: Transcript, new: list[Message], names: Sequence[str], max_tokens: int
+    ) -> tuple[Transcript, list[Message]]:
+        """The same, the oldest turns dropped until the answer has room, if that was asked for."""
+        if self.on_full != "drop_oldest":
+            return base, new
+        models = [self.exchange.line(name).model for name in names]
+        messages, same = [*base.messages, *new], self._same()
+
+        def fits() -> bool:
+            return all(
+                room_for(model, len(base.prompt(model, new)), -1)
+                >= (1 if max_tokens == -1 else min(max_tokens, model.context_length // 2))
+                for model in models
+            )
+
+        while not fits() and (shorter := without_oldest_turn(messages)) is not None:
+            messages, switches = shorter, base.switches
+            base, new = self.transcript.at(messages, same)
+            base.switches = switches
+        return base, new
+
     def _turn(
-        self, names: Sequence[str], new: list[Message], max_tokens: int, options: dict[str, Any]
-    ) -> Turn:
+        self, base: Transcript, names: Sequence[str], new: list[Message], max_tokens: int,
+        decoding: Decoding,
+    ) -> Turn:  # fmt: skip
         """An answer to ``new`` by some models, the first of which gives the template."""
-        models = [self.exchange.line(n).model for n in names]  # all, before anybody begins
+        models = [self.exchange.line(n).model for n in names]
         if isinstance(self.exchange, CrossExchange):
-            assert isinstance(self.transcript, CrossTranscript)
-            return CrossTurn(self.exchange, self.transcript, new, names, max_tokens, options)
-        prompt = self.transcript.prompt(models[0], new)
+            assert isinstance(base, CrossTranscript)
+            return CrossTurn(self.exchange, base, new, names, max_tokens, decoding)
+        prompt = base.prompt(models[0], new)
         for each in models:
             each.check_tokens(prompt)
-        mark = self.transcript.end_of_messages(models[0], new, prompt)
-        return Turn(self.exchange, new, prompt, mark, max_tokens, options)
+        if (draft := decoding.draft) is not None:
+            drafts = decoding.num_draft_tokens
+            check_drafting(models[0], draft.model, prompt, max_tokens, drafts)
+        mark = base.end_of_messages(models[0], new, prompt)
+        return Turn(self.exchange, new, prompt, mark, max_tokens, decoding)
 
-    def _finish(self, turn: Turn, text: str) -> None:
+    def _finish(self, base: Transcript, turn: Turn, text: str) -> None:
         """Let what was said join the conversation, and the other lines follow."""
-        turn.book(self.transcript, text)
+        models = [line.model for line in self.lines.values()]
+        turn.book(base, text)
+        base.previous, own = self.transcript, self.transcript.switches
+        base.remember(models[0])
+        if (characters := turn.stopped_at(text)) is not None:
+            base.cut_answer(models, characters)
+        self.transcript = base
         try:
-            turn.follow(eager=self.eager and self.exchange.strategy == "alternated")
+            turn.follow(base, eager=self.eager and self.exchange.strategy == "alternated")
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # What was said stands. A switch will translate, or tell why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)
+        finally:
+            base.switches = dict(own)  # those of this reply were for it alone
 
     # ---- memory -----------------------------------------------------------------------------
 
@@ -383,7 +580,7 @@ def _by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
     return list(found.values())
 
 
-def _messages(message: str | Sequence[Message]) -> list[Message]:
+def _messages(message: object) -> list[Message]:
     """What the user says, as messages; ValueError if it is neither text nor messages."""
     if isinstance(message, str):
         return [{"role": "user", "content": message}]
@@ -394,6 +591,16 @@ def _messages(message: str | Sequence[Message]) -> list[Message]:
             '"role" and a "content"'
         )
     return listed
+
+
+def _history(messages: object) -> list[Message]:
+    """A whole conversation; ValueError if it is no list of messages."""
+    if isinstance(messages, str):
+        raise ValueError(
+            f"messages is {messages!r:.80}; give the whole conversation as a list of messages, or "
+            "the new message alone as message"
+        )
+    return _messages(messages)
 
 
 def _check_json(tools: object) -> None:

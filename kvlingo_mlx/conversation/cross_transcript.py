@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from kvlingo_mlx.conversation.reading import Reading, moved
-from kvlingo_mlx.conversation.transcript import MARK, Transcript, written_stop
+from kvlingo_mlx.conversation.transcript import (
+    MARK,
+    Transcript,
+    by_difference,
+    from_difference,
+    whole_tokens,
+    written_stop,
+)
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message, render_text
 from kvlingo_mlx.renderings import content_parts, content_spans, written
@@ -109,9 +116,23 @@ class CrossTranscript(Transcript):
         """
         self.previous = self.copy()
         self.messages = [*self.messages, *messages]
-        count = len(self.messages)
+        self.held = count = len(self.messages)
         self.readings |= {key: reading.booked(count) for key, reading in readings.items()}
         self._believe(latest)
+
+    def remember(self, model: LanguageModel) -> None:
+        """Nothing: an answer that stands after a change is cut into tokens anew."""
+
+    def _cut_tokens(self, models: Sequence[LanguageModel], content: str, left: str) -> None:
+        """Let every reading of the last answer end with what is ``left`` of it."""
+        tokenizers = {model.tokenizer_fingerprint: model.tokenizer for model in models}
+        for key, reading in self.readings.items():
+            if reading.messages == len(self.messages):
+                answer = reading.tokens[reading.boundaries[-2] :]
+                ids, _ = whole_tokens(tokenizers[key], answer, content, len(left))
+                cut = reading.shortened(tokenizers[key], ids, content, left)
+                self.readings[key] = cut
+        self._believe(self.latest)
 
     def _believe(self, latest: str | None) -> None:
         self.latest = latest
@@ -136,7 +157,8 @@ class CrossTranscript(Transcript):
                     last[key] = number, reading
                 numbers[key] = number
             states.append({
-                "messages": len(state.messages), "latest": state.latest, "readings": numbers
+                **by_difference(state.messages, self.messages), "latest": state.latest,
+                "readings": numbers,
             })  # fmt: skip
         return {
             "messages": self.messages, "verbatim": self.verbatim, "switches": self.switches,
@@ -158,10 +180,11 @@ class CrossTranscript(Transcript):
         later: Self | None = None
         for state in data["states"]:
             made = cls(
-                data["messages"][: state["messages"]],
-                verbatim=data["verbatim"], switches=data["switches"],
+                from_difference(state, data["messages"]), verbatim=data["verbatim"],
+                switches=data["switches"],
             )  # fmt: skip
             made.readings = {key: readings[n] for key, n in state["readings"].items()}
+            made.held = max((reading.messages for reading in made.readings.values()), default=0)
             made._believe(state["latest"])
             if later is None:
                 newest = made
@@ -182,13 +205,15 @@ class CrossTranscript(Transcript):
         made = cls(one.messages, verbatim=one.verbatim, switches=one.switches)
         if one.tokens:
             text, ends = written(model.tokenizer, one.tokens)
-            parts = [part for m in one.messages for part in content_parts(m.get("content"))]
+            held = one.messages[: one.held]
+            parts = [part for m in held for part in content_parts(m.get("content"))]
             reading = Reading(
-                text, list(one.tokens), ends, (None,) * len(parts), len(one.messages),
+                text, list(one.tokens), ends, (None,) * len(parts), one.held,
                 list(one.boundaries), own=len(one.tokens),
             )  # fmt: skip
             made.readings = {model.tokenizer_fingerprint: reading}
             made._believe(model.tokenizer_fingerprint)
+        made.held = one.held
         if one.previous is not None:
             made.previous = cls.of_one(one.previous, model)
         return made

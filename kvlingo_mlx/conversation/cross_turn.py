@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
@@ -11,7 +10,7 @@ from kvlingo_mlx.conversation.exchange import Switch
 from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
-from kvlingo_mlx.conversation.turn import Turn
+from kvlingo_mlx.conversation.turn import Decoding, Turn
 from kvlingo_mlx.generation import GenerationResponse
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message
@@ -31,7 +30,7 @@ class CrossTurn(Turn):
 
     def __init__(
         self, exchange: CrossExchange, transcript: CrossTranscript, messages: Sequence[Message],
-        names: Sequence[str], max_tokens: int, options: Mapping[str, Any],
+        names: Sequence[str], max_tokens: int, decoding: Decoding,
     ) -> None:  # fmt: skip
         self._across, self._transcript = exchange, transcript
         self._readings: dict[str, Reading] = {}
@@ -48,16 +47,12 @@ class CrossTurn(Turn):
         self._wrote: set[str] = set()
         self._said = ""
         prompt, mark = self._readings[self._latest].tokens, self._marks[self._latest]
-        super().__init__(exchange, messages, prompt, mark, max_tokens, options)
+        super().__init__(exchange, messages, prompt, mark, max_tokens, decoding)
 
     def room(self, name: str) -> int:
         """How many tokens a model can still add: its context's, no more than the limit's."""
         left = -1 if self._most == -1 else self._most - len(self.answer)
         return room_for(self._model(name), len(self._reading(name).tokens), left)
-
-    def read(self, name: str) -> None:
-        """Let a model's line hold the whole prompt but for its last token."""
-        self._begin(name)
 
     def _begin(self, name: str) -> tuple[list[int], Switch]:
         key = self._across.key(name)
@@ -97,9 +92,10 @@ class CrossTurn(Turn):
         readings = {key: self._reading(names[key]) for key in self._readings}
         self._transcript.book([*self.messages, said], readings, self._latest)
 
-    def follow(self, *, eager: bool) -> None:
+    def follow(self, transcript: Transcript, *, eager: bool) -> None:
         """Let the other lines have what was said, once it is booked."""
-        transcript, wanted = self._transcript, {}
+        assert isinstance(transcript, CrossTranscript)
+        wanted = {}
         for name in self._across.lines:
             if (key := self._across.key(name)) not in wanted:
                 done = key == transcript.latest

@@ -44,6 +44,8 @@ class Switch:
         translated: Tokens translated.
         read: Tokens that it read itself, the last one of the prompt left out.
         seconds: How long that took.
+        translate_s: How much of that translation took.
+        read_s: How much of that reading took.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Switch:
     translated: int
     read: int
     seconds: float
+    translate_s: float = 0.0
+    read_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -221,7 +225,7 @@ class Exchange:
         plan = self._plan(line, tokens, kept, origin, known)
         line.recall()
         line.trim(kept)
-        self._grow(line, plan, tokens, mark)
+        translate_s, read_s = self._grow(line, plan, tokens, mark, wait=True)
         mx.eval(caches.arrays(line.cache))
         validate_cache(line.cache, line.model, len(tokens))
         self.active, self._from = name, origin
@@ -231,20 +235,33 @@ class Exchange:
         translated = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
         seconds = time.perf_counter() - started
         self._brought = list(tokens)
-        self.last = Switch(name, kept, translated, sum(lengths) - translated, seconds)
+        read = sum(lengths) - translated
+        self.last = Switch(name, kept, translated, read, seconds, translate_s, read_s)
         return self.last
 
     def _grow(
-        self, line: Line, plan: Sequence[Step], tokens: Sequence[int], mark: int | None
-    ) -> None:
-        """Let a line grow by a plan, with marks where it begins and at ``mark``."""
+        self, line: Line, plan: Sequence[Step], tokens: Sequence[int], mark: int | None,
+        *, wait: bool = False,
+    ) -> tuple[float, float]:  # fmt: skip
+        """Let a line grow by a plan, with marks where it begins and at ``mark``.
+
+        ``wait`` for each step's results: the seconds of translation and of reading are true then.
+        """
         line.mark()
+        translate_s = read_s = 0.0
         for step in plan:
+            started = time.perf_counter()
             # A line with rings takes over from no other tokenizer: there is nothing to mark.
             if mark is not None and len(line) < mark < step.stop and step.alignment is None:
                 self._take(line, Step(step.source, mark), tokens)
                 line.mark()
             self._take(line, step, tokens)
+            if wait:
+                mx.eval(caches.arrays(line.cache))
+            took = time.perf_counter() - started
+            translate_s += took if step.source else 0.0
+            read_s += 0.0 if step.source else took
+        return translate_s, read_s
 
     def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> None:
         """Let a line grow by a step."""

@@ -75,6 +75,10 @@ class Line:
         made.native, made._marks, made._away = self.native.copy(), list(self._marks), self._away
         return made
 
+    def copies(self) -> list[Any]:
+        """The model's caches as ones that grow, or are quantised, without this line."""
+        return [_copy(cache) for cache in self.cache]
+
     def common(self, tokens: Sequence[int]) -> int:
         """How many leading tokens it shares with ``tokens``."""
         return common_prefix(self.tokens, tokens)

@@ -124,6 +124,23 @@ class Reading:
             said="", own=len(self.tokens),
         )  # fmt: skip
 
+    def shortened(self, tokenizer: Any, ids: Sequence[int], content: str, left: str) -> Reading:
+        """With what is ``left`` of the last answer, whose text was ``content``.
+
+        ``ids`` are its first tokens, which spell the beginning of that.
+        """
+        begin = self.boundaries[-2]
+        start, parts = self.end(begin), len(content_parts(content))
+        prompt = replace(
+            self, text=self.text[:start], tokens=self.tokens[:begin], ends=self.ends[:begin],
+            asked=self.asked[: len(self.asked) - parts], boundaries=self.boundaries[:-1], own=begin,
+        )  # fmt: skip
+        grown = prompt.wrote(tokenizer, ids, ()) if ids else prompt
+        if not left.startswith(grown.said):
+            grown = prompt
+        gap = self.text[start : start + 1] == " " and not content.startswith(" ")
+        return grown.told(tokenizer, left, " " * gap).booked(self.messages)
+
     def cut(self, character: int) -> Reading:
         """Without the tokens that reach beyond a character."""
         cuts = Cuts.of(self.ends)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
+from kvlingo_mlx.alignment import NO_END
+from kvlingo_mlx.answers import Parts, divided
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message, encode, render_text
+from kvlingo_mlx.renderings import written
 
+Same = Callable[[Message, Message], bool]  # whether a message of ours is one that was given
 MARK = "\u2039answer\u203a"  # an answer that no conversation holds
 SAMPLE = [
     {"role": "user", "content": "One."},
@@ -28,11 +33,13 @@ class Transcript:
 
     Attributes:
         messages: Every message so far.
+        held: How many of them :attr:`tokens` are of; later ones were set, and nobody read them.
         tokens: The tokens of the conversation as it was last read and written.
         boundaries: Lengths of ``tokens`` at which a prompt or an answer ended.
         verbatim: Whether to go on from what was written.
         switches: The chat template's (``enable_thinking``, ``tools``).
         previous: As it was before the last exchange, or None.
+        spelled: Answers, and the tokens in which models wrote them; all copies share it.
     """
 
     def __init__(
@@ -43,6 +50,8 @@ class Transcript:
         switches: Mapping[str, Any] | None = None,
     ) -> None:
         self.messages: list[Message] = list(messages)
+        self.held = 0
+        self.spelled: dict[str, list[int]] = {}
         self.tokens: list[int] = []
         self.boundaries: list[int] = []
         self.verbatim, self.switches = verbatim, dict(switches or {})
@@ -52,7 +61,7 @@ class Transcript:
         """One that goes its own way."""
         made = type(self)(self.messages, verbatim=self.verbatim, switches=self.switches)
         made.tokens, made.boundaries = list(self.tokens), list(self.boundaries)
-        made.previous = self.previous
+        made.previous, made.held, made.spelled = self.previous, self.held, self.spelled
         return made
 
     def undo(self) -> Transcript:
@@ -65,21 +74,81 @@ class Transcript:
             raise ValueError("there is nothing to undo: nobody has answered yet")
         return self.previous.copy()
 
+    def at(self, messages: Sequence[Message], same: Same) -> tuple[Transcript, list[Message]]:
+        """The longest state of this conversation that a history begins with, and the rest of that.
+
+        A state is as it is now, or was before an exchange or a change; ``same`` compares messages.
+        """
+        found: Transcript = type(self)(verbatim=self.verbatim, switches=self.switches)
+        found.spelled = self.spelled
+        states: list[Transcript] = [self, *self._history()]
+        for state in states:
+            length = len(state.messages)
+            if len(found.messages) < length <= len(messages) and all(
+                map(same, state.messages, messages)
+            ):
+                found = state.copy()
+        found.switches = dict(self.switches)
+        return found, [dict(message) for message in messages[len(found.messages) :]]
+
     def prompt(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
         """The tokens up to the header of the answer to ``new``, by ``model``'s template.
 
         Raises:
             ValueError: The model has no template, or it does not take these messages.
         """
+        messages = [*self.messages, *new]
         if self.verbatim and self.tokens:
-            return self.tokens + self._continuation(model, new)
-        text = render_text(model, [*self.messages, *new], **self.switches)
-        for boundary in sorted(self.boundaries, reverse=True):
+            return self.tokens + self._continuation(model, messages[self.held :])
+        text = render_text(model, messages, **self.switches)
+        for boundary in (*sorted(self.boundaries, reverse=True), 0):
             written = model.tokenizer.decode(self.tokens[:boundary])
             if text.startswith(written):
-                rest = text[len(written) :]
-                return self.tokens[:boundary] + (_encode(model, rest) if rest else [])
-        return encode(model, [*self.messages, *new], **self.switches)
+                known = self.held if boundary == len(self.tokens) else 0
+                kept = self.tokens[:boundary]
+                return self._spell(model, text, len(written), kept, messages, known)
+        raise AssertionError("every text begins with no token")
+
+    def _spell(
+        self, model: LanguageModel, text: str, begun: int, tokens: list[int],
+        messages: Sequence[Message], known: int,
+    ) -> list[int]:  # fmt: skip
+        """All tokens of ``text``, of which ``tokens`` are the first ``begun`` characters.
+
+        Of the rest, answers that a model wrote are in the tokens in which it wrote them; those of
+        the first ``known`` messages are in ``tokens``.
+        """
+        for place, content in reversed(self._written(model, messages, known, text, begun)):
+            # A decoder takes the first space of what it decodes for a mark.
+            for at in (place, place - 1) if text[begun:place].endswith(" ") else (place,):
+                made = [*tokens, *_encode(model, text[begun:at]), *self.spelled[content]]
+                if model.tokenizer.decode(made) == text[: place + len(content)]:
+                    tokens, begun = made, place + len(content)
+                    break
+        return tokens + (_encode(model, text[begun:]) if begun < len(text) else [])
+
+    def _written(
+        self, model: LanguageModel, messages: Sequence[Message], known: int, text: str, begun: int
+    ) -> list[tuple[int, str]]:
+        """Where in ``text`` answers stand that a model wrote, from ``begun`` on; the last first."""
+        found = []
+        for index in range(len(messages) - 1, known - 1, -1):
+            content = messages[index].get("content")
+            told = isinstance(content, str) and content in self.spelled
+            if not told or messages[index].get("role") != "assistant":
+                continue
+            place = self._place(model, messages, index)
+            if place is not None and place < begun:
+                break
+            if place is not None and text.startswith(str(content), place):
+                found.append((place, str(content)))
+        return found
+
+    def _place(self, model: LanguageModel, messages: Sequence[Message], index: int) -> int | None:
+        """Where a message's content begins in what the template makes of all of them."""
+        marked = [*messages[:index], {**messages[index], "content": MARK}, *messages[index + 1 :]]
+        before, found, _ = render_text(model, marked, **self.switches).partition(MARK)
+        return len(before) if found else None
 
     def _continuation(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
         """What the template puts after an answer: its end, and the ``new`` messages."""
@@ -112,6 +181,49 @@ class Transcript:
         kept = {b for b in self.boundaries if b <= shared}
         self.tokens = [*prompt, *answer]
         self.boundaries = sorted({*kept, len(prompt), len(self.tokens)})
+        self.held = len(self.messages)
+
+    def remember(self, model: LanguageModel) -> None:
+        """Keep how the last answer is spelled, its last token left out if it is a stop."""
+        if content := self.messages[-1]["content"]:
+            ids = self.tokens[self.boundaries[-2] :]
+            self.spelled[content] = ids[:-1] if ids[-1] in model.tokenizer.eos_token_ids else ids
+
+    def cut_answer(self, models: Sequence[LanguageModel], characters: int) -> None:
+        """Keep so many characters of the last answer, in the tokens in which they were written.
+
+        ``models`` are those of the conversation. What is left of a token that is cut is spelled
+        anew.
+
+        Raises:
+            ValueError: The last message is no answer of so many characters.
+        """
+        last = self.messages[-1] if self.messages else {}
+        content = last.get("content")
+        if last.get("role") != "assistant" or not isinstance(content, str):
+            raise ValueError("the last message is no answer, so there is nothing to truncate")
+        if isinstance(characters, bool) or not isinstance(characters, int):
+            raise ValueError(f"characters is {characters!r:.40}; give a whole number")
+        if not 0 <= characters <= len(content):
+            raise ValueError(
+                f"characters is {characters}, but the answer has {len(content)}; give 0 to "
+                f"{len(content)}"
+            )
+        if characters == len(content):
+            return
+        self.messages = [*self.messages[:-1], {**last, "content": content[:characters]}]
+        if self.held == len(self.messages):
+            self._cut_tokens(models, content, content[:characters])
+
+    def _cut_tokens(self, models: Sequence[LanguageModel], content: str, left: str) -> None:
+        """Let the tokens end with what is ``left`` of the last answer."""
+        model = models[0]
+        begin = self.boundaries[-2]
+        ids, done = whole_tokens(model.tokenizer, self.tokens[begin:], content, len(left))
+        rest = _encode(model, left[done:]) if done < len(left) else []
+        self.tokens = [*self.tokens[:begin], *ids, *rest]
+        self.boundaries = sorted({*self.boundaries[:-1], len(self.tokens)})
+        self.remember(model)
 
     # ---- as JSON --------------------------------------------------------------------------
 
@@ -128,31 +240,119 @@ class Transcript:
         for state in self._history():
             shared = common_prefix(state.tokens, later)
             earlier.append({
-                "messages": len(state.messages), "shared": shared,
-                "tokens": state.tokens[shared:], "boundaries": state.boundaries,
+                **by_difference(state.messages, self.messages), "held": state.held,
+                "shared": shared, "tokens": state.tokens[shared:], "boundaries": state.boundaries,
             })  # fmt: skip
             later = state.tokens
         return {
             "messages": self.messages, "tokens": self.tokens, "boundaries": self.boundaries,
-            "verbatim": self.verbatim, "switches": self.switches, "earlier": earlier,
+            "verbatim": self.verbatim, "switches": self.switches, "held": self.held,
+            "spelled": self.spelled, "earlier": earlier,
         }  # fmt: skip
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Transcript:
-        """The transcript that :meth:`to_json` described."""
+        """The transcript that :meth:`to_json` described, perhaps one of an older version."""
         made = cls(data["messages"], verbatim=data["verbatim"], switches=data["switches"])
         made.tokens, made.boundaries = list(data["tokens"]), list(data["boundaries"])
+        made.held = int(data.get("held", len(made.messages) if made.tokens else 0))
+        made.spelled = {text: list(map(int, ids)) for text, ids in data.get("spelled", {}).items()}
         state = made
         for fact in data["earlier"]:
             before = cls(
-                made.messages[: fact["messages"]],
-                verbatim=made.verbatim, switches=made.switches,
+                from_difference(fact, made.messages), verbatim=made.verbatim,
+                switches=made.switches,
             )  # fmt: skip
             before.tokens = state.tokens[: fact["shared"]] + fact["tokens"]
-            before.boundaries = list(fact["boundaries"])
+            before.boundaries, before.spelled = list(fact["boundaries"]), made.spelled
+            before.held = int(fact.get("held", len(before.messages) if before.tokens else 0))
             state.previous = before
             state = before
         return made
+
+
+def by_difference(messages: Sequence[Message], later: Sequence[Message]) -> dict[str, Any]:
+    """Messages by how they differ from those of a later state, for JSON."""
+    pairs = zip(messages, later, strict=False)
+    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(messages), len(later)))
+    found: dict[str, Any] = {"messages": shared}
+    return found | ({"own": list(messages[shared:])} if shared < len(messages) else {})
+
+
+def from_difference(facts: Mapping[str, Any], later: Sequence[Message]) -> list[Message]:
+    """The messages that :func:`by_difference` described."""
+    return [*later[: facts["messages"]], *facts.get("own", [])]
+
+
+def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
+    """Messages without the first turn, a user's message and what follows it up to the next one.
+
+    What comes before that stays where it is a system message. None where there is one turn alone.
+    """
+    turns = [index for index, m in enumerate(messages) if m.get("role") == "user"]
+    if len(turns) < 2:
+        return None
+    system = [m for m in messages[: turns[0]] if m.get("role") in ("system", "developer")]
+    return [*system, *messages[turns[1] :]]
+
+
+def same_message(tokenizers: Iterable[Any]) -> Same:
+    """Whether a message is ours as clients send it back: without its reasoning, its calls parsed.
+
+    ``tokenizers`` are those of who may have written it.
+    """
+    listed = list(tokenizers)
+
+    def same(ours: Message, given: Message) -> bool:
+        one, other = ({k: v for k, v in m.items() if v is not None} for m in (ours, given))
+        if one == other:
+            return True
+        answers = one.get("role") == "assistant" == other.get("role")
+        if not answers or not isinstance(text := one.get("content"), str):
+            return False
+        return any(_sent_back(divided(tokenizer, text), other) for tokenizer in listed)
+
+    return same
+
+
+def _sent_back(parts: Parts, given: Message) -> bool:
+    """Whether a message holds an answer's content and calls, white space around it aside."""
+    extra = {"role", "content", "tool_calls", "reasoning", "reasoning_content"}
+    content = given.get("content", "")
+    if set(given) - extra or not isinstance(content, str):
+        return False
+    ours, theirs = [
+        list(map(_called, listed)) for listed in (parts.tool_calls, given.get("tool_calls", ()))
+    ]
+    return content.strip() == parts.content.strip() and ours == theirs
+
+
+def _called(call: Any) -> Any:
+    """A tool call's name and arguments, however these are written."""
+    try:
+        function = call["function"]
+        arguments = function["arguments"]
+        return function["name"], json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (TypeError, KeyError, ValueError):
+        return call
+
+
+def whole_tokens(
+    tokenizer: Any, ids: Sequence[int], content: str, characters: int
+) -> tuple[list[int], int]:
+    """An answer's tokens that end within its first ``characters``, and how many these have.
+
+    None are of an answer whose tokens do not spell its ``content`` from the first one on.
+    """
+    text, ends = written(tokenizer, ids)
+    # A decoder takes the first space for a mark: what is streamed begins without it.
+    mark = int(text.startswith(" ") and not content.startswith(" "))
+    if not text.startswith(content, mark):
+        return [], 0
+    ended = [i for i, end in enumerate(ends) if end != NO_END and mark <= end <= characters + mark]
+    if not ended:
+        return [], 0
+    return list(ids[: ended[-1] + 1]), int(ends[ended[-1]]) - mark
 
 
 def template_difference(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
@@ -14,12 +14,21 @@ from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
+from kvlingo_mlx.answers import AnswerReader, first_stop
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript
-from kvlingo_mlx.generation import GenerationResponse, check_numbers, timed, with_prefix
+from kvlingo_mlx.generation import (
+    Counts,
+    GenerationResponse,
+    check_numbers,
+    timed,
+    with_prefix,
+)
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message
+from kvlingo_mlx.sampling import Choice
+from kvlingo_mlx.transfer import PHASES
 from kvlingo_mlx.validation import room_for
 
 THOUGHT = "</think>"  # what ends a reasoning trace where a tokenizer has no mark of its own
@@ -28,6 +37,25 @@ THOUGHT = "</think>"  # what ends a reasoning trace where a tokenizer has no mar
 def thought_end(model: LanguageModel) -> str:
     """What ends a model's reasoning trace, in its text."""
     return getattr(model.tokenizer, "think_end", None) or THOUGHT
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How an answer is decoded.
+
+    Attributes:
+        choice: How tokens are chosen, and where it stops.
+        tools: What the chat template has announced.
+        quantised: mlx-lm's ``kv_bits`` and what goes with it, those given.
+        draft: A line of its own for a draft model, or None.
+        num_draft_tokens: How many tokens that drafts at a time.
+    """
+
+    choice: Choice
+    tools: Sequence[Mapping[str, Any]] | None = None
+    quantised: Mapping[str, Any] = field(default_factory=dict)
+    draft: Line | None = None
+    num_draft_tokens: int = 2
 
 
 class Turn:
@@ -39,18 +67,21 @@ class Turn:
         mark: How many of them come before the header, if that is known.
         answer: Its tokens so far.
         text: The same as text.
-        ended: Whether a stop token or the limit has come.
+        ended: Whether a stop token, a stop text or the limit has come.
     """
 
     def __init__(
         self, exchange: Exchange, messages: Sequence[Message], prompt: Sequence[int],
-        mark: int | None, max_tokens: int, options: Mapping[str, Any],
+        mark: int | None, max_tokens: int, decoding: Decoding,
     ) -> None:  # fmt: skip
         self.messages, self.prompt, self.mark = list(messages), list(prompt), mark
         self.answer: list[int] = []
         self.text, self.ended, self._parts = "", False, 0
-        self._exchange, self._options, self._most = exchange, options, max_tokens
+        self._stopped = False
+        self._exchange, self._decoding, self._most = exchange, decoding, max_tokens
+        self._reader: AnswerReader | None = None
         self._started, self._ttft = time.perf_counter(), 0.0
+        self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def room(self, name: str) -> int:
         """How many tokens a model can still add: its context's, no more than the limit's."""
@@ -60,7 +91,7 @@ class Turn:
 
     def read(self, name: str) -> None:
         """Let a model's line hold the whole prompt but for its last token."""
-        self._exchange.bring(name, self.prompt[:-1], self.mark)
+        self._seconds["prefill"] += self._begin(name)[1].seconds
 
     def _begin(self, name: str) -> tuple[list[int], Switch]:
         """All tokens so far, in those of a model whose line now holds all but the last of them."""
@@ -76,7 +107,10 @@ class Turn:
         """
         self._parts += 1
         tokens, switch = self._begin(name)
+        self._seconds["translate"] += switch.translate_s
+        self._seconds["native"] += switch.read_s
         line = self._exchange.line(name)
+        reader = self._read_by(line.model.tokenizer, tokens)
         limit = self.room(name) if most is None else min(most, self.room(name))
         text, begun = "", len(self.answer)
         for response in self._decoded(line, tokens, limit):
@@ -84,15 +118,30 @@ class Turn:
                 before = [tokens[-1], *self.answer[begun:]]
                 response = _joined(response, line.model.tokenizer, before)
             text += response.text
-            booked = self._booked(response, switch.seconds)
+            booked = self._booked(response, switch)
             done = until is not None and until in text
             if not last and not self.ended:
                 booked = replace(booked, finish_reason=None)
-            yield booked
+            told = reader.take(booked)
+            self._stopped = told.finish_reason == "stop" and response.finish_reason != "stop"
+            self.ended |= self._stopped
+            yield told
             if len(self.answer) == begun + 1:
                 self._exchange.put_others_away(name)
-            if done:
+            if done or self._stopped:
                 return
+
+    def _read_by(self, tokenizer: Any, tokens: Sequence[int]) -> AnswerReader:
+        """Who reads the answer's text, one for all of its writers."""
+        if self._reader is None:
+            stop, tools = self._decoding.choice.stop, self._decoding.tools
+            self._reader = AnswerReader(tokenizer, tokens, stop, tools)
+        self._reader.written_by(tokenizer)
+        return self._reader
+
+    def stopped_at(self, text: str) -> int | None:
+        """How many characters of the answer's ``text`` come before the stop text that ended it."""
+        return first_stop(text, self._decoding.choice.stop) if self._stopped else None
 
     def said(self, name: str, *, cut: bool) -> str:
         """The answer as text.
@@ -111,23 +160,21 @@ class Turn:
         said = {"role": "assistant", "content": text}
         transcript.wrote([*self.messages, said], self.prompt, self.answer)
 
-    def follow(self, *, eager: bool) -> None:
+    def follow(self, transcript: Transcript, *, eager: bool) -> None:
         """Let the other lines have what was said, once it is booked."""
         if eager:
-            self._exchange.follow(self.prompt + self.answer, self.mark)
+            self._exchange.follow(transcript.tokens, self.mark)
 
     def _decoded(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
         """What mlx-lm decodes from a line that holds all of ``tokens`` but the last one.
 
         Its loop has run every token that it gave out, a stop token included.
         """
-        streams: Any = [generation_stream]
-        with line.decoding(tokens[-1]) as (run, listening), wired_limit(line.model.model, streams):
-            responses = mlx_stream_generate(
-                line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
-                prompt_cache=line.cache, sampler=self._options["sampler"],
-                logits_processors=with_prefix(self._options["logits_processors"], tokens[:-1]),
-            )  # fmt: skip
+        if self._decoding.quantised or self._decoding.draft is not None:
+            yield from self._decoded_aside(line, tokens, most)
+            return
+        with line.decoding(tokens[-1]) as (run, listening):
+            responses = self._responses(line, tokens, most, line.cache)
             with contextlib.closing(responses):
                 while True:
                     with listening():
@@ -139,14 +186,56 @@ class Turn:
                     run.append(int(response.token))
                     yield response
 
-    def _booked(self, response: MLXResponse, switch_s: float) -> GenerationResponse:
+    def _decoded_aside(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
+        """The same from copies of the caches, which mlx-lm quantises, or drafts may be taken from.
+
+        The line itself then reads the answer, in one pass: it holds what it always would.
+        """
+        drafting = self._decoding.draft
+        cache = line.copies()
+        if drafting is not None:
+            drafting.trim(min(drafting.common(tokens), len(tokens) - 1))
+            drafting.read(tokens[len(drafting) : -1], self._exchange.step_size)
+            cache += drafting.cache
+        found: list[int] = []
+        try:
+            with contextlib.closing(self._responses(line, tokens, most, cache)) as responses:
+                for response in responses:
+                    if not found:
+                        check_numbers(response, line.model, line.model, line.cache)
+                    found.append(int(response.token))
+                    yield response
+        except GeneratorExit:
+            line.read([tokens[-1], *found], self._exchange.step_size)
+            raise
+        line.read([tokens[-1], *found], self._exchange.step_size)
+
+    def _responses(
+        self, line: Line, tokens: list[int], most: int, cache: list[Any]
+    ) -> Generator[MLXResponse, None, None]:
+        """What mlx-lm decodes from caches of all of ``tokens`` but the last one."""
+        choice, options = self._decoding.choice, dict(self._decoding.quantised)
+        if self._decoding.draft is not None:
+            options["draft_model"] = self._decoding.draft.model.model
+            options["num_draft_tokens"] = self._decoding.num_draft_tokens
+        if not self.answer:
+            choice.begin()
+        with wired_limit(line.model.model, [generation_stream]):  # type: ignore[list-item]
+            yield from mlx_stream_generate(
+                line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
+                prompt_cache=cache, sampler=choice.sampler,
+                logits_processors=with_prefix(choice.logits_processors, tokens[:-1]), **options,
+            )  # fmt: skip
+
+    def _booked(self, response: MLXResponse, switch: Switch) -> GenerationResponse:
         """Book a token; returns it with this turn's times and count."""
         if not self.answer:
             self._ttft = time.perf_counter() - self._started
         self.answer.append(int(response.token))
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
-        booked = timed(response, len(self.prompt), self._ttft, {"translate": switch_s})
+        counts = Counts(len(self.prompt), switch.kept, switch.translated, switch.read + 1)
+        booked = timed(response, counts, self._ttft, self._seconds)
         return replace(booked, generation_tokens=len(self.answer))
 
 

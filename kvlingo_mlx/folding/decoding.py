@@ -7,9 +7,8 @@ reads the prompt as it always does, and its maps are laid at the target's querie
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any, Unpack
 
 from kvlingo_mlx.backend import mx
 
@@ -18,17 +17,17 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.answers import AnswerReader
 from kvlingo_mlx.caches.limits import check_groups
 from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
 from kvlingo_mlx.generation import (
+    Counts,
     GenerationResponse,
-    LogitsProcessor,
     Model,
-    Sampler,
+    answered,
     check_max_tokens,
     check_numbers,
     joined,
-    timed,
     with_prefix,
 )
 from kvlingo_mlx.hybrid import native_part
@@ -36,7 +35,8 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_pair, resolve_translator
 from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
-from kvlingo_mlx.prompts import Prompt, as_ids, encode
+from kvlingo_mlx.prompts import Prompt, as_ids, check_tools, encode
+from kvlingo_mlx.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
 from kvlingo_mlx.transfer import Clock, check_tokens
 from kvlingo_mlx.translator_config import unfoldable
 from kvlingo_mlx.translators.base import Translator
@@ -211,38 +211,42 @@ def folded_stream_generate(
     kv_bits: int | None = None,
     kv_group_size: int = 64,
     native_layers: int | None = None,
-) -> Iterator[GenerationResponse]:
+    **options: Unpack[AnswerOptions],
+) -> Generator[GenerationResponse, None, None]:
     """Prefill with one model, decode with another from that one's cache; a response a token.
 
     Arguments are those of :func:`folded_generate`.
     """
+    known = given(options, AnswerOptions, "folded decoding")
+    choice = choice_of(known, sampler, logits_processors)
     check_max_tokens(max_tokens)
     _check_single(prompt)
     source, target = load_pair(prefill_model, decode_model)
     clock = Clock()
-    tokens = encode(target, prompt, enable_thinking)
+    tools = known.get("tools")
+    check_tools(target, prompt, tools)
+    tokens = encode(target, prompt, enable_thinking, tools=tools)
     check_tokens(source, target, tokens, prefill_step_size)
-    options = allow_mismatch, kv_bits, kv_group_size
-    found = _resolve(translator, source, target, tokens, *options, native_layers)
+    quantised = allow_mismatch, kv_bits, kv_group_size
+    found = _resolve(translator, source, target, tokens, *quantised, native_layers)
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
-        cache = _folded(source, target, [tokens], found, prefill_step_size, *options, clock)
+        cache = _folded(source, target, [tokens], found, prefill_step_size, *quantised, clock)
+        choice.begin()
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
             tokens[-1:],
             max_tokens=room_for(target, len(tokens), max_tokens),
             prompt_cache=cache,
-            sampler=sampler,
-            logits_processors=with_prefix(logits_processors, tokens[:-1]),
+            sampler=choice.sampler,
+            logits_processors=with_prefix(choice.logits_processors, tokens[:-1]),
         )
-        ttft = None
-        for response in responses:
-            if ttft is None:
-                ttft = time.perf_counter() - clock.started
-                check_numbers(response, source, target, cache)
-            spent = clock.seconds
-            yield timed(response, len(tokens), ttft, spent, "folded")
+        reader = AnswerReader(target.tokenizer, tokens, choice.stop, tools)
+        yield from answered(
+            responses, reader, clock, Counts.of(len(tokens), len(tokens) - 1), "folded",
+            lambda first: check_numbers(first, source, target, cache),
+        )  # fmt: skip
 
 
 def folded_generate(
@@ -267,7 +271,9 @@ def folded_generate(
             renders; one prompt (:func:`folded_hand_over` takes several of one length).
         verbose: Write the text as it comes, and the times at the end.
         options: ``translator`` (linear and of post-RoPE keys; loaded, a folder or Hub id; None
-            searches the local store), ``max_tokens`` (256), ``sampler``, ``logits_processors``,
+            searches the local store), ``max_tokens`` (256), ``temperature``, ``top_p``, ``top_k``,
+            ``min_p``, ``repetition_penalty``, ``seed``, ``stop``, ``tools``, ``sampler`` and
+            ``logits_processors`` as for ``generate``,
             ``prefill_step_size`` (2048), ``enable_thinking``, ``allow_mismatch``; ``kv_bits`` and
             ``kv_group_size`` (64), which quantise the prefix once it is read; ``native_layers``
             (0 folds every layer of a translator whose own profile asks for native ones).

@@ -1,0 +1,153 @@
+"""What an answer's text says: where it stops, what of it is reasoning, content, tool calls.
+
+The marks are those that mlx-lm knows of a tokenizer, found by its own state machine, as in its
+server; its own parsers read the calls.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+
+ToolCall = dict[str, Any]
+Response = TypeVar("Response")
+# What mlx-lm's parsers raise of a call that was cut short or is none.
+NO_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, SyntaxError)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A text divided.
+
+    Attributes:
+        content: What is for the user.
+        reasoning: What stands between the tokenizer's think marks.
+        tool_calls: As OpenAI's clients read them: ``{"id", "type": "function", "function":
+            {"name", "arguments"}}``, the arguments as JSON text.
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+
+def first_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Where the stop text begins that is complete first; the longest of those that end there."""
+    found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
+    return min(found)[1] if found else None
+
+
+class AnswerReader:
+    """Reads an answer as it comes: nothing is given out that may belong to a stop text or a mark.
+
+    Args:
+        tokenizer: Of who writes it.
+        prompt: The tokens before it: an answer whose prompt opens a reasoning trace begins in it.
+        stop: Texts before which the answer ends.
+        tools: What was announced; some parsers take the types of arguments from it.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        prompt: Sequence[int],
+        stop: Sequence[str] = (),
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._stop, self._tools = tuple(stop), tools
+        self._held, self._call, self._calling = "", "", False
+        self._tokenizer: Any = None
+        self._begin(tokenizer, _first_state(tokenizer, prompt))
+
+    def _begin(self, tokenizer: Any, state: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._state = make_text_state_machine(tokenizer).make_state(state)
+
+    def written_by(self, tokenizer: Any) -> None:
+        """Go on with the marks of another writer's tokenizer."""
+        if tokenizer is not self._tokenizer:
+            self._begin(tokenizer, self._state[0])
+
+    def take(self, response: Response) -> Response:
+        """The next response with its text up to a stop text, and that text's parts."""
+        last: Any = response
+        text, stopped = self._before_stop(last.text, last.finish_reason is not None)
+        reason = "stop" if stopped else last.finish_reason
+        parts = self._divided(text, ended=reason is not None)
+        return replace(last, text=text, finish_reason=reason, **vars(parts))
+
+    def _before_stop(self, text: str, ended: bool) -> tuple[str, bool]:
+        """What can be given out, and whether a stop text has come."""
+        text, self._held = self._held + text, ""
+        if (found := first_stop(text, self._stop)) is not None:
+            return text[:found], True
+        most = 0 if ended else min(len(text), max(map(len, self._stop), default=1) - 1)
+        held = next(
+            (n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0
+        )
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], False
+
+    def _divided(self, text: str, ended: bool) -> Parts:
+        """The parts of what comes next."""
+        segments: list[tuple[str | None, str]] = []
+        if self._state[0] is not None:  # else the format has ended the answer
+            self._state, segments = TextStateMachine.split(self._state, text)
+        if ended:
+            self._state, rest, name = TextStateMachine.flush(self._state)
+            segments = [*segments, (name, rest)]
+        content, reasoning, calls = "", "", list[ToolCall]()
+        for name, piece in segments:
+            if self._calling and name != "tool":
+                content += self._called(calls, complete=True)
+            self._calling = name == "tool"
+            self._call += piece if self._calling else ""
+            content += piece if name == "normal" else ""
+            reasoning += piece if name == "reasoning" else ""
+        if ended and self._calling:
+            content += self._called(calls, complete=False)
+        return Parts(content, reasoning, tuple(calls))
+
+    def _called(self, calls: list[ToolCall], *, complete: bool) -> str:
+        """Add the calls that have come; returns as text what is none."""
+        text, self._call, self._calling = self._call, "", False
+        try:
+            parsed = self._tokenizer.tool_parser(text, self._tools)
+            found = list(map(_formatted, parsed if isinstance(parsed, list) else [parsed]))
+        except NO_CALL:
+            end = self._tokenizer.tool_call_end if complete else ""
+            return f"{self._tokenizer.tool_call_start}{text}{end}"
+        calls += found
+        return ""
+
+
+def divided(tokenizer: Any, text: str) -> Parts:
+    """The parts of a whole answer whose prompt opened no reasoning trace."""
+    reader = AnswerReader(tokenizer, ())
+    return reader._divided(text, ended=True)
+
+
+def _first_state(tokenizer: Any, prompt: Sequence[int]) -> str:
+    """In what an answer begins: a template may open the trace itself."""
+    if tokenizer.response_initial_state:
+        return str(tokenizer.response_initial_state)
+    opened = tokenizer.has_thinking and tokenizer.rfind_think_start(
+        prompt
+    ) > tokenizer.rfind_think_end(prompt)
+    return "reasoning" if opened else "normal"
+
+
+def _formatted(call: Mapping[str, Any]) -> ToolCall:
+    arguments = json.dumps(call["arguments"], ensure_ascii=False)
+    return {
+        "id": call.get("id") or f"call_{uuid.uuid4().hex}",
+        "type": "function",
+        "function": {"name": str(call["name"]), "arguments": arguments},
+    }

@@ -1,0 +1,170 @@
+"""How an answer's tokens are chosen: arguments as mlx-lm's server names them, checked and built."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, get_type_hints
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+CHOOSING = ("temperature", "top_p", "top_k", "min_p")
+OFF = {"top_p": (1,), "top_k": (0,), "min_p": (0,), "repetition_penalty": (0, 1)}
+RANGES: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
+    "temperature": (float, lambda v: 0 <= v < math.inf, "a number, 0 or more"),
+    "top_p": (float, lambda v: 0 < v <= 1, "a number above 0, at most 1"),
+    "top_k": (int, lambda v: v >= 0, "a whole number, 0 or more"),
+    "min_p": (float, lambda v: 0 <= v <= 1, "a number from 0 to 1"),
+    "repetition_penalty": (float, lambda v: 0 <= v < math.inf, "a number, 0 or more"),
+    "seed": (int, lambda v: 0 <= v < 2**64, "a whole number from 0 to 2^64 - 1"),
+}
+
+
+class AnswerOptions(TypedDict, total=False):
+    """How an answer's tokens are chosen, and where it ends; None leaves one out.
+
+    Attributes:
+        temperature: 0, the default, takes the likeliest token; more samples.
+        top_p: Samples from the likeliest tokens that make up this share; 1 is off.
+        top_k: Samples from so many of the likeliest; 0 is off.
+        min_p: Leaves out tokens of less than this share of the likeliest one's; 0 is off.
+        repetition_penalty: Makes the last 20 tokens less likely, the prompt's among them; 1 is
+            off.
+        seed: Of the random numbers that sampling takes, which are the process's.
+        stop: A text, or several, before which the answer ends, ``finish_reason`` "stop".
+        tools: What the chat template announces, as OpenAI's clients write it.
+    """
+
+    temperature: float | None
+    top_p: float | None
+    top_k: int | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    tools: Sequence[Mapping[str, Any]] | None
+
+
+class DecodingOptions(AnswerOptions, total=False):
+    """The same, with what mlx-lm does to the cache meanwhile.
+
+    Attributes:
+        kv_bits: Decode from a cache quantised to so many bits.
+        kv_group_size: Numbers that share a scale there (64).
+        quantized_kv_start: Tokens from which on the cache is quantised (mlx-lm: 5000).
+    """
+
+    kv_bits: int | None
+    kv_group_size: int | None
+    quantized_kv_start: int | None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How tokens are chosen, and before which texts the answer ends.
+
+    Attributes:
+        sampler: For mlx-lm; None is greedy.
+        logits_processors: For mlx-lm.
+        seed: Of the random numbers, or None.
+        stop: Texts, none of them empty.
+    """
+
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    seed: int | None
+    stop: tuple[str, ...]
+
+    def begin(self) -> None:
+        """Seed the random numbers, if that was asked for; right before the first token."""
+        if self.seed is not None:
+            mx.random.seed(self.seed)
+
+
+def given(options: Mapping[str, Any], known: type, where: str) -> dict[str, Any]:
+    """What of ``options`` is given; ValueError for what is not in ``known``, a TypedDict."""
+    listed = sorted(get_type_hints(known))
+    for name, value in options.items():
+        if name == "temp":
+            raise ValueError(
+                f"temp cannot be used with {where}; give temperature={value!r:.20}, or "
+                f"sampler=make_sampler(temp={value!r:.20}) of mlx_lm.sample_utils"
+            )
+        if name not in listed:
+            raise ValueError(
+                f"{name} cannot be used with {where}; decoding options are {', '.join(listed)}"
+            )
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def check_needs(options: Mapping[str, Any], sampler: Sampler | None) -> None:
+    """Refuse (ValueError) an option that would do nothing without another, or beside one."""
+    sampling = bool(options.get("temperature"))
+    active = [n for n in CHOOSING[1:] if n in options and options[n] not in OFF[n]]
+    if sampler is not None and (beside := [n for n in CHOOSING if n in options]):
+        raise ValueError(
+            f"{beside[0]} cannot be used beside a sampler, which chooses the tokens alone; "
+            "leave one of them out"
+        )
+    if sampler is None and active and not sampling:
+        raise ValueError(
+            f"{active[0]} does nothing at temperature 0, which always takes the likeliest token; "
+            "add a temperature above 0, or leave it out"
+        )
+    if sampler is None and "seed" in options and not sampling:
+        raise ValueError(
+            "seed does nothing at temperature 0, which draws no random numbers; add a temperature "
+            "above 0, or leave it out"
+        )
+    for name, other in (("kv_group_size", "kv_bits"), ("quantized_kv_start", "kv_bits")):
+        if name in options and other not in options:
+            raise ValueError(f"{name} does nothing without {other}; add {other}, or leave it out")
+
+
+def choice_of(
+    options: Mapping[str, Any],
+    sampler: Sampler | None,
+    logits_processors: list[LogitsProcessor] | None,
+) -> Choice:
+    """How tokens are chosen by :class:`AnswerOptions`, those given.
+
+    Raises:
+        ValueError: A value without meaning, or an option that would do nothing.
+    """
+    for name, (kind, sound, expected) in RANGES.items():
+        if name in options:
+            check_value(name, options[name], kind, sound, expected)
+    check_needs(options, sampler)
+    temperature, penalty = options.get("temperature"), options.get("repetition_penalty")
+    if sampler is None and temperature:
+        sampler = make_sampler(
+            temperature, options.get("top_p", 1.0), options.get("min_p", 0.0),
+            top_k=options.get("top_k", 0),
+        )  # fmt: skip
+    processors = list(logits_processors or ())
+    if penalty not in (None, *OFF["repetition_penalty"]):
+        processors += make_logits_processors(repetition_penalty=penalty)
+    return Choice(sampler, processors or None, options.get("seed"), stop_texts(options.get("stop")))
+
+
+def check_value(
+    name: str, value: Any, kind: type, sound: Callable[[Any], bool], expected: str
+) -> None:
+    """Refuse (ValueError) what is no number of a kind, or out of range."""
+    kinds = (int, float) if kind is float else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not sound(value):
+        raise ValueError(f"{name} is {value!r:.40}; give {expected}")
+
+
+def stop_texts(stop: Any) -> tuple[str, ...]:
+    """``stop`` as a tuple; ValueError if it is no text or list of texts."""
+    texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop is {stop!r:.80}; give a text, or a list of texts, none of it empty")
+    return texts

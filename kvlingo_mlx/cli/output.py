@@ -102,6 +102,18 @@ def say(text: str, *, end: str = "\n") -> None:
     typer.echo(text + end, err=_on_stderr, nl=False)
 
 
+def ask(prompt: str) -> str:
+    """A line that the user types, asked for where :func:`say` prints.
+
+    Raises:
+        EOFError: There is none any more.
+    """
+    if _on_stderr:
+        say(prompt, end="")
+        prompt = ""
+    return input(prompt)
+
+
 def warn(text: str) -> None:
     """Print a warning, one line on standard error."""
     typer.echo(f"warning: {printable(' '.join(text.split()))}", err=True)

@@ -18,6 +18,7 @@ from kvlingo_mlx.cli.output import (
     keep_stdout_for_json,
     native_number,
 )
+from kvlingo_mlx.cli.prompt_input import thinking_switch
 from kvlingo_mlx.cli.sampling import (
     MIN_P_HELP,
     SEED_HELP,
@@ -98,6 +99,8 @@ def command(
     chosen = None if route is None else load_route(route, tuple(named))
     sampler = sampler_of(temp, top_p, top_k, min_p, seed)
     models = _models(named)
+    if resume is None:
+        thinking = thinking_switch(thinking, models.values())
     begin = {"system": system_prompt, "enable_thinking": thinking, "verbatim": bool(verbatim)}
     talk = _conversation(
         resume, models, translator or (), begin,

@@ -14,6 +14,7 @@ import typer
 from kvlingo_mlx.cli.chat_input import Lines, Stop, interruptible
 from kvlingo_mlx.cli.chat_stats import print_lines, print_switch
 from kvlingo_mlx.cli.output import complain, say
+from kvlingo_mlx.cli.prompt_input import tell_of_cut_thought
 from kvlingo_mlx.errors import KVLingoError, printable
 
 if TYPE_CHECKING:
@@ -139,11 +140,12 @@ class Chat:
     def _stream(self, name: str, message: str, stop: Stop) -> None:
         """Print an answer as it comes; the conversation keeps what has come when it is closed."""
         responses = self.talk.stream_reply(name, message, **self._options)
-        cut = False
+        cut, text, ended = False, "", None
         try:
             with contextlib.closing(responses):
                 for response in responses:
                     stop.began = True
+                    text, ended = text + response.text, response.finish_reason
                     say(response.text, end="")
                     if cut := stop.asked and response.finish_reason is None:
                         break
@@ -151,6 +153,9 @@ class Chat:
             say("", end="\n" if stop.began else "")
         if cut:
             say("stopped; what was written is kept")
+        elif ended == "length":
+            thinking = self.talk.transcript.switches.get("enable_thinking")
+            tell_of_cut_thought(self.talk.lines[name].model, text, thinking)
 
     # ---- commands ---------------------------------------------------------------------------
 

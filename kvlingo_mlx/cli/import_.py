@@ -23,7 +23,7 @@ def command(
     force: bool = typer.Option(False, "--force", help="Replace another translator there."),
 ) -> None:
     """Validate a translator and put it into the local store."""
-    from kvlingo_mlx import tensor_file
+    from kvlingo_mlx import embedded, tensor_file
     from kvlingo_mlx.importing import import_translator
     from kvlingo_mlx.loading import load
 
@@ -47,6 +47,8 @@ def command(
     say(printable(f"{verb} {ends} {'in' if done.unchanged else 'into'} {done.folder} ({what})"))
     if done.replaced:
         say("another translator of the same models and form stood there and was replaced")
+    toy = config.target.name in embedded.zoo_names()
     words = ["--prefill-model", config.source.name, "--decode-model", config.target.name,
-             "--translator", str(done.folder), "--prompt", "Hello"]  # fmt: skip
+             "--translator", str(done.folder), "--no-thinking",
+             "--prompt", embedded.EXAMPLE if toy else "Hello"]  # fmt: skip
     say(printable("try: kvlingo-mlx generate " + shlex.join(words)))

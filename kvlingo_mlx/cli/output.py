@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,23 @@ def given_options(context: typer.Context) -> dict[str, str]:
     return typed
 
 
-def facts(rows: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Told:
+    """A fact whose words for people are not its value for programs."""
+
+    value: Any
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def plain(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`facts` prints, as JSON has it: numbers are numbers."""
+    return {name: row.value if isinstance(row, Told) else row for name, row in rows.items()}
+
+
+def facts(rows: Mapping[str, Any]) -> None:
     """Print names and values, one a line."""
     width = max(len(name) for name in rows)
     for name, value in rows.items():

@@ -452,12 +452,21 @@ def test_numbers_are_numbers_in_records(
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["a"], ["a", "b", "c"], ["--source", "a"], ["a", "--target", "b"],
-              ["a", "b", "--source", "a"]],
-)  # fmt: skip
-def test_a_profile_is_of_two_models(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = ", ".join(word for word in words if word[0] != "-") or "none"
-    fails(["profile", *words], f"found {found}; give --source A --target B, or A B", capsys)
+    ("words", "found"),
+    [
+        ("", "none"),
+        ("a", "a"),
+        ("a b c", "a, b, c"),
+        ("--source a", "--source a"),
+        ("a --target b", "a, --target b"),
+        ("a b --source a", "a, b, --source a"),
+    ],
+)
+def test_a_profile_is_of_two_models(
+    words: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = f"found {found}; give --source A --target B, or A B alone"
+    fails(["profile", *words.split()], message, capsys)
 
 
 def test_a_killed_import_leaves_nothing(fitted: Path, store: Path, tmp_path: Path) -> None:

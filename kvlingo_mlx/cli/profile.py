@@ -107,7 +107,7 @@ def _pair(both: list[str] | None, source: str | None, target: str | None) -> tup
     if both and len(both) == 2 and (source, target) == (None, None):
         return both[0], both[1]
     options = {"--source": source, "--target": target}
-    found = [*(both or []), *(name for name, value in options.items() if value is not None)]
+    found = [*(both or []), *(f"{name} {value}" for name, value in options.items() if value)]
     raise ValueError(
         f"a profile is of two models, and found {', '.join(found) or 'none'}; give --source A "
         "--target B, or A B alone"

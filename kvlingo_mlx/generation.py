@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from kvlingo_mlx.backend import mx
 
@@ -70,6 +70,27 @@ class GenerationResponse(MLXResponse):
     native_s: float = 0.0
     ttft_s: float = 0.0
     strategy: str = "switch"
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What :func:`generate` passes on to :func:`stream_generate`, for checkers and editors."""
+
+    translator: Translator | str | os.PathLike[str] | None
+    strategy: str
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    prefill_step_size: int
+    enable_thinking: bool | None
+    native_layers: int | str | None
+    native_head: int
+    native_tail: int
+    allow_mismatch: bool
+    draft_model: Model | None
+    num_draft_tokens: int
+    kv_bits: int
+    kv_group_size: int
+    quantized_kv_start: int
 
 
 def check_max_tokens(max_tokens: int) -> None:
@@ -350,7 +371,7 @@ def generate(
     prompt: Prompt,
     *,
     verbose: bool = False,
-    **options: Any,
+    **options: Unpack[GenerateOptions],
 ) -> str:
     """Prefill a prompt with one model and answer with another, from the translated cache.
 

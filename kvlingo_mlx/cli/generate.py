@@ -125,8 +125,7 @@ def command(
         raise ValueError(
             f"--system-prompt is for the chat template, and {why}; put it into --prompt"
         )
-    if templated:
-        thinking = thinking_switch(thinking, [target])
+    switch = thinking_switch(thinking, [target]) if templated else thinking
     options: dict[str, Any] = {
         "translator": used,
         "strategy": strategy,
@@ -136,7 +135,7 @@ def command(
         "max_tokens": max_tokens,
         "sampler": sampler,
         "prefill_step_size": prefill_step_size,
-        "enable_thinking": thinking,
+        "enable_thinking": switch,
         "allow_mismatch": allow_mismatch,
         "draft_model": source if draft_model == prefill_model else draft_model,
         "num_draft_tokens": num_draft_tokens,
@@ -163,7 +162,7 @@ def command(
         say("=" * 10)
         say(summary(response))
     if templated and response.finish_reason == "length":
-        tell_of_cut_thought(target, "".join(pieces), thinking)
+        tell_of_cut_thought(target, "".join(pieces), switch)
     if json_file:
         config = {"prefill_model": source.name, "decode_model": target.name, "prompt": asked,
                   "quantize": quantize, "memory_budget": memory_budget}  # fmt: skip

@@ -97,7 +97,7 @@ def thinking_switch(thinking: bool | None, models: Collection[LanguageModel]) ->
     """
     from kvlingo_mlx.embedded import EXAMPLE, is_embedded
 
-    if thinking is not None or not all(is_embedded(model.path) for model in models):
+    if thinking is not None or not all(model.path and is_embedded(model.path) for model in models):
         return thinking
     names = " and ".join(dict.fromkeys(model.name for model in models))
     warn(

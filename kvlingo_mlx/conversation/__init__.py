@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, stats_of
@@ -33,10 +33,28 @@ from kvlingo_mlx.prompts import Message
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
-RESUMED_WITH = (
-    "eager", "on_missing", "offload", "prefill_step_size", "quantize", "native_layers",
-    "allow_mismatch",
-)  # fmt: skip
+
+class ReplyOptions(TypedDict, total=False):
+    """What :meth:`Conversation.reply` passes on to :meth:`Conversation.stream_reply`."""
+
+    prefill: str | None
+    first_token: str
+    reasoning: str | None
+    max_tokens: int
+    sampler: Any
+    logits_processors: list[Any] | None
+
+
+class ResumeOptions(TypedDict, total=False):
+    """What a saved conversation does not decide itself: arguments of :class:`Conversation`."""
+
+    eager: bool
+    on_missing: str
+    offload: str | None
+    prefill_step_size: int
+    quantize: int | None
+    native_layers: int | str | None
+    allow_mismatch: bool
 
 
 class Conversation:
@@ -173,7 +191,9 @@ class Conversation:
 
     # ---- replies ----------------------------------------------------------------------------
 
-    def reply(self, name: str, message: str | Sequence[Message], **options: Any) -> str:
+    def reply(
+        self, name: str, message: str | Sequence[Message], **options: Unpack[ReplyOptions]
+    ) -> str:
         """One model's whole answer; arguments are those of :meth:`stream_reply`."""
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
@@ -329,7 +349,7 @@ class Conversation:
         folder: str | os.PathLike[str],
         models: Mapping[str, Model],
         translators: Iterable[Given] = (),
-        **options: Any,
+        **options: Unpack[ResumeOptions],
     ) -> Self:
         """Go on with a saved conversation; nothing is read or translated anew.
 
@@ -347,10 +367,11 @@ class Conversation:
             ValueError: A model is missing, or another than it was.
             IncompatibleTranslatorError: A translator is missing, or another than it was.
         """
+        known = ResumeOptions.__annotations__
         for name in options:
-            if name not in RESUMED_WITH:
+            if name not in known:
                 raise ValueError(
-                    f"{name} is what the saved conversation has; give it {', '.join(RESUMED_WITH)}"
+                    f"{name} is what the saved conversation has; give it {', '.join(known)}"
                 )
         saved = folders.Saved(folder)
         loaded = _loaded(models)

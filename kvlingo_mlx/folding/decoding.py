@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from kvlingo_mlx.backend import mx
 
@@ -42,6 +42,20 @@ from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import room_for
 
 AnyTranslator = Translator | str | os.PathLike[str] | None
+
+
+class FoldedOptions(TypedDict, total=False):
+    """What :func:`folded_generate` passes on to :func:`folded_stream_generate`."""
+
+    translator: AnyTranslator
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    prefill_step_size: int
+    enable_thinking: bool | None
+    allow_mismatch: bool
+    kv_bits: int | None
+    kv_group_size: int
 
 
 def prefill(model: LanguageModel, rows: Sequence[Sequence[int]], step_size: int) -> list[Any]:
@@ -243,7 +257,7 @@ def folded_generate(
     prompt: Prompt,
     *,
     verbose: bool = False,
-    **options: Any,
+    **options: Unpack[FoldedOptions],
 ) -> str:
     """Answer with one model from another's cache of the prompt, which is never translated.
 

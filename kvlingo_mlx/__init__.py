@@ -7,7 +7,36 @@ sees to it that MLX, once imported, finds a fast BLAS (``blas.py``).
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what checkers and editors know of the names
+    from kvlingo_mlx.conversation import Conversation as Conversation
+    from kvlingo_mlx.embedded import zoo as zoo
+    from kvlingo_mlx.errors import CacheError as CacheError
+    from kvlingo_mlx.errors import IncompatibleTranslatorError as IncompatibleTranslatorError
+    from kvlingo_mlx.errors import KVLingoError as KVLingoError
+    from kvlingo_mlx.errors import KVLingoWarning as KVLingoWarning
+    from kvlingo_mlx.errors import MalformedConversationError as MalformedConversationError
+    from kvlingo_mlx.errors import MalformedProfileError as MalformedProfileError
+    from kvlingo_mlx.errors import MalformedTranslatorError as MalformedTranslatorError
+    from kvlingo_mlx.errors import MissingExtraError as MissingExtraError
+    from kvlingo_mlx.errors import MissingModelError as MissingModelError
+    from kvlingo_mlx.errors import MissingProfileError as MissingProfileError
+    from kvlingo_mlx.errors import MissingTranslatorError as MissingTranslatorError
+    from kvlingo_mlx.errors import NotEnoughMemoryError as NotEnoughMemoryError
+    from kvlingo_mlx.errors import UnsupportedModelError as UnsupportedModelError
+    from kvlingo_mlx.fitting import fit as fit
+    from kvlingo_mlx.folding import folded_generate as folded_generate
+    from kvlingo_mlx.folding import folded_hand_over as folded_hand_over
+    from kvlingo_mlx.folding import folded_stream_generate as folded_stream_generate
+    from kvlingo_mlx.generation import GenerationResponse as GenerationResponse
+    from kvlingo_mlx.generation import generate as generate
+    from kvlingo_mlx.generation import stream_generate as stream_generate
+    from kvlingo_mlx.language_model import LanguageModel as LanguageModel
+    from kvlingo_mlx.loading import load as load
+    from kvlingo_mlx.loading import load_translator as load_translator
+    from kvlingo_mlx.transfer import hand_over as hand_over
+    from kvlingo_mlx.translators.base import Translator as Translator
 
 from kvlingo_mlx import blas
 
@@ -47,12 +76,14 @@ __all__ = sorted(_HOMES)
 blas.prepare()
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # to a checker an unknown name is an error
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -5,7 +5,7 @@ The device and the CUDA path feed the same ``Moments``, so the two cannot drift.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -109,9 +109,14 @@ def moment_widths(config: TranslatorConfig) -> dict[str, tuple[int, int]]:
 
 
 def solve_maps(
-    config: TranslatorConfig, moments: Mapping[str, Moments]
+    config: TranslatorConfig,
+    moments: Mapping[str, Moments],
+    solved: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Solve every map; returns the tensors by their names in the format, and their ranks."""
+    """Solve every map; returns the tensors by their names in the format, and their ranks.
+
+    ``solved`` is called after each map: wide ones take their time.
+    """
     weights: dict[str, np.ndarray] = {}
     ranks = []
     for name, sums in moments.items():
@@ -120,6 +125,7 @@ def solve_maps(
         matrices = [solution.weight for solution in solutions]
         weights[f"{name}.weight"] = matrices[0] if config.head_mixing else np.stack(matrices)
         ranks += [solution.rank for solution in solutions]
+        solved()
     return weights, ranks
 
 

@@ -96,6 +96,24 @@ class GenerationResponse(MLXResponse):
     strategy: str = "switch"
 
 
+class GenerateOptions(DecodingOptions, total=False):
+    """What :func:`generate` passes on to :func:`stream_generate`, for checkers and editors."""
+
+    translator: Translator | str | os.PathLike[str] | None
+    strategy: str
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    prefill_step_size: int
+    enable_thinking: bool | None
+    native_layers: int | str | None
+    native_head: int
+    native_tail: int
+    allow_mismatch: bool
+    draft_model: Model | None
+    num_draft_tokens: int
+
+
 def check_max_tokens(max_tokens: int) -> None:
     """Refuse (ValueError) what is neither a positive number nor -1."""
     if max_tokens == 0 or max_tokens < -1:
@@ -443,7 +461,7 @@ def generate(
     prompt: Prompt,
     *,
     verbose: bool = False,
-    **options: Any,
+    **options: Unpack[GenerateOptions],
 ) -> str:
     """Prefill a prompt with one model and answer with another, from the translated cache.
 

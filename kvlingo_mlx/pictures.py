@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,24 @@ def check_folder(folder: str) -> None:
         raise ValueError(f"--plot is {folder!r}, but {nearest} cannot be written")
 
 
-def save(drawn: Any, picture: str | os.PathLike[str]) -> None:
+def pair(source: str, target: str) -> str:
+    """What stands over a picture of two models: their names, without the folders they lie in."""
+    return " to ".join(Path(name).name if Path(name).is_absolute() else name
+                       for name in (source, target))  # fmt: skip
+
+
+def save(drawn: Any, picture: str | os.PathLike[str], title: str = "") -> None:
     """Write a figure, all of it or nothing."""
-    save_all({Path(picture): drawn})
+    save_all({Path(picture): drawn}, title)
 
 
-def save_all(figures: Mapping[Path, Any]) -> None:
-    """Write several figures: all are drawn before any is written, each at once."""
+def save_all(figures: Mapping[Path, Any], title: str = "") -> None:
+    """Write several figures: all are drawn before any is written, each at once.
+
+    ``title`` stands over each: which models it is of.
+    """
+    for figure in figures.values() if title else ():
+        figure.suptitle(title)
     pictures = {path: _drawn(figure, path.suffix[1:]) for path, figure in figures.items()}
     for path, picture in pictures.items():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -90,3 +101,23 @@ def whole_numbers(*axes: Any) -> None:
 
     for axis in axes:
         axis.set_major_locator(MaxNLocator(integer=True))
+
+
+def log_scale(axes: Any, which: str, values: Sequence[float]) -> None:
+    """A logarithmic axis ("x" or "y") for these values, its ticks as they are spoken.
+
+    1, 2, 5, 10, and closer ones where that would leave less than three.
+    """
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    getattr(axes, f"set_{which}scale")("log")
+    axis = getattr(axes, f"{which}axis")
+    narrow = max(values, default=1) < 10 * min(values, default=1)
+    axis.set_major_locator(MaxNLocator(5) if narrow else LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(FuncFormatter(in_full))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def in_full(value: float, position: int | None = None) -> str:
+    """A number without powers of ten: 60, not 6x10^1."""
+    return f"{value:,.12f}".rstrip("0").rstrip(".")

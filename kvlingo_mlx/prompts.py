@@ -84,6 +84,22 @@ def render_text(model: LanguageModel, messages: Sequence[Message], **switches: A
     return _render(model, messages, switches, tokenize=False)
 
 
+def ends_in_thought(model: LanguageModel, answer: str, **switches: Any) -> bool:
+    """Whether an answer opens a reasoning trace and does not end it.
+
+    ``switches`` are the template's, which may open the trace itself.
+    """
+    start, end = (getattr(model.tokenizer, f"think_{mark}", None) for mark in ("start", "end"))
+    if not start or not end or end in answer:
+        return False
+    if start in answer:
+        return True
+    if not model.tokenizer.has_chat_template:
+        return False
+    header = render_text(model, [{"role": "user", "content": "Hello"}], **switches)
+    return header.rstrip().endswith(start)
+
+
 def _render(
     model: LanguageModel,
     messages: Sequence[Mapping[str, Any]],

@@ -480,8 +480,10 @@ def test_ctrl_c_as_the_first_token_arrives(
 
 # In a session of its own, whose terminal turns control-C into a signal; answers take their time.
 LAUNCH = """
-import fcntl, json, pathlib, sys, termios, time
+import fcntl, json, os, pathlib, sys, termios, time
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if os.environ["TERM"] == "no readline":
+    sys.modules["readline"] = None
 import kvlingo_mlx.conversation as conversation
 
 class Slow(conversation.Conversation):
@@ -505,9 +507,9 @@ sys.exit(run(sys.argv[2:]))
 class Terminal:
     """A child process on a terminal, and all that it wrote there."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], term: str) -> None:
         self.end, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "dumb", "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment = {**os.environ, "TERM": term, "PYTHONPATH": os.pathsep.join(sys.path)}
         self.process = subprocess.Popen(
             [sys.executable, "-c", LAUNCH, *arguments], stdin=slave, stdout=slave, stderr=slave,
             start_new_session=True, env=environment,
@@ -555,9 +557,10 @@ def terminals(chats: Chats, tmp_path: Path) -> Iterator[Any]:
     """Starts chats in terminals; an answer that is cut short leaves its facts in ``facts``."""
     opened: list[Terminal] = []
 
-    def start(*options: str) -> Terminal:
-        arguments = [str(tmp_path / "facts"), "chat", *chats.models, "--verbatim", *options]
-        opened.append(Terminal(arguments))
+    def start(*options: str, term: str = "dumb") -> Terminal:
+        begin = [] if "--resume" in options else ["--verbatim"]
+        arguments = [str(tmp_path / "facts"), "chat", *chats.models, *begin, *options]
+        opened.append(Terminal(arguments, term))
         return opened[-1]
 
     yield start
@@ -623,6 +626,121 @@ def test_a_chat_in_a_terminal(
     readline.read_history_file(history)
     kept_lines = [readline.get_history_item(i + 1) for i in range(9)]
     assert kept_lines == [question, "/use b", "/help", *[None] * 6]
+
+
+PASTED = ("is it on?", "", "/use b", "and you")
+MARKED = "\x1b[200~{}\x1b[201~\n"  # as terminals send a paste, if they are asked to
+
+
+def said(record: Path) -> list[str]:
+    """What the user said in the chat that left this record, and each time the answer."""
+    (line,) = record.read_text().splitlines()
+    return [message["content"] for message in json.loads(line)["results"]["messages"]]
+
+
+@pytest.mark.parametrize(
+    ("term", "sent"),
+    [
+        ("xterm", MARKED.format("\r".join(PASTED))),
+        ("xterm", "\n".join(PASTED) + "\n"),
+        ("dumb", "\n".join(PASTED) + "\n"),
+        ("no readline", "\n".join(PASTED) + "\n"),
+        ("no readline", MARKED.format("\n".join(PASTED))),
+    ],
+    ids=["marked", "unmarked", "no marks known", "no readline", "no readline, marked"],
+)
+def test_a_paste_is_one_message(
+    terminals: Any, one: LanguageModel, store: Path, tmp_path: Path, term: str, sent: str
+) -> None:
+    record = tmp_path / "record.jsonl"
+    options = "--max-tokens", str(NEW), "--json", str(record)
+    terminal = terminals(*options, term=term)
+    terminal.wait_for("a> ")
+    terminal.type(sent)
+    answers = says((one, "\n".join(PASTED)), (one, "hi there"))
+    terminal.wait_for(answers[0])
+    terminal.wait_for("a> ")  # nobody was asked to /use b
+    terminal.type("hi there\n")
+    terminal.wait_for(answers[1])
+    terminal.wait_for("a> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0
+    assert said(record) == ["\n".join(PASTED), answers[0], "hi there", answers[1]]
+    history = store.parent / "chat_history"
+    if term == "no readline":
+        assert not history.exists()
+    else:
+        assert [line for line in history.read_text().splitlines() if line[0] != "_"] == ["hi there"]
+        assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+def test_lines_typed_during_an_answer_are_sent_alone(
+    terminals: Any, one: LanguageModel, tmp_path: Path
+) -> None:
+    record = tmp_path / "record.jsonl"
+    terminal = terminals("--max-tokens", "40", "--json", str(record))
+    terminal.wait_for("a> ")
+    first, second = says((one, "is it on?"), (one, "and you"), most=40)
+    terminal.type("is it on?\n")
+    terminal.wait_for(first[:3])
+    terminal.type("/use b\nand you\n")
+    terminal.wait_for("b> ")
+    terminal.wait_for(second)
+    terminal.wait_for("b> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0
+    assert said(record) == ["is it on?", first, "and you", second]
+
+
+def test_no_history(terminals: Any, one: LanguageModel, store: Path) -> None:
+    history = store.parent / "chat_history"
+    history.write_text("and you\n")
+    history.chmod(0o640)
+    terminal = terminals("--max-tokens", str(NEW), "--no-history")
+    terminal.wait_for("a> ")
+    terminal.type("is it on?\n")
+    terminal.wait_for(says((one, "is it on?"))[0])
+    terminal.wait_for("a> ")
+    terminal.type("\x10\x10\n")  # control-P: this chat's own line alone is there
+    terminal.wait_for(says((one, "is it on?"), (one, "is it on?"))[1])
+    terminal.wait_for("a> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0
+    assert history.read_text() == "and you\n" and stat.S_IMODE(history.stat().st_mode) == 0o640
+
+
+def test_a_resumed_chat_shows_what_was_said_last(
+    chats: Chats, terminals: Any, one: LanguageModel, tmp_path: Path
+) -> None:
+    folder, long = str(tmp_path / "talk"), "so on " * 50 + "END"
+    asked = ("hi there", long, "is it \x1b[31mon?")
+    chats(*asked, options=("--save", folder, "--system-prompt", "x", "--verbatim"))
+    chats("/exit", options=("--resume", folder))
+    assert chats.out == ""  # from a pipe: the answers alone
+    talk = Conversation.resume(folder, {name: one for name in "ab"})
+    answers = ["".join(c if c.isprintable() or c == "\n" else "?" for c in m["content"])
+               for m in talk.messages if m["role"] == "assistant"]  # fmt: skip
+    terminal = terminals("--resume", folder)
+    shown = terminal.wait_for("a> ")
+    assert shown == (
+        f"user: {long[:300]} ...\nassistant: {answers[1]}\n"
+        f"user: is it ?[31mon?\nassistant: {answers[2]}\n/help lists the commands\na> "
+    )
+
+
+def test_a_chat_leaves_its_record(chats: Chats, one: LanguageModel, tmp_path: Path) -> None:
+    out = chats("hi there", "/use b", "and you", options=("--json", "-"))
+    answers = says((one, "hi there"), (one, "and you"))
+    record = json.loads(out)  # the answers themselves are on standard error
+    assert chats.err == "".join(f"{answer}\n" for answer in answers)
+    found = record["results"]
+    assert [m["content"] for m in found["messages"]] == ["hi there", answers[0], "and you",
+                                                         answers[1]]  # fmt: skip
+    assert record["kind"] == "chat" and found["last_switch"]["name"] == "b"
+    assert [line["name"] for line in found["stats"]["lines"]] == ["a", "b"]
+    assert all(type(line["tokens"]) is int for line in found["stats"]["lines"])
+    chats("hi there", options=("--json", str(tmp_path / "no" / "file")), status=2)
+    assert "--json is" in chats.err and chats.out == ""
 
 
 def test_a_saved_chat_goes_on(chats: Chats, one: LanguageModel, tmp_path: Path) -> None:

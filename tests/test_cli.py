@@ -15,7 +15,8 @@ import pytest
 import tiny
 
 from kvlingo_mlx import fitting
-from kvlingo_mlx.cli import run
+from kvlingo_mlx.cli import VERBS, run
+from kvlingo_mlx.embedded import TRANSLATORS
 
 RECORD = json.dumps({"text": "One two three four five six seven eight nine ten. " * 3}) + "\n"
 
@@ -402,6 +403,8 @@ def test_json_alone_on_standard_output(
         "fit": fit_arguments(folders, data, tmp_path / "out"),
         "show_model": ["show", str(folders["moe"])],
         "show_translator": ["show", str(fitted)],
+        "import": ["import", str(fitted)],
+        "verify": ["verify", str(fitted)],
     }
     for kind, arguments in verbs.items():
         capsys.readouterr()
@@ -409,6 +412,61 @@ def test_json_alone_on_standard_output(
         captured = capsys.readouterr()
         assert json.loads(captured.out)["kind"] == kind
         assert captured.err != ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_record(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_numbers_are_numbers_in_records(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    record = tmp_path / "record.jsonl"
+    told = ["--json", str(record)]
+    embedded = str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")
+    pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
+    assert run(["show", str(fitted), "--quantize", "8", *told]) == 0
+    assert run(["show", str(folders["moe"]), *told]) == 0
+    assert run(["verify", embedded, *pair, *told]) == 0
+    assert run(["import", str(fitted), *told]) == 0
+    shown, model, verified, imported = (
+        json.loads(line)["results"] for line in record.read_text().splitlines()
+    )
+    # Four layers and two sides, each of 64 by 64 numbers, in float32; 8 bits, 64 with one scale
+    # and one bias of 4 bytes.
+    numbers = 4 * 2 * 64 * 64
+    assert shown["parameters"] == numbers and shown["MFLOP per token"] == 2 * numbers / 1e6
+    assert shown["source layers per target layer"] == 1 and shown["can be folded"] is False
+    assert shown["in memory, as it is"] == 4 * numbers
+    assert shown["in memory, 8 bits"] == numbers + numbers // 64 * 8
+    assert shown["samples"] == 3 and shown["keys read"] == shown["values read"]
+    assert all(type(s) is int for reads in shown["keys read"] for s in reads)
+    assert model["cache layers"] == 4 and model["cache bytes per token"] == 2048
+    (maps,) = (value for name, value in verified.items() if name.startswith("maps on"))
+    assert 0 <= maps < 1e-2 and verified["sound"] is True
+    assert imported["nu"] == 1 and imported["replaced"] is False
+    assert [imported["folder"]] == [str(folder) for folder in store.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", "none"),
+        ("a", "a"),
+        ("a b c", "a, b, c"),
+        ("--source a", "--source a"),
+        ("a --target b", "a, --target b"),
+        ("a b --source a", "a, b, --source a"),
+    ],
+)
+def test_a_profile_is_of_two_models(
+    words: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = f"found {found}; give --source A --target B, or A B alone"
+    fails(["profile", *words.split()], message, capsys)
 
 
 def test_a_killed_import_leaves_nothing(fitted: Path, store: Path, tmp_path: Path) -> None:

@@ -246,8 +246,10 @@ def test_explicit_assignment_and_progress(models: dict[str, LanguageModel]) -> N
         samples(3, 20),
         assignment=assignment,
         progress=lambda done, total: seen.append((done, total)),
+        solving=lambda done, total: seen.append(("solved", done, total)),
     )
-    assert seen == [(1, 3), (2, 3), (3, 3)]
+    # Then three layers, keys and values: no silence while they are solved.
+    assert seen == [(1, 3), (2, 3), (3, 3), *(("solved", n, 6) for n in range(1, 7))]
     shapes = {n: a.shape for n, a in translator.to_weights().arrays.items()}
     assert shapes["keys.0.weight"] == (64, 128) and shapes["values.0.weight"] == (64, 64)
     assert translator.config.provenance["samples"] == 3

@@ -128,10 +128,14 @@ def test_fit_chooses_and_solves(models: dict[str, LanguageModel], method: str, m
     """One pass over the data or many, the maps are least squares of the layers chosen."""
     source, target, samples = models["dense"], models["moe"], data(4)
     seen: list[int] = []
+    solved: list[tuple[int, int | None]] = []
     translator = kv.fit(
         source, target, samples, assignment=method, nu=2, memory=memory,
         progress=lambda done, total: seen.append(total),
+        solving=lambda done, total: solved.append((done, total)),
     )  # fmt: skip
+    maps = 2 * len(target.attentions)
+    assert solved == [(number, maps) for number in range(1, maps + 1)]
     passes = 1 if memory == fitting.MEMORY else 2 * len(target.attentions)
     assert seen[0] == 4 * passes
     assert translator.config.provenance["assignment"] == method
@@ -169,8 +173,11 @@ def test_little_memory_changes_nothing(models: dict[str, LanguageModel]) -> None
     source, target, samples = models["dense"], models["moe"], data(3)
     totals: list[int | None] = []
     once = kv.fit(source, target, samples, nu=2)
+    solved: list[int] = []
     often = kv.fit(source, target, iter(samples), nu=2, memory=1,
-                   progress=lambda done, total: totals.append(total))  # fmt: skip
+                   progress=lambda done, total: totals.append(total),
+                   solving=lambda done, total: solved.append(done))  # fmt: skip
+    assert solved == list(range(1, 2 * len(target.attentions) + 1))
     assert totals[-1] == 3 * 2 * len(target.attentions)
     a, b = once.to_weights().arrays, often.to_weights().arrays
     assert all(np.array_equal(a[name], b[name]) for name in a)

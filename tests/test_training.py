@@ -577,6 +577,18 @@ def training(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("assignment", ["relative_depth", "r2"])
+def test_training_tells_of_each_map_that_is_solved(
+    torch_models: dict[str, TorchModel], tmp_path: Path, assignment: str
+) -> None:
+    """Wide maps take minutes, in which nothing else is to be seen."""
+    told: list[tuple[str, Any]] = []
+    made = training(torch_models, tmp_path / "t", assignment=assignment, steps=0)
+    dataclasses.replace(made, progress=lambda *told_of: told.append(told_of)).run()
+    maps = 2 * len(made.target.geometry.layers)
+    assert told[-maps:] == [("stage 1, maps solved", n) for n in range(1, maps + 1)]
+
+
 def test_training_tells_of_a_kind_with_few_layers(
     torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

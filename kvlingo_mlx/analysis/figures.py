@@ -15,11 +15,11 @@ from kvlingo_mlx.translator_config import SIDES
 PANEL = 3.4  # inches
 
 
-def write(report: Report, folder: str) -> list[Path]:
-    """Draw what the report holds; returns the files written, each of them at once."""
+def write(report: Report, folder: str, title: str = "") -> list[Path]:
+    """Draw what the report holds, under a title; returns the files written, each at once."""
     figures = {name: figure for name, draw in FIGURES.items() if (figure := draw(report))}
     root = Path(folder)
-    pictures.save_all({root / name: figure for name, figure in figures.items()})
+    pictures.save_all({root / name: figure for name, figure in figures.items()}, title)
     return [root / name for name in figures]
 
 
@@ -75,23 +75,26 @@ def rank(report: Report) -> Any:
 
 
 def heads(report: Report) -> Any:
-    """Shares of each source head's map sent to each target head; white is chance."""
+    """Shares of each source head's map that go to each target head, on one scale from 0 to 1.
+
+    A column a source head, as a source layer in :func:`cka`; the line on the scale is chance.
+    """
     if not report.heads:
         return None
     figure, panels = _panels(len(report.heads), len(SIDES))
     for row, (name, sides) in zip(panels, report.heads.items(), strict=True):
         for axes, side in zip(row, SIDES, strict=True):
             found = sides[side]
-            chance = 1 / found.grid.shape[1]
-            reach = max(float(np.abs(found.grid - chance).max()), 1e-3)
-            image = axes.imshow(found.grid, cmap="RdBu_r", vmin=chance - reach, vmax=chance + reach)
+            image = axes.imshow(found.grid.T, vmin=0, vmax=1, cmap="viridis")
             axes.set(
                 title=f"{name}, {side}\ndiag. {found.diagonal:.3f}, p = {found.p:.3f}",
-                xlabel="target head",
-                ylabel="source head",
+                xlabel="source head",
+                ylabel="target head",
             )
             pictures.whole_numbers(axes.xaxis, axes.yaxis)
-            figure.colorbar(image, ax=axes, shrink=0.8)
+    bar = figure.colorbar(image, ax=list(panels.flat), shrink=0.8,
+                          label="share of the source head's map (white line: chance)")  # fmt: skip
+    bar.ax.axhline(1 / found.grid.shape[1], color="white", linewidth=2)
     return figure
 
 

@@ -88,7 +88,8 @@ def command(
     for note in report.notes:
         warn(note)
     if plot:
-        written = figures.write(report, plot)
+        title = pictures.pair(models[0].name, models[1].name)
+        written = figures.write(report, plot, title + (", random weights" if random_init else ""))
         say(f"drew {', '.join(path.name for path in written)} into {plot}")
     say(measure.machine_line())
     if json_file:

@@ -147,7 +147,7 @@ def command(
     foot(pair, rates, text)
     say(measure.machine_line())
     if plot:
-        draw(plot, results)
+        draw(plot, results, pair)
     if json_file:
         measure.append_json(json_file, measure.record("bench", config, results))
 

@@ -231,11 +231,11 @@ def foot(pair: Pair, rates: Rates, text: bool) -> None:
     )
 
 
-def draw(plot: str, results: Mapping[str, Any]) -> None:
+def draw(plot: str, results: Mapping[str, Any], pair: Pair) -> None:
     from kvlingo_mlx import pictures
     from kvlingo_mlx.timing.figures import times
 
-    pictures.save(times(results), plot)
+    pictures.save(times(results), plot, pictures.pair(pair.source.name, pair.target.name))
 
 
 def keep_profile(shown: Table, timings: Sequence[Timing], pair: Pair, step_size: int) -> None:

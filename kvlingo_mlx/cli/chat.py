@@ -11,7 +11,14 @@ import typer
 
 from kvlingo_mlx.cli.chat_input import Lines, history
 from kvlingo_mlx.cli.chat_session import AUTO, Chat
-from kvlingo_mlx.cli.output import NATIVE_HELP, QUANTIZE_HELP, native_number
+from kvlingo_mlx.cli.output import (
+    JSON_HELP,
+    NATIVE_HELP,
+    QUANTIZE_HELP,
+    keep_stdout_for_json,
+    native_number,
+)
+from kvlingo_mlx.cli.prompt_input import thinking_switch
 from kvlingo_mlx.cli.sampling import (
     MIN_P_HELP,
     SEED_HELP,
@@ -28,6 +35,7 @@ if TYPE_CHECKING:
     from kvlingo_mlx.language_model import LanguageModel
 
 OFFLOAD = ("8bit", "disk")
+HISTORY_HELP = "Keep the lines that are typed in a terminal for later chats' arrow keys."
 
 
 def command(
@@ -59,8 +67,15 @@ def command(
     seed: int = typer.Option(None, help=SEED_HELP),
     prefill_step_size: int = typer.Option(2048, help="Tokens per prefill chunk."),
     allow_mismatch: bool = typer.Option(False, help="Accept another checkpoint's translator."),
+    keep_history: bool = typer.Option(True, "--history/--no-history", help=HISTORY_HELP),
+    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
-    """Talk to several models in one conversation; /help lists what can be typed."""
+    """Talk to several models in one conversation; /help lists what can be typed.
+
+    In a terminal a paste is one message, however many lines it has. --json appends the messages
+    and what each model holds when the chat ends.
+    """
+    keep_stdout_for_json(json_file)
     check_sampling(temp, top_p, top_k, min_p, seed)
     check_ranges(
         ("--max-tokens", max_tokens, max_tokens > 0 or max_tokens == -1, "1 or more, or -1"),
@@ -84,6 +99,8 @@ def command(
     chosen = None if route is None else load_route(route, tuple(named))
     sampler = sampler_of(temp, top_p, top_k, min_p, seed)
     models = _models(named)
+    if resume is None:
+        thinking = thinking_switch(thinking, models.values())
     begin = {"system": system_prompt, "enable_thinking": thinking, "verbatim": bool(verbatim)}
     talk = _conversation(
         resume, models, translator or (), begin,
@@ -93,8 +110,26 @@ def command(
     )  # fmt: skip
     options = {"max_tokens": max_tokens, "sampler": sampler}
     chat = Chat(talk, lines, options, route=chosen, use=use, save=save, resume=resume)
-    with history(store().parent / "chat_history", lines):
+    with history(store().parent / "chat_history" if keep_history else None, lines):
         chat.run()
+    if json_file:
+        _record(json_file, talk)
+
+
+def _record(json_file: str, talk: Conversation) -> None:
+    """What was said, what each model holds of it, and what the last switch took."""
+    import dataclasses
+
+    from kvlingo_mlx import measure
+
+    switch = talk.last_switch
+    results = {
+        "messages": talk.messages,
+        "stats": dataclasses.asdict(talk.stats()),
+        "last_switch": None if switch is None else dataclasses.asdict(switch),
+    }
+    models = {name: line.model.name for name, line in talk.lines.items()}
+    measure.append_json(json_file, measure.record("chat", {"models": models}, results))
 
 
 # ---- before anything is loaded ---------------------------------------------------------------

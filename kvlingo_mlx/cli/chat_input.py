@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from kvlingo_mlx.cli.output import complain, say
+from kvlingo_mlx.cli.output import ask, complain, say
 
 KEPT_LINES = 1000  # of the history
+PAUSE = 0.03  # seconds: nobody types the next line sooner, and a paste has no such gap
+PASTE_MARKS = ("\033[200~", "\033[201~")  # what terminals put around a bracketed paste
 
 
 class Lines:
-    """The user's lines: asked for in a terminal, read as they are from a pipe.
+    """The user's messages: asked for in a terminal, a line each from a pipe.
+
+    What is pasted into a terminal is one message, however many lines it has. GNU readline knows a
+    paste by the terminal's marks; elsewhere it is what arrives in one go after the prompt.
 
     Attributes:
         terminal: Whether somebody sits there.
+        readline: What edits a line there; None where there is nothing of the kind.
 
     Raises:
         ValueError: Standard input is closed.
@@ -30,9 +37,10 @@ class Lines:
             raise ValueError("a chat reads standard input, which is closed")
         self.terminal = sys.stdin.isatty()
         self._warned = False
+        self.readline = _readline() if self.terminal else None
 
     def next(self, prompt: str) -> str | None:
-        """The next line, empty where there was none to take; None at the end.
+        """The next message, empty where there was none to take; None at the end.
 
         Raises:
             KeyboardInterrupt: Ctrl-C, in a terminal the second one in a row.
@@ -41,11 +49,17 @@ class Lines:
         return self._ask(prompt) if self.terminal else self._read()
 
     def _ask(self, prompt: str) -> str | None:
+        # Lines that were waiting were typed during the last answer, each to be sent alone.
+        ahead = _arrived(0)
+        lines: list[str] = []
         try:
-            line = input(prompt)
+            lines.append(ask(prompt))
+            while not ahead and _arrived(PAUSE):
+                lines.append(ask(""))
         except EOFError:
-            say("")
-            return None
+            if not lines:
+                say("")
+                return None
         except UnicodeDecodeError as error:
             complain(ValueError(f"this line is not text ({error.reason}); type it again"))
             return ""
@@ -53,7 +67,19 @@ class Lines:
             self._warn()
             return ""
         self._warned = False
-        return line
+        text = "\n".join(lines)
+        for mark in PASTE_MARKS:
+            text = text.replace(mark, "")
+        self._remember(text)
+        return text
+
+    def _remember(self, text: str) -> None:
+        """Put a line under the arrow keys; of a paste its lines would come back one by one."""
+        if self.readline is None or not text.strip() or "\n" in text:
+            return
+        last = self.readline.get_current_history_length()
+        if not last or self.readline.get_history_item(last) != text:
+            self.readline.add_history(text)
 
     def _warn(self) -> None:
         """Tell how to leave, once."""
@@ -71,17 +97,25 @@ class Lines:
         return line.rstrip("\r\n") if line else None
 
 
+def _arrived(seconds: float) -> bool:
+    """Whether more of standard input is there, or comes within that time."""
+    try:
+        return bool(select.select([sys.stdin], [], [], seconds)[0])
+    except (OSError, ValueError):  # no file: an object that stands for a terminal
+        return False
+
+
 # ---- history ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def history(path: Path, lines: Lines) -> Iterator[None]:
+def history(path: Path | None, lines: Lines) -> Iterator[None]:
     """Earlier chats' lines under the arrow keys, and this one's for later ones.
 
-    A file that cannot be read or written costs the history alone.
+    A file that cannot be read or written costs the history alone; None is no file.
     """
-    readline = _readline() if lines.terminal else None
-    if readline is None:
+    readline = lines.readline
+    if readline is None or path is None:
         yield
         return
     with contextlib.suppress(OSError):
@@ -94,11 +128,15 @@ def history(path: Path, lines: Lines) -> Iterator[None]:
 
 
 def _readline() -> ModuleType | None:
-    """The standard library's, which some builds of Python lack."""
+    """The standard library's, which some builds of Python lack; it knows pastes where it can."""
     try:
         import readline
     except ImportError:
         return None
+    readline.set_auto_history(False)
+    dumb = os.environ.get("TERM", "dumb") == "dumb"  # would show the marks as text
+    if not dumb and "libedit" not in (readline.__doc__ or ""):
+        readline.parse_and_bind("set enable-bracketed-paste on")
     return readline
 
 

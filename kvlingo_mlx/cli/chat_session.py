@@ -14,7 +14,8 @@ import typer
 from kvlingo_mlx.cli.chat_input import Lines, Stop, interruptible
 from kvlingo_mlx.cli.chat_stats import print_lines, print_switch
 from kvlingo_mlx.cli.output import complain, say
-from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.cli.prompt_input import tell_of_cut_thought
+from kvlingo_mlx.errors import KVLingoError, printable
 
 if TYPE_CHECKING:
     from kvlingo_mlx.conversation import Conversation, Switch
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 # What MLX says on a CPU, on Metal and on CUDA.
 MEMORY = re.compile("malloc|allocat|insufficient memory|out of memory", re.IGNORECASE)
 AUTO = "auto"  # /use auto: the route chooses
+SHOWN_TURNS, SHOWN_CHARACTERS = 2, 300  # of a conversation that is resumed
 HELP = {
     "/use NAME": "this model answers from now on",
     "/use auto": "--route chooses again",
@@ -72,12 +74,24 @@ class Chat:
             KeyboardInterrupt: The user insists.
         """
         if self._lines.terminal:
+            self._show_last_turns()
             say("/help lists the commands")
         try:
             self._loop()
         finally:
             if self._save_at_end and any(m["role"] == "assistant" for m in self.talk.messages):
                 self._save_somewhere(self._save_at_end)
+
+    def _show_last_turns(self) -> None:
+        """What was said last, where this conversation did not begin now."""
+        said = [m for m in self.talk.messages if m["role"] != "system"]
+        asked = [index for index, m in enumerate(said) if m["role"] == "user"]
+        for message in said[asked[-SHOWN_TURNS:][0] :] if asked else said:
+            text = str(message.get("content") or "")
+            cut = text[:SHOWN_CHARACTERS] + (" ..." if len(text) > SHOWN_CHARACTERS else "")
+            # It may be a stranger's conversation: no control codes but line ends.
+            lines = "\n".join(map(printable, cut.split("\n")))
+            say(f"{message['role']}: {lines}")
 
     def _loop(self) -> None:
         while not self._ended:
@@ -96,7 +110,7 @@ class Chat:
                 say("stopped")
 
     def _take(self, line: str) -> None:
-        if line.startswith("/"):
+        if line.startswith("/") and "\n" not in line.rstrip("\n"):
             self._command(line)
         elif line.strip():
             self._answer(line.strip())
@@ -126,11 +140,12 @@ class Chat:
     def _stream(self, name: str, message: str, stop: Stop) -> None:
         """Print an answer as it comes; the conversation keeps what has come when it is closed."""
         responses = self.talk.stream_reply(name, message, **self._options)
-        cut = False
+        cut, text, ended = False, "", None
         try:
             with contextlib.closing(responses):
                 for response in responses:
                     stop.began = True
+                    text, ended = text + response.text, response.finish_reason
                     say(response.text, end="")
                     if cut := stop.asked and response.finish_reason is None:
                         break
@@ -138,6 +153,9 @@ class Chat:
             say("", end="\n" if stop.began else "")
         if cut:
             say("stopped; what was written is kept")
+        elif ended == "length":
+            thinking = self.talk.transcript.switches.get("enable_thinking")
+            tell_of_cut_thought(self.talk.lines[name].model, text, thinking)
 
     # ---- commands ---------------------------------------------------------------------------
 

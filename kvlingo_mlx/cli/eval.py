@@ -151,7 +151,8 @@ def command(
     if plot:
         from kvlingo_mlx.evaluation.figures import score_against_time
 
-        pictures.save(score_against_time(outcomes[0], times), plot)
+        title = pictures.pair(models[0].name, models[1].name)
+        pictures.save(score_against_time(outcomes, times), plot, title)
         say(f"drew {plot}")
 
 

@@ -57,7 +57,8 @@ def command(
             nu=nu,
             memory=int(memory_gb * 2**30),
             head_mixing=head_mixing,
-            progress=step,
+            progress=lambda done, total: step(done, total, "fitting: reading samples"),
+            solving=lambda done, total: step(done, total, "fitting: solving maps"),
         )
     ends = translator.config.source.layers, translator.config.target.layers
     narrow = "" if assignment.endswith(".json") else narrow_groups(*ends, nu)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,12 @@ from kvlingo_mlx.cli.output import (
     keep_stdout_for_json,
     native_number,
     say,
+)
+from kvlingo_mlx.cli.prompt_input import (
+    MESSAGES_HELP,
+    read_prompt,
+    tell_of_cut_thought,
+    thinking_switch,
 )
 from kvlingo_mlx.cli.sampling import (
     MIN_P_HELP,
@@ -49,7 +54,8 @@ def command(
     context: typer.Context,
     prefill_model: str = typer.Option(..., help="Reads the prompt: a folder or Hub id."),
     decode_model: str = typer.Option(..., help="Writes the answer: a folder or Hub id."),
-    prompt: str = typer.Option(..., "--prompt", "-p", help="The prompt; - reads standard input."),
+    prompt: str = typer.Option(None, "--prompt", "-p", help="The prompt; - reads standard input."),
+    messages_file: str = typer.Option(None, "--messages", help=MESSAGES_HELP),
     translator: str = typer.Option(None, help="A folder or Hub id; else the local store's."),
     quantize: int = typer.Option(None, help=QUANTIZE_HELP),
     strategy: str = typer.Option("accelerator", help=STRATEGY_HELP),
@@ -88,9 +94,10 @@ def command(
     if memory_budget:
         _check_folded(given, native_layers)
     _check_of_others(given)
-    text = _stdin() if prompt == "-" else prompt.replace("\\n", "\n").replace("\\t", "\t")
-    if not text.strip():
-        raise ValueError("the prompt is empty; give some text")
+    asked = read_prompt(prompt, messages_file)
+    if messages_file is not None and (system_prompt or ignore_chat_template):
+        option = "--system-prompt" if system_prompt else "--ignore-chat-template"
+        raise ValueError(f"{option} goes with --prompt; --messages is all of a chat: leave it out")
 
     from kvlingo_mlx import measure
     from kvlingo_mlx.generation import check_strategy, stream_generate, summary
@@ -103,7 +110,7 @@ def command(
     layers = native_number(native_layers)
     check_strategy(strategy, layers, native_head, native_tail)
     source, target = load_pair(
-        prefill_model, decode_model, text, translator=translator, native=strategy == "native"
+        prefill_model, decode_model, asked, translator=translator, native=strategy == "native"
     )
     used: str | Translator = translator
     if quantize is not None:
@@ -118,6 +125,7 @@ def command(
         raise ValueError(
             f"--system-prompt is for the chat template, and {why}; put it into --prompt"
         )
+    switch = thinking_switch(thinking, [target]) if templated else thinking
     options: dict[str, Any] = {
         "translator": used,
         "strategy": strategy,
@@ -127,7 +135,7 @@ def command(
         "max_tokens": max_tokens,
         "sampler": sampler,
         "prefill_step_size": prefill_step_size,
-        "enable_thinking": thinking,
+        "enable_thinking": switch,
         "allow_mismatch": allow_mismatch,
         "draft_model": source if draft_model == prefill_model else draft_model,
         "num_draft_tokens": num_draft_tokens,
@@ -145,7 +153,7 @@ def command(
         respond = folded_stream_generate
         options = {name: value for name, value in options.items() if name not in NOT_FOLDED}
         options["native_layers"] = layers
-    full_prompt = _messages(text, system_prompt) if templated else text
+    full_prompt = _messages(asked, system_prompt) if templated else asked
     pieces = []
     for response in respond(source, target, full_prompt, **options):
         pieces.append(response.text)
@@ -154,8 +162,10 @@ def command(
     if verbose:
         say("=" * 10)
         say(summary(response))
+    if templated and response.finish_reason == "length":
+        tell_of_cut_thought(target, "".join(pieces), switch)
     if json_file:
-        config = {"prefill_model": source.name, "decode_model": target.name, "prompt": text,
+        config = {"prefill_model": source.name, "decode_model": target.name, "prompt": asked,
                   "quantize": quantize, "memory_budget": memory_budget}  # fmt: skip
         results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES}}
         measure.append_json(json_file, measure.record("generate", config, results))
@@ -183,15 +193,8 @@ def _check_of_others(given: Mapping[str, str]) -> None:
             raise ValueError(f"{given[name]} is of {option}, which is not given; add {other}")
 
 
-def _stdin() -> str:
-    if sys.stdin is None:
-        raise ValueError("--prompt - reads standard input, which is closed")
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is not UTF-8 text ({error.reason})") from None
-
-
-def _messages(text: str, system_prompt: str | None) -> list[dict[str, Any]]:
+def _messages(asked: str | list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:
+    if not isinstance(asked, str):
+        return asked
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    return [*system, {"role": "user", "content": text}]
+    return [*system, {"role": "user", "content": asked}]

@@ -6,7 +6,7 @@ import shlex
 
 import typer
 
-from kvlingo_mlx.cli.output import say, warn
+from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, say, warn
 from kvlingo_mlx.errors import printable
 
 
@@ -21,12 +21,14 @@ def command(
         False, "--allow-mismatch", help="Accept other checkpoints of the same shape."
     ),
     force: bool = typer.Option(False, "--force", help="Replace another translator there."),
+    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Validate a translator and put it into the local store."""
-    from kvlingo_mlx import tensor_file
+    from kvlingo_mlx import embedded, tensor_file
     from kvlingo_mlx.importing import import_translator
     from kvlingo_mlx.loading import load
 
+    keep_stdout_for_json(json_file)
     if dtype not in tensor_file.STORAGE:
         raise ValueError(
             f"--dtype is {dtype!r}; it must be one of {', '.join(tensor_file.STORAGE)}"
@@ -47,6 +49,18 @@ def command(
     say(printable(f"{verb} {ends} {'in' if done.unchanged else 'into'} {done.folder} ({what})"))
     if done.replaced:
         say("another translator of the same models and form stood there and was replaced")
+    toy = config.target.name in embedded.zoo_names()
     words = ["--prefill-model", config.source.name, "--decode-model", config.target.name,
-             "--translator", str(done.folder), "--prompt", "Hello"]  # fmt: skip
+             "--translator", str(done.folder), "--no-thinking",
+             "--prompt", embedded.EXAMPLE if toy else "Hello"]  # fmt: skip
     say(printable("try: kvlingo-mlx generate " + shlex.join(words)))
+    if json_file:
+        from kvlingo_mlx import measure
+
+        results = {
+            "folder": str(done.folder), "unchanged": done.unchanged, "replaced": done.replaced,
+            "source": config.source.name, "target": config.target.name, "kind": config.form,
+            "capture": config.capture, "nu": config.nu, "unchecked": dict(done.unchecked),
+        }  # fmt: skip
+        asked = {"name": path_or_hub_id, "revision": revision, "dtype": dtype}
+        measure.append_json(json_file, measure.record("import", asked, results))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,18 @@ def say(text: str, *, end: str = "\n") -> None:
     typer.echo(text + end, err=_on_stderr, nl=False)
 
 
+def ask(prompt: str) -> str:
+    """A line that the user types, asked for where :func:`say` prints.
+
+    Raises:
+        EOFError: There is none any more.
+    """
+    if _on_stderr:
+        say(prompt, end="")
+        prompt = ""
+    return input(prompt)
+
+
 def warn(text: str) -> None:
     """Print a warning, one line on standard error."""
     typer.echo(f"warning: {printable(' '.join(text.split()))}", err=True)
@@ -126,7 +139,23 @@ def given_options(context: typer.Context) -> dict[str, str]:
     return typed
 
 
-def facts(rows: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Told:
+    """A fact whose words for people are not its value for programs."""
+
+    value: Any
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def plain(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """What :func:`facts` prints, as JSON has it: numbers are numbers."""
+    return {name: row.value if isinstance(row, Told) else row for name, row in rows.items()}
+
+
+def facts(rows: Mapping[str, Any]) -> None:
     """Print names and values, one a line."""
     width = max(len(name) for name in rows)
     for name, value in rows.items():

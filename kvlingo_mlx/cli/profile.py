@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 
 def command(
-    source: str = typer.Argument(..., help="Whose cache is translated: a folder or Hub id."),
-    target: str = typer.Argument(..., help="Who takes over: a folder or Hub id."),
+    pair: list[str] = typer.Argument(None, metavar="[A B]", help="--source and --target, shorter."),
+    source: str = typer.Option(None, help="Whose cache is translated: a folder or Hub id."),
+    target: str = typer.Option(None, help="Who takes over: a folder or Hub id."),
     translator: str = typer.Option(None, help="A translator folder; else the local store's."),
     data: str = typer.Option(
         None, help='JSONL conversations, perhaps with "answers": [...]; default: dialogues.'
@@ -43,6 +44,7 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Measure quality and time for each number of layers that the target reads itself."""
+    names = _pair(pair, source, target)
     if limit < 1 or trials < 1:
         raise ValueError(f"--limit is {limit}, --trials {trials}; both are at least 1")
     for name, bound in (("--max-kl", max_kl), ("--min-recall", min_recall)):
@@ -60,7 +62,7 @@ def command(
     keep_stdout_for_json(json_file)
     if plot:
         pictures.check(plot)
-    models = load_pair(source, target)
+    models = load_pair(*names)
     place = translator or find_translator(*models, allow_mismatch=allow_mismatch)
     found = resolve_translator(place, *models, allow_mismatch=allow_mismatch)
     check_one_tokenizer(found.config, "profile")
@@ -93,8 +95,23 @@ def command(
     if plot:
         from kvlingo_mlx.evaluation.figures import quality_by_layers
 
-        pictures.save(quality_by_layers(points), plot)
+        title = pictures.pair(models[0].name, models[1].name)
+        pictures.save(quality_by_layers(points), plot, title)
         say(f"drew {plot}")
+
+
+def _pair(both: list[str] | None, source: str | None, target: str | None) -> tuple[str, str]:
+    """The two models, by their options or in a row."""
+    if not both and source is not None and target is not None:
+        return source, target
+    if both and len(both) == 2 and (source, target) == (None, None):
+        return both[0], both[1]
+    options = {"--source": source, "--target": target}
+    found = [*(both or []), *(f"{name} {value}" for name, value in options.items() if value)]
+    raise ValueError(
+        f"a profile is of two models, and found {', '.join(found) or 'none'}; give --source A "
+        "--target B, or A B alone"
+    )
 
 
 def _numbers(text: str | None, most: int) -> list[int]:

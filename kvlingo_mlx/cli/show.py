@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, QUANTIZE_HELP, facts, keep_stdout_for_json
+from kvlingo_mlx.cli.output import (
+    JSON_HELP,
+    QUANTIZE_HELP,
+    Told,
+    facts,
+    keep_stdout_for_json,
+    plain,
+)
 
 if TYPE_CHECKING:
     from kvlingo_mlx.tensor_file import Weights
@@ -38,8 +45,8 @@ def command(
         from kvlingo_mlx import measure
 
         kind = "show_model" if is_model else "show_translator"
-        results = {name: str(value) for name, value in rows.items()}
-        measure.append_json(json_file, measure.record(kind, {"name": path_or_hub_id}, results))
+        record = measure.record(kind, {"name": path_or_hub_id}, plain(rows))
+        measure.append_json(json_file, record)
 
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
@@ -51,19 +58,20 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
     fitted = [f"{role} in {precision}" for role, precision in known.items() if precision]
     folded = unfoldable(config)
     sizes = {name: array.size for name, array in weights.arrays.items()}
+    parameters, mflop = sum(sizes.values()), flops_of(sizes.items()) / 1e6
     return {
         "source": _spec_line(config.source),
         "target": _spec_line(config.target),
         "kind": config.form,
         "capture": config.capture,
         "source layers per target layer": config.nu,
-        "keys read": _assignment_line(config.assignment.keys),
-        "values read": _assignment_line(config.assignment.values),
-        "parameters": f"{sum(sizes.values()):,} in {weights.dtype}",
-        "MFLOP per token": f"{flops_of(sizes.items()) / 1e6:.3g}",
+        "keys read": _reads(config.assignment.keys),
+        "values read": _reads(config.assignment.values),
+        "parameters": Told(parameters, f"{parameters:,} in {weights.dtype}"),
+        "MFLOP per token": Told(mflop, f"{mflop:.3g}"),
         **({} if quantize is None else _quantised_facts(config, weights, quantize)),
         "tokenizers": "one" if config.alignment is None else f"two, {config.alignment}",
-        "can be folded": "yes" if folded is None else f"no: {folded}",
+        "can be folded": Told(folded is None, "yes" if folded is None else f"no: {folded}"),
         **({"fitted on": ", ".join(fitted)} if fitted else {}),
         **{name: fact for name, fact in config.provenance.items() if name not in OF_MODELS},
     }
@@ -73,10 +81,10 @@ def _quantised_facts(config: TranslatorConfig, weights: Weights, bits: int) -> d
     from kvlingo_mlx.translators import build
     from kvlingo_mlx.translators.quantised import GROUP, kept
 
-    rows = {}
+    rows: dict[str, Any] = {}
     for form, width in (("as it is", None), (f"{bits} bits", bits)):
         size = build(config, weights, quantize=width).nbytes
-        rows[f"in memory, {form}"] = f"{size / 1e6:.3g} MB"
+        rows[f"in memory, {form}"] = Told(size, f"{size / 1e6:.3g} MB")
     names = kept(weights)
     if names:
         listed = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
@@ -95,8 +103,8 @@ def _heads(layer) -> str:
     return f"{layer.kv_heads} KV heads of {layer.key_dim}"
 
 
-def _assignment_line(layers: tuple[tuple[int, ...], ...]) -> str:
-    return " ".join("+".join(map(str, sources)) for sources in layers)
+def _reads(layers: tuple[tuple[int, ...], ...]) -> Told:
+    return Told(layers, " ".join("+".join(map(str, sources)) for sources in layers))
 
 
 def _model_facts(name: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Train a translator: closed form, then self-distillation (needs the [cuda] extra)."""
-    from kvlingo_mlx import training
+    from kvlingo_mlx import pictures, training
 
     training.check_extra()
     keep_stdout_for_json(json_file)
@@ -131,7 +131,7 @@ def command(
         say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.best:.4f} at best")
         say(f"the log is {done.log}")
         if plot:
-            command_line.draw(done.log, plot)
+            command_line.draw(done.log, plot, pictures.pair(source, target))
             say(f"drew {plot}")
     if json_file:
         curve = [] if done.log is None else command_line.read_log(done.log)

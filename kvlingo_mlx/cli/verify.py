@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, facts, keep_stdout_for_json, say
+from kvlingo_mlx.cli.output import JSON_HELP, Told, facts, keep_stdout_for_json, plain, say
 from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
 
 
@@ -46,7 +46,7 @@ def command(
     if json_file:
         from kvlingo_mlx import measure
 
-        results = {**{name: str(value) for name, value in rows.items()}, "sound": sound}
+        results = {**plain(rows), "sound": sound}
         measure.append_json(json_file, measure.record("verify", {"name": translator}, results))
     if not sound:
         raise typer.Exit(1)
@@ -61,7 +61,8 @@ def _run_maps(config, weights, rows: dict[str, Any]) -> bool:
     for device in devices():
         error = map_error(config, weights, device)
         sound = sound and error <= allowed
-        rows[f"maps on {device}"] = f"largest relative error {error:.2g}, allowed {allowed:g}"
+        text = f"largest relative error {error:.2g}, allowed {allowed:g}"
+        rows[f"maps on {device}"] = Told(error, text)
     return sound
 
 
@@ -92,6 +93,6 @@ def _run_models(
         ("same first choice", found.top1, receipt and receipt.top1),
     ):
         beside = ", no receipt" if left is None else f", receipt {left:.4f}"
-        rows[title] = f"{mine:.4f}{beside}"
-    rows["KL, prefix hidden"] = f"{found.hidden_kl:.4f}"
+        rows[title] = Told(mine, f"{mine:.4f}{beside}")
+    rows["KL, prefix hidden"] = Told(found.hidden_kl, f"{found.hidden_kl:.4f}")
     return verdict(found, receipt)

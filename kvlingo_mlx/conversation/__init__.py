@@ -14,7 +14,7 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.caches.limits import check_bits
 from kvlingo_mlx.conversation import folder as folders
@@ -47,11 +47,35 @@ from kvlingo_mlx.validation import room_for
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
-RESUMED_WITH = (
-    "eager", "on_missing", "offload", "prefill_step_size", "quantize", "native_layers",
-    "allow_mismatch", "on_full",
-)  # fmt: skip
 ON_FULL = ("error", "drop_oldest")
+
+
+class ReplyOptions(DecodingOptions, total=False):
+    """What :meth:`Conversation.reply` passes on to :meth:`Conversation.stream_reply`."""
+
+    messages: Sequence[Message] | None
+    prefill: str | None
+    first_token: str
+    reasoning: str | None
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    enable_thinking: bool | None
+    draft_model: Model | None
+    num_draft_tokens: int | None
+
+
+class ResumeOptions(TypedDict, total=False):
+    """What a saved conversation does not decide itself: arguments of :class:`Conversation`."""
+
+    eager: bool
+    on_missing: str
+    offload: str | None
+    prefill_step_size: int
+    quantize: int | None
+    native_layers: int | str | None
+    allow_mismatch: bool
+    on_full: str
 
 
 class Conversation:
@@ -228,7 +252,10 @@ class Conversation:
     # ---- replies ----------------------------------------------------------------------------
 
     def reply(
-        self, name: str, message: str | Sequence[Message] | None = None, **options: Any
+        self,
+        name: str,
+        message: str | Sequence[Message] | None = None,
+        **options: Unpack[ReplyOptions],
     ) -> str:
         """One model's whole answer; arguments are those of :meth:`stream_reply`."""
         return "".join(response.text for response in self.stream_reply(name, message, **options))
@@ -526,7 +553,7 @@ class Conversation:
         folder: str | os.PathLike[str],
         models: Mapping[str, Model],
         translators: Iterable[Given] = (),
-        **options: Any,
+        **options: Unpack[ResumeOptions],
     ) -> Self:
         """Go on with a saved conversation; nothing is read or translated anew.
 
@@ -544,10 +571,11 @@ class Conversation:
             ValueError: A model is missing, or another than it was.
             IncompatibleTranslatorError: A translator is missing, or another than it was.
         """
+        known = ResumeOptions.__annotations__
         for name in options:
-            if name not in RESUMED_WITH:
+            if name not in known:
                 raise ValueError(
-                    f"{name} is what the saved conversation has; give it {', '.join(RESUMED_WITH)}"
+                    f"{name} is what the saved conversation has; give it {', '.join(known)}"
                 )
         saved = folders.Saved(folder)
         loaded = _loaded(models)

@@ -6,6 +6,11 @@ from pathlib import Path
 
 MODELS = Path(__file__).parent / "models"
 TRANSLATORS = Path(__file__).parent / "translators"
+# A question that every embedded pair answers; most others they do not understand.
+EXAMPLE = (
+    "I want you to remember a few things about my friends. The hotel of Emma is Lima. "
+    "The code of Rosa is A4. The home of Paul is Oslo. What is the hotel of Emma?"
+)
 
 
 def zoo(name: str) -> Path:
@@ -18,6 +23,11 @@ def zoo(name: str) -> Path:
     if name not in names:
         raise ValueError(f"there is no zoo model {name!r}; there are {', '.join(names)}")
     return MODELS / name
+
+
+def is_embedded(model: Path) -> bool:
+    """Whether a folder is an embedded model's own, not a copy of it."""
+    return model.resolve().parent == MODELS.resolve()
 
 
 def zoo_names() -> list[str]:

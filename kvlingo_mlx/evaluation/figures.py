@@ -12,14 +12,21 @@ from kvlingo_mlx.evaluation.profile import Point
 from kvlingo_mlx.measure import median
 
 
-def score_against_time(outcome: Outcome, times: Mapping[str, Sequence[float]]) -> Any:
-    """A task's first metric over time to first token, a point for each condition.
+def score_against_time(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> Any:
+    """A panel a task: its first metric over time to first token, a point for each condition.
 
     Conditions without a time are lines across: a control costs nothing that could be compared.
     """
+    figure = pictures.figure(width=pictures.WIDTH * len(outcomes))
+    for index, outcome in enumerate(outcomes, start=1):
+        _scores(figure.add_subplot(1, len(outcomes), index), outcome, times)
+    return figure
+
+
+def _scores(axes: Any, outcome: Outcome, times: Mapping[str, Sequence[float]]) -> None:
     metric = outcome.metrics[0]
-    figure = pictures.figure()
-    axes = figure.add_subplot(xlabel="time to first token (ms)", ylabel=f"{outcome.task}: {metric}")
+    axes.set(xlabel="time to first token (ms)", ylabel=f"{outcome.task}: {metric}")
+    across: dict[float, list[str]] = {}
     for name, table in outcome.tables.items():
         mean = table.get(ALL, next(iter(table.values())))[metric]
         error = 0.0 if math.isnan(mean.error) else mean.error
@@ -27,12 +34,17 @@ def score_against_time(outcome: Outcome, times: Mapping[str, Sequence[float]]) -
             point = 1e3 * median(times[name])
             axes.errorbar([point], [mean.value], yerr=[error], fmt="o", capsize=3, label=name)
         else:
-            axes.axhline(mean.value, linestyle=":", linewidth=1, color="grey")
-            axes.annotate(name, (1, mean.value), xycoords=("axes fraction", "data"), ha="right",
-                          va="bottom", fontsize="small")  # fmt: skip
-    axes.set_xscale("log")
+            across.setdefault(round(mean.value, 3), []).append(name)
+    for value, names in across.items():
+        _line_across(axes, value, ", ".join(names))
+    pictures.log_scale(axes, "x", [1e3 * median(samples) for samples in times.values()])
     axes.legend(fontsize="small")
-    return figure
+
+
+def _line_across(axes: Any, value: float, label: str) -> None:
+    axes.axhline(value, linestyle=":", linewidth=1, color="grey")
+    axes.annotate(label, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                  fontsize="small")  # fmt: skip
 
 
 def quality_by_layers(points: Sequence[Point]) -> Any:
@@ -43,9 +55,7 @@ def quality_by_layers(points: Sequence[Point]) -> Any:
         own = [point for point in points if point.way == way]
         timed = [point for point in own if point.time is not None]
         if not timed:
-            axes.axhline(own[0].kl.value, linestyle=":", linewidth=1, color="grey")
-            axes.annotate(way, (1, own[0].kl.value), xycoords=("axes fraction", "data"),
-                          ha="right", va="bottom", fontsize="small")  # fmt: skip
+            _line_across(axes, own[0].kl.value, way)
             continue
         at = [1e3 * (point.time or 0.0) for point in timed]
         axes.plot(at, [point.kl.value for point in timed], marker="o", label=way)
@@ -53,5 +63,6 @@ def quality_by_layers(points: Sequence[Point]) -> Any:
             axes.annotate(str(point.layers), (x, point.kl.value), textcoords="offset points",
                           xytext=(3, 3), fontsize="small")  # fmt: skip
     axes.set_yscale("symlog", linthresh=1e-3)
+    axes.yaxis.set_major_formatter(pictures.in_full)
     axes.legend(fontsize="small")
     return figure

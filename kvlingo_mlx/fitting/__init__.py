@@ -60,6 +60,7 @@ def fit(
     head_mixing: bool = True,
     memory: int = MEMORY,
     progress: Progress | None = None,
+    solving: Progress | None = None,
 ) -> Translator:
     """Fit a translator in closed form (section 3.2, stage 1).
 
@@ -79,6 +80,8 @@ def fit(
         memory: Most bytes of sums alive at once; where they would take more, the samples are
             read several times, some layers at a time.
         progress: Called with (samples done, samples in all or None).
+        solving: Called with (maps solved, maps in all); with little memory some are solved
+            before the samples are read again.
 
     Raises:
         ValueError: A bad argument, or no usable sample.
@@ -109,7 +112,7 @@ def fit(
     config = TranslatorConfig(
         *specs, chosen, head_mixing=head_mixing, capture=capture, alignment=alignment
     )
-    reader = _Reader(source, target, samples, config.capture, norm, progress, alignment)
+    reader = _Reader(source, target, samples, config.capture, norm, progress, solving, alignment)
     weights: dict[str, np.ndarray] = {}
     ranks: list[int] = []
     if method in METHODS:
@@ -152,10 +155,18 @@ class _Reader:
     capture: str
     norm: str
     progress: Progress | None
+    solving: Progress | None
     alignment: str | None = None
     used: int = 0
     tokens: int = 0
     longest: int = 0
+    solved: int = 0
+
+    def tell_solved(self) -> None:
+        """One more map is solved: of keys and of values, one a target layer."""
+        self.solved += 1
+        if self.solving is not None:
+            self.solving(self.solved, len(SIDES) * len(self.target.attentions))
 
     def passes(self, count: int) -> None:
         """Announce how often the samples will be read."""
@@ -228,7 +239,7 @@ def _solve(
     for names in batches:
         moments = {name: Moments(*widths[name]) for name in names}
         reader.read(partial(_add_maps, moments, config.assignment))
-        solved, found = solve_maps(config, moments)
+        solved, found = solve_maps(config, moments, reader.tell_solved)
         weights |= solved
         ranks += found
     return weights, ranks
@@ -263,7 +274,7 @@ def _select(
                 config = dataclasses.replace(config, assignment=assignment)
                 if weighted:
                     moments = {f"{side}.{t}": tiles[side].moments(t, layers)}
-                    solved, found = solve_maps(config, moments)
+                    solved, found = solve_maps(config, moments, reader.tell_solved)
                     weights |= solved
                     ranks += found
     return config, weights, ranks

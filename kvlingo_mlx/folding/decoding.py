@@ -45,6 +45,21 @@ from kvlingo_mlx.validation import room_for
 AnyTranslator = Translator | str | os.PathLike[str] | None
 
 
+class FoldedOptions(AnswerOptions, total=False):
+    """What :func:`folded_generate` passes on to :func:`folded_stream_generate`."""
+
+    translator: AnyTranslator
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    prefill_step_size: int
+    enable_thinking: bool | None
+    allow_mismatch: bool
+    kv_bits: int | None
+    kv_group_size: int
+    native_layers: int | None
+
+
 def prefill(model: LanguageModel, rows: Sequence[Sequence[int]], step_size: int) -> list[Any]:
     """A model's own cache of some prompts of one length, as mlx-lm fills it."""
     cache = make_prompt_cache(model.model)
@@ -255,7 +270,7 @@ def folded_generate(
     prompt: Prompt,
     *,
     verbose: bool = False,
-    **options: Any,
+    **options: Unpack[FoldedOptions],
 ) -> str:
     """Answer with one model from another's cache of the prompt, which is never translated.
 

@@ -21,13 +21,17 @@ def times(results: Mapping[str, Any]) -> Any:
     figure = pictures.figure(width=pictures.WIDTH * len(drawn))
     for index, (name, result) in enumerate(drawn.items(), start=1):
         axes = figure.add_subplot(
-            1, len(drawn), index, title=name, xlabel="prompt tokens", ylabel="ms",
-            xscale="log", yscale="log",
-        )  # fmt: skip
+            1, len(drawn), index, title=name, xlabel="prompt tokens", ylabel="ms"
+        )
         phases = result["timings"][0]["samples"]
+        lengths = [t["prompt_tokens"] for t in result["timings"]]
+        heights: list[float] = []
         for phase in [p for p in SHOWN if p in phases] or list(phases):
-            points = [(t["prompt_tokens"], t["samples"][phase]) for t in result["timings"]]
-            lengths, samples = zip(*points, strict=True)
-            axes.plot(lengths, [1e3 * median(s) for s in samples], marker="o", label=phase)
+            times = [1e3 * median(t["samples"][phase]) for t in result["timings"]]
+            axes.plot(lengths, times, marker="o", label=phase)
+            heights += times
+        pictures.log_scale(axes, "y", heights)
+        pictures.log_scale(axes, "x", lengths)
+        axes.set_xticks(lengths)
         axes.legend(fontsize="small")
     return figure

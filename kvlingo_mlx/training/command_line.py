@@ -203,7 +203,7 @@ def check_picture(picture: str, steps: int) -> None:
         raise ValueError("--plot draws stage 2, and --steps 0 leaves it out; drop one of the two")
 
 
-def draw(log: Path, picture: str) -> None:
+def draw(log: Path, picture: str, title: str) -> None:
     """Draw held-out KL over steps, a curve for each learning rate.
 
     Raises:
@@ -211,10 +211,12 @@ def draw(log: Path, picture: str) -> None:
     """
     lines = read_log(log)
     figure = pictures.figure()
-    axes = figure.add_subplot(xlabel="step", ylabel="held-out KL (nats per token)", yscale="log")
+    axes = figure.add_subplot(xlabel="step", ylabel="held-out KL (nats per token)")
     for index, rate in enumerate(lines[-1]["learning_rates"]):
         points = [(line["step"], line["held_out"][index]) for line in lines]
         sound = [point for point in points if point[1] is not None]
         axes.plot(*zip(*sound, strict=True), label=f"{rate:g}")
+    found = [kl for line in lines for kl in line["held_out"] if kl is not None]
+    pictures.log_scale(axes, "y", found)
     axes.legend(title="learning rate")
-    pictures.save(figure, picture)
+    pictures.save(figure, picture, title)

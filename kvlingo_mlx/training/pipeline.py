@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,8 +236,13 @@ class Training:
         return stage1.closed_form(
             linear, self.source, self.target, self._fit_samples(sums.read), norm=self.plan.norm,
             progress=lambda done: self.progress("stage 1", done), sums=sums,
-            keep=self._keeper(kept, config, stop),
+            keep=self._keeper(kept, config, stop), solved=self._count_solved(),
         )  # fmt: skip
+
+    def _count_solved(self) -> Callable[[], None]:
+        """A function to call after each map: nothing else is to be seen while they are solved."""
+        numbers = itertools.count(1)
+        return lambda: self.progress("stage 1, maps solved", next(numbers))
 
     def _select(
         self, config: TranslatorConfig, stop: Interruption
@@ -252,7 +258,7 @@ class Training:
         assignment, arrays, provenance = stage1.select(
             linear, self.source, self.target, self._fit_samples(sums.read), plan.assignment,
             plan.nu, norm=plan.norm, progress=lambda done: self.progress("selection", done),
-            sums=sums, keep=keep,
+            sums=sums, keep=keep, solved=self._count_solved(),
         )  # fmt: skip
         keep(sums, at_once=True)  # a killed run goes on after the choice, not before it
         return dataclasses.replace(config, assignment=assignment), arrays, provenance

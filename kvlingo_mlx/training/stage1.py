@@ -148,10 +148,12 @@ def closed_form(
     progress: Progress | None = None,
     sums: Sums | None = None,
     keep: Callable[[Sums], None] = lambda sums: None,
+    solved: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     """Fit linear maps in closed form (section 3.2, stage 1).
 
-    ``sums`` are those of the samples before ``samples``; ``keep`` is called after each sample.
+    ``sums`` are those of the samples before ``samples``; ``keep`` is called after each sample,
+    ``solved`` after each map.
 
     Returns:
         The maps (float64) by their names in the format, and the provenance of the fit.
@@ -169,7 +171,8 @@ def closed_form(
 
     norm = norm_named(norm)
     _read(config, source, target, samples, norm, sums, add, progress, keep)
-    arrays, ranks = solve_maps(config, {name: m.to_numpy() for name, m in sums.moments.items()})
+    moments = {name: m.to_numpy() for name, m in sums.moments.items()}
+    arrays, ranks = solve_maps(config, moments, solved)
     return arrays, _provenance(norm, sums, ranks)
 
 
@@ -185,6 +188,7 @@ def select(
     progress: Progress | None = None,
     sums: TileSums | None = None,
     keep: Callable[[TileSums], None] = lambda sums: None,
+    solved: Callable[[], None] = lambda: None,
 ) -> tuple[Assignment, dict[str, np.ndarray], dict[str, object]]:
     """Choose source layers from data ("r2" or "greedy"), and solve the maps that read them.
 
@@ -220,7 +224,7 @@ def select(
             for side in SIDES
             for t, layers in chosen[side].items()
         }
-        arrays, ranks = solve_maps(config, moments)
+        arrays, ranks = solve_maps(config, moments, solved)
     return config.assignment, arrays, _provenance(norm, sums, ranks)
 
 

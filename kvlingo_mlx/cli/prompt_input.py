@@ -1,0 +1,118 @@
+"""What a verb that answers is asked, and what is to be said of an answer that disappoints."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from kvlingo_mlx.cli.output import warn
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.language_model import LanguageModel
+
+MESSAGES_HELP = 'A JSON or JSONL file of chat messages, {"role": ..., "content": ...}; - reads \
+standard input.'
+
+
+def read_prompt(prompt: str | None, messages_file: str | None) -> str | list[dict[str, Any]]:
+    """The text of ``--prompt``, or the messages of ``--messages``.
+
+    Raises:
+        ValueError: Neither or both were given, nothing is there, or it is something else.
+    """
+    if messages_file is not None:
+        if prompt is not None:
+            raise ValueError("--prompt and --messages are both given; leave out one of them")
+        return _messages(_read(messages_file), messages_file)
+    if prompt is None:
+        raise ValueError("nothing is asked; give --prompt TEXT, or --messages FILE")
+    text = prompt.replace("\\n", "\n").replace("\\t", "\t")
+    text = _stdin("--prompt") if prompt == "-" else text
+    if not text.strip():
+        raise ValueError("the prompt is empty; give some text")
+    return text
+
+
+def _read(path: str) -> str:
+    if path == "-":
+        return _stdin("--messages")
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error.reason})") from None
+    except OSError as error:
+        raise ValueError(f"--messages {path} cannot be read: {error.strerror}") from None
+
+
+def _stdin(option: str) -> str:
+    if sys.stdin is None:
+        raise ValueError(f"{option} - reads standard input, which is closed")
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"standard input is not UTF-8 text ({error.reason})") from None
+
+
+def _messages(text: str, path: str) -> list[dict[str, Any]]:
+    """Messages: a JSON list, one a line, or a record {"messages": [...]} as training data have."""
+    found = _json(text, path)
+    records = [r for r in found if isinstance(r, dict) and "messages" in r]
+    if len(records) > 1:
+        raise ValueError(f"{path} holds {len(records)} conversations; give a file of one")
+    if records:
+        found = records[0]["messages"]
+    bad = next((m for m in found if not isinstance(m, dict) or "role" not in m), None)
+    if not isinstance(found, list) or not found or bad is not None:
+        what = "no messages" if not found else f"{bad!r:.60}"
+        raise ValueError(f'{path} holds {what}; give messages {{"role": ..., "content": ...}}')
+    return found
+
+
+def _json(text: str, path: str) -> list[Any]:
+    """All that a JSON or JSONL file holds, as a list."""
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        pass
+    else:
+        return whole if isinstance(whole, list) else [whole]
+    found = []
+    # Not splitlines: a JSON string may hold U+2028, which is a line's end to it.
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            found += [json.loads(line)] if line.strip() else []
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: not JSON ({error})") from None
+    return found
+
+
+def thinking_switch(thinking: bool | None, models: Collection[LanguageModel]) -> bool | None:
+    """What ``--thinking`` says; where it says nothing the embedded models are asked without.
+
+    They were trained to answer at once: with an open think block they write junk.
+    """
+    from kvlingo_mlx.embedded import EXAMPLE, is_embedded
+
+    if thinking is not None or not all(model.path and is_embedded(model.path) for model in models):
+        return thinking
+    names = " and ".join(dict.fromkeys(model.name for model in models))
+    warn(
+        f"{names} can only repeat facts that the prompt states; asked without thinking, as "
+        f"trained (--thinking: with). Try {shlex.quote(EXAMPLE)}"
+    )
+    return False
+
+
+def tell_of_cut_thought(model: LanguageModel, answer: str, thinking: bool | None) -> None:
+    """Say what to do about an answer that reached its limit within a reasoning trace."""
+    from kvlingo_mlx.prompts import ends_in_thought
+
+    if ends_in_thought(model, answer, enable_thinking=thinking):
+        warn(
+            f"{model.name} was cut while it was reasoning and has not answered yet; give more "
+            "--max-tokens, or --no-thinking"
+        )

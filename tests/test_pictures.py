@@ -1,0 +1,156 @@
+"""What the figures say: their ticks, their scales, which models they are of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlingo_mlx import pictures
+from kvlingo_mlx.analysis import figures as of_analysis
+from kvlingo_mlx.analysis.statistics import HeadAlignment
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.evaluation import figures as of_evaluation
+from kvlingo_mlx.timing import figures as of_timing
+
+pytest.importorskip("matplotlib")
+
+
+def ticks(axis: Any) -> list[str]:
+    """What stands at an axis, as it is drawn."""
+    low, high = sorted(axis.get_view_interval())
+    found = []
+    for which in ("major", "minor"):
+        places = getattr(axis, f"get_{which}ticklocs")()
+        texts = getattr(axis, f"get_{which}_formatter")().format_ticks(places)
+        found += [t for place, t in zip(places, texts, strict=True) if t and low <= place <= high]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([12, 4000], ["20", "50", "100", "200", "500", "1,000", "2,000"]),
+        ([0.0004, 0.02], ["0.0005", "0.001", "0.002", "0.005", "0.01"]),
+        ([56, 81], None),  # within a decade, where matplotlib writes 6x10^1
+        ([3, 3], None),
+    ],
+)
+def test_ticks_are_plain_numbers(values: list[float], expected: list[str] | None) -> None:
+    figure = pictures.figure()
+    axes = figure.add_subplot()
+    axes.plot([1, 2], values)
+    pictures.log_scale(axes, "y", values)
+    found = ticks(axes.yaxis)
+    numbers = [float(text.replace(",", "")) for text in found]
+    assert "10^" not in "".join(found) and numbers == sorted(set(numbers))
+    assert axes.get_yscale() == "log"
+    if expected is None:
+        assert len(found) >= 2
+    else:
+        assert set(expected) <= set(found)
+
+
+def test_benchs_times() -> None:
+    lengths = (64, 256, 2048)
+    timings = [{"prompt_tokens": n, "samples": {"native": [n / 3e4], "switch": [n / 3.4e4]}}
+               for n in lengths]  # fmt: skip
+    axes = of_timing.times({"moe-switch": {"timings": timings}}).axes[0]
+    assert ticks(axes.xaxis) == ["64", "256", "2,048"]
+    assert all(text.replace(",", "").replace(".", "").isdecimal() for text in ticks(axes.yaxis))
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines["native"] == [[n, pytest.approx(n / 30)] for n in lengths]
+
+
+def test_heads_are_drawn_as_layers_are() -> None:
+    """Source heads along x, target heads along y, on a scale that noise cannot fill."""
+    rng = np.random.default_rng(0)
+    grid = 0.5 + rng.normal(0, 0.004, (4, 2))  # chance is a half: this is noise
+    grid[1, 0] = 0.9
+    found = HeadAlignment(grid=grid, diagonal=0.5, null=(0.5, 0.01), p=0.4)
+    layers = SimpleNamespace(cka=np.eye(3, 2), summary=SimpleNamespace(contrast=1.0, offset=0.0))
+    sides = ("keys", "values")
+    report: Any = SimpleNamespace(
+        heads={"closed form": dict.fromkeys(sides, found)}, cka=dict.fromkeys(sides, layers)
+    )
+    for axes in of_analysis.heads(report).axes[:2]:
+        (image,) = axes.images
+        assert np.array_equal(image.get_array(), grid.T)  # row 0: the shares of target head 0
+        assert image.get_clim() == (0, 1) and image.get_array().shape == (2, 4)
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("source head", "target head")
+    for axes in of_analysis.cka(report).axes[:2]:
+        assert (axes.get_xlabel(), axes.get_ylabel()) == ("source layer", "target layer")
+        assert axes.images[0].get_clim() == (0, 1)
+
+
+def mean(value: float) -> Any:
+    return SimpleNamespace(value=value, error=0.01)
+
+
+def test_evals_tasks_have_a_panel_each() -> None:
+    times = {"native": [0.4, 0.5], "translated": [0.02, 0.03]}
+    outcomes: Any = [
+        SimpleNamespace(task=task, metrics=[metric], tables={
+            name: {"all": {metric: mean(value)}}
+            for name, value in {"native": 1.0, "translated": 0.8, "shuffled": 0.0,
+                                "hidden": 0.0}.items()
+        })
+        for task, metric in (("continuation", "kl"), ("recall", "recall"))
+    ]  # fmt: skip
+    panels = of_evaluation.score_against_time(outcomes, times).axes
+    assert [axes.get_ylabel() for axes in panels] == ["continuation: kl", "recall: recall"]
+    for axes in panels:
+        assert [text.get_text() for text in axes.get_legend().get_texts()] == list(times)
+        assert [text.get_text() for text in axes.texts] == ["shuffled, hidden"]  # one place, once
+        assert "10^" not in "".join(ticks(axes.xaxis))
+
+
+def test_pictures_say_of_which_models_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: dict[str, str] = {}
+    save_all = pictures.save_all
+
+    def seen(figures: Any, title: str = "") -> None:
+        save_all(figures, title)
+        drawn.update({Path(path).name: f.get_suptitle() for path, f in figures.items()})
+
+    monkeypatch.setattr(pictures, "save_all", seen)
+    pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
+    out = ["--out", str(tmp_path / "scores.jsonl"), "--limit", "2"]
+    small = ["--documents", "8", "--tokens", "512", "--no-mlp"]
+    commands = [
+        ["bench", *pair, "-p", "16", "-n", "1", "--plot", str(tmp_path / "bench.png")],
+        ["eval", *pair, *out, "--compare", "--plot", str(tmp_path / "eval.svg")],
+        ["profile", *pair, *out, "--trials", "1", "--native-layers", "0", "--plot",
+         str(tmp_path / "profile.png")],
+        ["analyze", *pair, *small, "--plot", str(tmp_path), "--random-init"],
+    ]  # fmt: skip
+    for command in commands:
+        assert run(command) == 0
+    title = "tiny-qwen3-s to tiny-qwen3-l"
+    assert drawn.pop("bench.png") == drawn.pop("eval.svg") == drawn.pop("profile.png") == title
+    assert {"cka.png", "heads.png", "r2.png", "rank.png"} <= set(drawn)
+    assert set(drawn.values()) == {f"{title}, random weights"}
+    assert pictures.pair("/models/a", "Qwen/Qwen3-4B") == "a to Qwen/Qwen3-4B"
+
+
+def test_trainings_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    from kvlingo_mlx.training import command_line
+
+    log = tmp_path / "log.jsonl"
+    lines = [{"step": step, "learning_rates": [1e-4, 1e-3], "held_out": [0.3 / (step + 1), None]}
+             for step in range(4)]  # fmt: skip
+    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    figures: list[Any] = []
+    monkeypatch.setattr(pictures, "save", lambda *given: figures.append(given))
+    command_line.draw(log, "curve.png", "a to b")
+    ((figure, picture, title),) = figures
+    assert (picture, title) == ("curve.png", "a to b")
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [line["held_out"][0] for line in lines]
+    assert "10^" not in "".join(ticks(figure.axes[0].yaxis))

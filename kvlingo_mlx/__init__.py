@@ -31,6 +31,7 @@ _HOMES = {
     "IncompatibleTranslatorError": "errors",
     "MalformedTranslatorError": "errors",
     "MissingTranslatorError": "errors",
+    "PublishingError": "errors",
     "MissingProfileError": "errors",
     "MalformedProfileError": "errors",
     "MalformedConversationError": "errors",

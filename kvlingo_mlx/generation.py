@@ -63,6 +63,9 @@ class GenerationResponse(MLXResponse):
         ttft_s: Seconds from the call (models loaded) to the first token in hand.
         strategy: How the prompt was read: ``accelerator``, ``native`` or ``folded``; ``switch``
             in a conversation, whose own ``last_switch`` tells more.
+        translator: The folder of the translator that was used, "made in this process" if it has
+            none; None where nothing was translated. A conversation's can be several.
+        translator_digest: What it computes, as a sha256 (``Translator.digest``).
     """
 
     prefill_s: float = 0.0
@@ -70,6 +73,8 @@ class GenerationResponse(MLXResponse):
     native_s: float = 0.0
     ttft_s: float = 0.0
     strategy: str = "switch"
+    translator: str | None = None
+    translator_digest: str | None = None
 
 
 def check_max_tokens(max_tokens: int) -> None:
@@ -167,7 +172,8 @@ def stream_generate(
                 ttft = time.perf_counter() - clock.started
                 check_numbers(response, source, target, start.get("prompt_cache", ()))
             spent = clock.seconds
-            yield timed(response, len(tokens), ttft, spent, way)
+            used = () if resolved is None else (resolved,)
+            yield timed(response, len(tokens), ttft, spent, way, used)
 
 
 def check_strategy(
@@ -336,11 +342,18 @@ def timed(
     ttft_s: float,
     seconds: Mapping[str, float],
     strategy: str = "switch",
+    used: Sequence[Translator] = (),
 ) -> GenerationResponse:
-    """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase."""
+    """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase.
+
+    ``used`` are the translators that it came by.
+    """
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
     values |= {"prompt_tokens": prompt_tokens, "prompt_tps": prompt_tokens / ttft_s}
     values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
+    if used:
+        values["translator"] = ", ".join(str(t.path or "made in this process") for t in used)
+        values["translator_digest"] = ", ".join(t.digest for t in used)
     return GenerationResponse(**values, ttft_s=ttft_s, strategy=strategy)
 
 
@@ -408,10 +421,12 @@ def summary(response: GenerationResponse) -> str:
         "translation": response.translate_s,
     }
     spent = ", ".join(f"{name} {s:.3f} s" for name, s in phases.items() if s >= 0.0005)
+    digest = response.translator_digest
+    used = "" if digest is None else f"Translator: {response.translator} (sha256 {digest[:12]})\n"
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.strategy}), "
         f"first token after {response.ttft_s:.3f} s{spent and f' ({spent})'}\n"
-        f"Generation: {response.generation_tokens} tokens, "
+        f"{used}Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )

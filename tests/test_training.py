@@ -1072,9 +1072,18 @@ def test_the_command_trains_a_folder_that_imports(
     assert (provenance["data"], provenance["held_out"]) == ([str(jsonl)], 3)
     assert run(["import", out]) == 0
     assert len(list(store.iterdir())) == 1
+    files = {path.name: path.read_bytes() for path in Path(out).iterdir()}
+    capsys.readouterr()
+    assert run(arguments(folders, jsonl, *options)) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{out} is finished already") and second.startswith("grade: ")
+    # Another one is not put in its place unasked.
+    other = arguments(folders, jsonl, "--out", out, "--steps", "0")
+    assert run(other) == 2 and "replace it with --force" in capsys.readouterr().err
+    assert files == {path.name: path.read_bytes() for path in Path(out).iterdir()}
     # A later run without stage 2 has no log, and the one that is there is not its own.
-    assert run(arguments(folders, jsonl, "--out", out, "--steps", "0")) == 0
-    assert capsys.readouterr().out.endswith(f"wrote {out}: stage 1 alone, as --steps is 0\n")
+    assert run([*other, "--force"]) == 0
+    assert f"wrote {out}: stage 1 alone, as --steps is 0\n" in capsys.readouterr().out
 
 
 def test_the_command_sweeps_over_a_rate_that_diverges(

@@ -24,6 +24,7 @@ def command(
 ) -> None:
     """Validate a translator and put it into the local store."""
     from kvlingo_mlx import tensor_file
+    from kvlingo_mlx.grading import said_of
     from kvlingo_mlx.importing import import_translator
     from kvlingo_mlx.loading import load
 
@@ -47,6 +48,7 @@ def command(
     say(printable(f"{verb} {ends} {'in' if done.unchanged else 'into'} {done.folder} ({what})"))
     if done.replaced:
         say("another translator of the same models and form stood there and was replaced")
+    say(printable(f"grade: {said_of(config)}"))
     words = ["--prefill-model", config.source.name, "--decode-model", config.target.name,
              "--translator", str(done.folder), "--prompt", "Hello"]  # fmt: skip
     say(printable("try: kvlingo-mlx generate " + shlex.join(words)))

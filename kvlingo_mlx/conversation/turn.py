@@ -20,6 +20,7 @@ from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.generation import GenerationResponse, check_numbers, timed, with_prefix
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message
+from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import room_for
 
 THOUGHT = "</think>"  # what ends a reasoning trace where a tokenizer has no mark of its own
@@ -78,13 +79,14 @@ class Turn:
         tokens, switch = self._begin(name)
         line = self._exchange.line(name)
         limit = self.room(name) if most is None else min(most, self.room(name))
+        used = self._exchange.used_by(name)
         text, begun = "", len(self.answer)
         for response in self._decoded(line, tokens, limit):
             if begun and not text:
                 before = [tokens[-1], *self.answer[begun:]]
                 response = _joined(response, line.model.tokenizer, before)
             text += response.text
-            booked = self._booked(response, switch.seconds)
+            booked = self._booked(response, switch.seconds, used)
             done = until is not None and until in text
             if not last and not self.ended:
                 booked = replace(booked, finish_reason=None)
@@ -139,14 +141,16 @@ class Turn:
                     run.append(int(response.token))
                     yield response
 
-    def _booked(self, response: MLXResponse, switch_s: float) -> GenerationResponse:
+    def _booked(
+        self, response: MLXResponse, switch_s: float, used: Sequence[Translator]
+    ) -> GenerationResponse:
         """Book a token; returns it with this turn's times and count."""
         if not self.answer:
             self._ttft = time.perf_counter() - self._started
         self.answer.append(int(response.token))
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
-        booked = timed(response, len(self.prompt), self._ttft, {"translate": switch_s})
+        booked = timed(response, len(self.prompt), self._ttft, {"translate": switch_s}, used=used)
         return replace(booked, generation_tokens=len(self.answer))
 
 

@@ -234,7 +234,8 @@ def folded_stream_generate(
                 ttft = time.perf_counter() - clock.started
                 check_numbers(response, source, target, cache)
             spent = clock.seconds
-            yield timed(response, len(tokens), ttft, spent, "folded")
+            used = () if found is None else (found,)
+            yield timed(response, len(tokens), ttft, spent, "folded", used)
 
 
 def folded_generate(

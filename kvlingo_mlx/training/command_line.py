@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvlingo_mlx import checkpoint, pictures
+from kvlingo_mlx.grading import said_of
 from kvlingo_mlx.samples import other_tokenizer
 from kvlingo_mlx.training import distributed, torch_model
 from kvlingo_mlx.training.data import Stream, prefix_histogram
@@ -84,13 +85,15 @@ class Options:
 class Done:
     """What a finished training left: its folder and, of stage 2, its log and held-out KL.
 
-    ``log``, ``first`` and ``last`` are None where there was no stage 2.
+    ``log``, ``first`` and ``last`` are None where there was no stage 2. ``before``: it was finished
+    already, and nothing was done.
     """
 
     folder: Path
     log: Path | None = None
     first: float | None = None
     last: float | None = None
+    before: bool = False
 
 
 def train(
@@ -100,8 +103,11 @@ def train(
     out: str,
     progress: Progress,
     warn: Callable[[str], None],
+    force: bool = False,
 ) -> Done | None:
     """Train, or resume; None in a process that does not lead.
+
+    ``force`` trains anew what is finished, and replaces another translator at ``out``.
 
     Raises:
         ValueError: A bad option, unusable data, or a destination that is not ours.
@@ -122,15 +128,16 @@ def train(
     try:
         training = Training(
             source, target, stream, whole, Path(out), group, progress, options.settings(stream),
-            warn,
+            warn, force=force,
         )  # fmt: skip
+        before = training.finished()
         folder = training.run()
     finally:
         distributed.leave(group)
     if not group.leads:
         return None
-    if stage2.steps == 0:
-        return Done(folder)
+    if before or stage2.steps == 0:
+        return Done(folder, before=before)
     curve = [_lowest(line["held_out"]) for line in read_log(training.log)]
     return Done(folder, training.log, curve[0], curve[-1])
 
@@ -152,6 +159,11 @@ def histogram(options: Options) -> list[tuple[int, int, int, int]]:
 def provenance(folder: Path) -> dict[str, Any]:
     """What a finished translator's folder says of its making."""
     return dict(checkpoint.read_config(folder).provenance)
+
+
+def grade(folder: Path) -> str:
+    """What a finished translator is worth by its receipt, in a line."""
+    return said_of(checkpoint.read_config(folder))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -63,6 +63,7 @@ _HOMES = {
     "IncompatibleTranslatorError": "errors",
     "MalformedTranslatorError": "errors",
     "MissingTranslatorError": "errors",
+    "PublishingError": "errors",
     "MissingProfileError": "errors",
     "MalformedProfileError": "errors",
     "MalformedConversationError": "errors",

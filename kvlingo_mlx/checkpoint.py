@@ -6,6 +6,7 @@ was found and what was expected; nothing is unpickled, ever.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -16,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from kvlingo_mlx import atomic
-from kvlingo_mlx.errors import malformed
+from kvlingo_mlx.errors import MalformedTranslatorError, malformed
+from kvlingo_mlx.geometry import canonical_json
 from kvlingo_mlx.tensor_file import (
     PICKLE,
     PICKLE_SUFFIXES,
@@ -219,16 +221,42 @@ def check_sizes(folder: str | os.PathLike[str], config: TranslatorConfig, weight
             raise malformed(path, f"{name} is all zero; was it exported before the training?")
 
 
+def digest(config: TranslatorConfig, weights: Weights, bits: int | None = None) -> str:
+    """Sha256 of what a translator computes: its facts, and its tensors with dtypes and shapes.
+
+    Where it came from is left out, and what its models are called: two folders of one digest do the
+    same to the same models. ``bits`` are those that its matrices are held in; ``weights`` are what
+    they stand for then.
+    """
+    facts = config.to_json()
+    del facts["provenance"]
+    for end in ("source", "target"):
+        facts[end] = {k: v for k, v in facts[end].items() if k not in ("name", "revision")}
+    found = hashlib.sha256(canonical_json([facts, weights.dtype, bits]).encode())
+    for name, array in sorted(weights.arrays.items()):
+        found.update(f"{name} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
 # ---- writing --------------------------------------------------------------------------
 
 
-def write(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights) -> Path:
+def write(
+    folder: str | os.PathLike[str],
+    config: TranslatorConfig,
+    weights: Weights,
+    *,
+    overwrite: bool = False,
+) -> Path:
     """Write a translator folder at once: all of it appears, or nothing.
 
-    An older translator of ours at ``folder`` is replaced.
+    The very same translator is left as it is; another one there is replaced where ``overwrite``
+    says so.
 
     Raises:
-        ValueError: ``folder`` exists and is not a translator of ours.
+        ValueError: ``folder`` exists and is not a translator of ours, or is another one and
+            ``overwrite`` is off.
         MalformedTranslatorError: ``config`` and ``weights`` do not agree.
     """
     folder = Path(folder)
@@ -246,6 +274,10 @@ def write(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Wei
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic.alone(folder):
         atomic.put_back(folder)
+        if is_same(folder, config, weights):
+            return folder
+        if not overwrite:
+            check_free(folder)
         temporary = atomic.temporary_beside(folder)
         try:
             temporary.chmod(0o755)
@@ -257,6 +289,32 @@ def write(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Wei
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def is_same(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights) -> bool:
+    """Whether a folder holds this very translator: its facts, where it came from, its numbers."""
+    try:
+        there, own = read(folder)
+    except MalformedTranslatorError:
+        return False
+    facts, theirs = (json.dumps(c.to_json(), sort_keys=True) for c in (config, there))
+    if facts != theirs or own.dtype != weights.dtype:
+        return False
+    return all(np.array_equal(array, own.arrays[n]) for n, array in weights.arrays.items())
+
+
+def check_complete(folder: str | os.PathLike[str]) -> None:
+    """Refuse (MalformedTranslatorError) a folder whose weights are missing."""
+    regular_file(Path(folder) / WEIGHTS_FILE)
+
+
+def check_free(folder: str | os.PathLike[str]) -> None:
+    """Refuse (ValueError) a folder that holds a translator already."""
+    if (Path(folder) / CONFIG_FILE).exists():
+        raise ValueError(
+            f"{folder} holds another translator; give another folder, or replace that one with "
+            "--force (overwrite=True)"
+        )
 
 
 def check_destination(folder: str | os.PathLike[str]) -> None:

@@ -13,6 +13,10 @@ import numpy as np
 from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, head_map_of, maps_of
 
 RELATIVE_TOLERANCE = 1e-8
+# Tokens for each unknown of one regression, the width of what a map reads. Measured on the zoo
+# (benchmarks/LOG.md, "how much data"): at one token each a fit is worse than no cache at all, below
+# that it recalls nothing; at 32 recall is what it is at 256, and most of the KL is gained.
+FEWEST, ENOUGH = 1, 32
 
 
 @dataclass
@@ -127,6 +131,43 @@ def solve_maps(
         ranks += [solution.rank for solution in solutions]
         solved()
     return weights, ranks
+
+
+def unknowns(config: TranslatorConfig) -> int:
+    """Numbers to be found for each output of the map that reads most: its input width.
+
+    Head-wise maps read their own head alone.
+    """
+    return max(m.inputs for m in maps_of(config))
+
+
+def check_tokens(config: TranslatorConfig, tokens: int) -> None:
+    """Refuse (ValueError) a fit on fewer tokens than there are unknowns: it is arbitrary."""
+    wanted = unknowns(config)
+    if tokens < FEWEST * wanted:
+        raise ValueError(
+            f"the data hold {tokens:,} tokens to fit on, and a map has {wanted:,} unknowns: what "
+            f"comes of that is arbitrary; give {ENOUGH * wanted:,} tokens or more"
+        )
+
+
+def shortage(config: TranslatorConfig, tokens: int, rank: int) -> str | None:
+    """What is to be said of a fit on too little; None where it was enough.
+
+    Args:
+        config: What was fitted.
+        tokens: On how many.
+        rank: The fewest input directions that a map has seen.
+    """
+    wanted = unknowns(config)
+    if tokens >= ENOUGH * wanted:
+        return None
+    least = min(m.inputs for m in maps_of(config))
+    seen = f" (of which {rank:,} directions were seen)" if rank < least else ""
+    return (
+        f"{tokens:,} tokens are few for maps of {wanted:,} unknowns{seen}; {ENOUGH * wanted:,} "
+        f"({ENOUGH} for each) would do"
+    )
 
 
 def _blocks(config: TranslatorConfig, name: str) -> list[tuple[np.ndarray, np.ndarray] | None]:

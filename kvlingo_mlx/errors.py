@@ -29,6 +29,10 @@ class MissingTranslatorError(KVLingoError):
     """No translator for this pair where one was looked for."""
 
 
+class PublishingError(KVLingoError):
+    """An upload that the Hub refused, or that did not reach it."""
+
+
 class MissingProfileError(KVLingoError):
     """No profile of this pair on this machine, where the quickest way was to be chosen by one."""
 

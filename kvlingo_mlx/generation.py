@@ -81,6 +81,9 @@ class GenerationResponse(MLXResponse):
         ttft_s: Seconds from the call (models loaded) to the first token in hand.
         strategy: How the prompt was read: ``accelerator``, ``native`` or ``folded``; ``switch``
             in a conversation, whose own ``last_switch`` tells more.
+        translator: The folder of the translator that was used, "made in this process" if it has
+            none; None where nothing was translated. A conversation's can be several.
+        translator_digest: What it computes, as a sha256 (``Translator.digest``).
     """
 
     content: str = ""
@@ -94,6 +97,8 @@ class GenerationResponse(MLXResponse):
     native_s: float = 0.0
     ttft_s: float = 0.0
     strategy: str = "switch"
+    translator: str | None = None
+    translator_digest: str | None = None
 
 
 class GenerateOptions(DecodingOptions, total=False):
@@ -210,7 +215,7 @@ def stream_generate(
         held = start.get("prompt_cache", ())
         yield from answered(
             responses, reader, clock, Counts.of(len(tokens), translated), way,
-            lambda first: check_numbers(first, source, target, held),
+            lambda first: check_numbers(first, source, target, held), resolved,
         )  # fmt: skip
 
 
@@ -258,15 +263,20 @@ def answered(
     counts: Counts,
     strategy: str,
     check: Callable[[MLXResponse], None],
+    translator: Translator | None = None,
 ) -> Iterator[GenerationResponse]:
-    """mlx-lm's responses as ours, up to a stop text; the first one is checked."""
-    ttft = None
+    """mlx-lm's responses as ours, up to a stop text; the first one is checked.
+
+    They came by ``translator``, if anything was translated.
+    """
+    ttft, used = None, () if translator is None else (translator,)
     with contextlib.closing(responses):
         for response in responses:
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
                 check(response)
-            told = reader.take(timed(response, counts, ttft, clock.seconds, strategy))
+            booked = timed(response, counts, ttft, clock.seconds, strategy, used)
+            told = reader.take(booked)
             yield told
             if told.finish_reason is not None:
                 return
@@ -444,14 +454,21 @@ def timed(
     ttft_s: float,
     seconds: Mapping[str, float],
     strategy: str = "switch",
+    used: Sequence[Translator] = (),
 ) -> GenerationResponse:
-    """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase."""
+    """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase.
+
+    ``used`` are the translators that it came by.
+    """
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
     values |= {"prompt_tokens": counts.prompt}
     values |= {"prompt_tps": (counts.translated + counts.read) / ttft_s}
     values |= {"cached_tokens": counts.cached, "translated_tokens": counts.translated}
     values |= {"read_tokens": counts.read}
     values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
+    if used:
+        values["translator"] = ", ".join(str(t.path or "made in this process") for t in used)
+        values["translator_digest"] = ", ".join(t.digest for t in used)
     return GenerationResponse(**values, ttft_s=ttft_s, strategy=strategy)
 
 
@@ -522,10 +539,12 @@ def summary(response: GenerationResponse) -> str:
         "translation": response.translate_s,
     }
     spent = ", ".join(f"{name} {s:.3f} s" for name, s in phases.items() if s >= 0.0005)
+    digest = response.translator_digest
+    used = "" if digest is None else f"Translator: {response.translator} (sha256 {digest[:12]})\n"
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.strategy}), "
         f"first token after {response.ttft_s:.3f} s{spent and f' ({spent})'}\n"
-        f"Generation: {response.generation_tokens} tokens, "
+        f"{used}Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )

@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from kvlingo_mlx import checkpoint
 from kvlingo_mlx.errors import (
-    MalformedTranslatorError,
     MissingModelError,
     MissingTranslatorError,
     UnsupportedModelError,
@@ -24,7 +21,7 @@ from kvlingo_mlx.hub import resolve
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import at_hand, store
 from kvlingo_mlx.pairing import check_end, check_pair
-from kvlingo_mlx.tensor_file import DType, Weights
+from kvlingo_mlx.tensor_file import DType
 from kvlingo_mlx.translator_config import TranslatorConfig
 
 
@@ -95,26 +92,15 @@ def import_translator(
     weights = weights.cast(dtype)
     checkpoint.check_destination(folder)
     replaced = folder.exists() and any(folder.iterdir())
-    unchanged = replaced and _is_same(folder, config, weights)
+    unchanged = replaced and checkpoint.is_same(folder, config, weights)
     if replaced and not unchanged and not force:
         raise ValueError(
             f"{folder} holds another translator of these models and this form; replace it with "
             "--force (force=True), or give another folder with --out (out=)"
         )
     if not unchanged:
-        checkpoint.write(folder, config, weights)
+        checkpoint.write(folder, config, weights, overwrite=force)
     return Imported(folder, config, unchecked, replaced and not unchanged, unchanged)
-
-
-def _is_same(folder: Path, config: TranslatorConfig, weights: Weights) -> bool:
-    """Whether a folder holds these facts and these numbers."""
-    try:
-        there, own = checkpoint.read(folder)
-    except MalformedTranslatorError:
-        return False
-    if there.to_json() != config.to_json() or own.dtype != weights.dtype:
-        return False
-    return all(np.array_equal(array, own.arrays[n]) for n, array in weights.arrays.items())
 
 
 def _check_those_at_hand(config: TranslatorConfig, allow_mismatch: bool) -> dict[str, str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
@@ -19,8 +20,10 @@ from kvlingo_mlx.errors import (
     MissingModelError,
     MissingTranslatorError,
 )
+from kvlingo_mlx.grading import receipt_of
 from kvlingo_mlx.hub import MODEL_FILES, resolve
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.notes import tell, tell_of_grade
 from kvlingo_mlx.opening import damage_told, open_model
 from kvlingo_mlx.pairing import check_pair, matches
 from kvlingo_mlx.prompts import Prompt, encode
@@ -177,7 +180,9 @@ def load_translator(
     path = _translator_folder(path_or_hf_repo)
     config, weights = checkpoint.read(path)
     checkpoint.check_sizes(path, config, weights)
-    return build(config, weights, quantize=quantize)
+    found = replace(build(config, weights, quantize=quantize), path=path)
+    _ = found.digest  # worked out now, not while a user waits for a first token
+    return found
 
 
 def _translator_bytes(
@@ -240,14 +245,19 @@ def find_translator(
 ) -> Path:
     """The stored translator of a pair, one that this version can apply.
 
-    One that ``suits`` goes before all others.
+    One that ``suits`` goes before all others, then one that was made for these very models, then
+    that of the best receipt, then the newest.
 
     Raises:
         MissingTranslatorError: There is none; says how to make one.
+
+    Warns:
+        KVLingoWarning: There are several, and receipts do not tell which is best.
     """
     one = source.tokenizer_fingerprint == target.tokenizer_fingerprint
-    found: list[Path] = []
+    others: list[tuple[Path, TranslatorConfig]] = []
     for tolerance in (False, True) if allow_mismatch else (False,):  # their own first
+        found: list[tuple[Path, TranslatorConfig]] = []
         for path in stored_translators():
             try:
                 config = checkpoint.read_config(path)
@@ -257,16 +267,45 @@ def find_translator(
             if (config.alignment is None) == one and all(
                 matches(spec, model, allow_mismatch=tolerance) for spec, model in ends
             ):
-                if suits(config):
-                    return path
-                found.append(path)
-    if found:
-        return found[0]
+                found.append((path, config))
+        if suiting := [pair for pair in found if suits(pair[1])]:
+            return _best(suiting)
+        others = others or found
+    if others:
+        return _best(others)
     raise MissingTranslatorError(
         f"no translator from {source.name} to {target.name} is in the local store; make one "
         f"with `kvlingo-mlx fit --source {source.name} --target {target.name} --data FILE.jsonl "
         "--out DIR`, or get one with `kvlingo-mlx import PATH_OR_HUB_ID`"
     )
+
+
+def _best(found: Sequence[tuple[Path, TranslatorConfig]]) -> Path:
+    """Of several translators of one pair, newest first, the one of the best receipt.
+
+    The receipts are of the same conversations read by the same target, so the lower KL is the
+    better one; those of other conversations count as none, and none is worse than any.
+    """
+
+    def kl(config: TranslatorConfig) -> float:
+        receipt = receipt_of(config)
+        return math.inf if receipt is None else receipt.kl
+
+    path, config = min(found, key=lambda pair: kl(pair[1]))  # the newest of equals
+    others = [pair for pair in found if pair[0] != path]
+    equal = [other for other, theirs in others if kl(theirs) == kl(config)]
+    silent = [other for other, theirs in others if math.isinf(kl(theirs))]
+    ends = f"of {len(found)} stored translators from {config.source.name} to {config.target.name}"
+    if equal and math.isinf(kl(config)):
+        told = f"{ends} none has a receipt that tells how good it is: the newest, {path}, is used"
+    elif equal:
+        told = f"{ends} the best have equal receipts: the newest, {path}, is used"
+    elif silent:
+        told = f"{ends} {path} is used; {silent[0]} has no receipt to be compared by"
+    else:
+        return path
+    tell(told, f"{told}; `kvlingo-mlx verify` measures one, `kvlingo-mlx list` shows all")
+    return path
 
 
 def resolve_translator(
@@ -290,6 +329,7 @@ def resolve_translator(
     if not isinstance(translator, Translator):
         translator = load_translator(translator, quantize=quantize)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
+    tell_of_grade(translator.config)
     return translator
 
 

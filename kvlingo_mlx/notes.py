@@ -7,6 +7,7 @@ from typing import Any
 
 from kvlingo_mlx import misread
 from kvlingo_mlx.errors import KVLingoWarning, printable
+from kvlingo_mlx.grading import GRADES, receipt_of
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.projections import ROUNDED, SAME
 from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig
@@ -67,6 +68,19 @@ def tell_of_misreading(model: LanguageModel) -> None:
             f"layers, which mlx-lm's {model.geometry.model_type} does not heed: texts beyond "
             f"{window} tokens are refused, shorter ones are as they should be",
         )
+
+
+def tell_of_grade(config: TranslatorConfig) -> None:
+    """Tell of a translator whose own receipt says that it is not to be trusted.
+
+    Warns:
+        KVLingoWarning: With its grade and what that stands on. One without a receipt is used
+            without a word.
+    """
+    receipt = receipt_of(config)
+    if receipt is not None and receipt.grade in GRADES[1:]:
+        told = f"{config.title} is {receipt}"
+        tell(told, f"{told}; `kvlingo-mlx train` makes better ones, and so does more data")
 
 
 def tell_of_length(config: TranslatorConfig, num_tokens: int) -> None:

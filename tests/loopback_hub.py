@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import http.server
 import json
@@ -30,11 +31,15 @@ class LoopbackHub:
     Attributes:
         requests: Method and path of every request so far.
         tokens: The authorization headers that came with them.
+        uploads: A folder for what is uploaded; None refuses every upload.
+        private: Ids of the repositories that were asked to be private.
     """
 
     repositories: dict[str, Repository] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
+    uploads: Path | None = None
+    private: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         hub = self
@@ -46,6 +51,11 @@ class LoopbackHub:
                 hub.answer(self)
 
             do_HEAD = do_GET
+
+            def do_POST(self) -> None:
+                hub.receive(self)
+
+            do_PUT = do_POST
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -92,6 +102,74 @@ class LoopbackHub:
             self._file("/".join(parts[:2]), parts[3], name, request)
         else:
             _send(request, 404, b"")
+
+    # ---- uploads ----------------------------------------------------------------------
+
+    def receive(self, request: http.server.BaseHTTPRequestHandler) -> None:
+        """What an upload asks, in its order: repository, branch, upload modes, blobs, commit."""
+        path = urllib.parse.urlparse(request.path).path
+        body = request.rfile.read(int(request.headers.get("Content-Length", 0)))
+        self.requests.append(f"{request.command} {path}")
+        self.tokens.add(request.headers.get("authorization", ""))
+        parts = [urllib.parse.unquote(part) for part in path.strip("/").split("/")]
+        if self.uploads is None:
+            _send(request, 403, b"")
+        elif parts == ["api", "validate-yaml"]:
+            _json(request, {"errors": [], "warnings": []})
+        elif parts == ["api", "repos", "create"]:
+            self._create(json.loads(body), request)
+        elif parts[:2] == ["api", "models"] and parts[4] == "branch":
+            repository = self.repositories["/".join(parts[2:4])]
+            repository.commits.setdefault(parts[5], repository.commits["main"])
+            _json(request, {})
+        elif parts[:2] == ["api", "models"] and parts[4] == "preupload":
+            files = [
+                {"path": file["path"], "shouldIgnore": False,
+                 "uploadMode": "lfs" if file["path"].endswith(".safetensors") else "regular"}
+                for file in json.loads(body)["files"]
+            ]  # fmt: skip
+            _json(request, {"files": files})
+        elif path.endswith(".git/info/lfs/objects/batch"):
+            objects = json.loads(body)["objects"]
+            for blob in objects:
+                blob["actions"] = {"upload": {"href": f"{self.url}/blobs/{blob['oid']}"}}
+            _json(request, {"transfer": "basic", "objects": objects})
+        elif parts[0] == "blobs":
+            assert hashlib.sha256(body).hexdigest() == parts[1], "another content than promised"
+            (self.uploads / parts[1]).write_bytes(body)
+            _send(request, 200, b"")
+        elif parts[:2] == ["api", "models"] and parts[4] == "commit":
+            self._commit("/".join(parts[2:4]), parts[5], body, request)
+        else:
+            _send(request, 404, b"")
+
+    def _create(self, asked: dict, request) -> None:
+        repo_id = f"{asked.get('organization') or 'me'}/{asked['name']}"
+        status = 409 if repo_id in self.repositories else 200
+        if status == 200:
+            self.add(repo_id, self._new_folder())
+            if asked.get("private") or asked.get("visibility") == "private":
+                self.private.add(repo_id)
+        _json(request, {"url": f"{self.url}/{repo_id}"}, status)
+
+    def _new_folder(self) -> Path:
+        assert self.uploads is not None
+        folder = self.uploads / f"repository-{len(list(self.uploads.iterdir()))}"
+        folder.mkdir()
+        return folder
+
+    def _commit(self, repo_id: str, revision: str, body: bytes, request) -> None:
+        assert self.uploads is not None
+        folder = self._new_folder()
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "file":
+                (folder / value["path"]).write_bytes(base64.b64decode(value["content"]))
+            if line["key"] == "lfsFile":
+                (folder / value["path"]).write_bytes((self.uploads / value["oid"]).read_bytes())
+        commit = self.add(repo_id, folder, revision)
+        url = f"{self.url}/{repo_id}/commit/{commit}"
+        _json(request, {"commitUrl": url, "commitOid": commit})
 
     def _find(self, repo_id: str, revision: str, request) -> tuple[str, Path] | None:
         repository = self.repositories.get(repo_id)
@@ -144,11 +222,15 @@ def _etag(path: Path) -> str:
     return hashlib.sha1(path.read_bytes()).hexdigest()
 
 
+def _json(request, answer: object, status: int = 200) -> None:
+    _send(request, status, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+
 def _send(request, status: int, body: bytes, headers: dict[str, str] | None = None) -> None:
     request.send_response(status)
     for name, value in (headers or {}).items():
         request.send_header(name, value)
     request.send_header("Content-Length", str(len(body)))
     request.end_headers()
-    if request.command == "GET":
+    if request.command != "HEAD":
         request.wfile.write(body)

@@ -395,7 +395,7 @@ def test_a_folder_holds_four_files(tmp_path: Path) -> None:
 def write(folder: Path, layout: Layout = MIXING, dtype: str = "float32", seed: int = 0) -> Path:
     """Write a translator with the package's writer."""
     weights = Weights(dtype, arrays_of(layout, dtype, seed))
-    return checkpoint.write(folder, to_config(config_json(layout)), weights)
+    return checkpoint.write(folder, to_config(config_json(layout)), weights, overwrite=True)
 
 
 @pytest.mark.parametrize("name", [SELFTEST, CARD])

@@ -20,17 +20,19 @@ HEIGHT = {
     "norms": 1,
     "alignment": 1, "renderings": 2, "handover": 2, "cross_tokenizer": 6,
     "translator_config": 2, "tensor_file": 2, "checkpoint": 2, "closed_form": 3, "selection": 3,
-    "training": 3, "backend": 2, "embedded": 2, "families": 3, "states": 3, "keys": 4,
+    "training": 3, "backend": 2, "grading": 3, "embedded": 2, "families": 3, "states": 3, "keys": 4,
     "language_model": 4, "prompts": 5, "translators": 5, "pairing": 5, "capture": 5, "caches": 5,
     "validation": 6, "hybrid": 6, "hub": 3, "pictures": 1, "loading": 6, "importing": 7,
-    "projections": 3, "sampling": 3, "answers": 3, "notes": 5, "opening": 5, "memory": 6,
+    "store": 7, "publishing": 7, "projections": 3, "sampling": 3, "answers": 3, "notes": 5,
+    "opening": 5, "memory": 6,
     "measure": 6, "profiles": 7, "transfer": 7, "generation": 7, "diagnosis": 7, "conversation": 8,
     "folding": 8, "fitting": 8, "evaluation": 8, "timing": 8, "analysis": 8, "cli": 9,
 }  # fmt: skip
 NO_MLX = (
     "errors", "blas", "geometry", "assignment", "closed_form", "selection", "translator_config",
     "atomic", "tensor_file", "checkpoint", "embedded", "samples", "norms", "hub", "pictures",
-    "training", "alignment", "renderings", "handover", "projections", "misread",
+    "training", "alignment", "grading", "publishing", "renderings", "handover", "projections",
+    "misread",
 )  # fmt: skip
 
 
@@ -94,7 +96,7 @@ def test_backend_comes_before_mlx(path: Path) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_verbs_load_nothing_heavy_at_import(verb: str) -> None:
-    file = PACKAGE / "cli" / ("import_.py" if verb == "import" else f"{verb}.py")
+    file = PACKAGE / "cli" / (f"{verb}_.py" if verb in ("import", "list") else f"{verb}.py")
     heavy = {"mlx", "mlx_lm", "numpy", "rich", "transformers"}
     names = imports(file, top_level=True)
     assert not heavy & {name.split(".")[0] for name in names}

@@ -685,7 +685,7 @@ def test_a_damaged_folder_is_refused(models: dict[str, LanguageModel], tmp_path:
             resume()
         (folder / "conversation.json").write_text(json.dumps(facts))
 
-    refused(lambda f: f.update(version=2), "is of format version 2; this version reads 1")
+    refused(lambda f: f.update(version=1), "is of format version 1; this version reads 2")
     refused(lambda f: f.update(format="x"), "it is no kvlingo-conversation")
     refused(lambda f: f.pop("lines"), "KeyError: 'lines'")
     refused(lambda f: f["lines"]["a"]["facts"]["tokens"].pop(), "tokens, but caches of")

@@ -263,11 +263,14 @@ def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     assert means["needles"]["native"]["mean"]["recall"]["value"] > 0.7
     assert means["needles"]["prefix hidden"]["mean"]["recall"]["value"] < 0.5
     assert set(found["first_token_s"]) == {"native", "translated", "reuse"}
+    folder = TRANSLATORS / "--".join(ENDS)
+    digest = checkpoint.digest(*checkpoint.read(folder))
+    assert found["translators"] == {"translated": [{"path": str(folder), "digest": digest}]}
     journal = (tmp_path / "scores.jsonl").read_text()
     again = evaluated(tmp_path, *options[:-2], "--baselines", "hidden")[1]
     assert again["items"]["recall"]["native"] == found["items"]["recall"]["native"]
     assert (tmp_path / "scores.jsonl").read_text() == journal
-    assert "native" in capsys.readouterr().out
+    assert f"translated: {folder} (sha256 {digest[:12]})" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ def test_explicit_assignment_and_progress(models: dict[str, LanguageModel]) -> N
     translator = kv.fit(
         source,
         target,
-        samples(3, 20),
+        samples(3, 50),
         assignment=assignment,
         progress=lambda done, total: seen.append((done, total)),
         solving=lambda done, total: seen.append(("solved", done, total)),

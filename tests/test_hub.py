@@ -38,6 +38,8 @@ def clean(hub: LoopbackHub) -> None:
     hub.repositories.clear()
     hub.requests.clear()
     hub.tokens.clear()
+    hub.private.clear()
+    hub.uploads = None
 
 
 @pytest.fixture
@@ -214,3 +216,74 @@ def test_a_revision_of_what_has_none_is_refused(folders: dict[str, Path]) -> Non
     assert kv.load(model) is model
     with pytest.raises(ValueError, match="revision is 'v1', but .* is loaded already"):
         kv.load(model, revision="v1")
+
+
+# ---- publish ------------------------------------------------------------------------------------
+
+
+def test_publish_uploads_the_formats_own_files(
+    hub: LoopbackHub, command, translator: Path, tmp_path: Path
+) -> None:
+    """What was uploaded is what an import of it reads; the pickle beside it stays where it is."""
+    hub.uploads = tmp_path / "uploads"
+    hub.uploads.mkdir()
+    done = command("publish", str(translator), "me/new", "--private")
+    assert done.returncode == 0, done.stderr
+    assert "left out, since they are no files of a translator: pytorch_model.bin" in done.stderr
+    assert "ungraded" in done.stderr and f"{hub.url}/me/new/commit/" in done.stdout
+    _, folder = hub.repositories["me/new"].commits["main"]
+    own = {p.name for p in translator.iterdir()} & FORMAT
+    assert own and {p.name for p in folder.iterdir()} == own
+    assert all((folder / n).read_bytes() == (translator / n).read_bytes() for n in own)
+    assert hub.private == {"me/new"} and f"Bearer {TOKEN}" in hub.tokens
+    back = command("import", "me/new", "--out", str(tmp_path / "back"), "--dtype", "float32")
+    assert back.returncode == 0, back.stderr
+    assert "grade: ungraded: it has no receipt" in back.stdout
+    mine, theirs = kv.load_translator(translator), kv.load_translator(tmp_path / "back")
+    assert mine.digest == theirs.digest
+
+
+def test_publish_to_a_branch_and_a_card_that_is_missing(
+    hub: LoopbackHub, command, translator: Path, tmp_path: Path
+) -> None:
+    hub.uploads = tmp_path / "uploads"
+    hub.uploads.mkdir()
+    (translator / "README.md").unlink()
+    assert command("publish", str(translator), "me/new").returncode == 0
+    main = hub.repositories["me/new"].commits["main"]
+    done = command("publish", str(translator), "me/new", "--revision", "second")
+    assert done.returncode == 0, done.stderr
+    commits = hub.repositories["me/new"].commits
+    assert commits["main"] == main and commits["second"] != main
+    card = (commits["second"][1] / "README.md").read_text()
+    assert "# me/dense to me/moe" in card and "library_name: kvlingo-mlx" in card
+
+
+def test_publish_without_a_token_says_what_it_would_do(
+    hub: LoopbackHub, command, translator: Path
+) -> None:
+    done = command("publish", str(translator), "me/new", HF_TOKEN="")
+    assert done.returncode == 0, done.stderr
+    size = (translator / "translator.safetensors").stat().st_size
+    assert f"translator.safetensors  {size:,} bytes" in done.stdout
+    assert "`hf auth login`" in done.stdout and hub.requests == []
+    dry = command("publish", str(translator), "me/new", "--dry-run")
+    assert dry.returncode == 0 and "would upload" in dry.stdout and hub.requests == []
+
+
+def test_what_publish_refuses(hub: LoopbackHub, command, translator: Path) -> None:
+    def refused(*arguments: str, **environment: str) -> str:
+        done = command("publish", *arguments, **environment)
+        assert done.returncode == 2, done.stdout
+        return next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+
+    nobody = "http://127.0.0.1:9"
+    assert "may not write there" in refused(str(translator), "me/new")  # the Hub refuses
+    assert "cannot be reached" in refused(str(translator), "me/new", HF_ENDPOINT=nobody)
+    assert "give OWNER/NAME" in refused(str(translator), "new")
+    assert "is no folder" in refused(str(translator / "none"), "me/new")
+    weights = (translator / "translator.safetensors").read_bytes()
+    (translator / "translator.safetensors").write_bytes(weights[:-8])
+    hub.requests.clear()
+    assert "translator.safetensors" in refused(str(translator), "me/new")
+    assert hub.requests == []

@@ -182,7 +182,7 @@ def test_a_truncated_prefill_fills_the_first_caches(
 def test_gemma_4_pairs_are_fitted_within_kinds(models: dict[str, LanguageModel]) -> None:
     """Depth, KV heads of global layers and the ratio of local to global ones all differ."""
     source, target = models["gemma4"], models["gemma4_moe"]
-    translator = kv.fit(source, target, RECORDS, norm="attention")
+    translator = kv.fit(source, target, RECORDS * 2, norm="attention")
     assert translator.config.capture == "pre_norm"
     assert translator.config.assignment.keys == ((0,), (2,), (1,), (2,))
     assert translator.to_weights().arrays["keys.1.weight"].shape == (64, 128)

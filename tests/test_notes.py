@@ -25,6 +25,7 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.evaluation.verification import Agreement
+from kvlingo_mlx.grading import Receipt
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.pairing import check_pair
 from kvlingo_mlx.projections import ROUNDED, SAME, Sketch, sketch
@@ -120,7 +121,7 @@ def test_few_bits_are_told_once(
     assert "measures what that costs" in text
     assert use(fitted, four, moe) == []
     assert len(use(fitted, quantised_models["dense"], quantised_models["moe"])) == 1  # the target
-    on_four_bits = kv.fit(four, moe, samples(1, 30))
+    on_four_bits = kv.fit(four, moe, samples(3, 30))
     assert on_four_bits.config.fitted_on("source") == "4 bits"
     assert use(on_four_bits, four, moe) == []
     silent = with_provenance(fitted, precision=None)
@@ -131,7 +132,7 @@ def test_show_and_verify_tell_of_precisions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of an embedded translator, which keeps what its receipt was made in."""
-    found = Agreement(0.03, 0.95, 0.5, 8, 65)
+    found = Agreement(Receipt(0.03, 0.95, 0, 0.5), 8, 65)
     monkeypatch.setattr(verification, "agreement", lambda *_, **options: found)
     four = quantised(kv.load("tiny-qwen3-s"), tmp_path / "four")
     folder = str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")

@@ -206,7 +206,7 @@ def test_weights_of_sixteen_bits(
     # MLX's CPU kernel also sums in 16 bits, as a GPU's does not.
     assert 1e-5 < max(errors(found, reference(data, expected, rounded))) < 5e-2
     assert on_gpu.nbytes < on_cpu.nbytes
-    assert lineup.digest(on_gpu) == lineup.digest(on_cpu)
+    assert on_gpu.digest == on_cpu.digest
 
 
 # ---- what is quantised, and what it takes ------------------------------------------------------
@@ -280,12 +280,12 @@ def test_a_digest_tells_forms_apart() -> None:
     """In what an evaluation's results depend on; how products are cut is not."""
     data = wide_config(FORMS["joint"])
     arrays = random_arrays(FORMS["joint"], data, True)
-    digests = {bits: {lineup.digest(quantised(data, arrays, bits, batched))
+    digests = {bits: {quantised(data, arrays, bits, batched).digest
                       for batched in (True, False)} for bits in (None, 8, 4)}  # fmt: skip
     assert all(len(found) == 1 for found in digests.values())
     assert len(set.union(*digests.values())) == 3
     arrays["joint.0.weight"] = arrays["joint.0.weight"] * 2
-    assert lineup.digest(quantised(data, arrays, 8)) not in set.union(*digests.values())
+    assert quantised(data, arrays, 8).digest not in set.union(*digests.values())
 
 
 # ---- refusals ----------------------------------------------------------------------------------

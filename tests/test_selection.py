@@ -218,7 +218,7 @@ def test_the_verb_takes_a_file(
     folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     records, file = tmp_path / "d.jsonl", tmp_path / "a.json"
-    records.write_text(json.dumps({"text": "the you and use is of an other " * 5}) + "\n")
+    records.write_text(json.dumps({"text": "the you and use is of an other " * 25}) + "\n")
     lists = {"keys": [[2], [0], [1], [0]], "values": [[0, 1], [1, 2], [0, 2], [2, 1]]}
     file.write_text(json.dumps(lists))
     arguments = ["fit", "--source", str(folders["dense"]), "--target", str(folders["moe"]),

@@ -768,7 +768,9 @@ def test_a_signal_stops_a_training_that_then_goes_on(
     with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
         first.run()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert warnings == [f"stopped; {tmp_path / 't'}.partial keeps the work for the same command"]
+    stopped = f"stopped; {tmp_path / 't'}.partial keeps the work for the same command"
+    few = [text for text in warnings if "tokens are few for maps of" in text]
+    assert warnings == [*few, stopped] and len(few) == (sample >= 6)  # once stage 1 is done
     assert len(stream.drawn) == (sample if sample < 6 else 6 + 2 * 4)
     rest = training(torch_models, tmp_path / "t", RATES, stream=stream)
     assert same_result(rest.run(), unbroken)
@@ -795,7 +797,7 @@ def interrupted(
 ) -> None:
     """A training that is killed as it writes its result."""
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(checkpoint, "write", lambda *a, **o: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             training(models, out, steps=2, **options).run()
 
@@ -969,7 +971,7 @@ def test_a_full_disk_keeps_what_was_kept_before(
             raise error
         save(tensors, path, metadata)
 
-    def no_room(*arguments: Any) -> None:
+    def no_room(*arguments: Any, **options: Any) -> None:
         raise error
 
     with monkeypatch.context() as patch:
@@ -1112,9 +1114,18 @@ def test_the_command_trains_a_folder_that_imports(
     assert (provenance["data"], provenance["held_out"]) == ([str(jsonl)], 3)
     assert run(["import", out]) == 0
     assert len(list(store.iterdir())) == 1
+    files = {path.name: path.read_bytes() for path in Path(out).iterdir()}
+    capsys.readouterr()
+    assert run(arguments(folders, jsonl, *options)) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{out} is finished already") and second.startswith("grade: ")
+    # Another one is not put in its place unasked.
+    other = arguments(folders, jsonl, "--out", out, "--steps", "0")
+    assert run(other) == 2 and "replace it with --force" in capsys.readouterr().err
+    assert files == {path.name: path.read_bytes() for path in Path(out).iterdir()}
     # A later run without stage 2 has no log, and the one that is there is not its own.
-    assert run(arguments(folders, jsonl, "--out", out, "--steps", "0")) == 0
-    assert capsys.readouterr().out.endswith(f"wrote {out}: stage 1 alone, as --steps is 0\n")
+    assert run([*other, "--force"]) == 0
+    assert f"wrote {out}: stage 1 alone, as --steps is 0\n" in capsys.readouterr().out
 
 
 def test_an_mlps_stage_1_does_what_it_is_told(

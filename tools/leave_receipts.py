@@ -32,7 +32,8 @@ def main() -> None:
         arrays = {name: weights.as_float32(name) for name in weights.arrays}
         translator = TorchTranslator.from_arrays(config, arrays, target.device)
         left = {**config.provenance, "receipt": receipt(source, target, translator)}
-        checkpoint.write(folder, dataclasses.replace(config, provenance=left), weights)
+        left_with = dataclasses.replace(config, provenance=left)
+        checkpoint.write(folder, left_with, weights, overwrite=True)
         print(folder, left["receipt"], flush=True)
 
 

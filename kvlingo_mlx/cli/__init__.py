@@ -21,8 +21,8 @@ from kvlingo_mlx.cli.output import complain, warn
 from kvlingo_mlx.errors import KVLingoError
 
 VERBS = (
-    "generate", "chat", "demo", "fit", "train", "import", "show", "verify", "doctor", "eval",
-    "profile", "analyze", "bench",
+    "generate", "chat", "demo", "fit", "train", "import", "list", "remove", "publish", "show",
+    "verify", "doctor", "eval", "profile", "analyze", "bench",
 )  # fmt: skip
 
 app = typer.Typer(
@@ -51,8 +51,8 @@ def _options(
 
 
 for _verb in VERBS:
-    # `import` is a keyword, so its file is called import_.
-    _file = "import_" if _verb == "import" else _verb
+    # `import` is a keyword and `list` a type, so their files are called otherwise.
+    _file = f"{_verb}_" if _verb in ("import", "list") else _verb
     _module = importlib.import_module(f"{__name__}.{_file}")
     app.command(_verb)(_module.command)
 

@@ -26,6 +26,7 @@ def print_lines(stats: Stats) -> None:
             "translators (MB)": _mb(stats.translators),
             "total (MB)": _mb(stats.total),
             "MLX's active memory (MB)": _mb(stats.mlx_active),
+            **{f"translator, {ends}": name for ends, name in stats.used.items()},
         }
     )
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.lineup import Condition
     from kvlingo_mlx.evaluation.probes import Task
     from kvlingo_mlx.language_model import LanguageModel
+    from kvlingo_mlx.translators.base import Translator
 
 ANSWER_TOKENS = 128
 MOST_COLUMNS = 4
@@ -118,7 +119,8 @@ def command(
               thinking=thinking)
         for name in own
     ]  # fmt: skip
-    line = _line_up(*models, translators, forms, words(baselines), allow_mismatch, layers)
+    named = _named(*models, translators, forms, allow_mismatch)
+    line = _line_up(*models, named, words(baselines), allow_mismatch, layers)
     outcomes: list[Outcome] = []
     with _resumable():
         if public:  # first: their data may be out of reach
@@ -147,6 +149,10 @@ def command(
             "native_layers": layers, "weights": [model.precision for model in models],
         }  # fmt: skip
         found = _found(outcomes, times)
+        found["translators"] = {
+            name: [{"path": str(t.path), "digest": t.digest} for t in every]
+            for name, every in named.items()
+        }
         measure.append_json(json_file, measure.record("eval", config, found))
     if plot:
         from kvlingo_mlx.evaluation.figures import score_against_time
@@ -156,17 +162,14 @@ def command(
         say(f"drew {plot}")
 
 
-def _line_up(
+def _named(
     source: LanguageModel,
     target: LanguageModel,
     translators: list[str] | None,
     forms: list[int | None],
-    baselines: list[str],
     allow_mismatch: bool,
-    native_layers: int | str | None,
-) -> list[Condition]:
-    """Who is compared: native, every translator in each of its forms, then the baselines."""
-    from kvlingo_mlx.evaluation import lineup
+) -> dict[str, list[Translator]]:
+    """Every translator in each of its forms, told by name; several are one method's seeds."""
     from kvlingo_mlx.loading import resolve_translator
 
     named = {
@@ -177,6 +180,22 @@ def _line_up(
         for name, folders in options.named_translators(translators).items()
         for bits in forms
     }
+    for name, found in named.items():
+        say(f"{name}: {', '.join(translator.name for translator in found)}")
+    return named
+
+
+def _line_up(
+    source: LanguageModel,
+    target: LanguageModel,
+    named: dict[str, list[Translator]],
+    baselines: list[str],
+    allow_mismatch: bool,
+    native_layers: int | str | None,
+) -> list[Condition]:
+    """Who is compared: native, the translators, then the baselines."""
+    from kvlingo_mlx.evaluation import lineup
+
     every = [translator for found in named.values() for translator in found]
     return [
         lineup.native(target),

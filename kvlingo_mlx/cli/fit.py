@@ -31,20 +31,29 @@ def command(
     memory_gb: float = typer.Option(
         8.0, help="Most GB of sums at once; with less, the data are read several times."
     ),
+    force: bool = typer.Option(False, "--force", help="Replace another translator at --out."),
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
-    """Fit a translator in closed form on your own text."""
+    """Fit a translator in closed form on your own text.
+
+    Give 32 tokens or more for each number that a map reads (KV heads x head dim x --nu; off
+    --head-mixing, of one head): 32,768 for a KV width of 1,024. Fewer are told, fewer than one are
+    refused.
+    """
     if memory_gb <= 0:
         raise ValueError(f"--memory-gb is {memory_gb}; give a positive number")
 
     from kvlingo_mlx import checkpoint, measure
     from kvlingo_mlx.assignment import narrow_groups
     from kvlingo_mlx.fitting import fit
+    from kvlingo_mlx.grading import said_of
     from kvlingo_mlx.loading import load_pair
     from kvlingo_mlx.samples import read_jsonl
 
     keep_stdout_for_json(json_file)
     checkpoint.check_destination(out)
+    if not force:
+        checkpoint.check_free(out)
     records = read_jsonl(data)
     models = load_pair(source, target)
     with progress_bar("fitting", len(records)) as step:
@@ -64,7 +73,7 @@ def command(
     narrow = "" if assignment.endswith(".json") else narrow_groups(*ends, nu)
     if narrow:
         warn(narrow)
-    folder = translator.save(out)
+    folder = translator.save(out, overwrite=force)
     made = translator.config.provenance
     skipped = len(records) - made["samples"]
     say(
@@ -72,6 +81,7 @@ def command(
         + (f" ({skipped} of no use left out)" if skipped else "")
         + f", {made['prefix_tokens']} prefix tokens"
     )
+    say(f"grade: {said_of(translator.config)}")
     if json_file:
         config = {"source": models[0].name, "target": models[1].name, "data": data}
         results = {"parameters": translator.num_parameters, "skipped": skipped, **made}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 STRATEGY_HELP = "accelerator, native, or auto: the sooner one by `bench --save-profile`."
 TIMES = ("strategy", "prompt_tokens", "prefill_s", "translate_s", "native_s", "ttft_s",
-         "generation_tps")  # fmt: skip
+         "generation_tps", "translator", "translator_digest")  # fmt: skip
 
 
 # What decodes from the prefill model's own cache takes none of these.

@@ -25,6 +25,7 @@ def command(
 ) -> None:
     """Validate a translator and put it into the local store."""
     from kvlingo_mlx import embedded, tensor_file
+    from kvlingo_mlx.grading import said_of
     from kvlingo_mlx.importing import import_translator
     from kvlingo_mlx.loading import load
 
@@ -50,6 +51,7 @@ def command(
     if done.replaced:
         say("another translator of the same models and form stood there and was replaced")
     toy = config.target.name in embedded.zoo_names()
+    say(printable(f"grade: {said_of(config)}"))
     words = ["--prefill-model", config.source.name, "--decode-model", config.target.name,
              "--translator", str(done.folder), "--no-thinking",
              "--prompt", embedded.EXAMPLE if toy else "Hello"]  # fmt: skip

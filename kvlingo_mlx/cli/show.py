@@ -51,6 +51,7 @@ def command(
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
     from kvlingo_mlx import checkpoint
+    from kvlingo_mlx.grading import said_of
     from kvlingo_mlx.translator_config import OF_MODELS, flops_of, unfoldable
 
     config, weights = checkpoint.read(folder)
@@ -72,6 +73,8 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
         **({} if quantize is None else _quantised_facts(config, weights, quantize)),
         "tokenizers": "one" if config.alignment is None else f"two, {config.alignment}",
         "can be folded": Told(folded is None, "yes" if folded is None else f"no: {folded}"),
+        "grade": said_of(config),
+        "digest": checkpoint.digest(config, weights),
         **({"fitted on": ", ".join(fitted)} if fitted else {}),
         **{name: fact for name, fact in config.provenance.items() if name not in OF_MODELS},
     }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from kvlingo_mlx.cli.output import JSON_HELP, Told, facts, keep_stdout_for_json, plain, say
 from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.grading import Receipt
 
 
 def command(
@@ -24,6 +27,8 @@ def command(
     Exit status 1 if it is not as it should be.
     """
     from kvlingo_mlx import checkpoint
+    from kvlingo_mlx.evaluation.verification import verdict
+    from kvlingo_mlx.grading import said_of
     from kvlingo_mlx.hub import resolve
 
     keep_stdout_for_json(json_file)
@@ -39,14 +44,19 @@ def command(
     }
     sound = _run_maps(config, weights, rows)
     text = "the maps are computed as they are stored" if sound else "MLX computes other maps here"
+    numbers: dict[str, Any] = {}
     if source is not None and sound:
-        sound, text = _run_models(config, weights, (source, target), allow_mismatch, rows)
+        found, left = _run_models(config, weights, (source, target), allow_mismatch, rows)
+        sound, text = verdict(found, left)
+        numbers = {**found.to_json(), "recovered": found.recovered, "grade": found.grade}
+    elif sound:
+        rows["grade"] = said_of(config)
     facts(rows)
     say(f"verdict: {'sound' if sound else 'NOT SOUND'}: {text}")
     if json_file:
         from kvlingo_mlx import measure
 
-        results = {**plain(rows), "sound": sound}
+        results = {**plain(rows), "sound": sound, "measured": numbers or None}
         measure.append_json(json_file, measure.record("verify", {"name": translator}, results))
     if not sound:
         raise typer.Exit(1)
@@ -68,8 +78,10 @@ def _run_maps(config, weights, rows: dict[str, Any]) -> bool:
 
 def _run_models(
     config, weights, names: tuple[str, str], allow_mismatch: bool, rows: dict[str, Any]
-) -> tuple[bool, str]:
-    from kvlingo_mlx.evaluation.verification import agreement, receipt_of, verdict
+) -> tuple[Receipt, Receipt | None]:
+    """What is measured here, and what the translator's making left."""
+    from kvlingo_mlx.evaluation.verification import agreement
+    from kvlingo_mlx.grading import receipt_of
     from kvlingo_mlx.loading import load_pair
     from kvlingo_mlx.pairing import check_pair
     from kvlingo_mlx.translators import build
@@ -88,11 +100,16 @@ def _run_models(
     rows["conversations"] = f"{found.samples}, with {found.tokens} tokens to predict"
     if layers:
         rows["native layers"] = f"{layers}, as its receipt has it"
-    for title, mine, left in (
-        ("KL, nats per token", found.kl, receipt and receipt.kl),
-        ("same first choice", found.top1, receipt and receipt.top1),
+    mine = found.receipt
+    for title, here, left in (
+        ("KL, nats per token", mine.kl, receipt and receipt.kl),
+        ("same first choice", mine.top1, receipt and receipt.top1),
     ):
         beside = ", no receipt" if left is None else f", receipt {left:.4f}"
-        rows[title] = Told(mine, f"{mine:.4f}{beside}")
-    rows["KL, prefix hidden"] = Told(found.hidden_kl, f"{found.hidden_kl:.4f}")
-    return verdict(found, receipt)
+        rows[title] = Told(here, f"{here:.4f}{beside}")
+    rows["KL, prefix hidden"] = Told(mine.hidden_kl, f"{mine.hidden_kl:.4f}")
+    rows["recovered"] = Told(mine.recovered, f"{mine.recovered:.4f} of the hidden prefix's KL")
+    if mine.recall is not None:
+        rows["recall"] = str(mine.recall).removeprefix("recall ")
+    rows["grade"] = mine.grade
+    return mine, receipt

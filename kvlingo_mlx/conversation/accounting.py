@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvlingo_mlx.backend import mx, nn
 
@@ -45,6 +46,7 @@ class Stats:
         translators: Bytes of the translators in use.
         total: Bytes of all these together.
         mlx_active: What MLX says that this process's arrays take, those of others included.
+        used: Which translators those are: by direction ("small to large"), folder and digest.
     """
 
     lines: tuple[LineStats, ...]
@@ -52,6 +54,7 @@ class Stats:
     translators: int
     total: int
     mlx_active: int
+    used: Mapping[str, str] = field(default_factory=dict)
 
 
 def stats_of(exchange: Exchange) -> Stats:
@@ -64,7 +67,8 @@ def stats_of(exchange: Exchange) -> Stats:
     translators = {id(t): t.nbytes for t in exchange.translators.values()}
     total = weights + sum(translators.values())
     total += sum(line.cache_bytes + line.recording_bytes for line in lines)
-    return Stats(lines, weights, sum(translators.values()), total, mx.get_active_memory())
+    used = {f"{one} to {other}": t.name for (one, other), t in exchange.translators.items()}
+    return Stats(lines, weights, sum(translators.values()), total, mx.get_active_memory(), used)
 
 
 def _line(line: Line) -> LineStats:

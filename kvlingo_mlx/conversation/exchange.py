@@ -202,6 +202,12 @@ class Exchange:
         """Those in use, by direction."""
         return {names: t for names, t in self._found.items() if isinstance(t, Translator)}
 
+    def used_by(self, name: str) -> tuple[Translator, ...]:
+        """Those into a line that holds translated entries."""
+        if not any(span.passes for span in self.line(name).spans):
+            return ()
+        return tuple(t for (_, target), t in self.translators.items() if target == name)
+
     # ---- switching ------------------------------------------------------------------------
 
     def bring(

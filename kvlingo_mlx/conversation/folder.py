@@ -36,7 +36,7 @@ from kvlingo_mlx.errors import (
 )
 from kvlingo_mlx.language_model import LanguageModel
 
-FORMAT, VERSION = "kvlingo-conversation", 1
+FORMAT, VERSION = "kvlingo-conversation", 2  # 2: other digests of translators
 FACTS = "conversation.json"
 OURS = re.compile(r"line-\d+\.(cache|native)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
 SAMPLED = 64  # numbers of an array that are looked at, about
@@ -93,7 +93,7 @@ def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transc
             "strategy": exchange.strategy, "active": exchange.active,
             "models": {name: describe(line.model) for name, line in exchange.lines.items()},
             "translators": [
-                {"source": source, "target": target, "sha256": translator.fingerprint}
+                {"source": source, "target": target, "sha256": translator.digest}
                 for (source, target), translator in sorted(exchange.translators.items())
             ],
             "transcript": transcript.to_json(), "lines": lines,
@@ -250,7 +250,7 @@ class Saved:
 
     def _check_translator(self, exchange: Exchange, source: str, target: str, sha256: str) -> None:
         found = exchange.translator(source, target)
-        if found is None or found.fingerprint != sha256:
+        if found is None or found.digest != sha256:
             what = "none is given or stored" if found is None else "this one has other weights"
             raise IncompatibleTranslatorError(
                 f"the conversation in {self.folder} needs the translator from {source} to {target} "

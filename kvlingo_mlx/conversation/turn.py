@@ -29,6 +29,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message
 from kvlingo_mlx.sampling import Choice
 from kvlingo_mlx.transfer import PHASES
+from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import room_for
 
 THOUGHT = "</think>"  # what ends a reasoning trace where a tokenizer has no mark of its own
@@ -112,13 +113,14 @@ class Turn:
         line = self._exchange.line(name)
         reader = self._read_by(line.model.tokenizer, tokens)
         limit = self.room(name) if most is None else min(most, self.room(name))
+        used = self._exchange.used_by(name)
         text, begun = "", len(self.answer)
         for response in self._decoded(line, tokens, limit):
             if begun and not text:
                 before = [tokens[-1], *self.answer[begun:]]
                 response = _joined(response, line.model.tokenizer, before)
             text += response.text
-            booked = self._booked(response, switch)
+            booked = self._booked(response, switch, used)
             done = until is not None and until in text
             if not last and not self.ended:
                 booked = replace(booked, finish_reason=None)
@@ -227,7 +229,9 @@ class Turn:
                 logits_processors=with_prefix(choice.logits_processors, tokens[:-1]), **options,
             )  # fmt: skip
 
-    def _booked(self, response: MLXResponse, switch: Switch) -> GenerationResponse:
+    def _booked(
+        self, response: MLXResponse, switch: Switch, used: Sequence[Translator]
+    ) -> GenerationResponse:
         """Book a token; returns it with this turn's times and count."""
         if not self.answer:
             self._ttft = time.perf_counter() - self._started
@@ -235,7 +239,7 @@ class Turn:
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
         counts = Counts(len(self.prompt), switch.kept, switch.translated, switch.read + 1)
-        booked = timed(response, counts, self._ttft, self._seconds)
+        booked = timed(response, counts, self._ttft, self._seconds, used=used)
         return replace(booked, generation_tokens=len(self.answer))
 
 

@@ -5,12 +5,17 @@ The same in both runtimes: records of generated dialogues, tokenised as training
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from kvlingo_mlx.embedded.dialogues import held_out
-from kvlingo_mlx.samples import Sample, to_samples
+import numpy as np
+
+from kvlingo_mlx.embedded.dialogues import Dialogue, held_out
+from kvlingo_mlx.renderings import bare
+from kvlingo_mlx.samples import Sample, cut, to_samples
 
 NAME, COUNT = "dialogues-1", 8  # changes when any of them does
+Asked = tuple[Sample, tuple[int, ...]]
 
 
 def bundled_samples(
@@ -21,11 +26,35 @@ def bundled_samples(
     Without a chat template they are plain texts, cut in the middle. Those beyond
     ``context_length`` are left out. ``source_tokenizer`` is the source's where it has another one.
     """
-    records: list[dict[str, Any]] = [
-        {"messages": talk.conversation()} for talk in held_out(COUNT, seed=0)
-    ]
+    return [sample for sample, _ in bundled(tokenizer, context_length, source_tokenizer)]
+
+
+def bundled(tokenizer: Any, context_length: int, source_tokenizer: Any = None) -> list[Asked]:
+    """The same, each with the continuation's indices of the value that it is asked for.
+
+    There are none where the conversations are plain texts.
+    """
     both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
-    if not all(getattr(t, "has_chat_template", t.chat_template is not None) for t in both):
-        records = [{"text": "\n".join(m["content"] for m in r["messages"])} for r in records]
-    found = to_samples(records, tokenizer, context_length, source_tokenizer)
-    return [sample for sample in found if sample.continuation]
+    chats = all(getattr(t, "has_chat_template", t.chat_template is not None) for t in both)
+    found = []
+    for talk in held_out(COUNT, seed=0):
+        record: dict[str, Any] = {"messages": talk.conversation()}
+        if not chats:
+            record = {"text": "\n".join(m["content"] for m in record["messages"])}
+        for sample in to_samples([record], tokenizer, context_length, source_tokenizer):
+            if sample.continuation:
+                found.append((sample, _value(tokenizer, talk) if chats else ()))
+    return found
+
+
+def _value(tokenizer: Any, talk: Dialogue) -> tuple[int, ...]:
+    """Which tokens of the last answer spell the value."""
+    text, value = cut(talk.conversation(), tokenizer)[1], talk.asked[-1].value
+    stop = text.rindex(value) + len(value)
+    ends = bare(tokenizer, text).ends
+    return tuple(np.flatnonzero((stop - len(value) < ends) & (ends <= stop)).tolist())
+
+
+def spelled(best: Sequence[int], sample: Sample, value: tuple[int, ...]) -> bool:
+    """Whether the first choices ``best`` at the continuation's tokens spell the value."""
+    return all(best[i] == sample.continuation[i] for i in value)

@@ -52,7 +52,7 @@ def translated(
     The target reads its first ``native_layers`` itself, as in :func:`hand_over`, where None and
     ``auto`` are what each translator's profile says now.
     """
-    digests = [digest(t) for t in translators]
+    digests = [t.digest for t in translators]
     parts = [native_part(t.config, native_layers) for t in translators]
     identity: dict[str, Any] = {"source": identity_of(source), "translators": digests}
     if any(t.bits is not None for t in translators):
@@ -91,7 +91,7 @@ def folded(
     return Condition(
         "folded",
         (conditions.folded(source, target, translator, allow_mismatch=allow_mismatch),),
-        {"source": identity_of(source), "translators": [digest(translator)], "folded": True},
+        {"source": identity_of(source), "translators": [translator.digest], "folded": True},
         at_switch,
     )
 
@@ -142,7 +142,7 @@ def baseline(
         make = conditions.translated(
             source, target, control, part.layers, allow_mismatch=allow_mismatch
         )
-        identity = theirs | {"translators": [digest(control)]} | _layers_of([part])
+        identity = theirs | {"translators": [control.digest]} | _layers_of([part])
         return Condition("shuffled", (make,), identity)
     if name == "canonical":
         if translators[0].config.alignment is None:
@@ -150,7 +150,7 @@ def baseline(
         make = conditions.canonical(
             conditions.translated(source, target, translators[0], allow_mismatch=allow_mismatch)
         )
-        digests = {"translators": [digest(translators[0])], "canonical": True}
+        digests = {"translators": [translators[0].digest], "canonical": True}
         return Condition("canonical", (make,), theirs | digests)
     layers = len(target.attentions)
     if name == "reuse":
@@ -186,11 +186,3 @@ def identity_of(model: LanguageModel) -> dict[str, Any]:
         "dtype": str(model.cache_dtype),
         "quantization": quantization,
     }
-
-
-def digest(translator: Translator) -> str:
-    """What tells one loaded translator from another in a record: its numbers and its facts.
-
-    Which layers each map reads, the kind, the capture point and the alignment are among them.
-    """
-    return translator.fingerprint

@@ -160,4 +160,5 @@ def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[
     curve = [[p.layers, p.kl.value, p.time] for p in points if p.way in (HYBRID, "native")]
     facts = {"native_layers": layers, "profile": {**bounds, "layers_kl_seconds": curve}}
     provenance = {**config.provenance, **facts}
-    checkpoint.write(folder, dataclasses.replace(config, provenance=provenance), weights)
+    profiled = dataclasses.replace(config, provenance=provenance)
+    checkpoint.write(folder, profiled, weights, overwrite=True)

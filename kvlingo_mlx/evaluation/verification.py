@@ -11,9 +11,10 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx import checkpoint
-from kvlingo_mlx.embedded.bundled import NAME, bundled_samples
+from kvlingo_mlx.embedded.bundled import bundled, spelled
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
+from kvlingo_mlx.grading import GRADES, Receipt, recall_of
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.samples import Sample, other_tokenizer
 from kvlingo_mlx.states import KVStates
@@ -28,15 +29,11 @@ class Agreement:
     """What a translated cache predicts on the bundled conversations, beside the native one.
 
     Attributes:
-        kl: KL(native || translated), nats per token, mean over conversations.
-        top1: Share of tokens at which both have the same first choice.
-        hidden_kl: The same KL where the prefix is hidden: what a useless translator has.
+        receipt: What was measured, as a translator's provenance keeps it.
         samples, tokens: How many conversations, and continuation tokens in all.
     """
 
-    kl: float
-    top1: float
-    hidden_kl: float
+    receipt: Receipt
     samples: int
     tokens: int
 
@@ -128,78 +125,65 @@ def agreement(
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
-    samples = bundled_samples(target.tokenizer, context, other)
-    if not samples:
+    asked = bundled(target.tokenizer, context, other)
+    if not asked:
         return None
     make = conditions.translated(
         source, target, translator, native_layers, allow_mismatch=allow_mismatch
     )
-    found = [_compared(target, make, sample) for sample in samples]
-    kl, hidden = (float(np.mean([scores[i].kl.mean() for scores, _ in found])) for i in (0, 1))
-    same = np.concatenate([scores[0].best == best for scores, best in found])
-    return Agreement(kl, float(same.mean()), hidden, len(samples), same.size)
+    found = [_compared(target, make, sample) for sample, _ in asked]
+    kl, hidden = (float(np.mean([ways[i].kl.mean() for ways in found])) for i in (0, 2))
+    same = np.concatenate([ways[0].best == ways[1].best for ways in found])
+    hits = [
+        [spelled(way.best, sample, value) for way in ways]
+        for ways, (sample, value) in zip(found, asked, strict=True) if value
+    ]  # fmt: skip
+    receipt = Receipt(kl, float(same.mean()), native_layers, hidden, recall_of(hits))
+    return Agreement(receipt, len(asked), same.size)
 
 
 def _compared(
     target: LanguageModel, translated: conditions.CacheMaker, sample: Sample
-) -> tuple[list[PerToken], np.ndarray]:
-    """A conversation from a translated cache and from none; and the native first choices."""
+) -> list[PerToken]:
+    """A conversation from a translated cache, from the target's own, and from none."""
 
     def predicted(make: conditions.CacheMaker) -> list[mx.array]:
         cache, last = make(sample.handover or sample.prefix), sample.prefix[-1]
         return list(log_probabilities(target, cache, last, sample.continuation))
 
     native = predicted(conditions.native(target))
-    makers = translated, conditions.hidden(target)
-    scores = [per_token(native, predicted(make), sample.continuation) for make in makers]
-    return scores, np.concatenate([np.array(mx.argmax(block, axis=-1)) for block in native])
+    ways = predicted(translated), native, predicted(conditions.hidden(target))
+    return [per_token(native, way, sample.continuation) for way in ways]
 
 
-@dataclass(frozen=True)
-class Receipt:
-    """What a training measured on these very conversations, in PyTorch.
-
-    Attributes:
-        kl, top1: As in :class:`Agreement`.
-        native_layers: How many layers the target read itself.
-    """
-
-    kl: float
-    top1: float
-    native_layers: int = 0
-
-
-def receipt_of(config: TranslatorConfig) -> Receipt | None:
-    """The receipt that its training left; None where it left none, or none for this text."""
-    left: Any = config.provenance.get("receipt")
-    if not isinstance(left, dict) or left.get("prompts") != NAME:
+def receipt(
+    source: LanguageModel, target: LanguageModel, translator: Translator
+) -> dict[str, Any] | None:
+    """What a fit leaves in its translator's provenance; None where no conversation fits."""
+    found = agreement(source, target, translator)
+    if found is None:
         return None
-    numbers: list[Any] = [left.get(name) for name in ("kl", "top1")]
-    layers: Any = left.get("native_layers", 0)
-    if any(type(value) not in (int, float) for value in numbers) or type(layers) is not int:
-        return None
-    if not 0 <= layers <= len(config.target.layers):
-        return None
-    kl, top1 = numbers
-    return Receipt(float(kl), float(top1), layers)
+    dtype = str(target.cache_dtype).rsplit(".", 1)[-1]
+    return {**found.receipt.to_json(), "tokens": found.tokens, "dtype": dtype}
 
 
-def verdict(found: Agreement, receipt: Receipt | None) -> tuple[bool, str]:
+def verdict(found: Receipt, receipt: Receipt | None) -> tuple[bool, str]:
     """Whether all is well, and why, in a line.
 
     A KL may be a fifth, or 0.01 nats, above or below its receipt's.
+
+    Args:
+        found: What was measured here.
+        receipt: What the translator's making left.
     """
-    if not found.kl < found.hidden_kl:
-        return False, (
-            f"useless: KL {found.kl:.4f}, and {found.hidden_kl:.4f} with the prefix hidden; is it "
-            "for these models?"
-        )
+    if found.grade == GRADES[-1]:
+        return False, f"{found}; is it for these models?"
     if receipt is None:
-        return True, "works, but its training left no receipt for these conversations to compare"
+        return True, f"{found}; its training left no receipt for these conversations to compare"
     allowed = max(0.2 * receipt.kl, 0.01)
     if not abs(found.kl - receipt.kl) <= allowed:
         return False, (
             f"differs from its receipt: KL {found.kl:.4f}, expected {receipt.kl:.4f} within "
             f"{allowed:.4f}; are the models those, in the precision, that it was trained with?"
         )
-    return True, "as its training left it"
+    return True, f"as its training left it; {found}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -18,7 +19,9 @@ import numpy as np
 from kvlingo_mlx import __version__
 from kvlingo_mlx.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.capture import move, prefill
-from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
+from kvlingo_mlx.closed_form import Moments, check_tokens, moment_widths, shortage, solve_maps
+from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
+from kvlingo_mlx.evaluation.verification import receipt
 from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.geometry import LayerGeometry
@@ -84,11 +87,15 @@ def fit(
             before the samples are read again.
 
     Raises:
-        ValueError: A bad argument, or no usable sample.
+        ValueError: A bad argument, no usable sample, or fewer tokens than a map has unknowns (the
+            width of what it reads: ``nu`` source layers; head-wise, of one head).
         IncompatibleTranslatorError: The layers have no counterpart, the models are of kinds that
             no translator connects, or of two tokenizers and captured after RoPE.
         UnsupportedModelError: Of two tokenizers, and the target's cache holds one entry a token.
         MalformedTranslatorError: An ``Assignment`` that does not fit these models.
+
+    Warns:
+        KVLingoWarning: The data hold few tokens for so many unknowns; with what would do.
     """
     source, target = load_pair(source, target)
     norm = norm_named(norm)
@@ -119,6 +126,8 @@ def fit(
         config, weights, ranks = _select(config, reader, method, nu, memory)
     if not weights:
         weights, ranks = _solve(config, reader, memory)
+    if short := shortage(config, reader.tokens, min(ranks)):
+        warnings.warn(short, KVLingoWarning, stacklevel=2)
     provenance = {
         "stage": 1,
         "norm": norm,
@@ -132,8 +141,21 @@ def fit(
         "date": time.strftime("%Y-%m-%d"),
         **facts_of_models({"source": source, "target": target}),
     }
-    config = dataclasses.replace(config, provenance=provenance)
-    return build(config, Weights.from_float32(weights, "float32"))
+    fitted = build(config, Weights.from_float32(weights, "float32"))
+    if (left := _receipt(source, target, fitted)) is not None:
+        provenance["receipt"] = left
+    return dataclasses.replace(fitted, config=dataclasses.replace(config, provenance=provenance))
+
+
+def _receipt(
+    source: LanguageModel, target: LanguageModel, fitted: Translator
+) -> dict[str, Any] | None:
+    """What it reaches on the bundled conversations, where these models can read them."""
+    try:
+        return receipt(source, target, fitted)
+    except (KVLingoError, ValueError) as problem:
+        warnings.warn(f"the fit leaves no receipt: {problem}", KVLingoWarning, stacklevel=3)
+        return None
 
 
 def _alignment(source: LanguageModel, target: LanguageModel, capture: str) -> str | None:
@@ -239,6 +261,7 @@ def _solve(
     for names in batches:
         moments = {name: Moments(*widths[name]) for name in names}
         reader.read(partial(_add_maps, moments, config.assignment))
+        check_tokens(config, reader.tokens)
         solved, found = solve_maps(config, moments, reader.tell_solved)
         weights |= solved
         ranks += found
@@ -267,6 +290,7 @@ def _select(
         for side, batch in part.items():
             tiles[side].turn_to({t: reads[t] for t in batch})
         reader.read(partial(_add_tiles, tiles), weighted=weighted)
+        check_tokens(config, reader.tokens)
         for side in part:
             for t, layers in choose(tiles[side], method, nu).items():
                 lists[side][t] = layers

@@ -260,7 +260,7 @@ def folded_stream_generate(
         reader = AnswerReader(target.tokenizer, tokens, choice.stop, tools)
         yield from answered(
             responses, reader, clock, Counts.of(len(tokens), len(tokens) - 1), "folded",
-            lambda first: check_numbers(first, source, target, cache),
+            lambda first: check_numbers(first, source, target, cache), found,
         )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvlingo_mlx import checkpoint, pictures
+from kvlingo_mlx.grading import said_of
 from kvlingo_mlx.samples import other_tokenizer
 from kvlingo_mlx.training import distributed, torch_model
 from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
@@ -89,13 +90,15 @@ class Options:
 class Done:
     """What a finished training left: its folder and, of stage 2, its log and held-out KL.
 
-    ``log``, ``first`` and ``best`` are None where there was no stage 2.
+    ``log``, ``first`` and ``best`` are None where there was no stage 2. ``before``: it was finished
+    already, and nothing was done.
     """
 
     folder: Path
     log: Path | None = None
     first: float | None = None
     best: float | None = None
+    before: bool = False
 
 
 def train(
@@ -106,10 +109,12 @@ def train(
     progress: Progress,
     warn: Callable[[str], None],
     stage1: Mapping[str, Any] | None = None,
+    force: bool = False,
 ) -> Done | None:
     """Train, or resume; None in a process that does not lead.
 
     ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1; None for other kinds.
+    ``force`` trains anew what is finished, and replaces another translator at ``out``.
 
     Raises:
         ValueError: A bad option, unusable data, or a destination that is not ours.
@@ -132,15 +137,16 @@ def train(
     try:
         training = Training(
             source, target, stream, whole, Path(out), group, progress, options.settings(stream),
-            warn, notes=[str(stream.survey)] if stream.survey.falls_short else [],
+            warn, notes=[str(stream.survey)] if stream.survey.falls_short else [], force=force,
         )  # fmt: skip
+        before = training.finished()
         folder = training.run()
     finally:
         distributed.leave(group)
     if not group.leads:
         return None
-    if stage2.steps == 0:
-        return Done(folder)
+    if before or stage2.steps == 0:
+        return Done(folder, before=before)
     curve = [_lowest(line["held_out"]) for line in read_log(training.log)]
     return Done(folder, training.log, curve[0], min(curve))
 
@@ -184,6 +190,11 @@ def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Len
 def provenance(folder: Path) -> dict[str, Any]:
     """What a finished translator's folder says of its making."""
     return dict(checkpoint.read_config(folder).provenance)
+
+
+def grade(folder: Path) -> str:
+    """What a finished translator is worth by its receipt, in a line."""
+    return said_of(checkpoint.read_config(folder))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

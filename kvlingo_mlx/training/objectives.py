@@ -48,14 +48,16 @@ def objective_named(name: str, ce_weight: float = 1.0) -> Objective:
 class Loss:
     """A continuation's mean objective and mean KL, and the gradient of the objective.
 
-    ``gradient`` is with respect to the student's hidden states, (M, width). ``agreed`` counts the
-    tokens at which both have the same first choice, where no gradient is asked for.
+    ``gradient`` is with respect to the student's hidden states, (M, width). Where no gradient is
+    asked for, ``best`` are the student's first choices and ``agreed`` counts those that are the
+    teacher's as well.
     """
 
     value: float
     kl: float
     gradient: torch.Tensor | None
     agreed: int = 0
+    best: tuple[int, ...] = ()
 
 
 Head = Callable[[torch.Tensor], torch.Tensor]
@@ -82,6 +84,7 @@ def loss_of(
     """
     total = kl_total = 0.0
     agreed = 0
+    best: list[int] = []
     gradients = []
     targets = torch.tensor(list(labels), device=student.device)
     for start in range(0, len(targets), BLOCK):
@@ -92,7 +95,9 @@ def loss_of(
         with torch.no_grad():
             native = head(teacher[span])
             if not with_gradient:
-                agreed += int((logits.argmax(dim=-1) == native.argmax(dim=-1)).sum())
+                first = logits.argmax(dim=-1)
+                agreed += int((first == native.argmax(dim=-1)).sum())
+                best += first.tolist()
             kl, ce, slope = _block(objective, logits.detach(), native, targets[span], with_gradient)
         if slope is not None:
             logits.backward(slope.div_(len(targets)))
@@ -100,7 +105,8 @@ def loss_of(
             gradients.append(hidden.grad)
         total += (objective.kl * kl + objective.ce * ce) / len(targets)
         kl_total += kl / len(targets)
-    return Loss(total, kl_total, torch.cat(gradients) if with_gradient else None, agreed)
+    gradient = torch.cat(gradients) if with_gradient else None
+    return Loss(total, kl_total, gradient, agreed, tuple(best))
 
 
 def _block(

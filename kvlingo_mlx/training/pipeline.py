@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import shutil
 import time
@@ -18,6 +19,9 @@ from safetensors.torch import load_file
 
 from kvlingo_mlx import __version__, checkpoint
 from kvlingo_mlx.assignment import Assignment, narrow_groups
+from kvlingo_mlx.closed_form import shortage
+from kvlingo_mlx.errors import MalformedTranslatorError
+from kvlingo_mlx.geometry import canonical_json
 from kvlingo_mlx.projections import facts_of_models
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.selection import METHODS
@@ -75,9 +79,31 @@ class Training:
     warn: Callable[[str], None] = lambda text: None
     keep_every: float = KEEP_EVERY
     notes: Sequence[str] = ()
+    force: bool = False
+
+    def finished(self) -> bool:
+        """Whether ``out`` holds what this very training makes, and nothing of it is left to do.
+
+        With ``force`` nothing is finished: it is trained anew, and what stands there is replaced.
+
+        Raises:
+            ValueError: ``out`` holds something else, and ``force`` is off.
+        """
+        checkpoint.check_destination(self.out)
+        there = (self.out / checkpoint.CONFIG_FILE).exists()
+        if self.force or not there:
+            return False
+        if not self._is_ours(make_config(self.source, self.target, self.plan)):
+            raise ValueError(
+                f"{self.out} holds a translator that this command did not make (other options, "
+                "data, models or an older version); give another --out, or replace it with --force"
+            )
+        return not self.partial.exists()
 
     def run(self) -> Path:
         """Train, or go on where a run stopped; returns the folder written.
+
+        What is :attr:`finished` is left as it is.
 
         Raises:
             ValueError: ``out`` is something else, or the settings are not those of the run
@@ -86,7 +112,8 @@ class Training:
             KVLingoError: Training diverged, or the disk is full.
             KeyboardInterrupt, SystemExit: A signal asked to stop; the work is kept.
         """
-        checkpoint.check_destination(self.out)
+        if self.finished():
+            return self.out
         config = make_config(self.source, self.target, self.plan)
         narrow = narrow_groups(config.source.layers, config.target.layers, self.plan.nu)
         for note in filter(None, (narrow, *self.notes)):
@@ -160,6 +187,18 @@ class Training:
         }  # fmt: skip
         return {**plan, **self.settings, **models}
 
+    def _identity(self, config: TranslatorConfig) -> str:
+        """Sha256 of all that the result depends on, kept in its provenance as ``run``."""
+        facts = {**self._settings(config), **dataclasses.asdict(self.plan.recipe)}
+        return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
+
+    def _is_ours(self, config: TranslatorConfig) -> bool:
+        """Whether ``out`` holds a translator of a training of these settings."""
+        try:
+            return checkpoint.read_config(self.out).provenance.get("run") == self._identity(config)
+        except MalformedTranslatorError:
+            return False
+
     def _check(self, path: Path, config: TranslatorConfig) -> dict[str, Any]:
         """The facts of a file of ours; ValueError where its settings are not these."""
         facts = read_facts(path)
@@ -211,6 +250,10 @@ class Training:
             arrays = {}
         elif not arrays:
             arrays, provenance = self._closed_form(config, stop)
+        if arrays and self.group.leads:
+            seen = provenance["prefix_tokens"], provenance["lowest_rank"]
+            if short := shortage(config, *seen):
+                self.warn(short)
         if plan.kind != "linear":
             branch = plan.kind == "linear_mlp"
             gated = plan.gated and not branch
@@ -345,12 +388,14 @@ class Training:
         translator = TorchTranslator.from_arrays(config, arrays, self.target.device)
         found = receipt(self.source, self.target, translator)
         left = {} if found is None else {"receipt": found}
-        config = dataclasses.replace(config, provenance={**provenance, **left})
+        provenance = {**provenance, "run": self._identity(config), **left}
+        overwrite = self.force or self._is_ours(config)
+        config = dataclasses.replace(config, provenance=provenance)
         weights = Weights.from_float32(
             {name: np.asarray(a, np.float32) for name, a in arrays.items()}, "float32"
         )
         with disk_errors(f"the translator {self.out.name}", self.out.parent):
-            checkpoint.write(self.out, config, weights)
+            checkpoint.write(self.out, config, weights, overwrite=overwrite)
 
 
 def _arrays(best: Best) -> dict[str, np.ndarray]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-from kvlingo_mlx.embedded.bundled import NAME, bundled_samples
-from kvlingo_mlx.samples import other_tokenizer
+import torch
+
+from kvlingo_mlx.embedded.bundled import bundled, spelled
+from kvlingo_mlx.grading import Receipt, recall_of
+from kvlingo_mlx.samples import Sample, other_tokenizer
 from kvlingo_mlx.training.gradients import conversation_loss, read
-from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.objectives import Loss, loss_of, objective_named
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import TorchTranslator
 
@@ -15,30 +19,44 @@ from kvlingo_mlx.training.translator import TorchTranslator
 def receipt(
     source: TorchModel, target: TorchModel, translator: TorchTranslator
 ) -> dict[str, Any] | None:
-    """Mean KL (nats per token) and share of equal first choices; None if no prompt fits.
+    """What a provenance keeps (:class:`kvlingo_mlx.grading.Receipt`); None if no prompt fits.
 
     Measured as the translator was trained: the target reads its own ``native_layers``, which the
     receipt names, since a profile may choose others later.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
-    samples = bundled_samples(target.tokenizer, context, other)
-    kl = objective_named("kl")
-    capture, native_layers = translator.config.capture, translator.config.native_layers
-    found = [
-        conversation_loss(
-            target, translator, read(source, target, sample, capture, native_layers), kl
-        )
-        for sample in samples
-    ]
-    if not found:
+    asked = bundled(target.tokenizer, context, other)
+    if not asked:
         return None
-    tokens = [len(sample.continuation) for sample in samples]
-    return {
-        "prompts": NAME,
-        "kl": sum(loss.kl for loss in found) / len(found),
-        "top1": sum(loss.agreed for loss in found) / sum(tokens),
-        "tokens": sum(tokens),
-        "native_layers": native_layers,
-        "dtype": str(target.dtype).rsplit(".", 1)[-1],
-    }
+    losses = [_losses(source, target, translator, sample) for sample, _ in asked]
+    tokens = sum(len(sample.continuation) for sample, _ in asked)
+    ways = zip(*losses, strict=True)
+    kl, _, hidden_kl = (sum(loss.kl for loss in way) / len(asked) for way in ways)
+    hits = [
+        tuple(spelled(loss.best, sample, value) for loss in ways)
+        for ways, (sample, value) in zip(losses, asked, strict=True) if value
+    ]  # fmt: skip
+    top1 = sum(translated.agreed for translated, _, _ in losses) / tokens
+    layers = translator.config.native_layers
+    found = Receipt(kl, top1, layers, hidden_kl, recall_of(hits))
+    return {**found.to_json(), "tokens": tokens, "dtype": str(target.dtype).rsplit(".", 1)[-1]}
+
+
+@torch.no_grad()
+def _losses(
+    source: TorchModel, target: TorchModel, translator: TorchTranslator, sample: Sample
+) -> tuple[Loss, Loss, Loss]:
+    """A conversation from the translated cache, from the target's own, and from none."""
+    kl, config = objective_named("kl"), translator.config
+    reading = read(source, target, sample, config.capture, config.native_layers)
+    measured = partial(
+        loss_of, kl, target.logits, teacher=reading.teacher, labels=sample.continuation,
+        with_gradient=False,
+    )  # fmt: skip
+    alone = target.hidden((sample.prefix[-1], *sample.continuation[:-1]))
+    return (
+        conversation_loss(target, translator, reading, kl),
+        measured(student=reading.teacher),
+        measured(student=alone),
+    )

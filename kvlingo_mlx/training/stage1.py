@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kvlingo_mlx.assignment import Assignment
-from kvlingo_mlx.closed_form import Moments, moment_widths, solve_maps
+from kvlingo_mlx.closed_form import Moments, check_tokens, moment_widths, solve_maps
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.samples import Sample
 from kvlingo_mlx.selection import Tiles, assignment_of, candidates, choose
@@ -171,6 +171,7 @@ def closed_form(
 
     norm = norm_named(norm)
     _read(config, source, target, samples, norm, sums, add, progress, keep)
+    check_tokens(config, sums.counts()["tokens"])
     moments = {name: m.to_numpy() for name, m in sums.moments.items()}
     arrays, ranks = solve_maps(config, moments, solved)
     return arrays, _provenance(norm, sums, ranks)
@@ -214,6 +215,7 @@ def select(
     shared = norm not in ATTENTION_NORMS
     _read(config, source, target, samples, norm if shared else "frobenius", sums, add,
           progress, keep)  # fmt: skip
+    check_tokens(config, sums.counts()["tokens"])
     chosen = {side: choose(tiles, method, nu) for side, tiles in sums.tiles.items()}
     config = dataclasses.replace(config, assignment=assignment_of(chosen))
     arrays: dict[str, np.ndarray] = {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,7 +16,6 @@ import numpy as np
 
 from kvlingo_mlx import checkpoint
 from kvlingo_mlx.errors import IncompatibleTranslatorError
-from kvlingo_mlx.geometry import canonical_json
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.tensor_file import DType, Weights
 from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, flops_of, head_map_of
@@ -49,12 +47,14 @@ class Translator(ABC):
         dtype: The dtype its weights are stored in on disk.
         groups: The maps as they are laid out for this machine, by target side.
         bits: Bits of its matrices, but for those that :mod:`.quantised` keeps; None: as stored.
+        path: The folder that it was loaded from; None where it was made here.
     """
 
     config: TranslatorConfig
     dtype: DType
     groups: dict[str, tuple[Group, ...]]
     bits: int | None = None
+    path: Path | None = None
 
     @classmethod
     def build(
@@ -172,17 +172,19 @@ class Translator(ABC):
         }
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Sha256 of what it computes: its config, but for where it came from, and its numbers."""
-        config = self.config.to_json()
-        del config["provenance"]
-        for end in ("source", "target"):
-            config[end] = {k: v for k, v in config[end].items() if k not in ("name", "revision")}
-        digest = hashlib.sha256(canonical_json([config, self.bits]).encode())
-        for name, array in sorted(self.floats().items()):
-            digest.update(name.encode())
-            digest.update(np.ascontiguousarray(array).data)
-        return digest.hexdigest()
+    def digest(self) -> str:
+        """Sha256 of what it computes (:func:`kvlingo_mlx.checkpoint.digest`).
+
+        Of a quantised one, what its matrices stand for, however this machine cuts them.
+        """
+        quantised = self.bits is not None
+        weights = Weights("float32", self.floats()) if quantised else self.to_weights()
+        return checkpoint.digest(self.config, weights, self.bits)
+
+    @property
+    def name(self) -> str:
+        """Which one it is: its folder and the first digits of its digest."""
+        return f"{self.path or 'made in this process'} (sha256 {self.digest[:12]})"
 
     @property
     def num_parameters(self) -> int:
@@ -203,13 +205,14 @@ class Translator(ABC):
         for group in (group for side in SIDES for group in self.groups[side]):
             yield from ((name, part) for name, parts in group.tensors.items() for part in parts)
 
-    def save(self, folder: str | os.PathLike[str]) -> Path:
+    def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Write a translator folder, all of it or nothing.
 
         Raises:
-            ValueError: ``folder`` exists and is not a translator of ours; or this one is quantised.
+            ValueError: ``folder`` exists and is not a translator of ours, or is another one and
+                ``overwrite`` is off; or this one is quantised.
         """
-        return checkpoint.write(folder, self.config, self.to_weights())
+        return checkpoint.write(folder, self.config, self.to_weights(), overwrite=overwrite)
 
 
 def _start(group: Group, states: KVStates, first: Sequence[int] | None) -> int:

@@ -1,0 +1,86 @@
+"""How much data a closed form wants, and what its quality is called: the reasons of two thresholds.
+
+    python benchmarks/fit_data.py [--seeds 3]
+
+Fits of growing prefix tokens between embedded models, by tokens per unknown (the input width of
+one map). Each is measured twice: recall and KL on held-out dialogues, and the share of the hidden
+prefix's KL that it removes on the bundled conversations, which is what receipts and grades are of.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+
+import kvlingo_mlx.backend
+
+import numpy as np
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import measure
+from kvlingo_mlx.embedded.dialogues import for_fitting, held_out
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.evaluation.continuation import recall_sample, score
+from kvlingo_mlx.evaluation.verification import agreement
+from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.samples import Sample, to_samples
+
+SHARES = (0.02, 0.25, 0.5, 1, 1.5, 2, 4, 8, 16, 32, 64, 128, 256)
+PAIRS = (("tiny-qwen3-s", "tiny-qwen3-l", 1), ("tiny-qwen3-l", "tiny-qwen3-s", 1),
+         ("tiny-qwen3-s", "tiny-qwen3-moe", 1), ("tiny-qwen3-s", "tiny-qwen3-l", 4))  # fmt: skip
+
+
+def some(samples: Sequence[Sample], tokens: int) -> Iterator[Sample]:
+    """The first ``tokens`` prefix tokens of the samples, the last prefix cut short."""
+    for sample in samples:
+        prefix = sample.prefix[:tokens]
+        if prefix:
+            yield Sample(prefix, ())
+        tokens -= len(prefix)
+
+
+def fits(
+    source: LanguageModel, target: LanguageModel, nu: int, seed: int, dialogues: int
+) -> Iterator[dict[str, float]]:
+    """One row for each amount of data."""
+    records = [{"messages": talk.conversation()} for talk in for_fitting(600, seed=seed)]
+    samples = list(to_samples(records, target.tokenizer, 2048))
+    asked = [recall_sample(target, talk) for talk in held_out(dialogues)]
+    unknowns = nu * source.geometry.layers[0].width("keys")
+    for share in SHARES:
+        tokens = max(2, round(share * unknowns))
+        translator = kv.fit(source, target, list(some(samples, tokens)), nu=nu)
+        makers = {"fitted": conditions.translated(source, target, translator),
+                  "hidden": conditions.hidden(target)}  # fmt: skip
+        found = score(target, asked, makers)
+        bundled = agreement(source, target, translator)
+        assert bundled is not None
+        means = {name: float(np.mean(found[name].kl)) for name in makers}
+        yield {
+            "seed": seed, "tokens": tokens, "unknowns": unknowns, "share": share,
+            "rank": translator.config.provenance["lowest_rank"],
+            "recall": found["fitted"].recall, "kl": means["fitted"],
+            "removed": 1 - means["fitted"] / means["hidden"],
+            "bundled": 1 - bundled.kl / bundled.hidden_kl,
+        }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--dialogues", type=int, default=24)
+    parser.add_argument("--json", default="benchmarks/results/fit_data.jsonl")
+    given = parser.parse_args()
+    for source, target, nu in PAIRS:
+        models = kv.load(source), kv.load(target)
+        rows = []
+        for seed in range(given.seeds):
+            for row in fits(*models, nu, seed, given.dialogues):
+                rows.append(row)
+                print(source, target, nu, row, flush=True)
+        config = {"source": source, "target": target, "nu": nu, "dialogues": given.dialogues}
+        measure.append_json(given.json, measure.record("fit_data", config, rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""kvlingo-mlx remove: take a translator out of the local store."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from kvlingo_mlx.cli.output import say
+
+
+def command(
+    translator: str = typer.Argument(..., help="Its name, as `list` shows it, or its path."),
+    yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask."),
+) -> None:
+    """Remove a translator from the local store; those of the package stay."""
+    from kvlingo_mlx import store
+
+    folder = store.find(translator)
+    if not yes:
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise ValueError(f"nobody is there to be asked; remove {folder} with --yes")
+        typer.confirm(f"Remove {folder}?", abort=True, err=True)
+    store.remove(folder)
+    say(f"removed {folder}")

@@ -56,7 +56,7 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Train a translator: closed form, then self-distillation (needs the [cuda] extra)."""
-    from kvlingo_mlx import training
+    from kvlingo_mlx import pictures, training
 
     training.check_extra()
     keep_stdout_for_json(json_file)
@@ -78,7 +78,7 @@ def command(
             _record(json_file, "prefix_lengths", vars(options), bins)
         return
     if plot:
-        command_line.check_picture(plot, steps)
+        pictures.check(plot)
     recipe = {
         "steps": steps, "batch": batch_size, "learning_rates": rates, "objective": objective,
         "ce_weight": ce_weight, "validate_every": val_every,

@@ -16,6 +16,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, stats_of
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
@@ -30,6 +31,7 @@ from kvlingo_mlx.generation import GenerationResponse, Model
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.prompts import Message
+from kvlingo_mlx.renderings import with_joined_parts
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
@@ -76,6 +78,7 @@ class Conversation:
             tokenizer, as those with windows cannot.
     """
 
+    @checked
     def __init__(
         self,
         models: Mapping[str, Model],
@@ -173,10 +176,12 @@ class Conversation:
 
     # ---- replies ----------------------------------------------------------------------------
 
+    @checked
     def reply(self, name: str, message: str | Sequence[Message], **options: Any) -> str:
         """One model's whole answer; arguments are those of :meth:`stream_reply`."""
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
+    @checked
     def stream_reply(
         self,
         name: str,
@@ -216,10 +221,8 @@ class Conversation:
         """
         if max_tokens == 0 or max_tokens < -1:
             raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1")
-        if first_token not in ("target", "source") or (first_token == "source" and not prefill):
-            raise ValueError(
-                f"first_token is {first_token!r}; it must be target, or source beside a prefill"
-            )
+        if first_token not in ("target", "source"):
+            raise ValueError(f"first_token is {first_token!r}; it must be target or source")
         self._check_closed()
         self._compare_templates()
         named = [n for n in (name, prefill, reasoning) if n is not None]
@@ -279,6 +282,7 @@ class Conversation:
 
     # ---- memory -----------------------------------------------------------------------------
 
+    @checked
     def offload(self, name: str, where: str = "8bit") -> int:
         """Put a model's line away until that model is to answer; returns the bytes given back.
 
@@ -311,6 +315,7 @@ class Conversation:
 
     # ---- on disk ----------------------------------------------------------------------------
 
+    @checked
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write everything but models and translators to a folder: all of it, or nothing.
 
@@ -324,6 +329,7 @@ class Conversation:
         return folders.write(folder, self.exchange, self.transcript)
 
     @classmethod
+    @checked
     def resume(
         cls,
         folder: str | os.PathLike[str],
@@ -388,12 +394,14 @@ def _messages(message: str | Sequence[Message]) -> list[Message]:
     if isinstance(message, str):
         return [{"role": "user", "content": message}]
     listed: list[Any] = list(message) if isinstance(message, Sequence | Iterator) else []
-    if not listed or not all(isinstance(m, dict) and "role" in m for m in listed):
+    if not listed or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in listed
+    ):
         raise ValueError(
             f"the message is {message!r:.80}; give text, or a list of messages, each with a "
             '"role" and a "content"'
         )
-    return listed
+    return with_joined_parts(listed)
 
 
 def _check_json(tools: object) -> None:

@@ -122,11 +122,12 @@ class Turn:
         Its loop has run every token that it gave out, a stop token included.
         """
         streams: Any = [generation_stream]
+        processors = with_prefix(self._options["logits_processors"], tokens[:-1])
         with line.decoding(tokens[-1]) as (run, listening), wired_limit(line.model.model, streams):
             responses = mlx_stream_generate(
                 line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
                 prompt_cache=line.cache, sampler=self._options["sampler"],
-                logits_processors=with_prefix(self._options["logits_processors"], tokens[:-1]),
+                logits_processors=processors,
             )  # fmt: skip
             with contextlib.closing(responses):
                 while True:
@@ -135,7 +136,7 @@ class Turn:
                     if response is None:
                         return
                     if len(run) == 1:
-                        check_numbers(response, line.model, line.model, line.cache)
+                        check_numbers(response, line.model, line.model, line.cache, processors)
                     run.append(int(response.token))
                     yield response
 

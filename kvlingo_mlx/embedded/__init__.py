@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvlingo_mlx.arguments import checked
+
 MODELS = Path(__file__).parent / "models"
 TRANSLATORS = Path(__file__).parent / "translators"
 
 
+@checked
 def zoo(name: str) -> Path:
     """The folder of an embedded tiny model, for ``load`` and ``generate``.
 

@@ -18,6 +18,7 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
 from kvlingo_mlx.folding.folds import check_foldable, fold_caches
 from kvlingo_mlx.generation import (
@@ -105,6 +106,7 @@ def _resolve(
     return found
 
 
+@checked
 def folded_hand_over(
     prefill_model: Model,
     decode_model: Model,
@@ -154,7 +156,7 @@ def _rows(tokens: Any) -> list[list[int]]:
     """Prompts of one length; one prompt alone is one row."""
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:
-        if not listed or not _nested(listed):
+        if not isinstance(listed, Sequence) or not listed or not _nested(listed):
             return [as_ids(listed)]
         rows = [as_ids(row) for row in listed]
     except (TypeError, ValueError):
@@ -180,8 +182,8 @@ def _nested(listed: Sequence[Any]) -> bool:
 def _check_single(prompt: Any) -> None:
     """Refuse (ValueError) several prompts where one is expected."""
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(listed, str) or not listed:
-        return
+    if isinstance(listed, str) or not isinstance(listed, Sequence) or not listed:
+        return  # encode refuses what is no prompt
     if isinstance(listed[0], str) or _nested(listed):
         raise ValueError(
             f"the prompt is a list of {len(listed)} prompts; folded_generate answers one at a "
@@ -189,6 +191,7 @@ def _check_single(prompt: Any) -> None:
         )
 
 
+@checked
 def folded_stream_generate(
     prefill_model: Model,
     decode_model: Model,
@@ -219,6 +222,7 @@ def folded_stream_generate(
     clock.lap("prepare")
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
         cache = _folded(source, target, [tokens], found, prefill_step_size, *options, clock)
+        processors = with_prefix(logits_processors, tokens[:-1])
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
@@ -226,17 +230,18 @@ def folded_stream_generate(
             max_tokens=room_for(target, len(tokens), max_tokens),
             prompt_cache=cache,
             sampler=sampler,
-            logits_processors=with_prefix(logits_processors, tokens[:-1]),
+            logits_processors=processors,
         )
         ttft = None
         for response in responses:
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
-                check_numbers(response, source, target, cache)
+                check_numbers(response, source, target, cache, processors)
             spent = clock.seconds
             yield timed(response, len(tokens), ttft, spent, "folded")
 
 
+@checked
 def folded_generate(
     prefill_model: Model,
     decode_model: Model,

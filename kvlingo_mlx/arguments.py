@@ -136,9 +136,9 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
     "Conversation": (
         Need("translators strategy eager on_missing offload quantize native_layers allow_mismatch",
              "models", several, told=ONE_MODEL),
-        Need("translators eager on_missing quantize native_layers allow_mismatch", "strategy",
-             but("reprefill"), "alternated", "which translates nothing"),
-        Need("eager", "strategy", but("naive"), "alternated", "which translates at the switch"),
+        # Translators and eager are left as they are: such a conversation is one to compare with.
+        Need("on_missing quantize native_layers allow_mismatch", "strategy", but("reprefill"),
+             "alternated", "which translates nothing"),
     ),
     "Conversation.stream_reply": (
         Need("first_token", "prefill", is_set, "a name"),

@@ -357,7 +357,10 @@ def test_arguments_that_did_nothing(models: dict[str, LanguageModel], tmp_path: 
         (lambda: kv.Conversation(two, native_layers=-7), "native_layers is -7; give a number from"),
         (lambda: kv.Conversation([pair[0]]), "give a dict of models by name"),
         (lambda: kv.Conversation(two, made), "give a list of translators"),
-        (lambda: kv.Conversation(two, [made], strategy="reprefill"), "no effect with strategy='re"),
+        (
+            lambda: kv.Conversation(two, native_layers=1, strategy="reprefill"),
+            "native_layers has no effect with strategy='reprefill'",
+        ),
         (
             lambda: kv.Conversation({"a": pair[0]}, eager=False),
             "eager=False has no effect with one m",

@@ -1177,7 +1177,10 @@ def test_the_command_shows_prefix_lengths(
         (("--out", "x", "--held-out", "0"), "(--held-out): 0, expected at least 1"),
         (("--out", "x", "--fit-samples", "0"), "(--fit-samples): 0, expected at least 1"),
         (("--out", "x", "--kind", "mlp", "--hidden", "0"), "(--hidden): 0, expected at least 1"),
-        (("--out", "x", "--ce-weight", "nan"), "(--ce-weight): nan, expected at least 0"),
+        (
+            ("--out", "x", "--objective", "mixed", "--ce-weight", "nan"),
+            "(--ce-weight): nan, expected at least 0",
+        ),
         (("--out", "x", "--seed", "99999999999999999999"), "(--seed): 1e+20, expected"),
         (("--out", "x", "--packed-share", "2"), "(--packed-share) 2.0: expected a share"),
         (("--out", "x", "--device", "gpu"), "--device is 'gpu'; it must be cuda, cuda:N or cpu"),

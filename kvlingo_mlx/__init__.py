@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # what checkers and editors know of the names
     from kvlingo_mlx.errors import MissingProfileError as MissingProfileError
     from kvlingo_mlx.errors import MissingTranslatorError as MissingTranslatorError
     from kvlingo_mlx.errors import NotEnoughMemoryError as NotEnoughMemoryError
+    from kvlingo_mlx.errors import PublishingError as PublishingError
     from kvlingo_mlx.errors import UnsupportedModelError as UnsupportedModelError
     from kvlingo_mlx.fitting import fit as fit
     from kvlingo_mlx.folding import folded_generate as folded_generate

@@ -24,6 +24,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import capture, profiles
 from kvlingo_mlx.answers import AnswerReader, ToolCall
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits, check_draft
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover import Handover
@@ -125,6 +126,7 @@ def check_max_tokens(max_tokens: int) -> None:
         raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
 
 
+@checked
 def stream_generate(
     prefill_model: Model,
     decode_model: Model,
@@ -160,7 +162,7 @@ def stream_generate(
     decode_options = {name: known[name] for name in DECODE_OPTIONS if name in known}
     check_max_tokens(max_tokens)
     asked = native_layers, native_head, native_tail
-    check_strategy(strategy, *asked)
+    check_strategy(strategy)
     source, target = load_pair(
         prefill_model, decode_model, prompt, translator=translator, native=strategy == "native"
     )
@@ -199,14 +201,13 @@ def stream_generate(
                 source, target, tokens, resolved, native, prefill_step_size, clock, draft, across
             )
         choice.begin()
+        processors = with_prefix(choice.logits_processors, tokens[: -len(start["prompt"])])
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
             max_tokens=room,
             sampler=choice.sampler,
-            logits_processors=with_prefix(
-                choice.logits_processors, tokens[: -len(start["prompt"])]
-            ),
+            logits_processors=processors,
             **start,
             **decode_options,
         )
@@ -215,7 +216,7 @@ def stream_generate(
         held = start.get("prompt_cache", ())
         yield from answered(
             responses, reader, clock, Counts.of(len(tokens), translated), way,
-            lambda first: check_numbers(first, source, target, held), resolved,
+            lambda first: check_numbers(first, source, target, held, processors), resolved,
         )  # fmt: skip
 
 
@@ -282,22 +283,12 @@ def answered(
                 return
 
 
-def check_strategy(
-    strategy: str,
-    native_layers: int | str | None = None,
-    native_head: int = 0,
-    native_tail: int = 0,
-) -> None:
-    """Refuse what is no way to read a prompt, and parts of one beside ``native``, which is all.
+def check_strategy(strategy: str) -> None:
+    """Refuse what is no way to read a prompt.
 
     Raises:
         ValueError: Says which there are; a switch needs a source that holds the conversation.
     """
-    if strategy == "native" and (native_layers, native_head, native_tail) != (None, 0, 0):
-        raise ValueError(
-            "native_layers, native_head and native_tail are parts of a prompt that is translated; "
-            "with strategy native the decode model reads all of it: leave them out"
-        )
     if strategy == "switch":
         raise ValueError(
             "strategy is 'switch', but nobody has read this prompt yet; switches are made by "
@@ -418,14 +409,45 @@ def check_drafting(
     check_draft(target, draft, len(tokens), max_tokens)
 
 
+class Sound:
+    """Whether a model's own logits are numbers, before any logits processor has them.
+
+    It stands before a user's processors and changes nothing. It listens until the first response is
+    checked, since a draft model's logits may come first.
+    """
+
+    def __init__(self) -> None:
+        self._bad: list[mx.array] | None = []
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._bad is not None:
+            self._bad.append(mx.isnan(logits).any())
+        return logits
+
+    def told(self) -> bool:
+        """Whether all were numbers so far; the last question."""
+        bad, self._bad = self._bad, None
+        return bool(bad) and not any(flag.item() for flag in bad)
+
+
 def check_numbers(
-    response: MLXResponse, source: LanguageModel, target: LanguageModel, cache: Sequence[Any]
-) -> None:
+    response: MLXResponse, source: LanguageModel, target: LanguageModel, cache: Sequence[Any],
+    processors: Sequence[LogitsProcessor] | None = None,
+) -> None:  # fmt: skip
     """Refuse a first prediction that is not a number: decoding would go on with token 0.
 
-    ``cache`` is what it was made from; it is searched for the place only then.
+    ``cache`` is what it was made from; it is searched for the place only then. ``processors`` are
+    :func:`with_prefix`'s, one of which may be to blame.
     """
+    sound = processors[0] if processors else None
+    blameless = isinstance(sound, Sound) and sound.told()
     if mx.isnan(response.logprobs).any().item():
+        if blameless:
+            raise ValueError(
+                "logits_processors made the first prediction not a number, while the logits of "
+                f"{target.name} are numbers: one of them returns NaN, or rules out every token "
+                "(-inf everywhere); leave a token to choose"
+            )
         place = first_bad(cache, target)
         raise KVLingoError(
             f"the first prediction of {target.name} after the hand-over from {source.name} is not "
@@ -437,15 +459,18 @@ def check_numbers(
 def with_prefix(
     processors: list[LogitsProcessor] | None, prefix: Sequence[int]
 ) -> list[LogitsProcessor] | None:
-    """Processors that see the whole prompt, though mlx-lm is only given its last token."""
-    if not processors or not prefix:
-        return processors
+    """Processors that see the whole prompt, though mlx-lm is only given its last token.
+
+    The first of them is a :class:`Sound` of ours.
+    """
+    if not processors:
+        return None
     head = mx.array(list(prefix))
 
     def whole(processor: LogitsProcessor) -> LogitsProcessor:
         return lambda tokens, logits: processor(mx.concatenate([head, tokens]), logits)
 
-    return [whole(processor) for processor in processors]
+    return [Sound(), *(map(whole, processors) if prefix else processors)]
 
 
 def timed(
@@ -472,6 +497,7 @@ def timed(
     return GenerationResponse(**values, ttft_s=ttft_s, strategy=strategy)
 
 
+@checked
 def generate(
     prefill_model: Model,
     decode_model: Model,

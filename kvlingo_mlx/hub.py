@@ -19,7 +19,12 @@ from huggingface_hub.errors import (
 )
 
 from kvlingo_mlx.embedded import zoo, zoo_names
-from kvlingo_mlx.errors import KVLingoError, printable
+from kvlingo_mlx.errors import (
+    KVLingoError,
+    MissingModelError,
+    MissingTranslatorError,
+    printable,
+)
 
 # A model's files beside its weights, and all of them.
 SMALL_FILES = ("*.json", "tokenizer.model", "*.txt", "*.jinja")
@@ -28,6 +33,12 @@ UNREACHED = (
     "the Hub cannot be reached, and it is not in the cache; check the network, or run `hf download "
     "{name}` where there is one"
 )
+# What a name should have been, by what is missing; the last where either will do.
+WANTED = {
+    MissingModelError: "a model's folder, or a Hub id such as Qwen/Qwen3-4B",
+    MissingTranslatorError: "a translator's folder or Hub id",
+    KVLingoError: "a translator's or a model's folder or Hub id",
+}
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PROBLEMS = (
     HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RevisionResolutionError, OSError,
@@ -58,7 +69,7 @@ def resolve(
         name: A folder, the name of an embedded model, or a Hub id.
         revision: Branch, tag or commit of a Hub id.
         patterns: Which of a repository's files are fetched.
-        error: What to raise where there is nothing.
+        error: What to raise where there is nothing, a key of ``WANTED``.
         offline: Take a snapshot that is already here, or none; ``revision`` is a wish then.
 
     Raises:
@@ -78,9 +89,7 @@ def resolve(
             )
         return (local if here else zoo(name)), None
     if not REPO_ID.fullmatch(name):
-        raise error(
-            f"{printable(name)} does not exist; give a folder or a Hub id such as Qwen/Qwen3-4B"
-        )
+        raise error(f"{printable(name)} does not exist; give {WANTED[error]}")
     try:
         snapshot = huggingface_hub.snapshot_download(
             name, revision=revision, allow_patterns=list(patterns), local_files_only=offline

@@ -12,6 +12,7 @@ from pathlib import Path
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import checkpoint, memory
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES, WEIGHTS_FILE
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import (
@@ -38,6 +39,7 @@ Model = str | os.PathLike[str] | LanguageModel
 # ---- models ---------------------------------------------------------------------------
 
 
+@checked
 def load(
     path_or_hf_repo: str | os.PathLike[str] | LanguageModel,
     *,
@@ -52,7 +54,8 @@ def load(
         lazy: Read each weight when it is first needed.
 
     Raises:
-        ValueError: A revision of a folder, an embedded or a loaded model, which have none.
+        ValueError: A revision of a folder, an embedded or a loaded model, which have none; or
+            ``lazy`` for a loaded one.
         MissingModelError: No such folder or repository, or files are missing or damaged.
         UnsupportedModelError: The family is not supported, or mlx-lm misreads its config.
         NotEnoughMemoryError: Its weights are larger than the memory there is.
@@ -118,7 +121,9 @@ def load_pair(
 ) -> tuple[LanguageModel, LanguageModel]:
     """Two models by :func:`load_together`; ``native``: the first one's weights are not needed."""
     if native:
-        return load(prefill_model, lazy=True), load(decode_model)
+        if not isinstance(prefill_model, LanguageModel):
+            prefill_model = load(prefill_model, lazy=True)
+        return prefill_model, load(decode_model)
     models = prefill_model, decode_model
     source, target = load_together(models, prompt, translator=translator)
     return source, target
@@ -159,6 +164,7 @@ def at_hand(name: str, revision: str | None = None) -> LanguageModel:
 # ---- translators -----------------------------------------------------------------------
 
 
+@checked
 def load_translator(
     path_or_hf_repo: str | os.PathLike[str], *, quantize: int | None = None
 ) -> Translator:

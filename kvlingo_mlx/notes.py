@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any
 
@@ -21,7 +22,15 @@ def tell(key: str, text: str) -> None:
     """Warn of something, unless ``key`` was warned of before."""
     if key not in _told:
         _told.add(key)
-        warnings.warn(printable(text), KVLingoWarning, stacklevel=4)
+        warnings.warn(printable(text), KVLingoWarning, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """Which of :func:`tell`'s callers is the first one outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "kvlingo_mlx":
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: LanguageModel) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeGuard, cast
 from jinja2 import TemplateError
 
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.renderings import Rendering, chat, text_ids, text_of
+from kvlingo_mlx.renderings import Rendering, chat, text_ids, text_of, with_joined_parts
 
 Message = dict[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -61,7 +61,7 @@ def rendering(
         lambda messages: _render(
             model, messages, {"enable_thinking": enable_thinking, **switches}, tokenize=False
         ),
-        prompt,
+        with_joined_parts(prompt),
     )
 
 
@@ -69,7 +69,14 @@ def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Me
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
     if not listed and not hasattr(prompt, "tolist"):  # one message, say, which has no first item
         raise _unread(prompt)
-    return len(prompt) > 0 and isinstance(prompt[0], dict)
+    chat = len(prompt) > 0 and isinstance(prompt[0], dict)
+    for message in prompt if chat else ():
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f'a message is {message!r:.60}; each needs a "role" and a "content", as in '
+                '{"role": "user", "content": "Hello"}'
+            )
+    return chat
 
 
 def render_text(model: LanguageModel, messages: Sequence[Message], **switches: Any) -> str:
@@ -108,13 +115,14 @@ def _render(
 ) -> Any:
     if not model.tokenizer.has_chat_template:
         raise ValueError(f"{model.name} has no chat template; pass the prompt as text")
+    messages = with_joined_parts(messages)
     for message in messages:
         if isinstance(message.get("content"), str):
             _check_text(message["content"])
     given = {name: value for name, value in switches.items() if value is not None}
     try:
         return model.tokenizer.apply_chat_template(
-            list(messages), **{"add_generation_prompt": True, **given, **options}
+            messages, **{"add_generation_prompt": True, **given, **options}
         )
     except (TemplateError, TypeError) as error:
         raise ValueError(

@@ -59,6 +59,36 @@ class Stretch:
     alignment: TokenAlignment | None = None
 
 
+def joined_parts(content: Any) -> Any:
+    """A message's content, its parts of text, as OpenAI's API writes them, joined to one text.
+
+    Whatever is no list comes back as it is.
+
+    Raises:
+        ValueError: A part is something else than text.
+    """
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            found = f"of type {kind!r}" if isinstance(kind, str) else repr(part)
+            raise ValueError(
+                f"a message's content has a part {found:.80}; models read text alone here: give "
+                '{"type": "text", "text": ...}, and leave other parts out'
+            )
+    return "".join(part["text"] for part in content)
+
+
+def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
+    """Messages, each content by :func:`joined_parts`."""
+    return [
+        {**message, "content": joined_parts(message["content"])}
+        if "content" in message else dict(message)
+        for message in messages
+    ]  # fmt: skip
+
+
 def plain(tokenizer: Any, text: str) -> Rendering:
     """A text outside any conversation, with the tokens a tokenizer puts around one (``<s>``)."""
     return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=True), ((0, len(text)),))

@@ -20,7 +20,7 @@ from jinja2 import TemplateError
 from kvlingo_mlx.alignment import NO_END
 from kvlingo_mlx.geometry import vocabulary_fingerprint
 from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.renderings import chat, text_ids, text_of
+from kvlingo_mlx.renderings import chat, joined_parts, text_ids, text_of
 
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
 ROLES = ("system", "user", "assistant", "tool")
@@ -85,8 +85,26 @@ def _parse(line: str, where: str) -> dict[str, Any]:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
+    return checked_record(record, where)
+
+
+def checked_record(record: Any, where: str) -> dict[str, Any]:
+    """A record with each message's content one text; ValueError as :func:`check_record`."""
+    if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
+        messages = [with_text(message, where) for message in record["messages"]]
+        record = {**record, "messages": messages}
     check_record(record, where)
     return record
+
+
+def with_text(message: Any, where: str) -> Any:
+    """A message whose content, if it is a list of parts of text, is one text."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    try:
+        return {**message, "content": joined_parts(message["content"])}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
 
 
 def check_record(record: Any, where: str) -> None:
@@ -139,7 +157,7 @@ def to_samples(
     limit = min(MAX_PREFIX, context_length)
     for number, record in enumerate(records, 1):
         if not isinstance(record, Sample):
-            check_record(record, f"record {number}")
+            record = checked_record(record, f"record {number}")
             record = tokenise(record, tokenizer, source_tokenizer=source_tokenizer)
         if source_tokenizer is not None and record.handover is None:
             raise ValueError(

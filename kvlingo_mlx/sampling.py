@@ -14,7 +14,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
-CHOOSING = ("temperature", "top_p", "top_k", "min_p")
 OFF = {"top_p": (1,), "top_k": (0,), "min_p": (0,), "repetition_penalty": (0, 1)}
 RANGES: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (float, lambda v: 0 <= v < math.inf, "a number, 0 or more"),
@@ -103,30 +102,6 @@ def given(options: Mapping[str, Any], known: type, where: str) -> dict[str, Any]
     return {name: value for name, value in options.items() if value is not None}
 
 
-def check_needs(options: Mapping[str, Any], sampler: Sampler | None) -> None:
-    """Refuse (ValueError) an option that would do nothing without another, or beside one."""
-    sampling = bool(options.get("temperature"))
-    active = [n for n in CHOOSING[1:] if n in options and options[n] not in OFF[n]]
-    if sampler is not None and (beside := [n for n in CHOOSING if n in options]):
-        raise ValueError(
-            f"{beside[0]} cannot be used beside a sampler, which chooses the tokens alone; "
-            "leave one of them out"
-        )
-    if sampler is None and active and not sampling:
-        raise ValueError(
-            f"{active[0]} does nothing at temperature 0, which always takes the likeliest token; "
-            "add a temperature above 0, or leave it out"
-        )
-    if sampler is None and "seed" in options and not sampling:
-        raise ValueError(
-            "seed does nothing at temperature 0, which draws no random numbers; add a temperature "
-            "above 0, or leave it out"
-        )
-    for name, other in (("kv_group_size", "kv_bits"), ("quantized_kv_start", "kv_bits")):
-        if name in options and other not in options:
-            raise ValueError(f"{name} does nothing without {other}; add {other}, or leave it out")
-
-
 def choice_of(
     options: Mapping[str, Any],
     sampler: Sampler | None,
@@ -140,7 +115,6 @@ def choice_of(
     for name, (kind, sound, expected) in RANGES.items():
         if name in options:
             check_value(name, options[name], kind, sound, expected)
-    check_needs(options, sampler)
     temperature, penalty = options.get("temperature"), options.get("repetition_penalty")
     if sampler is None and temperature:
         sampler = make_sampler(

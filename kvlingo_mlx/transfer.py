@@ -20,6 +20,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches, capture, cross_tokenizer, hybrid
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.hybrid import Native, native_part
 from kvlingo_mlx.language_model import LanguageModel
@@ -226,6 +227,7 @@ def across_plan(
     return cross_tokenizer.plan(source, target, prompt, enable_thinking, **switches)
 
 
+@checked
 def hand_over(
     prefill_model: Model,
     decode_model: Model,

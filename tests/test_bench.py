@@ -735,20 +735,13 @@ def test_bench_without_a_translator_times_random_maps(
     ("more", "message"),
     [
         (["--table", "x"], "--table is 'x'; give moe-switch, switch, quant or all"),
-        (["--layers", "2"], "--layers is for --geometry"),
-        (["--precision", "4bit"], "--precision is for --geometry"),
         (["--geometry", "qwen3-4b"], "--geometry is 'qwen3-4b'; give SOURCE:TARGET"),
-        (["--geometry", "a:b", "--prompt", "text"], "--prompt text does not go with --geometry"),
         (["--geometry", "a:b"], "--geometry names 'a'"),
         (["-p", "12,x"], "--prompt-tokens is '12,x'"),
         (["--geometry", "qwen3-4b:nope"], "--geometry names 'nope'; there are qwen3-0.6b, "),
         (["--geometry", "qwen3-4b:qwen3-8b", "--layers", "37"], "--layers is 37; qwen3-4b has 36"),
         (["--geometry", "qwen3-4b:qwen3-8b", "--precision", "1bit"], "--precision is '1bit'; give"),
         (["--geometry", "qwen3-4b:qwen3-8b", "--layers", "2", "--nu", "3"], "--nu is 3; qwen3-4b"),
-        (
-            ["--geometry", "qwen3-4b:qwen3-8b", "--source", "x"],
-            "--source cannot be used with --geo",
-        ),
         (["-p", "1"], "--prompt-tokens holds 1; give at least 2"),
         (["-p", "64,-5"], "--prompt-tokens holds -5; give at least 2"),
         (["-p", "64,9999"], "holds 9999, but the context of tiny-qwen3-s is 2048: give at most"),
@@ -758,22 +751,6 @@ def test_bench_without_a_translator_times_random_maps(
         (["--native-layers", "0"], "--native-layers holds 0; give at least 1"),
         (["--time-limit", "0"], "--time-limit is 0; give seconds above 0"),
         (["--time-limit", "-3"], "--time-limit is -3"),
-        (["--batch-sizes", "1,2"], "--batch-sizes is for --table memory-budget; give --batch"),
-        *(
-            (
-                ["--table", "memory-budget", *given],
-                f"{given[0]} cannot be used with --table memory-b",
-            )
-            for given in (
-                ["--batch", "2"],
-                ["--save-profile"],
-                ["--nu", "1"],
-                ["--prompt", "text"],
-                ["--native-layers", "1"],
-                ["--quantize", "8"],
-                ["--prefill-step-size", "64"],
-            )
-        ),
         (["--table", "memory-budget", "--time-limit", "0"], "--time-limit is 0"),
         (["--quantize", "7"], "7"),
         (["--prompt", "x"], "--prompt is 'x'; give text or random"),

@@ -390,9 +390,9 @@ def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None
         (("--temp", "-1"), "--temp is -1.0"),
         (("--prefill-step-size", "0"), "--prefill-step-size is 0"),
         (("--save", "/dev/null/x"), "--save is '/dev/null/x'; name a folder"),
-        (("--resume", "x", "--no-thinking"), "--thinking does not go with --resume"),
-        (("--resume", "x", "--verbatim"), "--verbatim does not go with --resume"),
-        (("--resume", "x", "--system-prompt", "x"), "--system-prompt does not go with --resume"),
+        (("--resume", "x", "--no-thinking"), "--no-thinking has no effect with --resume x"),
+        (("--resume", "x", "--verbatim"), "--verbatim has no effect with --resume x"),
+        (("--resume", "x", "--system-prompt", "x"), "--system-prompt has no effect with --resume"),
     ],
 )
 def test_bad_starts(chats: Chats, options: tuple[str, ...], message: str) -> None:

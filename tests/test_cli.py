@@ -134,20 +134,13 @@ def test_bad_prompts(
     fails([*given, "--prompt", "a", "--temp", "nan"], "--temp is nan", capsys)
     fails([*given, "--prompt", "a", "--max-tokens", "0"], "--max-tokens is 0", capsys)
     fails([*given, "--prompt", "a", "--max-tokens", "many"], "--max-tokens", capsys)
-    fails([*given, "--prompt", "a", "--seed", "-1"], "--seed is -1", capsys)
-    fails([*given, "--prompt", "a", "--seed", "9" * 20], "--seed is 999", capsys)
-    fails([*given, "--prompt", "a", "--top-p", "5"], "--top-p is 5.0", capsys)
-    fails([*given, "--prompt", "a", "--top-k", "-3"], "--top-k is -3", capsys)
+    drawn = [*given, "--prompt", "a", "--temp", "1"]
+    fails([*drawn, "--seed", "-1"], "--seed is -1", capsys)
+    fails([*drawn, "--seed", "9" * 20], "--seed is 999", capsys)
+    fails([*drawn, "--top-p", "5"], "--top-p is 5.0", capsys)
+    fails([*drawn, "--top-k", "-3"], "--top-k is -3", capsys)
     fails([*given, "--prompt", "a\udcff"], "not valid Unicode", capsys)
     fails(["generate", "--prompt", "a"], "--prefill-model", capsys)
-    for option, text in (
-        ("--kv-group-size", "is of --kv-bits, which is not given; add --kv-bits 8"),
-        ("--quantized-kv-start", "is of --kv-bits, which is not given; add --kv-bits 8"),
-        ("--num-draft-tokens", "is of --draft-model, which is not given; add --draft-model"),
-    ):
-        fails([*given, "--prompt", "a", option, "32"], f"{option} {text}", capsys)
-    raw = [*given, "--prompt", "a", "--system-prompt", "b", "--ignore-chat-template"]
-    fails(raw, "--system-prompt is for the chat template, and --ignore-chat-template", capsys)
     fails(["translate"], "translate", capsys)
 
 
@@ -283,7 +276,9 @@ def test_import_checks_before_it_writes(
     wrong = ["--source", str(folders["moe"]), "--target", str(folders["dense"])]
     fails(["import", str(fitted), *wrong], "the other way round", capsys)
     fails(["import", str(fitted), "--dtype", "int8"], "--dtype is 'int8'", capsys)
-    fails(["import", str(fitted), "--source", "x"], "both --source and --target", capsys)
+    fails(
+        ["import", str(fitted), "--source", "x"], "--source has no effect without --target", capsys
+    )
     fails(["import", str(fitted), "--revision", "v1"], "revision is 'v1', but ", capsys)
     (fitted / "translator.safetensors").write_bytes(b"\0" * 100)
     fails(["import", str(fitted)], "translator.safetensors", capsys)

@@ -16,8 +16,8 @@ PACKAGE = Path(kvlingo_mlx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Lower rooms may not import higher ones; equal heights may import each other's siblings.
 HEIGHT = {
-    "errors": 0, "blas": 1, "misread": 1, "atomic": 1, "geometry": 1, "assignment": 1, "samples": 2,
-    "norms": 1,
+    "errors": 0, "arguments": 1, "blas": 1, "misread": 1, "atomic": 1, "geometry": 1,
+    "assignment": 1, "samples": 2, "norms": 1,
     "alignment": 1, "renderings": 2, "handover": 2, "cross_tokenizer": 6,
     "translator_config": 2, "tensor_file": 2, "checkpoint": 2, "closed_form": 3, "selection": 3,
     "training": 3, "backend": 2, "grading": 3, "embedded": 2, "families": 3, "states": 3, "keys": 4,
@@ -29,7 +29,8 @@ HEIGHT = {
     "folding": 8, "fitting": 8, "evaluation": 8, "timing": 8, "analysis": 8, "cli": 9,
 }  # fmt: skip
 NO_MLX = (
-    "errors", "blas", "geometry", "assignment", "closed_form", "selection", "translator_config",
+    "arguments", "errors", "blas", "geometry", "assignment", "closed_form", "selection",
+    "translator_config",
     "atomic", "tensor_file", "checkpoint", "embedded", "samples", "norms", "hub", "pictures",
     "training", "alignment", "grading", "publishing", "renderings", "handover", "projections",
     "misread",

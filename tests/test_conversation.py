@@ -158,7 +158,7 @@ def test_native_layers_read_what_is_brought(
     model = family_models[name]
     assert model.path is not None
     wrong = tiny.write_random_translator(tmp_path / "wrong", model.path, model.path)
-    own = talk_of(model, "ab", on_missing="reprefill", strategy="reprefill")
+    own = talk_of(model, "ab", strategy="reprefill")
     for layers in (0, 1, len(model.attentions)):
         talk = Conversation(
             dict.fromkeys("ab", model), [wrong], prefill_step_size=7, native_layers=layers,

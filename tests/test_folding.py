@@ -671,15 +671,7 @@ def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]
     draft = ["--draft-model", str(tiny.write_model(root, "dense4x16"))]
     for wrong, text in (
         (arguments(root, plain, "--memory-budget"), "`kvlingo-mlx fit --capture post_rope`"),
-        (arguments(root, BIASED, "--memory-budget", *draft), "--draft-model does not go with"),
-        *(
-            (arguments(root, BIASED, "--memory-budget", option, "3"), f"{option} does not go with")
-            for option in ("--num-draft-tokens", "--quantized-kv-start", "--native-head")
-        ),
-        (
-            arguments(root, BIASED, "--memory-budget", "--kv-group-size", "32"),
-            "--kv-group-size is of --kv-bits, which is not given",
-        ),
+        (arguments(root, BIASED, "--memory-budget", *draft), "--draft-model has no effect with"),
     ):
         assert run(wrong) == 2
         error = capsys.readouterr().err
@@ -777,7 +769,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
         assert cell["summary"]["maps"].keys() == {"median", "min", "iqr"}
     assert cells[1]["cache"]["full"] == 2 * cells[0]["cache"]["full"]
     for more, text in (
-        (["--geometry", "x:y"], "--geometry cannot be used with --table memory-budget"),
+        (["--geometry", "x:y"], "--geometry has no effect with --table memory-budget"),
         (["--batch-sizes", "0"], "--batch-sizes holds 0; give at least 1"),
         (["-n", "0"], "--num-trials is 0"),
     ):

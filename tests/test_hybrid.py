@@ -275,8 +275,8 @@ def test_a_profile_decides(root: Path, asked: str | None) -> None:
         ({"native_layers": "auto"}, "has no profile; make one with `kvlingo-mlx profile`"),
         ({"native_layers": -1}, "native_layers is -1; give a number from 0 to "),
         ({"native_layers": 99}, "native_layers is 99; give a number from 0 to "),
-        ({"native_layers": True}, "native_layers is True; give a number from 0 to "),
-        ({"native_layers": "two"}, "native_layers is 'two'; give a number from 0 to "),
+        ({"native_layers": True}, "native_layers is True; give a number of layers, or 'auto'"),
+        ({"native_layers": "two"}, "native_layers is 'two'; give a number of layers, or 'auto'"),
         ({"native_head": -1}, "native_head is -1; give a number of tokens, 0 or more"),
         ({"native_tail": 1.5}, "native_tail is 1.5; give a number of tokens, 0 or more"),
     ],
@@ -480,7 +480,7 @@ def test_verbs_refuse_what_is_no_number_of_layers(
 ) -> None:
     models = {
         "eval": ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"],
-        "chat": ["--model", "a=tiny-qwen3-s"],
+        "chat": ["--model", "a=tiny-qwen3-s", "--model", "b=tiny-qwen3-l"],
     }
     assert run([verb, *models[verb], "--native-layers", "many"]) == 2
     message = "error: --native-layers is 'many'; give a number of layers, or auto"

@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 from kvlingo_mlx import __version__
+from kvlingo_mlx.cli.needs import Checked
 from kvlingo_mlx.cli.output import complain, warn
 from kvlingo_mlx.errors import KVLingoError
 
@@ -54,7 +55,7 @@ for _verb in VERBS:
     # `import` is a keyword and `list` a type, so their files are called otherwise.
     _file = f"{_verb}_" if _verb in ("import", "list") else _verb
     _module = importlib.import_module(f"{__name__}.{_file}")
-    app.command(_verb)(_module.command)
+    app.command(_verb, cls=Checked)(_module.command)
 
 
 def main() -> None:

@@ -11,8 +11,6 @@ from kvlingo_mlx.cli import bench_budget
 from kvlingo_mlx.cli.bench_options import (
     BUDGET,
     check_numbers,
-    check_profile,
-    check_used,
     geometry_names,
     numbers,
 )
@@ -67,8 +65,6 @@ def command(
     names = NAMES if table_name == "all" else (table_name,)
     if table_name not in (*NAMES, BUDGET, "all"):
         raise ValueError(f"--table is {table_name!r}; give {', '.join(NAMES)} or all; or {BUDGET}")
-    given = given_options(context)
-    check_used(given, table_name)
     check_numbers(time_limit, num_trials=num_trials, batch=batch, nu=nu,
                   prefill_step_size=prefill_step_size)  # fmt: skip
     least = 1 if table_name == BUDGET else 2  # a prompt of one token leaves nothing to hand over
@@ -79,14 +75,8 @@ def command(
         return
     bits = [] if quantize == "none" else numbers("--quantize", quantize, "8,4 or none")
     hybrids = numbers("--native-layers", native_layers, "1,2") if native_layers else []
-    if hybrids and batch > 1:
-        raise ValueError(f"--native-layers is of single prompts; leave out --batch {batch}")
     if prompt not in (None, "text", "random"):
         raise ValueError(f"--prompt is {prompt!r}; give text or random")
-    if prompt == "text" and geometry:
-        raise ValueError("--prompt text does not go with --geometry: random models have no tokens")
-    if save_profile:
-        check_profile(names, geometry, batch)
 
     from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.timing import tables
@@ -109,7 +99,7 @@ def command(
     else:
         pair = _of_models(source, target, translator, nu, bits, stored=save_profile)
     own = next(iter(pair.translators.values())).config.nu
-    if "nu" in given and nu != own:
+    if "nu" in given_options(context) and nu != own:
         raise ValueError(f"--nu is {nu}, for random maps; this pair stores ones of {own}: omit it")
     most = len(pair.target.attentions)
     if max(hybrids, default=0) > most:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 BUDGET = "memory-budget"  # a table of its own: no translation is timed, so "all" leaves it out
-OF_BUDGET = ("table_name", "layers", "precision", "prompt_tokens", "batch_sizes", "num_trials",
-             "time_limit", "json_file")  # fmt: skip
 
 
 def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
@@ -31,41 +27,6 @@ def check_numbers(time_limit: float, **counts: int) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {count}; give at least 1")
     if not time_limit > 0:
         raise ValueError(f"--time-limit is {time_limit:g}; give seconds above 0")
-
-
-def check_used(given: Mapping[str, str], table: str) -> None:
-    """Refuse (ValueError) options that were typed and would do nothing.
-
-    Args:
-        given: What was typed, by parameters' names.
-        table: What ``--table`` says.
-    """
-    if table == BUDGET:
-        unused = [option for name, option in given.items() if name not in OF_BUDGET]
-        where = f"--table {BUDGET}, whose models, maps and cache are the paper's, random"
-    elif "geometry" in given:
-        unused = [given[name] for name in ("source", "target", "translator") if name in given]
-        where = "--geometry, whose models and maps are random"
-    else:
-        unused = [given[name] for name in ("layers", "precision") if name in given]
-        if unused:
-            raise ValueError(
-                f"{', '.join(unused)} is for --geometry; models from a folder are as they are"
-            )
-    if unused:
-        raise ValueError(f"{', '.join(unused)} cannot be used with {where}; leave it out")
-    if table != BUDGET and "batch_sizes" in given:
-        raise ValueError(f"--batch-sizes is for --table {BUDGET}; give --batch")
-
-
-def check_profile(names: Sequence[str], geometry: str | None, batch: int) -> None:
-    """Refuse (ValueError) ``--save-profile`` where a run would not time all that it needs."""
-    if batch > 1:
-        raise ValueError(f"--save-profile is of single prompts; leave out --batch {batch}")
-    if geometry:
-        raise ValueError("--save-profile is for models that answer; --geometry has random ones")
-    if "moe-switch" not in names:
-        raise ValueError("--save-profile needs every way to a first token: --table moe-switch")
 
 
 def geometry_names(

@@ -86,8 +86,6 @@ def command(
     named = _named(model)
     _check_use(use, named, routed=route is not None)
     _check_folder(save)
-    if resume is not None:
-        _check_resumed(system_prompt=system_prompt, thinking=thinking, verbatim=verbatim)
     layers = native_number(native_layers)
     lines = Lines()
 
@@ -165,16 +163,6 @@ def _check_folder(save: str | None) -> None:
     nearest = next(p for p in (path, *path.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise ValueError(f"--save is {save!r}; name a folder that can be written")
-
-
-def _check_resumed(**begin: object) -> None:
-    """Refuse what the saved conversation has decided."""
-    for name, value in begin.items():
-        if value is not None:
-            raise ValueError(
-                f"--{name.replace('_', '-')} does not go with --resume: a saved conversation goes "
-                "on as it began; leave it out"
-            )
 
 
 # ---- what is loaded --------------------------------------------------------------------------

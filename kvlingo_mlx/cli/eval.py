@@ -93,8 +93,6 @@ def command(
         ("--limit", limit, limit > 0, "1 or more"),
         ("--max-tokens", max_tokens, max_tokens is None or max_tokens > 0, "1 or more"),
     )
-    if plot and not compare:
-        raise ValueError("--plot draws score against time to first token; add --compare")
     own, public = options.split_tasks(words(tasks), judge)
     local, facts = options.named_files(task_data), options.json_object(metadata)
     forms, layers = options.forms(quantize), native_number(native_layers)

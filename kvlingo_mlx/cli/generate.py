@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -11,7 +11,6 @@ from kvlingo_mlx.cli.output import (
     JSON_HELP,
     NATIVE_HELP,
     QUANTIZE_HELP,
-    given_options,
     keep_stdout_for_json,
     native_number,
     say,
@@ -42,16 +41,7 @@ TIMES = ("strategy", "prompt_tokens", "prefill_s", "translate_s", "native_s", "t
          "generation_tps", "translator", "translator_digest")  # fmt: skip
 
 
-# What decodes from the prefill model's own cache takes none of these.
-NOT_FOLDED = ("draft_model", "num_draft_tokens", "strategy", "native_layers", "native_head",
-              "native_tail", "quantized_kv_start")  # fmt: skip
-# What says nothing without another option, and that one as it could be typed.
-OF_OTHERS = {"kv_group_size": "--kv-bits 8", "quantized_kv_start": "--kv-bits 8",
-             "num_draft_tokens": "--draft-model MODEL"}  # fmt: skip
-
-
 def command(
-    context: typer.Context,
     prefill_model: str = typer.Option(..., help="Reads the prompt: a folder or Hub id."),
     decode_model: str = typer.Option(..., help="Writes the answer: a folder or Hub id."),
     prompt: str = typer.Option(None, "--prompt", "-p", help="The prompt; - reads standard input."),
@@ -90,14 +80,7 @@ def command(
         ("--max-tokens", max_tokens, max_tokens > 0 or max_tokens == -1, "1 or more, or -1"),
         ("--prefill-step-size", prefill_step_size, prefill_step_size > 0, "1 or more"),
     )
-    given = given_options(context)
-    if memory_budget:
-        _check_folded(given, native_layers)
-    _check_of_others(given)
     asked = read_prompt(prompt, messages_file)
-    if messages_file is not None and (system_prompt or ignore_chat_template):
-        option = "--system-prompt" if system_prompt else "--ignore-chat-template"
-        raise ValueError(f"{option} goes with --prompt; --messages is all of a chat: leave it out")
 
     from kvlingo_mlx import measure
     from kvlingo_mlx.generation import check_strategy, stream_generate, summary
@@ -108,7 +91,7 @@ def command(
     check_bits(quantize)
     sampler = sampler_of(temp, top_p, top_k, min_p, seed)
     layers = native_number(native_layers)
-    check_strategy(strategy, layers, native_head, native_tail)
+    check_strategy(strategy)
     source, target = load_pair(
         prefill_model, decode_model, asked, translator=translator, native=strategy == "native"
     )
@@ -118,41 +101,40 @@ def command(
             translator, source, target, allow_mismatch=allow_mismatch, quantize=quantize
         )
     templated = target.tokenizer.has_chat_template and not ignore_chat_template
-    if system_prompt and not templated:
-        why = "--ignore-chat-template leaves it out" if ignore_chat_template else (
-            f"{target.name} has none"
-        )  # fmt: skip
+    if not templated and (system_prompt is not None or thinking is not None):
+        unused = "--system-prompt" if system_prompt is not None else "--thinking"
         raise ValueError(
-            f"--system-prompt is for the chat template, and {why}; put it into --prompt"
+            f"{unused} is for a chat template, and {target.name} has none; put what is to be said "
+            "into --prompt"
         )
     switch = thinking_switch(thinking, [target]) if templated else thinking
     options: dict[str, Any] = {
         "translator": used,
-        "strategy": strategy,
-        "native_layers": layers,
-        "native_head": native_head,
-        "native_tail": native_tail,
         "max_tokens": max_tokens,
         "sampler": sampler,
         "prefill_step_size": prefill_step_size,
         "enable_thinking": switch,
         "allow_mismatch": allow_mismatch,
-        "draft_model": source if draft_model == prefill_model else draft_model,
-        "num_draft_tokens": num_draft_tokens,
     }
     if kv_bits is not None:
-        options |= {
-            "kv_bits": kv_bits,
-            "kv_group_size": kv_group_size,
-            "quantized_kv_start": quantized_kv_start,
-        }
+        options |= {"kv_bits": kv_bits, "kv_group_size": kv_group_size}
     respond: Callable[..., Iterable[GenerationResponse]] = stream_generate
     if memory_budget:
         from kvlingo_mlx.folding import folded_stream_generate
 
         respond = folded_stream_generate
-        options = {name: value for name, value in options.items() if name not in NOT_FOLDED}
-        options["native_layers"] = layers
+    else:
+        options |= {
+            "strategy": strategy,
+            "native_layers": layers,
+            "native_head": native_head,
+            "native_tail": native_tail,
+        }
+        if kv_bits is not None:
+            options["quantized_kv_start"] = quantized_kv_start
+        if draft_model is not None:
+            options["draft_model"] = source if draft_model == prefill_model else draft_model
+            options["num_draft_tokens"] = num_draft_tokens
     full_prompt = _messages(asked, system_prompt) if templated else asked
     pieces = []
     for response in respond(source, target, full_prompt, **options):
@@ -169,28 +151,6 @@ def command(
                   "quantize": quantize, "memory_budget": memory_budget}  # fmt: skip
         results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES}}
         measure.append_json(json_file, measure.record("generate", config, results))
-
-
-def _check_folded(given: Mapping[str, str], native_layers: str | None) -> None:
-    """Refuse (ValueError) options that --memory-budget has no use for, as they were typed.
-
-    No native layers at all is what it does, and can be asked for.
-    """
-    whole = {"native_layers"} if native_layers == "0" else set()
-    unused = [given[name] for name in NOT_FOLDED if name in given.keys() - whole]
-    if unused:
-        raise ValueError(
-            f"{', '.join(unused)} does not go with --memory-budget, which decodes from the "
-            "prefill model's own cache; leave out one or the other"
-        )
-
-
-def _check_of_others(given: Mapping[str, str]) -> None:
-    """Refuse (ValueError) options that say nothing without another one."""
-    for name, other in OF_OTHERS.items():
-        option = other.split()[0]
-        if name in given and option[2:].replace("-", "_") not in given:
-            raise ValueError(f"{given[name]} is of {option}, which is not given; add {other}")
 
 
 def _messages(asked: str | list[dict[str, Any]], system_prompt: str | None) -> list[dict[str, Any]]:

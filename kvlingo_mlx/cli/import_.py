@@ -34,8 +34,6 @@ def command(
         raise ValueError(
             f"--dtype is {dtype!r}; it must be one of {', '.join(tensor_file.STORAGE)}"
         )
-    if (source is None) != (target is None):
-        raise ValueError("give both --source and --target, or neither")
     models = None if source is None else (load(source, lazy=True), load(target, lazy=True))
     done = import_translator(
         path_or_hub_id, revision=revision, out=out, dtype=dtype, models=models,

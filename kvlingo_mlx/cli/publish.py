@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from kvlingo_mlx.cli.output import facts, say, warn
+from kvlingo_mlx.cli.output import JSON_HELP, facts, keep_stdout_for_json, say, warn
 from kvlingo_mlx.errors import printable
 
 
@@ -14,8 +14,10 @@ def command(
     private: bool = typer.Option(False, "--private", help="Make a new repository private."),
     revision: str = typer.Option(None, help="A branch; it is made where there is none."),
     dry_run: bool = typer.Option(False, "--dry-run", help="Only show what would be uploaded."),
+    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Check a translator and upload it with its card; without a token, show what would be."""
+    keep_stdout_for_json(json_file)
     from kvlingo_mlx import publishing
     from kvlingo_mlx.grading import GRADES, receipt_of, said_of
 
@@ -34,3 +36,9 @@ def command(
         say(f"others get it with: kvlingo-mlx import {repo}")
     elif not dry_run:
         say("nothing was uploaded: there is no token; log in with `hf auth login`, or set HF_TOKEN")
+    if json_file:
+        from kvlingo_mlx import measure
+
+        found = {"uploaded": ready, "digest": upload.digest, "bytes": upload.sizes()}
+        asked = {"folder": folder, "repo": repo, "revision": revision}
+        measure.append_json(json_file, measure.record("publish", asked, found))

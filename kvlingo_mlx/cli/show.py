@@ -28,14 +28,14 @@ def command(
 ) -> None:
     """Show a translator's or a model's facts."""
     from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES
-    from kvlingo_mlx.errors import MissingTranslatorError
+    from kvlingo_mlx.errors import KVLingoError
     from kvlingo_mlx.hub import resolve
     from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)
     check_bits(quantize)
     files = [*OUR_FILES, "config.json"]
-    folder, _ = resolve(path_or_hub_id, None, files, MissingTranslatorError)
+    folder, _ = resolve(path_or_hub_id, None, files, KVLingoError)
     is_model = (folder / "config.json").exists() and not (folder / CONFIG_FILE).exists()
     if is_model and quantize is not None:
         raise ValueError(f"--quantize is for translators, and {path_or_hub_id} is a model")

@@ -75,10 +75,6 @@ def command(
     training.check_extra()
     keep_stdout_for_json(json_file)
     rates = _rates("--lr", lr)
-    of_mlps = {"--gated": gated, "--stage1-steps": stage1_steps, "--stage1-lr": stage1_lr}
-    if kind != "mlp" and any(value is not None for value in of_mlps.values()):
-        found = next(name for name, value in of_mlps.items() if value is not None)
-        raise ValueError(f"{found} is of --kind mlp, and --kind is {kind}; leave it out")
     stage1 = None if kind != "mlp" else {
         "steps": 5000 if stage1_steps is None else stage1_steps,
         "rates": _rates("--stage1-lr", stage1_lr),
@@ -106,7 +102,7 @@ def command(
             _record(json_file, "prefix_lengths", vars(options), results)
         return
     if plot:
-        command_line.check_picture(plot, steps)
+        pictures.check(plot)
     recipe = {
         "steps": steps, "batch": batch_size, "learning_rates": rates, "objective": objective,
         "ce_weight": ce_weight, "validate_every": val_every,

@@ -32,8 +32,6 @@ def command(
     from kvlingo_mlx.hub import resolve
 
     keep_stdout_for_json(json_file)
-    if (source is None) != (target is None):
-        raise ValueError("give both --source and --target, or neither")
     folder, _ = resolve(translator, None, checkpoint.OUR_FILES, MissingTranslatorError)
     config, weights = checkpoint.read(folder)
     checkpoint.check_sizes(folder, config, weights)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits
 from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, stats_of
@@ -42,6 +43,7 @@ from kvlingo_mlx.generation import (
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import load
 from kvlingo_mlx.prompts import Message, check_tools
+from kvlingo_mlx.renderings import with_joined_parts
 from kvlingo_mlx.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
 from kvlingo_mlx.validation import room_for
 
@@ -119,6 +121,7 @@ class Conversation:
             tokenizer, as those with windows cannot.
     """
 
+    @checked
     def __init__(
         self,
         models: Mapping[str, Model],
@@ -194,6 +197,7 @@ class Conversation:
         self._check_closed()
         self.transcript = self.transcript.undo()
 
+    @checked
     def truncate_answer(self, characters: int) -> None:
         """Keep the first ``characters`` of the last answer, reasoning and marks counted.
 
@@ -251,6 +255,7 @@ class Conversation:
 
     # ---- replies ----------------------------------------------------------------------------
 
+    @checked
     def reply(
         self,
         name: str,
@@ -260,6 +265,7 @@ class Conversation:
         """One model's whole answer; arguments are those of :meth:`stream_reply`."""
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
+    @checked
     def stream_reply(
         self,
         name: str,
@@ -319,10 +325,8 @@ class Conversation:
         known = given(options, DecodingOptions, "a conversation")
         choice = choice_of(known, sampler, logits_processors)
         check_max_tokens(max_tokens)
-        if first_token not in ("target", "source") or (first_token == "source" and not prefill):
-            raise ValueError(
-                f"first_token is {first_token!r}; it must be target, or source beside a prefill"
-            )
+        if first_token not in ("target", "source"):
+            raise ValueError(f"first_token is {first_token!r}; it must be target or source")
         self._check_closed()
         self._compare_templates()
         named = [n for n in (name, prefill, reasoning) if n is not None]
@@ -503,6 +507,7 @@ class Conversation:
 
     # ---- memory -----------------------------------------------------------------------------
 
+    @checked
     def offload(self, name: str, where: str = "8bit") -> int:
         """Put a model's line away until that model is to answer; returns the bytes given back.
 
@@ -535,6 +540,7 @@ class Conversation:
 
     # ---- on disk ----------------------------------------------------------------------------
 
+    @checked
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write everything but models and translators to a folder: all of it, or nothing.
 
@@ -548,6 +554,7 @@ class Conversation:
         return folders.write(folder, self.exchange, self.transcript)
 
     @classmethod
+    @checked
     def resume(
         cls,
         folder: str | os.PathLike[str],
@@ -613,12 +620,14 @@ def _messages(message: object) -> list[Message]:
     if isinstance(message, str):
         return [{"role": "user", "content": message}]
     listed: list[Any] = list(message) if isinstance(message, Sequence | Iterator) else []
-    if not listed or not all(isinstance(m, dict) and "role" in m for m in listed):
+    if not listed or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in listed
+    ):
         raise ValueError(
             f"the message is {message!r:.80}; give text, or a list of messages, each with a "
             '"role" and a "content"'
         )
-    return listed
+    return with_joined_parts(listed)
 
 
 def _history(messages: object) -> list[Message]:

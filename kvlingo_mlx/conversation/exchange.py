@@ -15,6 +15,7 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.alignment import TokenAlignment
+from kvlingo_mlx.checkpoint import read_config
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.spans import wrote
@@ -26,6 +27,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_translator
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_one_tokenizer, check_pair, matches
+from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import validate_cache
 
@@ -94,6 +96,7 @@ class Exchange:
         self.active: str | None = None
         self._from: str | None = None
         self._found: dict[tuple[str, str], Translator | Path | None] = {}
+        translators = list(translators)
         loaded = [
             given if isinstance(given, Translator) else load_translator(given, quantize=quantize)
             for given in translators
@@ -102,6 +105,7 @@ class Exchange:
             self._assign(translator, exact=True)
         for translator in loaded:
             self._assign(translator, exact=False)
+        self._check_stored(any(not isinstance(given, Translator) for given in translators))
 
     def copy(self) -> Exchange:
         """One that goes its own way; models, translators and numbers are shared."""
@@ -156,7 +160,7 @@ class Exchange:
         models = self.lines[source].model, self.lines[target].model
         check_pair(translator.config, *models, allow_mismatch=allow_mismatch)
         self._check_naive(translator)
-        self._native(translator)
+        self._native(translator.config)
         self._found[source, target] = translator
 
     def _check_kind(self, translator: Translator) -> None:
@@ -192,10 +196,27 @@ class Exchange:
             self._use(found, source, target, allow_mismatch=self.allow_mismatch)
         return found
 
-    def _native(self, translator: Translator) -> int:
+    def _native(self, config: TranslatorConfig) -> int:
         """How many layers read what a translator brings; what means nothing is refused."""
         asked = 0 if self.strategy == "naive" else self.native_layers
-        return native_part(translator.config, asked).layers
+        return native_part(config, asked).layers
+
+    def _check_stored(self, read: bool) -> None:
+        """Refuse (ValueError) now what would mean nothing for a stored translator at a switch.
+
+        ``read``: some translator was loaded here. The store is searched only for numbers given.
+        """
+        if self.native_layers is None and (self.quantize is None or read):
+            return
+        stored = [found for pair in itertools.permutations(self.lines, 2)
+                  if isinstance(found := self._stored(*pair), Path)]  # fmt: skip
+        for path in stored:
+            self._native(read_config(path))
+        if self.quantize is not None and not read and not stored:
+            raise ValueError(
+                "quantize has no effect, since no translator is read here: those given are loaded, "
+                "and none is stored for another direction; give quantize to load_translator"
+            )
 
     @property
     def translators(self) -> dict[tuple[str, str], Translator]:
@@ -281,7 +302,7 @@ class Exchange:
         states = source.native.read(begun, step.stop)
         line.take_over(
             tokens[begun : step.stop], states, source, translator, self.step_size,
-            native_layers=self._native(translator), keep=self.strategy == "naive",
+            native_layers=self._native(translator.config), keep=self.strategy == "naive",
         )  # fmt: skip
 
     def _plan(
@@ -421,6 +442,13 @@ def _check(
         )
     if step_size < 1:
         raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
+    deep = max(models.values(), key=lambda model: len(model.geometry.layers))
+    most = len(deep.geometry.layers)
+    if native_layers not in (None, "auto") and not 0 <= native_layers <= most:
+        raise ValueError(
+            f"native_layers is {native_layers}; give a number from 0 to {most}, the cache layers "
+            f"of {deep.name}, or 'auto'"
+        )
     for model in models.values():
         if strategy == "naive" and any(g.window is not None for g in model.geometry.layers):
             raise ValueError(

@@ -27,7 +27,7 @@ from kvlingo_mlx.generation import (
 )
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message
-from kvlingo_mlx.sampling import Choice
+from kvlingo_mlx.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.transfer import PHASES
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import room_for
@@ -175,8 +175,9 @@ class Turn:
         if self._decoding.quantised or self._decoding.draft is not None:
             yield from self._decoded_aside(line, tokens, most)
             return
+        processors = with_prefix(self._decoding.choice.logits_processors, tokens[:-1])
         with line.decoding(tokens[-1]) as (run, listening):
-            responses = self._responses(line, tokens, most, line.cache)
+            responses = self._responses(line, tokens, most, line.cache, processors)
             with contextlib.closing(responses):
                 while True:
                     with listening():
@@ -184,7 +185,7 @@ class Turn:
                     if response is None:
                         return
                     if len(run) == 1:
-                        check_numbers(response, line.model, line.model, line.cache)
+                        check_numbers(response, line.model, line.model, line.cache, processors)
                     run.append(int(response.token))
                     yield response
 
@@ -195,16 +196,19 @@ class Turn:
         """
         drafting = self._decoding.draft
         cache = line.copies()
+        processors = with_prefix(self._decoding.choice.logits_processors, tokens[:-1])
         if drafting is not None:
             drafting.trim(min(drafting.common(tokens), len(tokens) - 1))
             drafting.read(tokens[len(drafting) : -1], self._exchange.step_size)
             cache += drafting.cache
         found: list[int] = []
         try:
-            with contextlib.closing(self._responses(line, tokens, most, cache)) as responses:
+            with contextlib.closing(
+                self._responses(line, tokens, most, cache, processors)
+            ) as responses:
                 for response in responses:
                     if not found:
-                        check_numbers(response, line.model, line.model, line.cache)
+                        check_numbers(response, line.model, line.model, line.cache, processors)
                     found.append(int(response.token))
                     yield response
         except GeneratorExit:
@@ -213,7 +217,12 @@ class Turn:
         line.read([tokens[-1], *found], self._exchange.step_size)
 
     def _responses(
-        self, line: Line, tokens: list[int], most: int, cache: list[Any]
+        self,
+        line: Line,
+        tokens: list[int],
+        most: int,
+        cache: list[Any],
+        processors: list[LogitsProcessor] | None,
     ) -> Generator[MLXResponse, None, None]:
         """What mlx-lm decodes from caches of all of ``tokens`` but the last one."""
         choice, options = self._decoding.choice, dict(self._decoding.quantised)
@@ -225,8 +234,7 @@ class Turn:
         with wired_limit(line.model.model, [generation_stream]):  # type: ignore[list-item]
             yield from mlx_stream_generate(
                 line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
-                prompt_cache=cache, sampler=choice.sampler,
-                logits_processors=with_prefix(choice.logits_processors, tokens[:-1]), **options,
+                prompt_cache=cache, sampler=choice.sampler, logits_processors=processors, **options,
             )  # fmt: skip
 
     def _booked(

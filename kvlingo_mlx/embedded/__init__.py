@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvlingo_mlx.arguments import checked
+
 MODELS = Path(__file__).parent / "models"
 TRANSLATORS = Path(__file__).parent / "translators"
 # A question that every embedded pair answers; most others they do not understand.
@@ -13,6 +15,7 @@ EXAMPLE = (
 )
 
 
+@checked
 def zoo(name: str) -> Path:
     """The folder of an embedded tiny model, for ``load`` and ``generate``.
 

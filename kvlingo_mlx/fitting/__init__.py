@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx import __version__
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.capture import move, prefill
 from kvlingo_mlx.closed_form import Moments, check_tokens, moment_widths, shortage, solve_maps
@@ -31,7 +33,7 @@ from kvlingo_mlx.loading import load_pair
 from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.pairing import check_positions
 from kvlingo_mlx.projections import facts_of_models
-from kvlingo_mlx.samples import Sample, to_samples
+from kvlingo_mlx.samples import Sample, read_jsonl, to_samples
 from kvlingo_mlx.selection import METHODS, Candidates, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.states import KVStates
 from kvlingo_mlx.tensor_file import Weights
@@ -51,10 +53,11 @@ AddSpan = Callable[[KVStates, KVStates, np.ndarray | None], None]
 MEMORY = 8 * 2**30  # bytes of sums alive at once: a 16 GB machine has room for models beside
 
 
+@checked
 def fit(
     source: LanguageModel | str,
     target: LanguageModel | str,
-    samples: Iterable[Mapping[str, Any] | Sample],
+    samples: Iterable[Mapping[str, Any] | Sample] | str | os.PathLike[str],
     *,
     capture: str | None = None,
     norm: str = "frobenius",
@@ -70,7 +73,8 @@ def fit(
     Args:
         source: Whose cache will be translated.
         target: Who will decode from the translation.
-        samples: Records {"messages": [...]} or {"text": ...}, or ``Sample`` objects.
+        samples: Records {"messages": [...]} or {"text": ...}, or ``Sample`` objects; or the path of
+            a JSONL file of such records.
         capture: Where keys are read and written: pre_norm, post_norm or post_rope, or latent
             (MLA). None is pre_norm, or latent for models that cache latents.
         norm: frobenius, sink_2 to sink_32, attention_mass (or attention) or
@@ -97,6 +101,8 @@ def fit(
     Warns:
         KVLingoWarning: The data hold few tokens for so many unknowns; with what would do.
     """
+    if isinstance(samples, str | os.PathLike):
+        samples = read_jsonl(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
     capture = capture_point(source, target, capture)

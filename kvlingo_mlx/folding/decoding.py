@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.answers import AnswerReader
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
 from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
 from kvlingo_mlx.generation import (
@@ -124,6 +125,7 @@ def _resolve(
     return found
 
 
+@checked
 def folded_hand_over(
     prefill_model: Model,
     decode_model: Model,
@@ -176,7 +178,7 @@ def _rows(tokens: Any) -> list[list[int]]:
     """Prompts of one length; one prompt alone is one row."""
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:
-        if not listed or not _nested(listed):
+        if not isinstance(listed, Sequence) or not listed or not _nested(listed):
             return [as_ids(listed)]
         rows = [as_ids(row) for row in listed]
     except (TypeError, ValueError):
@@ -202,8 +204,8 @@ def _nested(listed: Sequence[Any]) -> bool:
 def _check_single(prompt: Any) -> None:
     """Refuse (ValueError) several prompts where one is expected."""
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(listed, str) or not listed:
-        return
+    if isinstance(listed, str) or not isinstance(listed, Sequence) or not listed:
+        return  # encode refuses what is no prompt
     if isinstance(listed[0], str) or _nested(listed):
         raise ValueError(
             f"the prompt is a list of {len(listed)} prompts; folded_generate answers one at a "
@@ -211,6 +213,7 @@ def _check_single(prompt: Any) -> None:
         )
 
 
+@checked
 def folded_stream_generate(
     prefill_model: Model,
     decode_model: Model,
@@ -248,6 +251,7 @@ def folded_stream_generate(
     with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
         cache = _folded(source, target, [tokens], found, prefill_step_size, *quantised, clock)
         choice.begin()
+        processors = with_prefix(choice.logits_processors, tokens[:-1])
         responses = mlx_stream_generate(
             target.model,
             target.tokenizer,
@@ -255,15 +259,16 @@ def folded_stream_generate(
             max_tokens=room_for(target, len(tokens), max_tokens),
             prompt_cache=cache,
             sampler=choice.sampler,
-            logits_processors=with_prefix(choice.logits_processors, tokens[:-1]),
+            logits_processors=processors,
         )
         reader = AnswerReader(target.tokenizer, tokens, choice.stop, tools)
         yield from answered(
             responses, reader, clock, Counts.of(len(tokens), len(tokens) - 1), "folded",
-            lambda first: check_numbers(first, source, target, cache), found,
+            lambda first: check_numbers(first, source, target, cache, processors), found,
         )  # fmt: skip
 
 
+@checked
 def folded_generate(
     prefill_model: Model,
     decode_model: Model,

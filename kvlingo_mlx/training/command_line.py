@@ -202,18 +202,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def check_picture(picture: str, steps: int) -> None:
-    """Refuse before any training what :func:`draw` could not do after it.
-
-    Raises:
-        MissingExtraError: matplotlib is not installed.
-        ValueError: There will be no curve, no such folder, or no such kind of picture.
-    """
-    pictures.check(picture)
-    if steps == 0:
-        raise ValueError("--plot draws stage 2, and --steps 0 leaves it out; drop one of the two")
-
-
 def draw(log: Path, picture: str, title: str) -> None:
     """Draw held-out KL over steps, a curve for each learning rate.
 

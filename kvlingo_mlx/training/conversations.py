@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvlingo_mlx.samples import Sample, check_record, encode_plain, tokenise
+from kvlingo_mlx.samples import Sample, check_record, encode_plain, tokenise, with_text
 
 Message = dict[str, str]
 
@@ -49,7 +49,9 @@ def normalise(record: Any, where: str) -> dict[str, Any]:
         return {"text": fields["text"]}
     if turns == []:
         return {"messages": []}
-    messages = [_message(turn) for turn in turns] if isinstance(turns, list) else turns
+    messages = turns
+    if isinstance(turns, list):
+        messages = [_message(with_text(turn, where)) for turn in turns]
     check_record({"messages": messages}, where)
     alternating = _alternate(_readable(messages or []))
     return {"messages": alternating if replies(alternating) else []}

@@ -15,6 +15,7 @@ from kvlingo_mlx.backend import mx, on_gpu
 import numpy as np
 
 from kvlingo_mlx import checkpoint
+from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.tensor_file import DType, Weights
@@ -205,6 +206,7 @@ class Translator(ABC):
         for group in (group for side in SIDES for group in self.groups[side]):
             yield from ((name, part) for name, parts in group.tensors.items() for part in parts)
 
+    @checked
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
         """Write a translator folder, all of it or nothing.
 

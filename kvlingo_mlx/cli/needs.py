@@ -1,0 +1,158 @@
+"""What each verb's options need beside them to have an effect; all else is refused.
+
+A row a line, by the parameters' names of the verb's function. Whoever adds an option adds a row, or
+a word to the test's list of options that always count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typer.core import TyperCommand
+
+from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, several
+from kvlingo_mlx.cli.bench_options import BUDGET
+from kvlingo_mlx.cli.eval_options import OWN, words
+from kvlingo_mlx.cli.output import given_options
+from kvlingo_mlx.evaluation.tasks import JUDGED
+
+
+def _asks(*names: str) -> Any:
+    """Whether one of these tasks is among ``--tasks``."""
+    return lambda tasks: any(name in names for name in words(tasks))
+
+
+def _public(tasks: str) -> bool:
+    """Whether lm-eval runs one of them."""
+    return any(name not in OWN for name in words(tasks))
+
+
+def _written(tasks: str) -> bool:
+    """Whether a model writes the answers of one of them."""
+    return _asks("needles")(tasks) or _public(tasks)
+
+
+def _drawn(data: str | None, tasks: str) -> bool:
+    """Whether some item is made or chosen by chance."""
+    return data is None or words(tasks) != ["continuation"]
+
+
+def _local(files: list[str] | None, tasks: str) -> bool:
+    """Whether every NAME=FILE is of a task that is asked for."""
+    return all(text.partition("=")[0] in words(tasks) for text in files or [])
+
+
+GREEDY = "which takes the likeliest token"
+SAMPLING = Need("top_p top_k min_p seed", "temp", lambda temp: temp != 0, 0.7, GREEDY)
+OWN_CACHE = "which decodes from the prefill model's own cache"
+MLP = ("mlp", "linear_mlp")
+PAIR = (
+    Need("source", "target", is_set, "MODEL"),
+    Need("target", "source", is_set, "MODEL"),
+    Need("allow_mismatch", "source", is_set, "MODEL", "against which nothing is checked"),
+)
+HISTOGRAM = (
+    "out kind head_mixing joint capture nu assignment norm hidden native_layers objective "
+    "ce_weight lr held_out val_every dtype device plot force gated stage1_steps stage1_lr"
+)
+MEMORY_BUDGET = (
+    "source target translator geometry nu quantize native_layers prompt batch "
+    "prefill_step_size reference plot save_profile"
+)
+
+VERBS: dict[str, tuple[Need, ...]] = {
+    "generate": (
+        Need("draft_model num_draft_tokens strategy native_head native_tail quantized_kv_start",
+             "memory_budget", off, why=OWN_CACHE),
+        Need("native_layers", "memory_budget native_layers",
+             lambda budget, layers: off(budget) or layers == "0", why=OWN_CACHE),
+        Need("system_prompt ignore_chat_template", "messages_file", off, why="which is a chat"),
+        Need("kv_group_size quantized_kv_start", "kv_bits", is_set, 8),
+        Need("num_draft_tokens", "draft_model", is_set, "MODEL"),
+        Need("translator quantize allow_mismatch native_layers native_head native_tail", "strategy",
+             but("native"), "accelerator", "by which --decode-model reads all of the prompt"),
+        Need("system_prompt thinking", "ignore_chat_template", off,
+             why="which takes the prompt as it is"),
+        SAMPLING,
+    ),
+    "chat": (
+        Need("translator quantize use route on_missing eager offload native_layers allow_mismatch",
+             "model", several, told="with one model; give --model NAME=MODEL twice or more"),
+        Need("system_prompt thinking verbatim", "resume", off,
+             why="by which a saved conversation goes on as it began"),
+        SAMPLING,
+    ),
+    "fit": (
+        Need("nu", "assignment", lambda rule: not rule.endswith(".json"), "relative_depth",
+             "which lists the layers itself"),
+    ),
+    "train": (
+        Need(HISTOGRAM, "histogram", off, why="which only shows the data's prefix lengths"),
+        Need("hidden", "kind", among(*MLP), "mlp", "which has no hidden units"),
+        Need("norm fit_samples", "kind assignment",
+             lambda kind, rule: kind != "mlp" or rule != "relative_depth", "linear",
+             "which has no closed form"),
+        Need("ce_weight", "objective", among("mixed"), "mixed"),
+        Need("stage1_steps stage1_lr gated", "kind", among("mlp"), "mlp",
+             "whose stage 1 is a closed form"),
+        Need("objective ce_weight lr plot", "steps", lambda steps: steps != 0,
+             5000, "which leaves stage 2 out"),
+        Need("held_out batch_size val_every", "steps kind",
+             lambda steps, kind: steps != 0 or kind == "mlp", 5000, "which leaves stage 2 out"),
+        Need("packed_share", "plain_text", off, why="which packs nothing"),
+    ),
+    "import": PAIR,
+    "verify": PAIR,
+    "eval": (
+        Need("data", "tasks", _asks("continuation"), "continuation"),
+        Need("needles lengths style haystack", "tasks", _asks("needles"), "needles"),
+        Need("thinking max_tokens", "tasks", _written, "needles", "in which nothing is written"),
+        Need("num_shots chat include_path task_data metadata unsafe_code", "tasks", _public,
+             "gsm8k", "which lm-eval does not run"),
+        Need("task_data", "task_data tasks", _local,
+             told="where it names no task of --tasks; name it there, or leave the file out"),
+        Need("judge", "tasks", _asks(*JUDGED), JUDGED[0], "which nobody judges"),
+        Need("seed", "data tasks", _drawn, why="whose records are taken in their order"),
+        Need("plot", "compare", is_set, True, "which measures the times that it draws"),
+    ),
+    "profile": (
+        Need("seed", "data", off, why="whose records are taken in their order"),
+    ),
+    "analyze": (
+        Need("hidden epochs", "mlp", is_set, True),
+    ),
+    "bench": (
+        Need(MEMORY_BUDGET, "table_name", but(BUDGET), "moe-switch",
+             "whose models, maps and cache are the paper's, random"),
+        Need("batch_sizes", "table_name", among(BUDGET), BUDGET,
+             told=f"but with --table {BUDGET}; give --batch, or leave it out"),
+        Need("source target translator", "geometry", off, why="whose models and maps are random"),
+        Need("prompt", "geometry", off, why="whose models read random tokens"),
+        Need("save_profile", "geometry", off, why="whose models nobody answers with"),
+        Need("layers precision", "geometry table_name",
+             lambda geometry, table: is_set(geometry) or table == BUDGET,
+             "qwen3-4b:qwen3-30b-a3b", "and models from a folder are as they are"),
+        Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
+        Need("native_layers save_profile", "batch", among(1), 1, "which times no single prompt"),
+        Need("save_profile", "table_name", among("moe-switch", "all"), "moe-switch",
+             "which does not time every way to a first token"),
+    ),
+}  # fmt: skip
+
+
+class Checked(TyperCommand):
+    """A verb that refuses options which would do nothing, before it begins."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb, its options checked."""
+        options = {p.name: p for p in self.params}
+
+        def spell(name: str, value: Any) -> str:
+            option = options[name]
+            if value is False and option.secondary_opts:
+                return option.secondary_opts[0]
+            shown = "" if value is None or isinstance(value, bool) else f" {value}"
+            return f"{option.opts[0]}{shown}"
+
+        check_needs(VERBS.get(self.name or "", ()), given_options(ctx), ctx.params, spell)
+        return super().invoke(ctx)

@@ -17,7 +17,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import GenerationResponse as MLXResponse
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import generation_stream
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -32,6 +32,7 @@ from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_one_tokenizer
 from kvlingo_mlx.prompts import Prompt, encode
+from kvlingo_mlx.threads import in_turn, wired, working
 from kvlingo_mlx.transfer import (
     PHASES,
     Clock,
@@ -145,7 +146,7 @@ def stream_generate(
         tell_of_length(resolved.config, len(tokens))
         across = across_plan(source, target, prompt, resolved, native, enable_thinking)
     clock.lap("prepare")
-    with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
+    with wired(target.model):
         if way == "native":
             start = _native_start(tokens, prefill_step_size, clock)
         else:
@@ -162,7 +163,7 @@ def stream_generate(
             **decode_options,
         )
         ttft = None
-        for response in responses:
+        for response in in_turn(responses):
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
                 check_numbers(response, source, target, start.get("prompt_cache", ()))
@@ -307,8 +308,10 @@ def check_numbers(
 
     ``cache`` is what it was made from; it is searched for the place only then.
     """
-    if mx.isnan(response.logprobs).any().item():
-        place = first_bad(cache, target)
+    with working():
+        bad = mx.isnan(response.logprobs).any().item()
+        place = first_bad(cache, target) if bad else None
+    if bad:
         raise KVLingoError(
             f"the first prediction of {target.name} after the hand-over from {source.name} is not "
             "a number: the translator's output overflows, or the model's weights are damaged"
@@ -353,6 +356,9 @@ def generate(
     **options: Any,
 ) -> str:
     """Prefill a prompt with one model and answer with another, from the translated cache.
+
+    Any thread may call this on models that others use; they take turns, a chunk or a token at a
+    time (:mod:`kvlingo_mlx.threads`).
 
     Args:
         prefill_model: Reads the prompt: a folder, a Hub id or a loaded model.

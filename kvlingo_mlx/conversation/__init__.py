@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvlingo_mlx.conversation import folder as folders
-from kvlingo_mlx.conversation.accounting import Stats, stats_of
+from kvlingo_mlx.conversation.accounting import Stats, check_room, stats_of
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.cross_turn import CrossTurn
@@ -25,10 +25,11 @@ from kvlingo_mlx.conversation.exchange import Exchange, Given, Switch
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript, template_difference
 from kvlingo_mlx.conversation.turn import Turn, thought_end
+from kvlingo_mlx.conversation.use import Use, claiming
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.generation import GenerationResponse, Model
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load
+from kvlingo_mlx.loading import load_together
 from kvlingo_mlx.prompts import Message
 
 __all__ = ["Conversation", "Stats", "Switch"]
@@ -74,6 +75,12 @@ class Conversation:
         IncompatibleTranslatorError: A translator fits no direction.
         UnsupportedModelError: One is given for a model that cannot take over from another
             tokenizer, as those with windows cannot.
+        NotEnoughMemoryError: The models that are loaded here do not fit; none was read.
+
+    Any thread may use a conversation, one at a time: a second one is refused while an answer is
+    written. Several conversations may share models and translators, and take turns, a chunk or a
+    token at a time (see :mod:`kvlingo_mlx.threads`). Samplers and logits processors run within a
+    turn: they must not wait for another thread's. ``with Conversation(...) as talk`` closes it.
     """
 
     def __init__(
@@ -106,7 +113,7 @@ class Conversation:
             step_size=prefill_step_size, allow_mismatch=allow_mismatch, quantize=quantize,
             native_layers=native_layers,
         )  # fmt: skip
-        self.eager, self._open, self._compared = eager, False, False
+        self.eager, self._use, self._compared = eager, Use(), False
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
         kind: type[Transcript] = CrossTranscript if several else Transcript
@@ -133,26 +140,50 @@ class Conversation:
         Raises:
             ValueError: Nobody has answered yet, or an answer is still being written.
         """
-        self._check_closed()
-        self.transcript = self.transcript.undo()
+        with self._use.claimed():
+            self.transcript = self.transcript.undo()
 
     def branch(self) -> Conversation:
         """A conversation that goes on from here on its own; models and numbers are shared.
 
+        It takes no memory of its own until it or this one goes on: then each model's caches are
+        copied once, for whichever of the two writes first.
+
         Raises:
             ValueError: An answer is still being written.
         """
+        with self._use.claimed():
+            made = copy.copy(self)
+            made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
+            made._use = Use()
+            return made
+
+    def close(self) -> None:
+        """Let go of all lines, in memory and on disk; models and what was saved stay.
+
+        A closed conversation can be used no more, except for :attr:`messages` and :meth:`stats`.
+        Closing it again does nothing.
+
+        Raises:
+            ValueError: An answer is still being written.
+        """
+        if self._use.closed:
+            return
+        with self._use.claimed():
+            for line in self.lines.values():
+                line.clear()
+            self._use.close()
+
+    def __enter__(self) -> Self:
         self._check_closed()
-        made = copy.copy(self)
-        made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
-        return made
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def _check_closed(self) -> None:
-        if self._open:
-            raise ValueError(
-                "an answer is still being written: take the rest of it from stream_reply, or "
-                "close it"
-            )
+        """Refuse (ValueError) a conversation that is closed, or whose answer is being written."""
+        self._use.check()
 
     def _compare_templates(self) -> None:
         """Tell, once, of templates under which nothing can be handed over."""
@@ -168,7 +199,7 @@ class Conversation:
                 f"the chat templates of {one.name} and {other.name} differ from token {position} "
                 "of a conversation on: what follows there is read anew at every switch, not "
                 "translated; give verbatim=True (--verbatim) to go on from what was written",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     # ---- replies ----------------------------------------------------------------------------
@@ -177,6 +208,7 @@ class Conversation:
         """One model's whole answer; arguments are those of :meth:`stream_reply`."""
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
+    @claiming
     def stream_reply(
         self,
         name: str,
@@ -213,6 +245,7 @@ class Conversation:
             ValueError: No model of that name, a message that cannot be rendered, more than a
                 model's context, or an answer that is still being written.
             MissingTranslatorError: A span that only another model wrote cannot be translated.
+            NotEnoughMemoryError: The prompt's caches do not fit; nothing has changed.
         """
         if max_tokens == 0 or max_tokens < -1:
             raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1")
@@ -220,7 +253,6 @@ class Conversation:
             raise ValueError(
                 f"first_token is {first_token!r}; it must be target, or source beside a prefill"
             )
-        self._check_closed()
         self._compare_templates()
         named = [n for n in (name, prefill, reasoning) if n is not None]
         options = {"sampler": sampler, "logits_processors": logits_processors}
@@ -231,7 +263,8 @@ class Conversation:
             parts.insert(0, (reasoning, None, thought))
         if prefill is not None and first_token == "source":
             parts.insert(0, (prefill, 1, None))
-        self._open, latest = True, name
+        self._check_room(turn, named)
+        latest = name
         try:
             if prefill is not None and first_token == "target":
                 turn.read(prefill)
@@ -240,18 +273,17 @@ class Conversation:
                     latest = writer
                     yield from turn.write(writer, most, until, last=index == len(parts))
         except GeneratorExit:
-            self._finish(turn, turn.said(name, cut=True))
+            if not self._use.over:
+                self._finish(turn, turn.said(name, cut=True))
             raise
         else:
             self._finish(turn, turn.said(name, cut=False))
-        finally:
-            self._open = False
         if reasoning is not None and latest != name:
             warnings.warn(
                 f"the answer ended before {latest} ended a reasoning trace ({thought}), so "
                 f"{name} wrote nothing of it; undo, and ask again without reasoning, with "
                 "thinking enabled, or with more max_tokens",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _turn(
@@ -267,6 +299,10 @@ class Conversation:
             each.check_tokens(prompt)
         mark = self.transcript.end_of_messages(models[0], new, prompt)
         return Turn(self.exchange, new, prompt, mark, max_tokens, options)
+
+    def _check_room(self, turn: Turn, names: Iterable[str]) -> None:
+        """Refuse (NotEnoughMemoryError) a prompt whose caches do not fit; nothing has changed."""
+        check_room({name: turn.length(name) for name in names}, self.lines)
 
     def _finish(self, turn: Turn, text: str) -> None:
         """Let what was said join the conversation, and the other lines follow."""
@@ -290,8 +326,8 @@ class Conversation:
             ValueError: No such model or place.
             OSError: It cannot be written; the line is as it was.
         """
-        self._check_closed()
-        return self.exchange.put_away(name, where)
+        with self._use.claimed():
+            return self.exchange.put_away(name, where)
 
     def stats(self) -> Stats:
         """What each line holds, and what everything takes in memory."""
@@ -306,8 +342,8 @@ class Conversation:
         Raises:
             ValueError: Nobody has answered yet.
         """
-        self._check_closed()
-        return self.exchange.measure_reprefill()
+        with self._use.claimed():
+            return self.exchange.measure_reprefill()
 
     # ---- on disk ----------------------------------------------------------------------------
 
@@ -320,8 +356,8 @@ class Conversation:
             ValueError: ``folder`` exists and is no conversation of ours, or an answer is still
                 being written.
         """
-        self._check_closed()
-        return folders.write(folder, self.exchange, self.transcript)
+        with self._use.claimed():
+            return folders.write(folder, self.exchange, self.transcript)
 
     @classmethod
     def resume(
@@ -362,14 +398,10 @@ class Conversation:
 
 def _loaded(models: Mapping[str, Model]) -> dict[str, LanguageModel]:
     """The models by name; a folder that has two names is loaded once."""
-    by_path: dict[str, LanguageModel] = {}
-    found = {}
-    for name, model in models.items():
-        if not isinstance(model, LanguageModel):
-            path = os.fspath(model)
-            model = by_path[path] = by_path.get(path) or load(path)
-        found[name] = model
-    return found
+    keys = {n: id(m) if isinstance(m, LanguageModel) else os.fspath(m) for n, m in models.items()}
+    once = {keys[name]: model for name, model in models.items()}
+    loaded = dict(zip(once, load_together(list(once.values())), strict=True))
+    return {name: loaded[key] for name, key in keys.items()}
 
 
 def _by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:

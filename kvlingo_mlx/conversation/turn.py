@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +10,6 @@ from typing import Any
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from mlx_lm.generate import GenerationResponse as MLXResponse
-from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
@@ -20,6 +18,7 @@ from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.generation import GenerationResponse, check_numbers, timed, with_prefix
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message
+from kvlingo_mlx.threads import stepping, wired, working
 from kvlingo_mlx.validation import room_for
 
 THOUGHT = "</think>"  # what ends a reasoning trace where a tokenizer has no mark of its own
@@ -56,7 +55,11 @@ class Turn:
         """How many tokens a model can still add: its context's, no more than the limit's."""
         left = -1 if self._most == -1 else self._most - len(self.answer)
         model = self._exchange.line(name).model
-        return room_for(model, len(self.prompt) + len(self.answer), left)
+        return room_for(model, self.length(name), left)
+
+    def length(self, name: str) -> int:
+        """Tokens of the prompt and of the answer so far, in those of a model."""
+        return len(self.prompt) + len(self.answer)
 
     def read(self, name: str) -> None:
         """Let a model's line hold the whole prompt but for its last token."""
@@ -121,17 +124,16 @@ class Turn:
 
         Its loop has run every token that it gave out, a stop token included.
         """
-        streams: Any = [generation_stream]
-        with line.decoding(tokens[-1]) as (run, listening), wired_limit(line.model.model, streams):
+        with line.decoding(tokens[-1]) as (run, listening), wired(line.model.model):
             responses = mlx_stream_generate(
                 line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
                 prompt_cache=line.cache, sampler=self._options["sampler"],
                 logits_processors=with_prefix(self._options["logits_processors"], tokens[:-1]),
             )  # fmt: skip
-            with contextlib.closing(responses):
+            with stepping(responses) as step:
                 while True:
-                    with listening():
-                        response = next(responses, None)
+                    with working(), listening():
+                        response = step()
                     if response is None:
                         return
                     if len(run) == 1:

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import generation_stream
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -36,6 +36,7 @@ from kvlingo_mlx.loading import find_translator, load_pair, resolve_translator
 from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.prompts import Prompt, as_ids, encode
+from kvlingo_mlx.threads import in_turn, wired, working
 from kvlingo_mlx.transfer import Clock, check_tokens
 from kvlingo_mlx.translator_config import unfoldable
 from kvlingo_mlx.translators.base import Translator
@@ -49,10 +50,12 @@ def prefill(model: LanguageModel, rows: Sequence[Sequence[int]], step_size: int)
     cache = make_prompt_cache(model.model)
     tokens = mx.array([list(row) for row in rows])
     for start in range(0, tokens.shape[1], step_size):
-        model.model(tokens[:, start : start + step_size], cache=cache)
-        mx.eval([c.state for c in cache])
-        mx.clear_cache()
-    caches.settle(cache)
+        with working():
+            model.model(tokens[:, start : start + step_size], cache=cache)
+            mx.eval([c.state for c in cache])
+            mx.clear_cache()
+    with working():
+        caches.settle(cache)
     return cache
 
 
@@ -72,10 +75,12 @@ def _folded(
         return make_prompt_cache(target.model)
     with mx.stream(generation_stream):
         cache = prefill(source, [row[:-1] for row in rows], step_size)
-        if kv_bits is not None:
-            caches.quantise(cache, kv_bits, kv_group_size)
+        with working():
+            if kv_bits is not None:
+                caches.quantise(cache, kv_bits, kv_group_size)
         clock.lap("prefill")
-        folded = fold_caches(cache, source, target, translator, allow_mismatch=allow_mismatch)
+        with working():
+            folded = fold_caches(cache, source, target, translator, allow_mismatch=allow_mismatch)
         clock.lap("translate")
     return folded
 
@@ -217,7 +222,7 @@ def folded_stream_generate(
     options = allow_mismatch, kv_bits, kv_group_size
     found = _resolve(translator, source, target, tokens, *options)
     clock.lap("prepare")
-    with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
+    with wired(target.model):
         cache = _folded(source, target, [tokens], found, prefill_step_size, *options, clock)
         responses = mlx_stream_generate(
             target.model,
@@ -229,7 +234,7 @@ def folded_stream_generate(
             logits_processors=with_prefix(logits_processors, tokens[:-1]),
         )
         ttft = None
-        for response in responses:
+        for response in in_turn(responses):
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
                 check_numbers(response, source, target, cache)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from kvlingo_mlx.geometry import LayerGeometry
 from kvlingo_mlx.keys import Rotation, advance, normalise_values
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates, flat
+from kvlingo_mlx.threads import working
 
 
 class Recorder:
@@ -66,10 +68,13 @@ class Log(Recorder):
 
 
 def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn.Module]:
+    listener = threading.get_ident()
+
     class Tapped(cls):  # type: ignore[misc, valid-type]
         def __call__(self, x: mx.array) -> mx.array:
             output = super().__call__(x)
-            record(output)
+            if threading.get_ident() == listener:  # plain mlx-lm may run it in another thread
+                record(output)
             return output
 
     Tapped.__name__ = cls.__name__
@@ -83,26 +88,27 @@ def tap(
     nested: bool = False,
     recorder: Callable[[Sequence[nn.Module]], Recorder] = Recorder,
 ) -> Iterator[Recorder]:
-    """Record the outputs of ``modules`` while the context lasts.
+    """Record the outputs of ``modules`` in this thread while the context lasts; a unit of work.
 
     ``nested`` allows modules that a surrounding tap records already; ``recorder`` is what keeps
     them.
 
     Raises:
-        RuntimeError: A module is tapped already (one capture at a time per model).
+        RuntimeError: This thread taps a module already (one capture at a time per model).
     """
     kept = recorder(modules)
-    classes = [type(module) for module in modules]
-    if not nested and any(cls.__qualname__.startswith("_tapped") for cls in classes):
-        raise RuntimeError("this model is being captured already: one capture at a time")
-    try:
-        for index, (module, cls) in enumerate(zip(modules, classes, strict=True)):
-            record = lambda output, index=index: kept.put(index, output)  # noqa: E731
-            module.__class__ = _tapped(cls, record)
-        yield kept
-    finally:
-        for module, cls in zip(modules, classes, strict=True):
-            module.__class__ = cls
+    with working():
+        classes = [type(module) for module in modules]
+        if not nested and any(cls.__qualname__.startswith("_tapped") for cls in classes):
+            raise RuntimeError("this model is being captured already: one capture at a time")
+        try:
+            for index, (module, cls) in enumerate(zip(modules, classes, strict=True)):
+                record = lambda output, index=index: kept.put(index, output)  # noqa: E731
+                module.__class__ = _tapped(cls, record)
+            yield kept
+        finally:
+            for module, cls in zip(modules, classes, strict=True):
+                module.__class__ = cls
 
 
 class Ear:
@@ -167,11 +173,13 @@ def prefill(
     cache = make_prompt_cache(model.model) if cache is None else cache
     for start in range(begun, len(tokens), step_size):
         chunk = mx.array(list(tokens[start : start + step_size]))
-        with tap_keys_and_values(model) as take:  # no longer: whoever takes a chunk may run it too
-            model.model(chunk[None], cache=cache)
-            states = take(start)
-        mx.eval([c.state for c in cache], states.arrays)
-        yield states
+        with working():
+            with tap_keys_and_values(model) as take:
+                model.model(chunk[None], cache=cache)
+                states = take(start)
+            mx.eval([c.state for c in cache], states.arrays)
+            del take
+        yield states  # whoever takes a chunk may run the model too
         del states
         mx.clear_cache()
 

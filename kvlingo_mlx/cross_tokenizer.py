@@ -18,6 +18,7 @@ from kvlingo_mlx.handover import Handover
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Prompt, rendering
 from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
 
@@ -77,7 +78,8 @@ def take_over(
             caches.write(cache, translated, target, positions[slots])
             del moved, translated
         del states
-        mx.eval(caches.arrays(cache))
+        with working():
+            mx.eval(caches.arrays(cache))
         lap("translate")
     ids = [handover.target_ids[position] for position in handover.own]
     places = (handover.own + handover.shift).tolist()

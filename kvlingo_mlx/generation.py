@@ -18,7 +18,7 @@ from typing import Any, Unpack
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import GenerationResponse as MLXResponse
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import generation_stream
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -42,6 +42,7 @@ from kvlingo_mlx.sampling import (
     choice_of,
     given,
 )
+from kvlingo_mlx.threads import in_turn, wired, working
 from kvlingo_mlx.transfer import (
     PHASES,
     Clock,
@@ -193,7 +194,7 @@ def stream_generate(
         tell_of_length(resolved.config, len(tokens))
         across = across_plan(source, target, prompt, resolved, native, enable_thinking, tools=tools)
     clock.lap("prepare")
-    with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
+    with wired(target.model):
         if way == "native":
             start = _native_start(tokens, prefill_step_size, clock)
         else:
@@ -271,8 +272,8 @@ def answered(
     They came by ``translator``, if anything was translated.
     """
     ttft, used = None, () if translator is None else (translator,)
-    with contextlib.closing(responses):
-        for response in responses:
+    with contextlib.closing(in_turn(responses)) as steps:
+        for response in steps:
             if ttft is None:
                 ttft = time.perf_counter() - clock.started
                 check(response)
@@ -440,15 +441,17 @@ def check_numbers(
     :func:`with_prefix`'s, one of which may be to blame.
     """
     sound = processors[0] if processors else None
-    blameless = isinstance(sound, Sound) and sound.told()
-    if mx.isnan(response.logprobs).any().item():
+    with working():
+        blameless = isinstance(sound, Sound) and sound.told()
+        bad = mx.isnan(response.logprobs).any().item()
+        place = first_bad(cache, target) if bad and not blameless else None
+    if bad:
         if blameless:
             raise ValueError(
                 "logits_processors made the first prediction not a number, while the logits of "
                 f"{target.name} are numbers: one of them returns NaN, or rules out every token "
                 "(-inf everywhere); leave a token to choose"
             )
-        place = first_bad(cache, target)
         raise KVLingoError(
             f"the first prediction of {target.name} after the hand-over from {source.name} is not "
             "a number: the translator's output overflows, or the model's weights are damaged"
@@ -507,6 +510,9 @@ def generate(
     **options: Unpack[GenerateOptions],
 ) -> str:
     """Prefill a prompt with one model and answer with another, from the translated cache.
+
+    Any thread may call this on models that others use; they take turns, a chunk or a token at a
+    time (:mod:`kvlingo_mlx.threads`).
 
     Args:
         prefill_model: Reads the prompt: a folder, a Hub id or a loaded model.

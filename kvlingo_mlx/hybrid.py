@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.translator_config import TranslatorConfig
 
 AUTO = "auto"
@@ -122,10 +123,11 @@ def read_layers(
         for empty in later:  # masks are made of what a cache says of its length
             empty.offset = own[0].offset
         chunk = mx.array(list(tokens[start : start + step_size]))
-        with _end_at(own[-1]) if later else contextlib.nullcontext():
-            model.model(chunk[None], cache=[*own, *later])
-        mx.eval([c.state for c in own])
-        mx.clear_cache()
+        with working():
+            with _end_at(own[-1]) if later else contextlib.nullcontext():
+                model.model(chunk[None], cache=[*own, *later])
+            mx.eval([c.state for c in own])
+            mx.clear_cache()
 
 
 class _KnownError(Exception):

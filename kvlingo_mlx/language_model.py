@@ -25,6 +25,7 @@ from kvlingo_mlx.geometry import (
     vocabulary_fingerprint,
 )
 from kvlingo_mlx.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
+from kvlingo_mlx.threads import unit
 from kvlingo_mlx.translator_config import ModelSpec
 
 NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the classes of norms are called
@@ -95,6 +96,7 @@ class LanguageModel:
         return str(self._projections[0].weight.dtype).rsplit(".", 1)[-1]
 
     @cached_property
+    @unit
     def projections(self) -> Sketch | None:
         """Numbers that tell this model from its fine-tuned copies; None for quantised weights."""
         weights = [module.weight for module in self._projections]
@@ -139,6 +141,7 @@ class LanguageModel:
         return vocabulary_fingerprint(self.tokenizer.get_vocab())
 
     @cached_property
+    @unit
     def norms_fingerprint(self) -> str:
         """Sha256 of the weights of all norms; it survives quantisation."""
         norms = {

@@ -29,6 +29,7 @@ from kvlingo_mlx.opening import damage_told, open_model
 from kvlingo_mlx.pairing import check_pair, matches
 from kvlingo_mlx.prompts import Prompt, encode
 from kvlingo_mlx.tensor_file import MAX_FILE_BYTES
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.translator_config import TranslatorConfig, flops_of
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
@@ -137,8 +138,9 @@ def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> La
 
 
 def _read(model: LanguageModel) -> None:
-    with damage_told(model.path):
-        mx.eval(model.model.parameters())
+    modules = model.model.modules()
+    with damage_told(model.path), working():
+        mx.eval([dict(module) for module in modules])  # what rotates is no parameter
 
 
 def at_hand(name: str, revision: str | None = None) -> LanguageModel:

@@ -17,6 +17,7 @@ from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.families import family_of
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.threads import for_any_thread
 
 
 def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
@@ -39,7 +40,10 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     family = family_of(config["model_type"])
     with damage_told(path):
         overrides = family.overrides(config)
-        model, config = load_model(path, lazy=True, trust_remote_code=False, model_config=overrides)
+        with for_any_thread():
+            model, config = load_model(
+                path, lazy=True, trust_remote_code=False, model_config=overrides
+            )
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )

@@ -29,6 +29,7 @@ from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.prompts import Prompt, check_tools, encode
 from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import validate_cache
 
@@ -182,11 +183,11 @@ def take_over(
         if start < stop:
             hybrid.read_layers(target, prefix[start:stop], cache, step_size, native.layers)
             lap("native")
-            part = states.part(start, stop)
-            translate_span(cache, part, source, target, upper, span.stop)
-            del part
-        del states
-        mx.eval(caches.arrays(cache))
+        with working():
+            if start < stop:
+                translate_span(cache, states.part(start, stop), source, target, upper, span.stop)
+            del states
+            mx.eval(caches.arrays(cache))
         lap("translate")
     hybrid.read_layers(target, prefix[span.stop :], cache, step_size)
     lap("native")

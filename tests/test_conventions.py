@@ -23,8 +23,8 @@ HEIGHT = {
     "training": 3, "backend": 2, "grading": 3, "embedded": 2, "families": 3, "states": 3, "keys": 4,
     "language_model": 4, "prompts": 5, "translators": 5, "pairing": 5, "capture": 5, "caches": 5,
     "validation": 6, "hybrid": 6, "hub": 3, "pictures": 1, "loading": 6, "importing": 7,
-    "store": 7, "publishing": 7, "projections": 3, "sampling": 3, "answers": 3, "notes": 5,
-    "opening": 5, "memory": 6,
+    "store": 7, "publishing": 7, "projections": 3, "sampling": 3, "answers": 3, "threads": 3,
+    "notes": 5, "opening": 5, "memory": 6,
     "measure": 6, "profiles": 7, "transfer": 7, "generation": 7, "diagnosis": 7, "conversation": 8,
     "folding": 8, "fitting": 8, "evaluation": 8, "timing": 8, "analysis": 8, "cli": 9,
 }  # fmt: skip

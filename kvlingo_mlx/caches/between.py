@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from kvlingo_mlx.backend import mx, nn
 from kvlingo_mlx.caches import arrays
 from kvlingo_mlx.keys import at_positions
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.threads import working
 
 
 def prefill_between(
@@ -40,19 +42,27 @@ def prefill_between(
     for start in range(0, len(tokens), step_size):
         stop = min(start + step_size, len(tokens))
         seen = visible[start:stop, : held + stop][None, None]
-        with _rotated_at(model, mx.array(list(positions[start:stop]))), _masked(cache, seen):
-            model.model(mx.array(list(tokens[start:stop]))[None], cache=cache)
-        mx.eval(arrays(cache))
-        mx.clear_cache()
+        places = mx.array(list(positions[start:stop]))
+        with working():
+            with _rotated_at(model, places), _masked(cache, seen):
+                model.model(mx.array(list(tokens[start:stop]))[None], cache=cache)
+            mx.eval(arrays(cache))
+            mx.clear_cache()
 
 
 @contextlib.contextmanager
 def _rotated_at(model: LanguageModel, positions: mx.array) -> Iterator[None]:
-    """Rotate each token of a forward pass at a position of its own, whatever a cache's length."""
+    """Rotate each token of a forward pass at a position of its own, whatever a cache's length.
+
+    Of a pass in this thread: plain mlx-lm may run the model in another.
+    """
+    reader = threading.get_ident()
 
     def placed(cls: type[nn.Module]) -> type[nn.Module]:
         class Placed(cls):  # type: ignore[misc, valid-type]
             def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+                if threading.get_ident() != reader:
+                    return super().__call__(x, *args, **kwargs)
                 return at_positions(super().__call__, x, positions)
 
         return Placed

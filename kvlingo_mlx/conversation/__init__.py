@@ -19,7 +19,7 @@ from typing import Any, Self, TypedDict, Unpack
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits
 from kvlingo_mlx.conversation import folder as folders
-from kvlingo_mlx.conversation.accounting import Stats, stats_of
+from kvlingo_mlx.conversation.accounting import Stats, check_room, stats_of
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.cross_turn import CrossTurn
@@ -32,6 +32,7 @@ from kvlingo_mlx.conversation.transcript import (
     without_oldest_turn,
 )
 from kvlingo_mlx.conversation.turn import Decoding, Turn, thought_end
+from kvlingo_mlx.conversation.use import Use, claiming
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.generation import (
     DECODE_OPTIONS,
@@ -41,7 +42,7 @@ from kvlingo_mlx.generation import (
     check_max_tokens,
 )
 from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load
+from kvlingo_mlx.loading import load, load_together
 from kvlingo_mlx.prompts import Message, check_tools
 from kvlingo_mlx.renderings import with_joined_parts
 from kvlingo_mlx.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
@@ -119,6 +120,12 @@ class Conversation:
         IncompatibleTranslatorError: A translator fits no direction.
         UnsupportedModelError: One is given for a model that cannot take over from another
             tokenizer, as those with windows cannot.
+        NotEnoughMemoryError: The models that are loaded here do not fit; none was read.
+
+    Any thread may use a conversation, one at a time: a second one is refused while an answer is
+    written. Several conversations may share models and translators, and take turns, a chunk or a
+    token at a time (see :mod:`kvlingo_mlx.threads`). Samplers and logits processors run within a
+    turn: they must not wait for another thread's. ``with Conversation(...) as talk`` closes it.
     """
 
     @checked
@@ -155,7 +162,7 @@ class Conversation:
             step_size=prefill_step_size, allow_mismatch=allow_mismatch, quantize=quantize,
             native_layers=native_layers,
         )  # fmt: skip
-        self.eager, self._open, self._compared = eager, False, False
+        self.eager, self._use, self._compared = eager, Use(), False
         self.on_full = on_full
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
@@ -179,12 +186,12 @@ class Conversation:
 
     @messages.setter
     def messages(self, messages: Sequence[Message]) -> None:
-        self._check_closed()
-        listed = _history(messages) if messages else []
-        made, rest = self.transcript.at(listed, self._same())
-        made.messages += rest
-        made.previous = self.transcript
-        self.transcript = made
+        with self._use.claimed():
+            listed = _history(messages) if messages else []
+            made, rest = self.transcript.at(listed, self._same())
+            made.messages += rest
+            made.previous = self.transcript
+            self.transcript = made
 
     def undo(self) -> None:
         """Take back the last message and its answer; what was before is not read again.
@@ -194,8 +201,8 @@ class Conversation:
         Raises:
             ValueError: Nobody has answered yet, or an answer is still being written.
         """
-        self._check_closed()
-        self.transcript = self.transcript.undo()
+        with self._use.claimed():
+            self.transcript = self.transcript.undo()
 
     @checked
     def truncate_answer(self, characters: int) -> None:
@@ -208,10 +215,10 @@ class Conversation:
             ValueError: The last message is no answer of so many characters, or an answer is still
                 being written.
         """
-        self._check_closed()
-        made = self.transcript.copy()
-        made.cut_answer([line.model for line in self.lines.values()], characters)
-        self.transcript = made
+        with self._use.claimed():
+            made = self.transcript.copy()
+            made.cut_answer([line.model for line in self.lines.values()], characters)
+            self.transcript = made
 
     def _same(self) -> Callable[[Message, Message], bool]:
         """Whether a message is one of ours."""
@@ -221,20 +228,44 @@ class Conversation:
     def branch(self) -> Conversation:
         """A conversation that goes on from here on its own; models and numbers are shared.
 
+        It takes no memory of its own until it or this one goes on: then each model's caches are
+        copied once, for whichever of the two writes first.
+
         Raises:
             ValueError: An answer is still being written.
         """
+        with self._use.claimed():
+            made = copy.copy(self)
+            made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
+            made._use = Use()
+            return made
+
+    def close(self) -> None:
+        """Let go of all lines, in memory and on disk; models and what was saved stay.
+
+        A closed conversation can be used no more, except for :attr:`messages` and :meth:`stats`.
+        Closing it again does nothing.
+
+        Raises:
+            ValueError: An answer is still being written.
+        """
+        if self._use.closed:
+            return
+        with self._use.claimed():
+            for line in self.lines.values():
+                line.clear()
+            self._use.close()
+
+    def __enter__(self) -> Self:
         self._check_closed()
-        made = copy.copy(self)
-        made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
-        return made
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
 
     def _check_closed(self) -> None:
-        if self._open:
-            raise ValueError(
-                "an answer is still being written: take the rest of it from stream_reply, or "
-                "close it"
-            )
+        """Refuse (ValueError) a conversation that is closed, or whose answer is being written."""
+        self._use.check()
 
     def _compare_templates(self) -> None:
         """Tell, once, of templates under which nothing can be handed over."""
@@ -250,7 +281,7 @@ class Conversation:
                 f"the chat templates of {one.name} and {other.name} differ from token {position} "
                 "of a conversation on: what follows there is read anew at every switch, not "
                 "translated; give verbatim=True (--verbatim) to go on from what was written",
-                stacklevel=4,
+                stacklevel=5,
             )
 
     # ---- replies ----------------------------------------------------------------------------
@@ -266,6 +297,7 @@ class Conversation:
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
     @checked
+    @claiming
     def stream_reply(
         self,
         name: str,
@@ -321,13 +353,13 @@ class Conversation:
                 written.
             MissingTranslatorError: A span that only another model wrote cannot be translated.
             UnsupportedModelError: mlx-lm cannot quantise a cache, or take back drafts from it.
+            NotEnoughMemoryError: The prompt's caches do not fit; nothing has changed.
         """
         known = given(options, DecodingOptions, "a conversation")
         choice = choice_of(known, sampler, logits_processors)
         check_max_tokens(max_tokens)
         if first_token not in ("target", "source"):
             raise ValueError(f"first_token is {first_token!r}; it must be target or source")
-        self._check_closed()
         self._compare_templates()
         named = [n for n in (name, prefill, reasoning) if n is not None]
         for each in named:  # all, before anybody begins
@@ -335,7 +367,7 @@ class Conversation:
         base, new = self._begun(message, messages, enable_thinking, known.get("tools"))
         check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
         alone = reasoning is None and first_token == "target"
-        draft = self._draft(draft_model, num_draft_tokens, alone=alone)
+        draft = self._draft(draft_model, alone=alone)
         decoding = Decoding(
             choice,
             base.switches.get("tools"),
@@ -350,6 +382,7 @@ class Conversation:
             parts.insert(0, (reasoning, None, thought_end(self.exchange.line(reasoning).model)))
         if prefill is not None and first_token == "source":
             parts.insert(0, (prefill, 1, None))
+        self._check_room(turn, named)
         reader = prefill if first_token == "target" else None
         latest = yield from self._answered(base, turn, parts, reader)
         if reasoning is not None and latest != name:
@@ -357,7 +390,7 @@ class Conversation:
                 f"the answer ended before {latest} ended a reasoning trace ({parts[-2][2]}), so "
                 f"{name} wrote nothing of it; undo, and ask again without reasoning, with "
                 "thinking enabled, or with more max_tokens",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _answered(
@@ -370,7 +403,6 @@ class Conversation:
         begin. Returns who wrote last.
         """
         latest = name = parts[-1][0]
-        self._open = True
         try:
             if reader is not None:
                 turn.read(reader)
@@ -379,12 +411,11 @@ class Conversation:
                     latest = writer
                     yield from turn.write(writer, most, until, last=index == len(parts))
         except GeneratorExit:
-            self._finish(base, turn, turn.said(name, cut=True))
+            if not self._use.over:
+                self._finish(base, turn, turn.said(name, cut=True))
             raise
         else:
             self._finish(base, turn, turn.said(name, cut=False))
-        finally:
-            self._open = False
         return latest
 
     def _begun(
@@ -431,13 +462,9 @@ class Conversation:
             check_bits(model, found["kv_bits"], found.get("kv_group_size", 64))
         return found
 
-    def _draft(self, draft_model: Model | None, tokens: int | None, *, alone: bool) -> Line | None:
+    def _draft(self, draft_model: Model | None, *, alone: bool) -> Line | None:
         """A line of its own for a draft model, which holds what a line of that name holds."""
         if draft_model is None:
-            if tokens is not None:
-                raise ValueError(
-                    "num_draft_tokens does nothing without draft_model; add it, or leave both out"
-                )
             return None
         if isinstance(self.exchange, CrossExchange) or not alone:
             what = "beside reasoning or first_token" if not alone else "between several tokenizers"
@@ -488,6 +515,10 @@ class Conversation:
         mark = base.end_of_messages(models[0], new, prompt)
         return Turn(self.exchange, new, prompt, mark, max_tokens, decoding)
 
+    def _check_room(self, turn: Turn, names: Iterable[str]) -> None:
+        """Refuse (NotEnoughMemoryError) a prompt whose caches do not fit; nothing has changed."""
+        check_room({name: turn.length(name) for name in names}, self.lines)
+
     def _finish(self, base: Transcript, turn: Turn, text: str) -> None:
         """Let what was said join the conversation, and the other lines follow."""
         models = [line.model for line in self.lines.values()]
@@ -519,8 +550,8 @@ class Conversation:
             ValueError: No such model or place.
             OSError: It cannot be written; the line is as it was.
         """
-        self._check_closed()
-        return self.exchange.put_away(name, where)
+        with self._use.claimed():
+            return self.exchange.put_away(name, where)
 
     def stats(self) -> Stats:
         """What each line holds, and what everything takes in memory."""
@@ -535,8 +566,8 @@ class Conversation:
         Raises:
             ValueError: Nobody has answered yet.
         """
-        self._check_closed()
-        return self.exchange.measure_reprefill()
+        with self._use.claimed():
+            return self.exchange.measure_reprefill()
 
     # ---- on disk ----------------------------------------------------------------------------
 
@@ -550,8 +581,8 @@ class Conversation:
             ValueError: ``folder`` exists and is no conversation of ours, or an answer is still
                 being written.
         """
-        self._check_closed()
-        return folders.write(folder, self.exchange, self.transcript)
+        with self._use.claimed():
+            return folders.write(folder, self.exchange, self.transcript)
 
     @classmethod
     @checked
@@ -594,14 +625,10 @@ class Conversation:
 
 def _loaded(models: Mapping[str, Model]) -> dict[str, LanguageModel]:
     """The models by name; a folder that has two names is loaded once."""
-    by_path: dict[str, LanguageModel] = {}
-    found = {}
-    for name, model in models.items():
-        if not isinstance(model, LanguageModel):
-            path = os.fspath(model)
-            model = by_path[path] = by_path.get(path) or load(path)
-        found[name] = model
-    return found
+    keys = {n: id(m) if isinstance(m, LanguageModel) else os.fspath(m) for n, m in models.items()}
+    once = {keys[name]: model for name, model in models.items()}
+    loaded = dict(zip(once, load_together(list(once.values())), strict=True))
+    return {name: loaded[key] for name, key in keys.items()}
 
 
 def _by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.memory import cache_bytes, caches_of, check
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,24 @@ def stats_of(exchange: Exchange) -> Stats:
     total += sum(line.cache_bytes + line.recording_bytes for line in lines)
     used = {f"{one} to {other}": t.name for (one, other), t in exchange.translators.items()}
     return Stats(lines, weights, sum(translators.values()), total, mx.get_active_memory(), used)
+
+
+def check_room(lengths: Mapping[str, int], lines: Mapping[str, Line]) -> None:
+    """Refuse what would make lines larger than the memory there is.
+
+    Args:
+        lengths: Tokens that lines are to hold, by name.
+        lines: All lines.
+
+    Raises:
+        NotEnoughMemoryError: With what is needed and what there is.
+    """
+    needed = 0
+    for name, length in lengths.items():
+        line = lines[name]
+        held = line.cache_bytes if line.where == "resident" else 0
+        needed += max(0, cache_bytes(line.model, length) - held)
+    check({caches_of(max(lengths.values())): needed})
 
 
 def _line(line: Line) -> LineStats:

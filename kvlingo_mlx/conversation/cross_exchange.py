@@ -28,6 +28,7 @@ from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_positions
+from kvlingo_mlx.threads import unit
 from kvlingo_mlx.translators.base import Translator
 
 Wanted = Mapping[str, Reading | None]  # by tokenizer; None where it cannot be told
@@ -181,6 +182,7 @@ class CrossExchange(Exchange):
 
     # ---- after an answer ------------------------------------------------------------------
 
+    @unit
     def follow_across(
         self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
     ) -> None:
@@ -211,6 +213,7 @@ class CrossExchange(Exchange):
     def _forget(self) -> None:
         """Nothing yet: what a line of another tokenizer lacks is only told after the answer."""
 
+    @unit
     def forget(self, wanted: Wanted, others: Mapping[str, Sequence[Reading]]) -> None:
         """Let go of states that every line that could take them has."""
         for line in self.lines.values():

@@ -14,7 +14,6 @@ from kvlingo_mlx.conversation.turn import Decoding, Turn
 from kvlingo_mlx.generation import GenerationResponse
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message
-from kvlingo_mlx.validation import room_for
 
 HEADER = 8  # characters at the end of a prompt by which an answer's header is known again
 
@@ -49,10 +48,9 @@ class CrossTurn(Turn):
         prompt, mark = self._readings[self._latest].tokens, self._marks[self._latest]
         super().__init__(exchange, messages, prompt, mark, max_tokens, decoding)
 
-    def room(self, name: str) -> int:
-        """How many tokens a model can still add: its context's, no more than the limit's."""
-        left = -1 if self._most == -1 else self._most - len(self.answer)
-        return room_for(self._model(name), len(self._reading(name).tokens), left)
+    def length(self, name: str) -> int:
+        """Tokens of the prompt and of the answer so far, in those of a model."""
+        return len(self._reading(name).tokens)
 
     def _begin(self, name: str) -> tuple[list[int], Switch]:
         key = self._across.key(name)

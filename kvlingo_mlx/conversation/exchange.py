@@ -27,6 +27,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.loading import find_translator, load_translator
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_one_tokenizer, check_pair, matches
+from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import validate_cache
@@ -107,6 +108,7 @@ class Exchange:
             self._assign(translator, exact=False)
         self._check_stored(any(not isinstance(given, Translator) for given in translators))
 
+    @unit
     def copy(self) -> Exchange:
         """One that goes its own way; models, translators and numbers are shared."""
         made = copy.copy(self)
@@ -250,13 +252,15 @@ class Exchange:
         kept = line.kept(0 if whole else line.common(tokens))
         origin = self.active if switched else self._from
         plan = self._plan(line, tokens, kept, origin, known)
-        line.recall()
-        line.trim(kept)
+        with working():
+            line.recall()
+            line.trim(kept)
         translate_s, read_s = self._grow(line, plan, tokens, mark, wait=True)
-        mx.eval(caches.arrays(line.cache))
-        validate_cache(line.cache, line.model, len(tokens))
-        self.active, self._from = name, origin
-        self._forget()
+        with working():
+            mx.eval(caches.arrays(line.cache))
+            validate_cache(line.cache, line.model, len(tokens))
+            self.active, self._from = name, origin
+            self._forget()
         starts = [kept, *(step.stop for step in plan)]
         lengths = [step.stop - start for step, start in zip(plan, starts, strict=False)]
         translated = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
@@ -343,6 +347,7 @@ class Exchange:
         others = [other for other in self.lines.values() if other is not line]
         return [o for o in others if self.strategy == "alternated" or o.name == origin]
 
+    @unit
     def follow(self, tokens: Sequence[int], mark: int | None = None) -> None:
         """Translate for every other line what it lacks of ``tokens``, as far as it can be.
 

@@ -35,6 +35,7 @@ from kvlingo_mlx.errors import (
     printable,
 )
 from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.threads import unit
 
 FORMAT, VERSION = "kvlingo-conversation", 2  # 2: other digests of translators
 FACTS = "conversation.json"
@@ -42,6 +43,7 @@ OURS = re.compile(r"line-\d+\.(cache|native)\.[0-9a-f]{16}\.safetensors(\.tmp)?"
 SAMPLED = 64  # numbers of an array that are looked at, about
 
 
+@unit
 def describe(model: LanguageModel) -> dict[str, Any]:
     """What must be equal for a cache of ``model`` to be its own: weights, their bits, dtype.
 
@@ -73,6 +75,7 @@ def _bytes(array: mx.array) -> bytes:
 # ---- writing ----------------------------------------------------------------------------
 
 
+@unit
 def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transcript) -> Path:
     """Write a conversation; an older one there is replaced.
 
@@ -230,6 +233,7 @@ class Saved:
                         "model, or begin a new conversation"
                     )
 
+    @unit
     def restore(self, exchange: Exchange) -> Transcript:
         """Fill the lines of an exchange of the right models; returns the transcript.
 
@@ -264,4 +268,6 @@ class Saved:
             found = from_weights(read_file(self.folder / file, sha256))
         except KVLingoError as error:
             raise MalformedConversationError(str(error)) from None
-        return {name: found[name].reshape(shape) for name, shape in shapes.items()}
+        arrays = {name: found[name].reshape(shape) for name, shape in shapes.items()}
+        mx.eval(arrays)  # any thread may go on with them
+        return arrays

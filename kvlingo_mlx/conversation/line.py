@@ -14,10 +14,11 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 from kvlingo_mlx import caches, capture, hybrid
 from kvlingo_mlx.conversation.recording import Recording
 from kvlingo_mlx.conversation.spans import Span, common_prefix, cut, grown
-from kvlingo_mlx.conversation.storage import PUT, Storage
+from kvlingo_mlx.conversation.storage import PUT, Storage, alike
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.states import KVStates, TranslatedStates
+from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translators.base import Translator
 
 Listening = Callable[[], contextlib.AbstractContextManager[None]]
@@ -41,6 +42,7 @@ class Line:
         self.name, self.model, self.records = name, model, records
         self.clear()
 
+    @unit
     def clear(self) -> None:
         """Give up everything."""
         self._caches: list[Any] = self._empty()
@@ -67,8 +69,9 @@ class Line:
             self._return()
         return self._caches
 
+    @unit
     def copy(self) -> Line:
-        """One that goes its own way."""
+        """One that goes its own way; it takes no memory until one of both writes."""
         made = type(self)(self.name, self.model, records=self.records)
         made._caches = [_copy(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
@@ -119,6 +122,7 @@ class Line:
                     for side in caches.SIDES:
                         yield f"{prefix}{layer}.{side}", cache, side
 
+    @unit
     def put_away(self, place: str) -> Storage | None:
         """Let its arrays wait in a place until they are wanted; None if there is nothing to put."""
         if self._away is not None and (self._away.place != place or self._away.failed):
@@ -132,6 +136,7 @@ class Line:
                 setattr(cache, side, None)
         return self._away
 
+    @unit
     def settle(self) -> None:
         """Wait until all that it is to hold is worked out."""
         mx.eval(caches.arrays(self._caches))
@@ -156,6 +161,7 @@ class Line:
 
     # ---- shrinking ------------------------------------------------------------------------
 
+    @unit
     def mark(self) -> None:
         """Remember this length: rings can be trimmed no further back once they are full."""
         marked = [length for length, _ in self._marks]
@@ -176,6 +182,7 @@ class Line:
             return length
         return max((mark for mark, _ in self._marks if mark <= length), default=0)
 
+    @unit
     def trim(self, length: int) -> int:
         """Give up the tokens from :meth:`kept` of ``length`` on; returns how many are left."""
         kept = self.kept(length)
@@ -215,9 +222,20 @@ class Line:
             self._take_back()
             raise
 
+    @unit
     def _take_back(self) -> None:
-        """Take back what some caches have written beyond the tokens, and what was kept of it."""
+        """Take back what some caches have written beyond the tokens, and what was kept of it.
+
+        What is left is worked out now: nobody can do so in another thread.
+        """
         self.native.trim(len(self))
+        self._shorten()
+        try:
+            mx.eval(caches.arrays(self._caches))
+        except RuntimeError:  # what could not be worked out is what interrupted this, perhaps
+            self.clear()
+
+    def _shorten(self) -> None:
         beyond = [cache.offset - len(self) for cache in self._caches]
         both = list(zip(beyond, self._caches, strict=True))
         if any(more < 0 for more in beyond):
@@ -239,11 +257,12 @@ class Line:
         with self.whole(), mx.stream(generation_stream):
             for start in range(0, len(tokens), step_size):
                 chunk = list(tokens[start : start + step_size])
-                with _listening(ear):
-                    self.model.model(mx.array(chunk)[None], cache=self.cache)
-                mx.eval([c.state for c in self.cache])
-                self.wrote(chunk, ear)
-                mx.clear_cache()
+                with working():
+                    with _listening(ear):
+                        self.model.model(mx.array(chunk)[None], cache=self.cache)
+                    mx.eval([c.state for c in self.cache])
+                    self.wrote(chunk, ear)
+                    mx.clear_cache()
 
     @contextlib.contextmanager
     def decoding(self, first: int) -> Iterator[tuple[list[int], Listening]]:
@@ -262,6 +281,7 @@ class Line:
                 raise
             self.wrote(run, ear)
 
+    @unit
     def wrote(self, tokens: Sequence[int], ear: capture.Ear | None) -> None:
         """Book tokens that the model has run, and what its projections wrote of them.
 
@@ -280,6 +300,7 @@ class Line:
     def _ear(self) -> capture.Ear | None:
         return capture.Ear(self.model) if self.records else None
 
+    @unit
     def take_over(
         self, tokens: Sequence[int], states: KVStates, source: Line, translator: Translator,
         step_size: int, *, native_layers: int = 0, keep: bool = False,
@@ -316,9 +337,12 @@ class Line:
             groups = (*translated.keys, *translated.values)
             mx.async_eval([group.states for group in groups])
         caches.append(self.cache, translated, self.model)
+        kept: tuple[mx.array, ...] = ()
         if keep:
-            self.native.add(_cast(translated.states(len(self.cache)), self.model.cache_dtype))
-        mx.async_eval(caches.arrays(self.cache))
+            states = _cast(translated.states(len(self.cache)), self.model.cache_dtype)
+            self.native.add(states)
+            kept = states.arrays
+        mx.async_eval(caches.arrays(self.cache), kept)
 
     # ---- as numbers -----------------------------------------------------------------------
 
@@ -377,8 +401,8 @@ def _listening(ear: capture.Ear | None) -> contextlib.AbstractContextManager[Non
 def _copy(cache: Any) -> Any:
     """A cache that shares its numbers with another and its future with none."""
     made = object.__new__(type(cache))
-    made.__dict__ = {
-        name: mx.array(value) if isinstance(value, mx.array) else value
-        for name, value in vars(cache).items()
-    }
+    made.__dict__ = dict(vars(cache))
+    for name, value in vars(cache).items():
+        if isinstance(value, mx.array):
+            made.__dict__[name] = alike(value)
     return made

@@ -19,6 +19,7 @@ from kvlingo_mlx.alignment import TokenAlignment
 from kvlingo_mlx.caches.entries import move_on, positioned, shorten
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.spans import grown
+from kvlingo_mlx.threads import unit
 from kvlingo_mlx.translators.base import Translator
 
 INSIDE = -1  # a length within a minimal group: its entries stand for all of its tokens
@@ -83,6 +84,7 @@ class PositionedLine(Line):
 
     # ---- growing --------------------------------------------------------------------------
 
+    @unit
     def take_across(
         self, tokens: Sequence[int], alignment: TokenAlignment, source: Line,
         translator: Translator, step_size: int,

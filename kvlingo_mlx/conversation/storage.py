@@ -166,7 +166,7 @@ class File:
     def take(self) -> dict[str, mx.array]:
         if (here := self._here) is not None:
             # Objects of their own: a cache changes its arrays in place, and branches share these.
-            return {name: mx.array(array) for name, array in here.items()}
+            return {name: alike(array) for name, array in here.items()}
         self.recall()
         assert self._read is not None
         reading, self._read = self._read, None  # what is read is held no longer than needed
@@ -175,6 +175,11 @@ class File:
 
 
 PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": Quantised, "disk": File}
+
+
+def alike(array: mx.array) -> mx.array:
+    """An array of the same numbers, which share their memory until one of both is written to."""
+    return array[...]
 
 
 # ---- files ------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from mlx_lm.generate import GenerationResponse as MLXResponse
-from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvlingo_mlx.answers import AnswerReader, first_stop
@@ -28,6 +27,7 @@ from kvlingo_mlx.generation import (
 from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.prompts import Message
 from kvlingo_mlx.sampling import Choice, LogitsProcessor
+from kvlingo_mlx.threads import in_turn, stepping, wired, working
 from kvlingo_mlx.transfer import PHASES
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.validation import room_for
@@ -88,7 +88,11 @@ class Turn:
         """How many tokens a model can still add: its context's, no more than the limit's."""
         left = -1 if self._most == -1 else self._most - len(self.answer)
         model = self._exchange.line(name).model
-        return room_for(model, len(self.prompt) + len(self.answer), left)
+        return room_for(model, self.length(name), left)
+
+    def length(self, name: str) -> int:
+        """Tokens of the prompt and of the answer so far, in those of a model."""
+        return len(self.prompt) + len(self.answer)
 
     def read(self, name: str) -> None:
         """Let a model's line hold the whole prompt but for its last token."""
@@ -176,12 +180,12 @@ class Turn:
             yield from self._decoded_aside(line, tokens, most)
             return
         processors = with_prefix(self._decoding.choice.logits_processors, tokens[:-1])
-        with line.decoding(tokens[-1]) as (run, listening):
+        with line.decoding(tokens[-1]) as (run, listening), wired(line.model.model):
             responses = self._responses(line, tokens, most, line.cache, processors)
-            with contextlib.closing(responses):
+            with stepping(responses) as step:
                 while True:
-                    with listening():
-                        response = next(responses, None)
+                    with working(), listening():
+                        response = step()
                     if response is None:
                         return
                     if len(run) == 1:
@@ -195,17 +199,18 @@ class Turn:
         The line itself then reads the answer, in one pass: it holds what it always would.
         """
         drafting = self._decoding.draft
-        cache = line.copies()
+        with working():
+            cache = line.copies()
         processors = with_prefix(self._decoding.choice.logits_processors, tokens[:-1])
         if drafting is not None:
-            drafting.trim(min(drafting.common(tokens), len(tokens) - 1))
+            with working():
+                drafting.trim(min(drafting.common(tokens), len(tokens) - 1))
             drafting.read(tokens[len(drafting) : -1], self._exchange.step_size)
             cache += drafting.cache
         found: list[int] = []
+        decoded = in_turn(self._responses(line, tokens, most, cache, processors))
         try:
-            with contextlib.closing(
-                self._responses(line, tokens, most, cache, processors)
-            ) as responses:
+            with wired(line.model.model), contextlib.closing(decoded) as responses:
                 for response in responses:
                     if not found:
                         check_numbers(response, line.model, line.model, line.cache, processors)
@@ -231,11 +236,10 @@ class Turn:
             options["num_draft_tokens"] = self._decoding.num_draft_tokens
         if not self.answer:
             choice.begin()
-        with wired_limit(line.model.model, [generation_stream]):  # type: ignore[list-item]
-            yield from mlx_stream_generate(
-                line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
-                prompt_cache=cache, sampler=choice.sampler, logits_processors=processors, **options,
-            )  # fmt: skip
+        return mlx_stream_generate(
+            line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
+            prompt_cache=cache, sampler=choice.sampler, logits_processors=processors, **options,
+        )  # fmt: skip
 
     def _booked(
         self, response: MLXResponse, switch: Switch, used: Sequence[Translator]

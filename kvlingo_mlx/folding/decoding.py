@@ -12,7 +12,7 @@ from typing import Any, Unpack
 
 from kvlingo_mlx.backend import mx
 
-from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.generate import generation_stream
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -38,6 +38,7 @@ from kvlingo_mlx.memory import check_caches
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.prompts import Prompt, as_ids, check_tools, encode
 from kvlingo_mlx.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
+from kvlingo_mlx.threads import wired, working
 from kvlingo_mlx.transfer import Clock, check_tokens
 from kvlingo_mlx.translator_config import unfoldable
 from kvlingo_mlx.translators.base import Translator
@@ -66,10 +67,12 @@ def prefill(model: LanguageModel, rows: Sequence[Sequence[int]], step_size: int)
     cache = make_prompt_cache(model.model)
     tokens = mx.array([list(row) for row in rows])
     for start in range(0, tokens.shape[1], step_size):
-        model.model(tokens[:, start : start + step_size], cache=cache)
-        mx.eval([c.state for c in cache])
-        mx.clear_cache()
-    caches.settle(cache)
+        with working():
+            model.model(tokens[:, start : start + step_size], cache=cache)
+            mx.eval([c.state for c in cache])
+            mx.clear_cache()
+    with working():
+        caches.settle(cache)
     return cache
 
 
@@ -89,10 +92,12 @@ def _folded(
         return make_prompt_cache(target.model)
     with mx.stream(generation_stream):
         cache = prefill(source, [row[:-1] for row in rows], step_size)
-        if kv_bits is not None:
-            caches.quantise(cache, kv_bits, kv_group_size)
+        with working():
+            if kv_bits is not None:
+                caches.quantise(cache, kv_bits, kv_group_size)
         clock.lap("prefill")
-        folded = fold_caches(cache, source, target, translator, allow_mismatch=allow_mismatch)
+        with working():
+            folded = fold_caches(cache, source, target, translator, allow_mismatch=allow_mismatch)
         clock.lap("translate")
     return folded
 
@@ -248,7 +253,7 @@ def folded_stream_generate(
     quantised = allow_mismatch, kv_bits, kv_group_size
     found = _resolve(translator, source, target, tokens, *quantised, native_layers)
     clock.lap("prepare")
-    with wired_limit(target.model, [generation_stream]):  # type: ignore[list-item]
+    with wired(target.model):
         cache = _folded(source, target, [tokens], found, prefill_step_size, *quantised, clock)
         choice.begin()
         processors = with_prefix(choice.logits_processors, tokens[:-1])

@@ -19,6 +19,7 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.tensor_file import DType, Weights
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, flops_of, head_map_of
 from kvlingo_mlx.translators.products import Group, Read, plan
 from kvlingo_mlx.translators.quantised import Quantised
@@ -70,7 +71,8 @@ class Translator(ABC):
         batched = on_gpu() if batched is None else batched
         groups = {side: plan(config, weights, side, batched, bits) for side in SIDES}
         translator = cls(config, weights.dtype, groups, bits)
-        mx.eval([array for _, array in translator._parts() if isinstance(array, mx.array)])
+        with working():
+            mx.eval([array for _, array in translator._parts() if isinstance(array, mx.array)])
         return translator
 
     @abstractmethod

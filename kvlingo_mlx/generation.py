@@ -428,7 +428,7 @@ class Sound:
     def told(self) -> bool:
         """Whether all were numbers so far; the last question."""
         bad, self._bad = self._bad, None
-        return bool(bad) and not any(flag.item() for flag in bad)
+        return bad is not None and len(bad) > 0 and not any(flag.item() for flag in bad)
 
 
 def check_numbers(

@@ -193,7 +193,7 @@ BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # integers by bytes
 
 def _checked(name: str, array: mx.array) -> Checked:
     """An array's bits, summed along its last axis, and some of its numbers."""
-    bits = mx.atleast_1d(array).view(BITS[array.dtype.size])
+    bits = (array if array.ndim else array[None]).view(BITS[array.dtype.size])
     flat = bits.reshape(-1)
     sums, sample = bits.sum(axis=-1), flat[:: max(1, flat.size // SAMPLED)]
     kind = f"{array.dtype} {array.shape}"

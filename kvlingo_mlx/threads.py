@@ -32,7 +32,7 @@ T = TypeVar("T")
 EXIT_S = 10.0  # how long the end of the process waits for a unit of a thread that is still at work
 
 
-class _Lock(_thread.RLock):
+class _Lock(_thread.RLock):  # type: ignore[misc]  # typeshed calls final what Python does not
     """A lock for whoever waits longest, more or less: a loop of short units cannot keep others out.
 
     Who has just let go of it must queue behind the one that waits. ``__exit__`` is C's own, which
@@ -46,9 +46,9 @@ class _Lock(_thread.RLock):
 
     def held(self) -> bool:
         """Whether this thread holds it."""
-        return self._is_owned()  # what threading.Condition asks as well
+        return self._is_owned()  # type: ignore[attr-defined]  # threading.Condition asks it too
 
-    def __enter__(self) -> bool:
+    def __enter__(self) -> bool:  # type: ignore[override]
         _tidy_up_after_this_thread()
         try:
             with self._next:

@@ -29,6 +29,7 @@ from kvlingo_mlx.language_model import LanguageModel
 from kvlingo_mlx.notes import tell_of_length
 from kvlingo_mlx.pairing import check_positions
 from kvlingo_mlx.threads import unit
+from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
 
 Wanted = Mapping[str, Reading | None]  # by tokenizer; None where it cannot be told
@@ -87,8 +88,8 @@ class CrossExchange(Exchange):
     def _check_kind(self, translator: Translator) -> None:
         """Any kind may be given; whether it is a pair's own kind is told with the pair."""
 
-    def _native(self, translator: Translator) -> int:
-        return super()._native(translator) if translator.config.alignment is None else 0
+    def _native(self, config: TranslatorConfig) -> int:
+        return super()._native(config) if config.alignment is None else 0
 
     def _stored(self, source: str, target: str) -> Translator | Path | None:
         across = not self._alike(self.lines[source], self.lines[target])

@@ -449,7 +449,7 @@ def _check(
         raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
     deep = max(models.values(), key=lambda model: len(model.geometry.layers))
     most = len(deep.geometry.layers)
-    if native_layers not in (None, "auto") and not 0 <= native_layers <= most:
+    if isinstance(native_layers, int) and not 0 <= native_layers <= most:
         raise ValueError(
             f"native_layers is {native_layers}; give a number from 0 to {most}, the cache layers "
             f"of {deep.name}, or 'auto'"

@@ -337,7 +337,7 @@ class Line:
             groups = (*translated.keys, *translated.values)
             mx.async_eval([group.states for group in groups])
         caches.append(self.cache, translated, self.model)
-        kept: tuple[mx.array, ...] = ()
+        kept: Sequence[mx.array] = ()
         if keep:
             states = _cast(translated.states(len(self.cache)), self.model.cache_dtype)
             self.native.add(states)

@@ -135,7 +135,7 @@ def agreement(
     kl, hidden = (float(np.mean([ways[i].kl.mean() for ways in found])) for i in (0, 2))
     same = np.concatenate([ways[0].best == ways[1].best for ways in found])
     hits = [
-        [spelled(way.best, sample, value) for way in ways]
+        [spelled(way.best.tolist(), sample, value) for way in ways]
         for ways, (sample, value) in zip(found, asked, strict=True) if value
     ]  # fmt: skip
     receipt = Receipt(kl, float(same.mean()), native_layers, hidden, recall_of(hits))

@@ -124,7 +124,9 @@ def train(
     # Bad options are refused before anything is loaded.
     rates = recipe["learning_rates"] or (default_rate(options.source, options.target),)
     stage2 = Recipe(**{**recipe, "learning_rates": rates})
-    first = {} if stage1 is None else {"stage1_recipe": reconstruction(stage2, **stage1)}
+    first: dict[str, Any] = {}
+    if stage1 is not None:
+        first["stage1_recipe"] = reconstruction(stage2, **stage1)
     whole = Plan(**plan, **first, seed=options.seed, recipe=stage2)
     source, target = options.load(options.source), options.load(options.target)
     stream = options.stream(

@@ -172,14 +172,14 @@ class Stream:
         Raises:
             ValueError: There are too few records to reserve any, or nothing fits.
         """
-        kinds = [slot_at(index, self.mixture, self.seed).kind for index in range(count)]
+        kinds: list[Kind] = [slot_at(i, self.mixture, self.seed).kind for i in range(count)]
         orders = Orders(self._library.reserved, self.mixture, count, self.seed)
         found: dict[Sample, None] = {}
         taken: set[Place] = set()
         # A pack takes many records: what is scarce goes to natural samples first.
         wanted = [kind for kind in kinds if kind != "packed"]
-        spare = ["text" if isinstance(self.mixture, PlainText) else "natural"] * count
-        ordinals = {kind: 0 for kind in kinds + spare}
+        spare: list[Kind] = ["text" if isinstance(self.mixture, PlainText) else "natural"] * count
+        ordinals = dict.fromkeys([*kinds, *spare], 0)
         for kind in [*wanted, *(kind for kind in kinds if kind == "packed"), *spare]:
             if len(found) == count:
                 break

@@ -250,7 +250,7 @@ class Library:
     def _scale(self, number: int) -> tuple[float, float]:
         """Characters a token and bytes a token, from records spread over the source."""
         count = len(self.sources[number].sizes)
-        characters, size, tokens = 1, 1, 1
+        characters, size, tokens = 1, 1, 1.0
         found = (self.read((number, shuffled(i, count, 0))) for i in range(count))
         for index, record in enumerate(record for record in found if record):
             part = _text(record)[:MEASURED_CHARACTERS]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
-from rendering.promises import alignment, checks, fit_memory, folded, ratios
+from rendering.promises import alignment, checks, fit_memory, folded, ratios, streams, threads
 from rendering.quality import (
     across_tokenizers,
     analyses,
@@ -41,6 +41,7 @@ def main() -> None:
         across_tokenizers(),
         hybrids(),
         objectives(),
+        streams(),
         throughput(),
         windows(),
         conversations(),
@@ -52,6 +53,7 @@ def main() -> None:
         folded_recalls(),
         ratios(),
         checks(),
+        threads(),
         fit_memory(),
         evaluations(),
         analyses(),

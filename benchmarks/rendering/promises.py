@@ -123,3 +123,47 @@ def alignment() -> str:
         f"A text of {max(results['tokens'].values())} tokens, medians in ms: {times}.\n",
         source(found[-1]),
     ])  # fmt: skip
+
+
+def streams() -> str:
+    """The training stream beside plain epochs, by context and seed."""
+    rows, sources = [], {}
+    for record in records("training_stream"):
+        found = record["results"]
+        scores = found["scores"]["trained"]
+        rows.append([
+            str(found["seed"]), found["arm"], f"{found['distinct']} of {found['samples']}",
+            f"{scores['recall']:.3f} +- {scores['recall_se']:.3f}",
+            f"{scores['kl']:.3f} +- {scores['kl_se']:.3f}",
+            f"{found['held_out_kl'][0]:.3f}", f"{min(found['held_out_kl']):.3f}",
+        ])  # fmt: skip
+        sources[source(record)] = None
+    if not rows:
+        return ""
+    columns = ["seed", "stream", "different samples", "recall", "KL", "held-out KL at first",
+               "at best"]  # fmt: skip
+    return "\n".join([
+        "## The training stream on short chats\n",
+        "tiny-qwen3-s to -l by `kvlingo-mlx train` on 4,300 dialogues of at most 256 tokens, none\n"
+        "packed, 400 steps of 4: models whose context is raised, beside plain shuffled epochs of\n"
+        "the same records. An arm that draws the very samples of another is not trained again.\n",
+        table(columns, rows), *sources,
+    ])  # fmt: skip
+
+
+def threads() -> str:
+    """Threads on shared models, against one thread."""
+    found = records("thread_stress")
+    if not found:
+        return ""
+    rows = [
+        [str(r["config"]["threads"]), str(r["results"]["actions"]), str(r["results"]["differ"]),
+         str(r["results"]["errors"])]
+        for r in found
+    ]  # fmt: skip
+    return "\n".join([
+        "## Threads on shared models\n",
+        "Random replies, switches, undos, branches, saves, hand-overs and plain generations of\n"
+        "mlx-lm's on three models: answers other than one thread's, and errors.\n",
+        table(["threads", "actions", "other answers", "errors"], rows), source(found[-1]),
+    ])  # fmt: skip

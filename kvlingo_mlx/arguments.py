@@ -323,7 +323,7 @@ def _same(value: object, default: object) -> bool:
 
 
 def _as_argument(name: str, value: Any) -> str:
-    return name if value is None else f"{name}={_shown(value)}"
+    return name if value is None or callable(value) else f"{name}={_shown(value)}"
 
 
 def _shown(value: object) -> str:

@@ -85,6 +85,12 @@ def import_translator(
         check_pair(config, *models, allow_mismatch=allow_mismatch)
     else:
         unchecked = _check_those_at_hand(config, allow_mismatch)
+        if allow_mismatch and {config.source.name, config.target.name} <= set(unchecked):
+            raise ValueError(
+                "--allow-mismatch (allow_mismatch=) has no effect where neither of the models is "
+                f"at hand, {config.source.name} and {config.target.name}: give --source and "
+                "--target (models=), or leave it out"
+            )
     if commit is not None:
         origin = {"imported_from": f"{path_or_hf_repo}@{commit}"}
         config = dataclasses.replace(config, provenance={**config.provenance, **origin})

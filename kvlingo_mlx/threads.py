@@ -17,7 +17,10 @@ import _thread
 import atexit
 import contextlib
 import functools
+import os
+import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from typing import ParamSpec, TypeVar
 
@@ -29,6 +32,9 @@ from kvlingo_mlx.errors import KVLingoError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+TASKS = "/proc/self/task"  # where Linux lists the threads of this process
+LOOKS, LOOK_S = 5, 0.01  # looks in a row at which a daemon thread stands where it stood
+GRACE_S = 0.2  # elsewhere, how long the system is given to end a thread
 EXIT_S = 10.0  # how long the end of the process waits for a unit of a thread that is still at work
 
 
@@ -192,20 +198,60 @@ class _End:
     if Python has ended by then.
     """
 
+    latest = 0.0  # when the last thread ended
+
+    def __init__(self) -> None:
+        self._thread, self._now = threading.get_ident(), threading.get_ident
+
     def __del__(self) -> None:
+        # Of a thread that the process's end cut off, the main thread lets go: not its to tidy up.
+        if self._now() != self._thread or sys.is_finalizing():
+            return
+        _End.latest = time.monotonic()
         mx.synchronize(generation_stream)  # type: ignore[arg-type]
         mx.clear_streams()
 
 
 _here = threading.local()
+_used: set[int] = set()  # the system's numbers of threads that worked on MLX
 
 
 def _tidy_up_after_this_thread() -> None:
     if not hasattr(_here, "end") and threading.current_thread() is not threading.main_thread():
         _here.end = _End()
+        _used.add(threading.get_native_id())
 
 
 @atexit.register
 def _stop() -> None:
-    """Begin no more work: a daemon thread that is in MLX when Python ends aborts the process."""
+    """Begin no more work: a thread that works on MLX when Python ends aborts the process.
+
+    So does one that ends only then, for what MLX has compiled in it wants Python once more. So
+    those that have ended for Python are waited for until the system has ended them as well, and
+    daemon threads until each stands still, at the lock or elsewhere.
+    """
     _LOCK.acquire(timeout=EXIT_S)
+    begun, still, before = time.monotonic(), 0, _places()
+    while (before and still < LOOKS) or _ending():
+        if time.monotonic() - begun > EXIT_S:
+            return
+        time.sleep(LOOK_S)  # which lets them have Python
+        now = _places()
+        still, before = still + 1 if now == before else 0, now
+
+
+def _places() -> dict[int, tuple[int, int]]:
+    """Where in their code the threads stand that worked on MLX and are alive."""
+    own = threading.get_native_id()
+    alive = {t.ident for t in threading.enumerate() if t.native_id in _used - {own}}
+    frames = sys._current_frames()
+    return {n: (id(frame), frame.f_lasti) for n, frame in frames.items() if n in alive}
+
+
+def _ending() -> bool:
+    """Whether a thread that worked on MLX has ended for Python alone."""
+    alive = {thread.native_id for thread in threading.enumerate()}
+    ended = _used - alive
+    if not ended or not os.path.isdir(TASKS):
+        return bool(ended) and time.monotonic() - _End.latest < GRACE_S
+    return any(os.path.exists(f"{TASKS}/{number}") for number in ended)

@@ -758,8 +758,8 @@ def test_bench_without_a_translator_times_random_maps(
         (["--batch", "0"], "--batch is 0"),
         (["--native-layers", "x"], "--native-layers is 'x'; give numbers: 1,2"),
         (["--native-layers", "9"], "--native-layers is '9'; give numbers from 1 to 6"),
-        (["--native-layers", "1", "--batch", "2"], "--native-layers is of single prompts"),
-        (["--batch", "2", "--save-profile"], "--save-profile is of single prompts"),
+        (["--native-layers", "1", "--batch", "2"], "--native-layers has no effect with --batch 2"),
+        (["--batch", "2", "--save-profile"], "--save-profile has no effect with --batch 2"),
         (["--reference", "nowhere"], "--reference nowhere cannot be read"),
     ],
 )

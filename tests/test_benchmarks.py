@@ -122,11 +122,14 @@ def test_a_judge_and_times(
         (["--tasks", "no_such_task"], "there is no task no_such_task"),
         (["--tasks", "mt_bench_101"], "a model judges the answers of mt_bench_101; add --judge"),
         (["--tasks", "quac", "--task-data", "quac"], "--task-data is 'quac'; give NAME=FILE"),
-        (["--tasks", "quac", "--task-data", "boolq=x"], "data files can be given for quac"),
+        (
+            ["--tasks", "quac", "--task-data", "boolq=x"],
+            "--task-data has no effect where it names no task of --tasks",
+        ),
         (["--tasks", "quac", "--task-data", "quac=absent.json"], "absent.json"),
         (["--tasks", "quac", "--metadata", "[1]"], "--metadata is '[1]'; give a JSON object"),
         (["--tasks", "quac", "--include-path", "absent"], "absent is no folder of task files"),
-        (["--max-tokens", "0"], "--max-tokens is 0"),
+        (["--tasks", "needles", "--max-tokens", "0"], "--max-tokens is 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

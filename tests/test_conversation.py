@@ -300,7 +300,7 @@ def test_the_source_writes_the_first_token_or_the_trace(
     ask(talk, "b", "hi there", prefill="a", first_token="source")
     assert [s.writer for s in talk.lines["b"].spans] == ["a", "b"]
     ask(talk, "b", "and you", reasoning="a")
-    with pytest.raises(ValueError, match="first_token is 'source'; it must be target, or source"):
+    with pytest.raises(ValueError, match="first_token has no effect without prefill"):
         talk.reply("b", "x", first_token="source")
 
 
@@ -384,7 +384,7 @@ def test_bad_arguments(family_models: dict[str, LanguageModel]) -> None:
         with pytest.raises(ValueError, match="the message is .*; give text, or a list of messages"):
             talk_of(model).reply("a", message)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="tools must be what JSON can hold"):
-        talk_of(model, tools=[{1, 2}])
+        talk_of(model, tools=[{"names": {1, 2}}])
     with pytest.raises(ValueError, match="there is nothing to undo"):
         talk_of(model).undo()
     other = family_models["deepseek_v3"]

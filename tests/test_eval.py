@@ -118,7 +118,7 @@ def test_another_translator_or_item_is_another_run(
 ) -> None:
     model, journal, calls = models["dense"], tmp_path / "scores.jsonl", []
     same = identity_of(model)
-    other = kv.fit(model, model, [Sample(tuple(tiny.random_tokens(40)), ())])
+    other = kv.fit(model, model, [Sample(tuple(tiny.random_tokens(90)), ())])
 
     def scores(translator: Any, asked: probes.Task) -> list[float]:
         condition = counted(lineup.translated("same", model, model, [translator]), calls)
@@ -135,7 +135,7 @@ def test_seeds_are_averaged_item_by_item(
     models: dict[str, LanguageModel], task: probes.Task
 ) -> None:
     model = models["dense"]
-    maps = [kv.fit(model, model, [Sample(tuple(tiny.random_tokens(30 + i)), ())]) for i in range(2)]
+    maps = [kv.fit(model, model, [Sample(tuple(tiny.random_tokens(90 + i)), ())]) for i in range(2)]
     line = [lineup.translated(name, model, model, found)
             for name, found in (("a", maps[:1]), ("b", maps[1:]), ("both", maps))]  # fmt: skip
     found = evaluate(model, [task], line, Journal())["continuation"]
@@ -333,7 +333,7 @@ def test_an_interruption_says_how_to_go_on(
         (["--plot", "x.png"], "add --compare"),
         (["--compare", "--plot", "x.xyz"], "suffix must be one of"),
         (["--data", "absent.jsonl"], "absent.jsonl"),
-        (["--haystack", "absent.txt"], "absent.txt cannot be read"),
+        (["--tasks", "needles", "--haystack", "absent.txt"], "absent.txt cannot be read"),
         (["a=absent"], "absent"),
         (["a=absent", "a=absent"], "'a' is taken"),
         (["native=absent"], "'native' is taken"),

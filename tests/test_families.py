@@ -145,7 +145,7 @@ def test_a_window_larger_than_the_sources_is_refused(
 
 def test_layers_read_their_own_kind(family_models: dict[str, LanguageModel]) -> None:
     model = family_models["gemma3"]
-    translator = kv.fit(model, model, [{"text": "the you and use is of an other " * 8}], nu=2)
+    translator = kv.fit(model, model, [{"text": "the you and use is of an other " * 24}], nu=2)
     kinds = [layer.attention for layer in model.geometry.layers]
     assert kinds == ["sliding", "sliding", "full", "sliding", "sliding"]
     # Two of the four local layers each; the single global layer has no other to read.
@@ -158,7 +158,7 @@ def test_fit_tells_of_a_kind_with_few_layers(
     family_models: dict[str, LanguageModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, folder = tmp_path / "data.jsonl", str(family_models["gemma3"].path)
-    data.write_text(json.dumps({"text": "the you and use is of an other " * 8}) + "\n")
+    data.write_text(json.dumps({"text": "the you and use is of an other " * 24}) + "\n")
     for nu in ("1", "2"):
         command = ["fit", "--source", folder, "--target", folder, "--data", str(data)]
         assert run([*command, "--nu", nu, "--out", str(tmp_path / nu)]) == 0

@@ -124,7 +124,10 @@ def test_sampling_options_are_checked_before_models_are_read(
         ([[5, 6], [7, 8]], "several prompts: hand each over, then mlx_lm's batch_generate"),
         (np.ones((2, 3), np.int32), "the token ids of one prompt"),
         ([1.5, 2.5], "give text, a list of messages of text, or the token ids"),
-        ([{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], "does not take"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}],
+            "has a part of type 'image'; models read text alone",
+        ),
         ({"role": "user", "content": "x"}, "give text, a list of messages"),
         (b"x", "give text, a list of messages"),
         (None, "the prompt is None; give text"),

@@ -44,7 +44,7 @@ ALWAYS = {
     "demo": "every_pair json_file",
     "fit": "source target data out norm capture assignment head_mixing memory_gb force json_file",
     "train": "source target data plain_text seed histogram steps json_file",
-    "import": "path_or_hub_id revision out dtype force json_file",
+    "import": "path_or_hub_id revision out dtype allow_mismatch force json_file",
     "list": "json_file",
     "remove": "translator yes json_file",
     "publish": "folder repo private revision dry_run json_file",
@@ -297,12 +297,15 @@ SAMPLE: dict[str, Any] = {
     "translators": ["x"], "strategy": "naive", "eager": False, "on_missing": "reprefill",
     "offload": "disk", "native_layers": 2, "allow_mismatch": True, "lazy": True, "revision": "x",
     "quantize": 8, "enable_thinking": True, "first_token": "source", "translator": "x",
+    "top_p": 0.5, "min_p": 0.1, "temperature": 0.5,
 }  # fmt: skip
 PARTNERS: dict[str, tuple[Any, ...]] = {
     "path_or_hf_repo": ("x", LOADED), "kv_bits": (None, 8), "draft_model": (None, "x"),
     "prompt": ("x", [{"role": "user", "content": "x"}]), "assignment": (None, "r2", LISTED),
     "models": ({"a": "x"}, {"a": "x", "b": "y"}), "prefill": (None, "a"),
     "strategy": ("native", "accelerator", "reprefill", "alternated", "naive"),
+    "sampler": (None, len), "temperature": (None, 0, 0.5),
+    "tokens": ([1, 2], [{"role": "user", "content": "x"}]),
 }  # fmt: skip
 NEEDED: dict[str, Any] = {
     "prefill_model": "x", "decode_model": "x", "source": "x", "target": "x", "samples": [],
@@ -323,8 +326,10 @@ def test_every_pair_of_arguments(name: str, need: Need, option: str) -> None:
     required = {p.name: NEEDED[p.name] for p in parameters(name) if p.default is p.empty}
     own = () if "." not in name and name != "Conversation" else (None,)
     told = set()
-    for state in PARTNERS[need.partner]:
-        given = {**required, need.partner: state, option: SAMPLE.get(option, 7)}
+    partners = [partner for partner in need.partner.split() if partner != option]
+    for states in itertools.product(*(PARTNERS[partner] for partner in partners)):
+        states = dict(zip(partners, states, strict=True))
+        given = {**required, **states, option: SAMPLE.get(option, 7)}
         try:
             told.add(stub(*own, **given))
         except ValueError as error:

@@ -249,7 +249,8 @@ def test_a_prompt_beyond_what_was_tested_is_told_once(
     assert use(50) == [] and told(lambda: kv.hand_over(*pair, TOKENS, translator=fitted)) == []
     for kept in (None, 0, "40", True, 40.0):  # older translators, and strangers'
         assert use(50, with_provenance(fitted, longest_prefix=kept)) == []
-    assert use(50, strategy="native") == []
+    native = {"strategy": "native", "max_tokens": 1}
+    assert told(lambda: kv.generate(*pair, TOKENS[:50], **native)) == []
 
 
 def test_every_way_to_a_cache_tells(models: dict[str, LanguageModel]) -> None:

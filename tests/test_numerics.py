@@ -106,7 +106,7 @@ def test_a_token_does_not_touch_the_others(translator: Translator) -> None:
 def test_chunks_are_as_the_whole(models: dict[str, LanguageModel]) -> None:
     """Any number of tokens a chunk; and one position further on, something else."""
     source, target = models["dense"], models["wide"]
-    translator = kv.fit(source, target, [{"text": "the use of an other " * 6}])
+    translator = kv.fit(source, target, [{"text": "the use of an other " * 20}])
     whole = numbers(kv.hand_over(source, target, TOKENS, translator=translator))
 
     @settings(PROPERTY, max_examples=10)
@@ -128,7 +128,7 @@ def test_repeats_are_bit_equal(models: dict[str, LanguageModel]) -> None:
     if mx.default_device() != mx.Device(mx.cpu):
         pytest.skip("a GPU may sum in another order")
     source, target = models["dense"], models["moe"]
-    records = [{"text": "the use of an other is it on " * 4}]
+    records = [{"text": "the use of an other is it on " * 12}]
     fits = [kv.fit(source, target, records) for _ in range(2)]
     assert fits[0].digest == fits[1].digest
     caches = [numbers(kv.hand_over(source, target, TOKENS, translator=t)) for t in fits]

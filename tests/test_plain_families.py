@@ -118,7 +118,7 @@ def test_windows_are_those_of_the_caches(opened: Opener) -> None:
 def test_points_without_a_norm_are_one_point(opened: Opener) -> None:
     assert opened("llama").family.points == ("pre_norm", "post_norm", "post_rope")
     assert opened("llama").finishes[0].norm_weight is None
-    text = {"text": "the you and use is of an other " * 8}
+    text = {"text": "the you and use is of an other " * 24}
     pre, post = (
         kv.fit(opened("llama"), opened("llama"), [text], capture=point).to_weights()
         for point in ("pre_norm", "post_norm")

@@ -275,7 +275,7 @@ def test_native_has_no_parts(
     command += ["--strategy", "native", f"--{name.replace('_', '-')}", str(value)]
     assert run(command) == 2
     error = capsys.readouterr().err
-    assert "the decode model reads all of it: leave them out" in error and error.count("\n") == 1
+    assert "by which --decode-model reads all of the prompt" in error and error.count("\n") == 1
 
 
 def test_between_lengths_and_beyond_them() -> None:
@@ -361,7 +361,8 @@ def test_bench_keeps_a_profile_that_generate_goes_by(
 ) -> None:
     models = [arg for pair in zip(("--prefill-model", "--decode-model"), ZOO, strict=True)
               for arg in pair]  # fmt: skip
-    prompt = ["generate", *models, "--prompt", "Anna is in Lima.", "-m", "2", "--strategy", "auto"]
+    prompt = ["generate", *models, "--prompt", "Anna is in Lima.", "-m", "2", "--strategy", "auto",
+              "--no-thinking"]  # fmt: skip
     assert run(prompt) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: strategy auto needs a profile") and error.count("\n") == 1

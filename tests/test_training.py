@@ -1168,14 +1168,21 @@ def test_an_mlps_stage_1_does_what_it_is_told(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--stage1-steps", "5"), "--stage1-steps is of --kind mlp, and --kind is linear"),
-        (("--stage1-lr", "1e-3", "--kind", "linear_mlp"), "--stage1-lr is of --kind mlp"),
-        (("--no-gated",), "--gated is of --kind mlp, and --kind is linear"),
+        (("--stage1-steps", "5"), "--stage1-steps has no effect with --kind linear,"),
+        (
+            ("--stage1-lr", "1e-3", "--kind", "linear_mlp"),
+            "--stage1-lr has no effect with --kind linear_mlp",
+        ),
+        (("--no-gated",), "--no-gated has no effect with --kind linear,"),
         (("--kind", "mlp", "--stage1-lr", "x"), "--stage1-lr is 'x'; give a number"),
         (("--kind", "mlp", "--stage1-steps", "-1"), "steps (--steps): -1"),
         (("--kind", "mlp", "--stage1-steps", "0", "--steps", "0"), "neither stage has steps"),
         (("--kind", "linear_mlp", "--steps", "0"), "which starts as nothing; give steps"),
-        (("--objective", "ce", "--ce-weight", "0"), "no step would train anything"),
+        (
+            ("--objective", "ce", "--ce-weight", "0"),
+            "--ce-weight has no effect with --objective ce",
+        ),
+        (("--objective", "mixed", "--ce-weight", "-1"), "(--ce-weight): -1, expected at least 0"),
     ],
 )
 def test_what_would_train_nothing_is_refused(
@@ -1256,7 +1263,7 @@ def test_the_command_does_not_resume_on_other_data(
 def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
     jsonl: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = {4: [(1, 2, 345, 678)], 480: [(3, 4, 5, 6)]}
+    rows = {400: [(1, 2, 345, 678)], 480: [(3, 4, 5, 6)]}
     monkeypatch.setattr(
         command_line, "prefix_histogram", lambda stream, count, every=1: rows[count]
     )

@@ -319,7 +319,7 @@ def test_conversations_are_read_up_to_a_hole(messages: list[Any], kept: str) -> 
         ('{"messages": [{"role": "narrator", "content": "x"}]}',
          "role 'narrator', expected one of system, user, assistant, tool"),
         ('{"conversations": [{"from": "elf", "value": "x"}]}', "role 'elf', expected one of"),
-        ('{"messages": [{"role": "user", "content": [{}]}]}', "a message needs a role and a text"),
+        ('{"messages": [{"role": "user", "content": [{}]}]}', "a message's content has a part {};"),
         ('{"messages": ["x"]}', "a message needs a role"),
         ('{"messages": "x"}', 'expected {"messages": [...]} or {"text": ...}'),
         ('{"prompt": "x"}', 'expected {"messages": [...]} or {"text": ...}'),

@@ -123,6 +123,7 @@ def command(
         from kvlingo_mlx.folding import folded_stream_generate
 
         respond = folded_stream_generate
+        options["native_layers"] = layers
     else:
         options |= {
             "strategy": strategy,

@@ -49,7 +49,6 @@ MLP = ("mlp", "linear_mlp")
 PAIR = (
     Need("source", "target", is_set, "MODEL"),
     Need("target", "source", is_set, "MODEL"),
-    Need("allow_mismatch", "source", is_set, "MODEL", "against which nothing is checked"),
 )
 HISTOGRAM = (
     "out kind head_mixing joint capture nu assignment norm hidden native_layers objective "
@@ -102,7 +101,10 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("packed_share", "plain_text", off, why="which packs nothing"),
     ),
     "import": PAIR,
-    "verify": PAIR,
+    "verify": (
+        *PAIR,
+        Need("allow_mismatch", "source", is_set, "MODEL", "against which nothing is checked"),
+    ),
     "eval": (
         Need("data", "tasks", _asks("continuation"), "continuation"),
         Need("needles lengths style haystack", "tasks", _asks("needles"), "needles"),

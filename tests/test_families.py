@@ -158,7 +158,8 @@ def test_fit_tells_of_a_kind_with_few_layers(
     family_models: dict[str, LanguageModel], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data, folder = tmp_path / "data.jsonl", str(family_models["gemma3"].path)
-    data.write_text(json.dumps({"text": "the you and use is of an other " * 24}) + "\n")
+    line = json.dumps({"text": "the you and use is of an other " * 24}) + "\n"
+    data.write_text(line * 60)  # enough, or few tokens would be told as well
     for nu in ("1", "2"):
         command = ["fit", "--source", folder, "--target", folder, "--data", str(data)]
         assert run([*command, "--nu", nu, "--out", str(tmp_path / nu)]) == 0

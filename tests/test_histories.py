@@ -388,7 +388,7 @@ def test_what_cannot_be_truncated_or_set_is_said(model: LanguageModel) -> None:
         ValueError, match="characters is -1; give a number of characters, 0 or more"
     ):
         talk.truncate_answer(-1)
-    with pytest.raises(ValueError, match="characters is '3'; give a whole number"):
+    with pytest.raises(ValueError, match="characters is '3'; give a number of characters"):
         talk.truncate_answer("3")  # type: ignore[arg-type]
     for wrong in ("hi", ["hi"], [{"content": "hi"}]):
         with pytest.raises(ValueError, match="give "):

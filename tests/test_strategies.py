@@ -380,7 +380,7 @@ def test_bench_keeps_a_profile_that_generate_goes_by(
     source, target = (kv.load(zoo(name)) for name in ZOO)
     profile = profiles.read(facts["key"], ZOO)
     assert profile.best(len(generation.encode(
-        target, [{"role": "user", "content": "Anna is in Lima."}]
+        target, [{"role": "user", "content": "Anna is in Lima."}], False
     ))) == taken  # fmt: skip
     assert source.geometry.fingerprint == facts["key"]["source"]["geometry"]
 

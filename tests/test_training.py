@@ -1275,7 +1275,7 @@ def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
     assert found["stage1"] == [{"from": 1, "below": 2, "reasoning": 345, "without": 678}]
     assert found["stage2"] == [{"from": 3, "below": 4, "reasoning": 5, "without": 6}]
     survey = found["survey"]
-    assert survey["records"] == 72 and survey["samples"] == 10_000 and survey["packed_share"] == 0
+    assert survey["records"] == 72 and survey["samples"] == 40_000 and survey["packed_share"] == 0
 
 
 def test_the_command_shows_prefix_lengths(

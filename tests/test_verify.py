@@ -77,7 +77,7 @@ def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) 
     captured = capsys.readouterr()
     results = json.loads(captured.out)["results"]
     assert results["KL, nats per token"] == pytest.approx(receipt["kl"], abs=1e-4)
-    assert float(results["same first choice"].split(",")[0]) == pytest.approx(receipt["top1"])
+    assert results["same first choice"] == pytest.approx(receipt["top1"])
     assert "verdict: sound: as its training left it; works: it recovers 99 %" in captured.err
     assert results["measured"]["grade"] == "works" and results["grade"] == "works"
     assert results["measured"]["hidden_kl"] == pytest.approx(receipt["hidden_kl"], rel=1e-4)

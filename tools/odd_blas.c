@@ -5,8 +5,8 @@
    rest on how one library cuts its tiles.
 
    gcc -O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC \
-       -o /tmp/odd_blas.so tools/odd_blas.c
-   KVLINGO_BLAS=/tmp/odd_blas.so python -m pytest                                             */
+       -o build/odd_blas.so tools/odd_blas.c
+   KVLINGO_BLAS=$PWD/build/odd_blas.so python -m pytest                                             */
 #include <stddef.h>
 #include <stdint.h>
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx import measure
-from kvlingo_mlx.alignment import Cuts, TokenAlignment, align, token_ends
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.tokenization.alignment import Cuts, TokenAlignment, align, token_ends
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # tests are no package
 from languages import CORPUS, TEXTS, byte_level, sentencepiece

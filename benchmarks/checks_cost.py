@@ -23,13 +23,13 @@ from kvlingo_mlx.backend import mx
 from translation_cost import model_of_shape, random_translator
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import measure
-from kvlingo_mlx.generation import check_numbers
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import resolve_translator
-from kvlingo_mlx.transfer import Clock, translated_cache
+from kvlingo_mlx.caches.validation import validate_cache
+from kvlingo_mlx.handover.fill import Clock, translated_cache
+from kvlingo_mlx.handover.generation import check_numbers
+from kvlingo_mlx.loading.translators import resolve_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.validation import validate_cache
 
 VOCABULARY = 151_936  # of Qwen3: what the first prediction is as wide as
 

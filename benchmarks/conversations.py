@@ -39,12 +39,14 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx import Conversation, measure
+from kvlingo_mlx import Conversation
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.embedded.dialogues import Dialogue
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load, load_translator
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.translators.base import Translator
 
 CONDITIONS = ("reprefill", "alternated", "one switch", "naive", "shuffled", "facts hidden")

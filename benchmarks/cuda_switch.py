@@ -37,12 +37,15 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from kvlingo_mlx import measure
-from kvlingo_mlx.assignment import relative_depth
-from kvlingo_mlx.geometry import LayerGeometry
-from kvlingo_mlx.training.fast_translation import METHODS, Cut, FastTranslation, Memory, Tile
+from kvlingo_mlx.cuda.fast_translation import METHODS, FastTranslation
+from kvlingo_mlx.cuda.maps import Cut
+from kvlingo_mlx.cuda.memory import Memory
+from kvlingo_mlx.cuda.tile import Tile
+from kvlingo_mlx.format.assignment import relative_depth
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.translator_config import SIDES, ModelSpec, TranslatorConfig, maps_of
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.training.torch_model import TorchModel
-from kvlingo_mlx.translator_config import SIDES, ModelSpec, TranslatorConfig, maps_of
 
 COMMON = {
     "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,

@@ -17,13 +17,13 @@ import kvlingo_mlx.backend
 import numpy as np
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import measure
 from kvlingo_mlx.embedded.dialogues import for_fitting, held_out
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.continuation import recall_sample, score
 from kvlingo_mlx.evaluation.verification import agreement
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample, to_samples
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.tokenization.samples import Sample, to_samples
 
 SHARES = (0.02, 0.25, 0.5, 1, 1.5, 2, 4, 8, 16, 32, 64, 128, 256)
 PAIRS = (("tiny-qwen3-s", "tiny-qwen3-l", 1), ("tiny-qwen3-l", "tiny-qwen3-s", 1),

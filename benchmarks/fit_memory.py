@@ -22,11 +22,11 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from translation_cost import model_of_shape
 
-from kvlingo_mlx import measure
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.fitting import MEMORY, fit
-from kvlingo_mlx.loading import load
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.tokenization.samples import Sample
 
 GIB = 2**30
 

@@ -24,14 +24,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kvlingo_mlx import measure
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.fitting import fit
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load, load_translator
-from kvlingo_mlx.translator_config import unfoldable
+from kvlingo_mlx.format.translator_config import unfoldable
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.translators.base import Translator
 
 PAIRS = (

@@ -26,8 +26,10 @@ import translation_cost
 import window_cost
 from mlx_lm.generate import generate_step
 
-from kvlingo_mlx import caches, generation, measure, profiles, transfer
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx import caches
+from kvlingo_mlx.handover import fill, generation
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.timing import geometries, memory_budget, profiling, tables
 from kvlingo_mlx.timing.paths import Paths
 from kvlingo_mlx.translators.base import Translator
@@ -128,7 +130,7 @@ def memory(trials: int, tokens: int = 2048, step: int = 256) -> Found:
     room = (tokens + caches.GROW) * own + step * (caches.bytes_per_token(source) + 2 * own)
     ratios = []
     for _ in range(min(2, trials)):
-        handed = measure.grown_bytes(lambda: transfer.hand_over(
+        handed = measure.grown_bytes(lambda: fill.hand_over(
             source, target, prompt, translator=translator, prefill_step_size=step
         ))  # fmt: skip
         ratios.append(handed / (measure.grown_bytes(prefill) + room))
@@ -189,7 +191,7 @@ def _measure_profile(
         source, target, {"float32": translator}, table, [64, 256, 1024], text=False,
         trials=trials, clock=tables.Clock(None),
     )  # fmt: skip
-    profiles.write(profiling.profile_of(source, target, translator, timings))
+    timings.write(profiling.profile_of(source, target, translator, timings))
 
 
 def _choice(
@@ -200,9 +202,10 @@ def _choice(
     chosen = []
 
     def first(strategy: str) -> None:
+        used = {} if strategy == "native" else {"translator": translator}
         responses = generation.stream_generate(
-            source, target, prompt, translator=translator, strategy=strategy, max_tokens=1,
-        )  # fmt: skip
+            source, target, prompt, strategy=strategy, max_tokens=1, **used
+        )
         chosen.append(next(responses).strategy)
         responses.close()
 

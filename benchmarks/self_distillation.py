@@ -20,19 +20,21 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvlingo_mlx import measure
-from kvlingo_mlx.assignment import relative_depth
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load
-from kvlingo_mlx.samples import Sample
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format.assignment import relative_depth
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import stage1, torch_model
-from kvlingo_mlx.training.distill import Distillation, Recipe, start_runs
+from kvlingo_mlx.training.distill import Distillation
 from kvlingo_mlx.training.gradients import Reading
-from kvlingo_mlx.translator_config import TranslatorConfig
+from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.runs import start_runs
 from kvlingo_mlx.translators import build
 
 NORMS = ("frobenius", "attention_mass")

@@ -44,10 +44,11 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from transformers import AutoTokenizer
 from translation_cost import model_of_shape, random_translator
 
-from kvlingo_mlx import Conversation, measure
+from kvlingo_mlx import Conversation
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.translators.base import Translator
 
 LAYERS = {"small": 3, "large": 4}

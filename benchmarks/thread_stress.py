@@ -24,9 +24,9 @@ import mlx_lm
 from mlx_lm.generate import generate_step
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import measure
 from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.translators.base import Translator
 
 KINDS = ("reply", "reply", "reply", "left", "undo", "branch", "resume", "generate", "hand_over",

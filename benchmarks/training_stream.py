@@ -24,12 +24,13 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx import measure
 from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.loading import load, load_translator
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture

@@ -23,12 +23,14 @@ from torch.nn.functional import cross_entropy
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from kvlingo_mlx import measure
-from kvlingo_mlx.assignment import relative_depth
-from kvlingo_mlx.samples import Sample
-from kvlingo_mlx.training.distill import Distillation, Recipe, start_runs
+from kvlingo_mlx.format.assignment import relative_depth
+from kvlingo_mlx.format.translator_config import TranslatorConfig, maps_of
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.distill import Distillation
+from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.runs import start_runs
 from kvlingo_mlx.training.torch_model import TorchModel
-from kvlingo_mlx.translator_config import TranslatorConfig, maps_of
 
 VOCABULARY = 151_936
 DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",

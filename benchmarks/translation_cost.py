@@ -20,11 +20,12 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from kvlingo_mlx import caches, measure
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates
+from kvlingo_mlx import caches
+from kvlingo_mlx.handover.fill import translate_span
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.timing.geometries import random_translators
-from kvlingo_mlx.transfer import translate_span
 from kvlingo_mlx.translators.base import Translator
 
 HEAD_DIM = 128

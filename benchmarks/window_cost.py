@@ -19,10 +19,11 @@ from kvlingo_mlx.backend import mx
 
 from translation_cost import alternated, model_of_shape, random_translator
 
-from kvlingo_mlx import caches, measure
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates
-from kvlingo_mlx.transfer import translate_span
+from kvlingo_mlx import caches
+from kvlingo_mlx.handover.fill import translate_span
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.reporting import measure
 
 WINDOW, PERIOD, HEAD_DIM = 1024, 6, 256
 SOURCE, TARGET = (34, 4), (48, 8)  # layers and KV heads

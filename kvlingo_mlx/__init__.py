@@ -30,13 +30,13 @@ if TYPE_CHECKING:  # what checkers and editors know of the names
     from kvlingo_mlx.folding import folded_generate as folded_generate
     from kvlingo_mlx.folding import folded_hand_over as folded_hand_over
     from kvlingo_mlx.folding import folded_stream_generate as folded_stream_generate
-    from kvlingo_mlx.generation import GenerationResponse as GenerationResponse
-    from kvlingo_mlx.generation import generate as generate
-    from kvlingo_mlx.generation import stream_generate as stream_generate
-    from kvlingo_mlx.language_model import LanguageModel as LanguageModel
-    from kvlingo_mlx.loading import load as load
-    from kvlingo_mlx.loading import load_translator as load_translator
-    from kvlingo_mlx.transfer import hand_over as hand_over
+    from kvlingo_mlx.handover.fill import hand_over as hand_over
+    from kvlingo_mlx.handover.generation import GenerationResponse as GenerationResponse
+    from kvlingo_mlx.handover.generation import generate as generate
+    from kvlingo_mlx.handover.generation import stream_generate as stream_generate
+    from kvlingo_mlx.loading.models import load as load
+    from kvlingo_mlx.loading.translators import load_translator as load_translator
+    from kvlingo_mlx.models.language_model import LanguageModel as LanguageModel
     from kvlingo_mlx.translators.base import Translator as Translator
 
 from kvlingo_mlx import blas
@@ -44,17 +44,17 @@ from kvlingo_mlx import blas
 __version__ = "0.1.0"
 
 _HOMES = {
-    "load": "loading",
-    "load_translator": "loading",
+    "load": "loading.models",
+    "load_translator": "loading.translators",
     "zoo": "embedded",
-    "generate": "generation",
-    "stream_generate": "generation",
-    "hand_over": "transfer",
-    "GenerationResponse": "generation",
+    "generate": "handover.generation",
+    "stream_generate": "handover.generation",
+    "hand_over": "handover.fill",
+    "GenerationResponse": "handover.generation",
     "folded_generate": "folding",
     "folded_stream_generate": "folding",
     "folded_hand_over": "folding",
-    "LanguageModel": "language_model",
+    "LanguageModel": "models.language_model",
     "fit": "fitting",
     "Conversation": "conversation",
     "Translator": "translators.base",

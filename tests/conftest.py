@@ -13,7 +13,7 @@ import tiny
 from mlx_lm.utils import save_config
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 SHAPES = {
     "dense": ("qwen3", 1, 3, 2, 32),

@@ -115,7 +115,7 @@ def main() -> None:
     results = {**total, "slowest_ms": slowest, "seconds": seconds, "findings": findings}
     print(json.dumps(results))
     if args.json:
-        from kvlingo_mlx import measure
+        from kvlingo_mlx.reporting import measure
 
         entry = measure.record("fuzz_translators", {"seed": args.seed, "batch": BATCH}, results)
         measure.append_json(args.json, entry)

@@ -30,10 +30,10 @@ from pathlib import Path
 import numpy as np
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
-from kvlingo_mlx.importing import import_translator
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.store.importing import import_translator
 
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 SHARES = {"import": 0.5, "fit": 0.1, "train": 0.2, "conversation": 0.2}
@@ -89,7 +89,7 @@ def _run(job: Job, write_end: int) -> None:
 
 def same(one: Path, other: Path) -> bool:
     """Whether two translator folders are read, and hold the same numbers."""
-    maps = [checkpoint.read(folder)[1].arrays for folder in (one, other)]
+    maps = [translator_folder.read(folder)[1].arrays for folder in (one, other)]
     return all(np.array_equal(array, maps[1][name]) for name, array in maps[0].items())
 
 
@@ -120,13 +120,13 @@ class Jobs:
 
     def prepare(self) -> None:
         """Two translators of the same models and form, and the first one imported."""
-        config, weights = checkpoint.read(TRANSLATORS / "--".join(PAIR))
+        config, weights = translator_folder.read(TRANSLATORS / "--".join(PAIR))
         ends = (config.source, config.target)
         named = [dataclasses.replace(e, name=f"nobody/{e.name}") for e in ends]
         config = dataclasses.replace(config, source=named[0], target=named[1])
         for sign, folder in zip((1, -1), self._versions(), strict=True):
             arrays = {n: sign * weights.as_float32(n) for n in weights.arrays}
-            checkpoint.write(folder, config, Weights.from_float32(arrays, "bfloat16"))
+            translator_folder.write(folder, config, Weights.from_float32(arrays, "bfloat16"))
         import_translator(str(self._versions()[0]), out=self.room / "imported")
 
     def _versions(self) -> list[Path]:
@@ -172,11 +172,11 @@ class Jobs:
     # ---- training --------------------------------------------------------------------------
 
     def _train(self, report: Report, out: str = "trained") -> None:
-        from kvlingo_mlx.samples import Sample
+        from kvlingo_mlx.tokenization.samples import Sample
         from kvlingo_mlx.training import torch_model
-        from kvlingo_mlx.training.distill import Recipe
         from kvlingo_mlx.training.pipeline import Training
         from kvlingo_mlx.training.plan import Plan
+        from kvlingo_mlx.training.recipe import Recipe
 
         class Random:
             def sample(self, index: int) -> Sample:
@@ -261,7 +261,7 @@ def main() -> None:
     results = {**jobs.counts, "seconds": time.perf_counter() - started}
     print(json.dumps(results))
     if args.json:
-        from kvlingo_mlx import measure
+        from kvlingo_mlx.reporting import measure
 
         config = {"points": args.points, "jobs": args.jobs, "seed": args.seed}
         measure.append_json(args.json, measure.record("kill_points", config, results))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from languages import TEXTS, byte_level, sentencepiece
 from tokenizers import Tokenizer, normalizers
 
-from kvlingo_mlx.alignment import NO_END, Cuts, TokenAlignment, align, token_ends
+from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, TokenAlignment, align, token_ends
 
 Offsets = list[tuple[int, int]]
 NORMALISED = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])

@@ -29,7 +29,7 @@ from kvlingo_mlx.analysis.random_init import randomly_initialised
 from kvlingo_mlx.analysis.report import Settings, analyze, compare
 from kvlingo_mlx.analysis.states import States, collect
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 SIDES = ("keys", "values")
 
@@ -416,7 +416,7 @@ def test_bad_input_is_refused_before_any_work(
     def unreachable(*arguments: Any, **options: Any) -> None:
         raise AssertionError("work began")
 
-    monkeypatch.setattr("kvlingo_mlx.loading.load", unreachable)
+    monkeypatch.setattr("kvlingo_mlx.loading.models.load", unreachable)
     (tmp_path / "file").write_text("mine")
     fails(["analyze", "--source", "x"], "--target", capsys)
     fails([*ZOO, "--capture", "middle"], "capture is 'middle'", capsys)
@@ -463,7 +463,7 @@ def test_interrupt_leaves_nothing(
 ) -> None:  # fmt: skip
     """Ctrl-C in the middle, and as the second figure is drawn: no folder, no record."""
     pytest.importorskip("matplotlib")
-    from kvlingo_mlx import pictures
+    from kvlingo_mlx.reporting import pictures
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))

@@ -23,10 +23,10 @@ from test_conversation import talk_of
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.answers import AnswerReader
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
-from kvlingo_mlx.generation import GenerationResponse
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.handover.answers import AnswerReader
+from kvlingo_mlx.handover.generation import GenerationResponse
+from kvlingo_mlx.models.language_model import LanguageModel
 
 SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"
 TOOLS_TEMPLATE = (

@@ -6,8 +6,8 @@ from fractions import Fraction
 
 import pytest
 
-from kvlingo_mlx.assignment import Assignment, identity, narrow_groups, relative_depth
-from kvlingo_mlx.geometry import LayerGeometry
+from kvlingo_mlx.format.assignment import Assignment, identity, narrow_groups, relative_depth
+from kvlingo_mlx.format.geometry import LayerGeometry
 
 DEPTHS = (1, 2, 3, 4, 5, 7, 12, 13, 24, 28, 36, 48)
 PAPER_DEPTHS = ((28, 36, 4), (36, 28, 4), (36, 48, 3), (48, 36, 3), (28, 28, 1), (28, 36, 1))

@@ -13,7 +13,7 @@ from subprocess import PIPE
 import pytest
 from test_checkpoint import contents, listing, write
 
-from kvlingo_mlx import atomic
+from kvlingo_mlx.format import atomic
 
 
 def test_what_killed_writers_left_goes(tmp_path: Path) -> None:
@@ -28,7 +28,7 @@ def test_what_killed_writers_left_goes(tmp_path: Path) -> None:
 def test_one_writer_of_a_folder_at_a_time(tmp_path: Path) -> None:
     """Another process holds the folder: the second one waits, and then says who has it."""
     script = (
-        "import sys, pathlib; from kvlingo_mlx import atomic\n"
+        "import sys, pathlib; from kvlingo_mlx.format import atomic\n"
         "with atomic.alone(pathlib.Path(sys.argv[1])):\n"
         "    sys.stdout.write('held\\n'); sys.stdout.flush(); sys.stdin.readline()\n"
     )

@@ -22,8 +22,8 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches as kv_caches
 from kvlingo_mlx.cli import bench_output, run
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.measure import seconds
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.timing import ceilings, derived, geometries, memory_budget, paths, tables
 from kvlingo_mlx.timing.batches import Batch
 from kvlingo_mlx.timing.reference import Reference, load_reference
@@ -674,7 +674,7 @@ def test_bench_of_a_geometry(
 
 
 def kv_is_apple() -> bool:
-    from kvlingo_mlx import measure
+    from kvlingo_mlx.reporting import measure
 
     return measure.is_apple()
 

@@ -13,15 +13,15 @@ import pytest
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.evaluation import conditions, lineup
-from kvlingo_mlx.evaluation.judge import Judge
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load
+from kvlingo_mlx.evaluation.harness.judge import Judge
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.models.language_model import LanguageModel
 
 pytest.importorskip("lm_eval")
 
 from test_harness import MT_BENCH, QUAC, task_folder  # noqa: F401
 
-from kvlingo_mlx.evaluation import benchmarks, harness
+from kvlingo_mlx.evaluation.harness import benchmarks, running
 
 PAIR = ["eval", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
 
@@ -36,7 +36,7 @@ def test_seeds_are_averaged_item_by_item_and_groups_weighted(
     found = benchmarks.evaluate(model, names, line, include_path=task_folder)
     assert [o.task for o in found] == ["tiny_choice", "tiny_other", "tiny_words", "tiny_group"]
     single = [
-        harness.run(model, make, names, condition=str(i), include_path=task_folder)["tasks"]
+        running.run(model, make, names, condition=str(i), include_path=task_folder)["tasks"]
         for i, make in enumerate(seeds)
     ]
     tables = {o.task: o.tables["two"]["mean"] for o in found}
@@ -78,7 +78,7 @@ def test_the_verb_runs_them_and_resumes(
     assert set(found["means"]) == {"recall", "tiny_choice", "tiny_answers"}
     assert set(found["means"]["tiny_choice"]) == {"native", "translated", "prefix hidden"}
     target = load(zoo("tiny-qwen3-l"))
-    own = harness.run(
+    own = running.run(
         target, conditions.native(target), ["tiny_choice"], condition="x", limit=3,
         include_path=task_folder, apply_chat_template=False,
     )["tasks"]["tiny_choice"]  # fmt: skip

@@ -17,16 +17,18 @@ from kvlingo_mlx.backend import mx
 
 import pytest
 
-from kvlingo_mlx import blas, diagnosis, measure
+from kvlingo_mlx import blas
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import KVLingoWarning
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.store import diagnosis
 
 PACKED = Path(mx.__file__).parents[1] / "mlx_cpu.libs"
 WARNED = "put `import kvlingo_mlx` before mlx and mlx_lm"
 TELL = """
 import sys
 import kvlingo_mlx.backend
-from kvlingo_mlx import measure
+from kvlingo_mlx.reporting import measure
 print(measure.fast_blas())
 print(measure.machine_line().count("OpenBLAS"), measure.machine()["fast_blas"])
 """
@@ -73,7 +75,7 @@ def test_who_comes_too_late_is_told_once(planted: Path, started: Callable) -> No
     """Neither being open nor being opened first of ours makes it the one in effect."""
     code = (
         f"import mlx.core\nimport ctypes\nctypes.CDLL({str(planted)!r}, mode=ctypes.RTLD_GLOBAL)"
-        f"{TELL}import kvlingo_mlx.generation"
+        f"{TELL}import kvlingo_mlx.handover.generation"
     )
     said, warned, bound = started(code, str(planted), "bindings")
     assert said == ["bundled BLAS", "0 bundled BLAS"] and PACKED.name in bound
@@ -116,7 +118,7 @@ def test_a_machine_without_openblas_is_not_nagged(
 def test_nothing_is_opened_until_mlx_is_imported(planted: Path, started: Callable) -> None:
     """PyTorch, imported after this package and without MLX, keeps its own BLAS and threads."""
     maps = "print('libopenblas.so.0' in open('/proc/self/maps').read())"
-    code = f"import kvlingo_mlx.samples\n{maps}\nimport mlx.core\n{maps}\nimport sys\n"
+    code = f"import kvlingo_mlx.tokenization.samples\n{maps}\nimport mlx.core\n{maps}\nimport sys\n"
     code += "print(any(type(f).__name__ == '_BeforeMLX' for f in sys.meta_path))"
     assert started(code, str(planted))[0] == ["False", "True", "False"]
 

@@ -26,12 +26,12 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from test_identity import identity_of
 
 import kvlingo_mlx.conversation
-from kvlingo_mlx import measure
 from kvlingo_mlx.cli import chat_input, run
 from kvlingo_mlx.cli.chat_input import Stop
 from kvlingo_mlx.conversation import Conversation, Switch
 from kvlingo_mlx.conversation.accounting import LineStats, Stats
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
 
 NEW = 6
 HEADER = "<|im_start|>assistant\n"

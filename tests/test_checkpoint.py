@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 import safetensors
 
-from kvlingo_mlx import atomic, checkpoint, tensor_file
-from kvlingo_mlx.assignment import Assignment
 from kvlingo_mlx.errors import MalformedTranslatorError
-from kvlingo_mlx.geometry import LayerGeometry
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import ModelSpec, TranslatorConfig, no_duplicates
+from kvlingo_mlx.format import atomic, tensor_file, translator_folder
+from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig, no_duplicates
 
 CONFIG = "translator_config.json"
 TENSORS = "translator.safetensors"
@@ -292,7 +292,7 @@ def folder(tmp_path: Path) -> Path:
 def refuse(folder: Path, *words: str, names: Path | str = CONFIG) -> None:
     """``read`` must refuse ``folder`` in one line that names the file and holds ``words``."""
     with pytest.raises(MalformedTranslatorError) as caught:
-        checkpoint.read(folder)
+        translator_folder.read(folder)
     assert type(caught.value) is MalformedTranslatorError
     message = str(caught.value)
     assert message.isprintable(), "more than one line, or control characters"
@@ -308,7 +308,7 @@ def refuse(folder: Path, *words: str, names: Path | str = CONFIG) -> None:
 @each_dtype
 @each_layout
 def test_reads_what_the_format_describes(tmp_path: Path, layout: Layout, dtype: str) -> None:
-    config, weights = checkpoint.read(store(tmp_path / "t", layout, dtype))
+    config, weights = translator_folder.read(store(tmp_path / "t", layout, dtype))
     assert config == to_config(config_json(layout))
     assert weights.dtype == dtype
     assert_same(weights.arrays, arrays_of(layout, dtype))
@@ -318,8 +318,8 @@ def test_reads_what_the_format_describes(tmp_path: Path, layout: Layout, dtype: 
 @each_layout
 def test_round_trip_is_bitwise(tmp_path: Path, layout: Layout, dtype: str) -> None:
     config, arrays = to_config(config_json(layout)), arrays_of(layout, dtype)
-    folder = checkpoint.write(tmp_path / "t", config, Weights(dtype, arrays))
-    again, weights = checkpoint.read(folder)
+    folder = translator_folder.write(tmp_path / "t", config, Weights(dtype, arrays))
+    again, weights = translator_folder.read(folder)
     assert again == config
     assert weights.dtype == dtype
     assert_same(weights.arrays, arrays)
@@ -332,8 +332,8 @@ def test_round_trip_keeps_zeros_and_subnormals(tmp_path: Path, dtype: str) -> No
     integer = {4: np.uint32, 2: np.uint16}[arrays["keys.0.weight"].itemsize]
     sign = 1 << (8 * np.dtype(integer).itemsize - 1)
     arrays["keys.0.weight"].view(integer)[0, :4] = [1, sign + 1, 0, sign]
-    checkpoint.write(tmp_path / "t", to_config(config_json()), Weights(dtype, arrays))
-    assert_same(checkpoint.read(tmp_path / "t")[1].arrays, arrays)
+    translator_folder.write(tmp_path / "t", to_config(config_json()), Weights(dtype, arrays))
+    assert_same(translator_folder.read(tmp_path / "t")[1].arrays, arrays)
 
 
 def assert_same(found: Mapping[str, np.ndarray], expected: Arrays) -> None:
@@ -380,8 +380,8 @@ def test_written_selftest_holds_the_probes(tmp_path: Path, layout: Layout, dtype
 
 def test_probe_is_the_documented_one() -> None:
     # 11, 48, 85, 122, 159 and 196 leave 11, 14, 0, 3, 6 and 9 when divided by 17.
-    assert checkpoint.probe(6).tolist() == [0.375, 0.75, -1.0, -0.625, -0.25, 0.125]
-    assert checkpoint.probe(100).tolist() == probe_input(100).tolist()
+    assert translator_folder.probe(6).tolist() == [0.375, 0.75, -1.0, -0.625, -0.25, 0.125]
+    assert translator_folder.probe(100).tolist() == probe_input(100).tolist()
 
 
 def test_a_folder_holds_four_files(tmp_path: Path) -> None:
@@ -395,19 +395,19 @@ def test_a_folder_holds_four_files(tmp_path: Path) -> None:
 def write(folder: Path, layout: Layout = MIXING, dtype: str = "float32", seed: int = 0) -> Path:
     """Write a translator with the package's writer."""
     weights = Weights(dtype, arrays_of(layout, dtype, seed))
-    return checkpoint.write(folder, to_config(config_json(layout)), weights, overwrite=True)
+    return translator_folder.write(folder, to_config(config_json(layout)), weights, overwrite=True)
 
 
 @pytest.mark.parametrize("name", [SELFTEST, CARD])
 def test_optional_files_may_be_missing(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path / "t")
     (folder / name).unlink()
-    checkpoint.read(folder)
+    translator_folder.read(folder)
 
 
 def test_read_config_needs_no_tensors(folder: Path) -> None:
     (folder / TENSORS).unlink()
-    assert checkpoint.read_config(folder) == to_config(config_json())
+    assert translator_folder.read_config(folder) == to_config(config_json())
 
 
 @pytest.mark.parametrize("start", [b"\x80", b"PK"], ids=["0x80", "PK"])
@@ -419,7 +419,7 @@ def test_a_header_length_may_look_like_a_pickle(folder: Path, start: bytes) -> N
     while not len(text).to_bytes(8, "little").startswith(start):
         text += b" "
     (folder / TENSORS).write_bytes(frame(text, body))
-    assert_same(checkpoint.read(folder)[1].arrays, arrays_of(MIXING))
+    assert_same(translator_folder.read(folder)[1].arrays, arrays_of(MIXING))
 
 
 def test_a_hub_snapshot_of_links_is_read(folder: Path, tmp_path: Path) -> None:
@@ -429,7 +429,7 @@ def test_a_hub_snapshot_of_links_is_read(folder: Path, tmp_path: Path) -> None:
     for number, path in enumerate(sorted(folder.iterdir())):
         path.rename(blobs / str(number))
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
-    checkpoint.read(snapshot)
+    translator_folder.read(snapshot)
 
 
 @pytest.mark.parametrize("name", [CONFIG, TENSORS, SELFTEST])
@@ -441,11 +441,11 @@ def test_a_link_out_of_the_folder(folder: Path, tmp_path: Path, name: str) -> No
     (folder / name).unlink()
     (tmp_path / "secret").rename(folder / "beside")
     (folder / name).symlink_to("beside")
-    checkpoint.read(folder)
+    translator_folder.read(folder)
 
 
 def test_a_folder_may_be_called_pt(tmp_path: Path) -> None:
-    checkpoint.read(write(tmp_path / "stage1.pt"))
+    translator_folder.read(write(tmp_path / "stage1.pt"))
 
 
 def test_attention_groups_may_differ_in_nu(tmp_path: Path) -> None:
@@ -457,8 +457,8 @@ def test_attention_groups_may_differ_in_nu(tmp_path: Path) -> None:
     for side in SIDES:
         width = 2 * SOURCE_DIMS[side]
         arrays[f"{side}.0.weight"] = arrays[f"{side}.0.weight"][:, :width].copy()
-    folder = checkpoint.write(tmp_path / "t", to_config(data), Weights("float32", arrays))
-    config, weights = checkpoint.read(folder)
+    folder = translator_folder.write(tmp_path / "t", to_config(data), Weights("float32", arrays))
+    config, weights = translator_folder.read(folder)
     assert config.assignment.keys == ((0,), (2, 1))
     assert_same(weights.arrays, arrays)
 
@@ -647,7 +647,7 @@ def test_a_hidden_width_of_zero(tmp_path: Path) -> None:
     refuse(folder, "keys.0.", names=TENSORS)
     with pytest.raises(MalformedTranslatorError):
         config = to_config(config_json(MLP))
-        checkpoint.write(tmp_path / "new", config, Weights("float32", arrays))
+        translator_folder.write(tmp_path / "new", config, Weights("float32", arrays))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -807,7 +807,7 @@ def test_the_damaged_file_was_sound(folder: Path) -> None:
     assert header[FIRST]["data_offsets"] == [0, 768]
     assert header[LAST]["data_offsets"][1] == len(body)
     (folder / TENSORS).write_bytes(repack(header, body))
-    checkpoint.read(folder)
+    translator_folder.read(folder)
 
 
 def test_a_header_beyond_100_megabytes(folder: Path) -> None:
@@ -1053,12 +1053,12 @@ def test_broken_config_text(folder: Path, text: bytes, word: str) -> None:
     (folder / CONFIG).write_bytes(text)
     refuse(folder, word)
     with pytest.raises(MalformedTranslatorError):
-        checkpoint.read_config(folder)
+        translator_folder.read_config(folder)
 
 
 def test_a_config_of_the_largest_size_is_read(folder: Path) -> None:
     (folder / CONFIG).write_bytes(text_of().encode().ljust(2**20))
-    checkpoint.read(folder)
+    translator_folder.read(folder)
 
 
 def test_many_keys_take_no_long_time(folder: Path) -> None:
@@ -1253,11 +1253,11 @@ def test_right_shapes_in_the_wrong_order(
     data = square(head_mixing, nu)
     arrays = square_arrays(data, dtype)
     put_folder(tmp_path / "t", data, arrays, dtype)
-    checkpoint.read(tmp_path / "t")
+    translator_folder.read(tmp_path / "t")
     put_tensors(tmp_path / "t" / TENSORS, fault(arrays), dtype)
     refuse(tmp_path / "t", "self-test failed", names=SELFTEST)
     (tmp_path / "t" / SELFTEST).unlink()
-    checkpoint.read(tmp_path / "t")  # only the self-test shows it
+    translator_folder.read(tmp_path / "t")  # only the self-test shows it
 
 
 def put_folder(folder: Path, data: Json, arrays: Arrays, dtype: str) -> None:
@@ -1287,7 +1287,7 @@ def test_the_tolerance_of_the_selftest(
     replace(probes, "values.1.weight.probe_out", lambda p: p * np.float32(1 + error))
     put_tensors(folder / SELFTEST, probes)
     if sound:
-        checkpoint.read(folder)
+        translator_folder.read(folder)
     else:
         refuse(folder, "self-test failed", "values.1.weight", names=SELFTEST)
 
@@ -1340,7 +1340,7 @@ def test_huge_maps_are_compared_without_overflow(tmp_path: Path) -> None:
     data = square(True, 1)
     arrays = {n: w * np.float32(1e30) for n, w in square_arrays(data, "float32").items()}
     put_folder(tmp_path / "t", data, arrays, "float32")
-    checkpoint.read(tmp_path / "t")
+    translator_folder.read(tmp_path / "t")
     put_tensors(tmp_path / "t" / TENSORS, {n: w.T for n, w in arrays.items()})
     refuse(tmp_path / "t", "self-test failed", names=SELFTEST)
 
@@ -1355,8 +1355,8 @@ def test_a_map_that_overflows_matches_no_probe(folder: Path) -> None:
 def test_a_saturated_gate_is_quiet(tmp_path: Path) -> None:
     arrays = arrays_of(MLP)
     arrays["keys.0.gate"][:2] = -900, 900
-    checkpoint.write(tmp_path / "t", to_config(config_json(MLP)), Weights("float32", arrays))
-    checkpoint.read(tmp_path / "t")
+    translator_folder.write(tmp_path / "t", to_config(config_json(MLP)), Weights("float32", arrays))
+    translator_folder.read(tmp_path / "t")
 
 
 # ---- writing ----------------------------------------------------------------------------
@@ -1412,7 +1412,7 @@ def test_destinations_that_are_free(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "empty", tmp_path / "new" / "and" / "deep"):
         assert write(folder) == folder
-        checkpoint.read(str(folder))
+        translator_folder.read(str(folder))
     assert listing(tmp_path) == ["empty", "new"]
     assert listing(tmp_path / "new" / "and") == ["deep"]
 
@@ -1421,7 +1421,7 @@ def test_an_older_translator_is_replaced(tmp_path: Path) -> None:
     folder = tmp_path / "t"
     write(folder, MLP)
     write(folder, HEAD_WISE, "bfloat16", seed=5)
-    config, weights = checkpoint.read(folder)
+    config, weights = translator_folder.read(folder)
     assert config == to_config(config_json(HEAD_WISE))
     assert_same(weights.arrays, arrays_of(HEAD_WISE, "bfloat16", seed=5))
     assert listing(tmp_path) == ["t"]
@@ -1433,7 +1433,7 @@ def test_a_relative_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     write(Path("t"))
     write(Path("t"), seed=1)
     assert listing(tmp_path) == ["t"]
-    checkpoint.read("t")
+    translator_folder.read("t")
 
 
 def big(arrays: Arrays) -> Arrays:
@@ -1467,7 +1467,7 @@ def test_what_would_not_be_read_is_not_written(
     folder = tmp_path / "t"
     weights = Weights("float32", damage(arrays_of(MIXING)))
     with pytest.raises(MalformedTranslatorError) as caught:
-        checkpoint.write(folder, to_config(data()), weights)
+        translator_folder.write(folder, to_config(data()), weights)
     assert str(folder / name) in str(caught.value)
     assert str(caught.value).isprintable()
     assert listing(tmp_path) == []
@@ -1505,7 +1505,7 @@ timing = pytest.mark.parametrize("after", [False, True], ids=["before", "after"]
 
 def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, after: bool) -> Faulty:
     """Make the ``at``-th call of one of the writer's functions fail."""
-    owner: Any = tensor_file if name == "serialize_file" else checkpoint
+    owner: Any = tensor_file if name == "serialize_file" else translator_folder
     if name == "os.rename":  # a file system that cannot exchange two folders at once
         monkeypatch.setattr(atomic, "exchange", lambda *_: False)
     *path, last = name.split(".")
@@ -1538,7 +1538,7 @@ def test_a_failure_keeps_the_older_translator(
     done = (name, call, after) in placed
     assert contents(tmp_path / "t") == (new if done else old)
     assert listing(tmp_path) == ["scratch", "t"]
-    checkpoint.read(tmp_path / "t")
+    translator_folder.read(tmp_path / "t")
 
 
 @errors
@@ -1580,7 +1580,7 @@ def test_the_only_copy_survives_when_it_cannot_be_moved_back(
     left = contents(tmp_path)
     assert sorted(left.values()) == sorted(old.values())
     refuse(tmp_path / "t", "was being replaced", "/old back to it", names="")
-    monkeypatch.setattr(checkpoint, "write_tensors", Faulty(print, 1, OSError, False))
+    monkeypatch.setattr(translator_folder, "write_tensors", Faulty(print, 1, OSError, False))
     with pytest.raises(OSError, match="injected"):
         write(tmp_path / "t", seed=2)  # the next one that writes puts it back first
     assert contents(tmp_path / "t") == old and listing(tmp_path) == ["t"]

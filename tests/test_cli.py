@@ -468,9 +468,11 @@ def test_a_killed_import_leaves_nothing(fitted: Path, store: Path, tmp_path: Pat
     """SIGTERM in the middle of writing: no folder, no temporary folder."""
     script = (
         "import os, signal, sys\n"
-        "from kvlingo_mlx import checkpoint, cli\n"
-        "write = checkpoint.write_tensors\n"
-        "checkpoint.write_tensors = lambda *a: (write(*a), os.kill(os.getpid(), signal.SIGTERM))\n"
+        "from kvlingo_mlx import cli\n"
+        "from kvlingo_mlx.format import translator_folder\n"
+        "write = translator_folder.write_tensors\n"
+        "translator_folder.write_tensors = lambda *a: (\n"
+        "    write(*a), os.kill(os.getpid(), signal.SIGTERM))\n"
         f"sys.argv = ['kvlingo-mlx', 'import', {str(fitted)!r}]\n"
         "cli.main()\n"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlingo_mlx.closed_form import Moments, objective, solve
+from kvlingo_mlx.stage1.closed_form import Moments, objective, solve
 
 Data = tuple[np.ndarray, np.ndarray]
 

@@ -21,7 +21,7 @@ from test_parity import in_order
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 NEW = 6
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand

@@ -22,7 +22,7 @@ from test_identity import identity_of
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.conversation import Conversation, storage
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3")
 

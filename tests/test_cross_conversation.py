@@ -27,15 +27,15 @@ from two_tokenizers import write_mistral, write_qwen, write_translator
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.alignment import NO_END
 from kvlingo_mlx.caches.entries import PositionedKVCache, move_on
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.positioned import INSIDE
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load_translator
+from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.alignment import NO_END
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "4"))  # more of them by hand
 NEW = 5

@@ -29,19 +29,21 @@ from test_identity import identity_of
 from two_tokenizers import TALK, write_mistral, write_qwen, write_translator
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import capture, cross_tokenizer, pairing
 from kvlingo_mlx.caches.entries import PositionedKVCache
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.keys import Rotation
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load_translator
-from kvlingo_mlx.prompts import encode
-from kvlingo_mlx.transfer import hand_over_across
+from kvlingo_mlx.handover import cross_tokenizer
+from kvlingo_mlx.handover.fill import hand_over_across
+from kvlingo_mlx.loading import pairing
+from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.keys import Rotation
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.tokenization.two_tokenizers import Handover
 
 FOLLOWING = [7, 30, 41, 9]
 PAIRS = (("qwen", "mistral"), ("mistral", "qwen"))

@@ -16,11 +16,11 @@ import pytest
 from two_tokenizers import TALK, write_mistral, write_qwen, write_translator
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import generation, transfer
-from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.norms import token_weights
-from kvlingo_mlx.samples import Sample, tokenise
+from kvlingo_mlx.handover import fill, generation
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.stage1.norms import token_weights
+from kvlingo_mlx.tokenization.samples import Sample, tokenise
+from kvlingo_mlx.tokenization.two_tokenizers import Handover
 
 torch = pytest.importorskip("torch")
 cross_reference = pytest.importorskip("cross_reference")
@@ -197,7 +197,7 @@ def test_the_loss_is_that_of_the_devices_cache(
     translator = torch_translator(folder)
     reading = read(source, target, sample, translator.config.capture)
     found = conversation_loss(target, translator, reading, KL).kl
-    handed = transfer.hand_over_across(*ends, kv.load_translator(folder), sample.handover)
+    handed = fill.hand_over_across(*ends, kv.load_translator(folder), sample.handover)
     ids = mx.array([[sample.prefix[-1], *sample.continuation[:-1]]])
     student = ends[1].model(ids, cache=handed)
     teacher = ends[1].model(mx.array([[*sample.prefix, *sample.continuation[:-1]]]))

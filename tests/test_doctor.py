@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from kvlingo_mlx import diagnosis
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.store import diagnosis
 
 TOKEN = "hf_averysecrettokenofsomebody"
 

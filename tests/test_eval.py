@@ -17,14 +17,14 @@ import tiny
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.evaluation import conditions, droidspeak, lineup, probes, teacher_forcing
 from kvlingo_mlx.evaluation.compare import Scored, evaluate, summarise
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
 
 TOLERANCE = 1e-4  # of a log probability, absolute
 
@@ -264,7 +264,7 @@ def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     assert means["needles"]["prefix hidden"]["mean"]["recall"]["value"] < 0.5
     assert set(found["first_token_s"]) == {"native", "translated", "reuse"}
     folder = TRANSLATORS / "--".join(ENDS)
-    digest = checkpoint.digest(*checkpoint.read(folder))
+    digest = translator_folder.digest(*translator_folder.read(folder))
     assert found["translators"] == {"translated": [{"path": str(folder), "digest": digest}]}
     journal = (tmp_path / "scores.jsonl").read_text()
     again = evaluated(tmp_path, *options[:-2], "--baselines", "hidden")[1]
@@ -290,12 +290,12 @@ def test_another_checkpoints_translator(
 ) -> None:
     """Refused, unless it was asked for: then by every part of a run, controls included."""
     monkeypatch.chdir(tmp_path)
-    config, weights = checkpoint.read(TRANSLATORS / "--".join(ENDS))
+    config, weights = translator_folder.read(TRANSLATORS / "--".join(ENDS))
     fingerprint = {**config.source.fingerprint, "norms": "0" * 64}
     other = dataclasses.replace(
         config, source=dataclasses.replace(config.source, fingerprint=fingerprint)
     )
-    checkpoint.write(tmp_path / "other", other, weights)
+    translator_folder.write(tmp_path / "other", other, weights)
     words = ["other" if word == "TRANSLATOR" else word for word in command]
     assert run(words) == 2
     assert "another checkpoint (norms fingerprint); allow_mismatch" in capsys.readouterr().err

@@ -16,11 +16,11 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import capture
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import IncompatibleTranslatorError
-from kvlingo_mlx.geometry import CacheGeometry
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.format.geometry import CacheGeometry
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
 
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(60)]
 WINDOW = 16

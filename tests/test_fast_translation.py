@@ -19,30 +19,27 @@ pytest.importorskip("transformers")
 
 from kvlingo_mlx.backend import mx  # noqa: E402
 
-from kvlingo_mlx import caches, transfer  # noqa: E402
-from kvlingo_mlx.assignment import Assignment  # noqa: E402
+from kvlingo_mlx import caches  # noqa: E402
+from kvlingo_mlx.cuda.fast_translation import METHODS, FastTranslation  # noqa: E402
+from kvlingo_mlx.cuda.finish import finish_plainly, in_pairs  # noqa: E402
+from kvlingo_mlx.cuda.maps import Cut  # noqa: E402
+from kvlingo_mlx.cuda.memory import Memory  # noqa: E402
+from kvlingo_mlx.cuda.tile import Tile  # noqa: E402
 from kvlingo_mlx.errors import UnsupportedModelError  # noqa: E402
-from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
-from kvlingo_mlx.states import KVStates  # noqa: E402
-from kvlingo_mlx.tensor_file import Weights  # noqa: E402
-from kvlingo_mlx.training import torch_model  # noqa: E402
-from kvlingo_mlx.training.fast_translation import (  # noqa: E402
-    METHODS,
-    Cut,
-    FastTranslation,
-    Memory,
-    Tile,
-    finish_plainly,
-    in_pairs,
-)
-from kvlingo_mlx.training.plan import Plan, make_config  # noqa: E402
-from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
-from kvlingo_mlx.translator_config import (  # noqa: E402
+from kvlingo_mlx.format.assignment import Assignment  # noqa: E402
+from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.format.translator_config import (  # noqa: E402
     SIDES,
     TranslatorConfig,
     expected_shapes,
     head_map_of,
 )
+from kvlingo_mlx.handover import fill  # noqa: E402
+from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.models.states import KVStates  # noqa: E402
+from kvlingo_mlx.training import torch_model  # noqa: E402
+from kvlingo_mlx.training.plan import Plan, make_config  # noqa: E402
+from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -226,7 +223,7 @@ def test_equals_the_device(
         sides = (tuple(mx.array(layer[None, start:end].astype(np.float32)) for layer in side)
                  for side in states)  # fmt: skip
         theirs = KVStates(*sides, config.capture, start)
-        transfer.translate_span(cache, theirs, source, target, translator, 9 + tokens)
+        fill.translate_span(cache, theirs, source, target, translator, 9 + tokens)
     wanted = [
         np.stack([np.array(array)[0, :, 9 : 9 + tokens] for array in arrays_of])
         for arrays_of in ([c.keys for c in cache], [c.values for c in cache])
@@ -237,7 +234,7 @@ def test_equals_the_device(
 
 
 def kv_load(folder: Path) -> LanguageModel:
-    from kvlingo_mlx.loading import load
+    from kvlingo_mlx.loading.models import load
 
     return load(folder)
 
@@ -349,7 +346,7 @@ def test_pairs_hold_what_turns_together() -> None:
 def test_a_kernels_pipeline_fits_in_shared_memory(itemsize: int) -> None:
     """For heads of 128 numbers, on Hopper: as Triton compiles it for compute capability 9.0."""
     pytest.importorskip("triton")
-    from kvlingo_mlx.training import kernels
+    from kvlingo_mlx.cuda import kernels
 
     for mixing in (True, False):
         tile = kernels.tile_of(mixing, itemsize)

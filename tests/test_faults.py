@@ -15,10 +15,10 @@ from test_checkpoint import LAYOUTS, TENSORS, arrays_of, put_tensors, store
 from test_identity import TOKENS, identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
 
 FAULTS = Path(__file__).with_name("FAULTS.md")
 
@@ -67,7 +67,7 @@ def test_archives_are_not_opened(
     monkeypatch.setattr("builtins.open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(kv.MalformedTranslatorError) as caught:
         kv.load_translator(path)
-    told = f"{path}: is a file; a translator is a folder with {checkpoint.CONFIG_FILE}"
+    told = f"{path}: is a file; a translator is a folder with {translator_folder.CONFIG_FILE}"
     assert str(caught.value) == told
 
 

@@ -15,7 +15,7 @@ from test_identity import identity_of
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, zoo_pairs
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 CHAT = [
     {"role": "system", "content": "Be brief."},

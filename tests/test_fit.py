@@ -13,13 +13,14 @@ import tiny
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import capture, fitting
-from kvlingo_mlx.assignment import Assignment
+from kvlingo_mlx import fitting
 from kvlingo_mlx.fitting.attention import attention_mass
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.norms import token_weights
-from kvlingo_mlx.samples import Sample, read_jsonl, to_samples, tokenise
-from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.stage1.norms import token_weights
+from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples, tokenise
 
 CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
 

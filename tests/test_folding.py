@@ -31,7 +31,7 @@ from mlx_lm.models.cache import (
 from tiny import Case
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import assignment, caches, checkpoint, translators
+from kvlingo_mlx import caches, translators
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.evaluation import lineup, probes
@@ -39,13 +39,14 @@ from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.folding import FoldedCache, decoding, fold_caches
 from kvlingo_mlx.folding import cache as wiring
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import find_translator
-from kvlingo_mlx.measure import peak_bytes
-from kvlingo_mlx.states import KVStates, flat
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format import assignment, translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import TranslatorConfig, maps_of
+from kvlingo_mlx.loading.translators import find_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates, flat
+from kvlingo_mlx.reporting.measure import peak_bytes
 from kvlingo_mlx.timing import geometries, memory_budget
-from kvlingo_mlx.translator_config import TranslatorConfig, maps_of
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import identity
 
@@ -231,7 +232,7 @@ def test_keys_and_values_of_other_layers(root: Path, side: str, head_mixing: boo
 def test_however_products_are_cut(root: Path, batched: bool, quantize: int | None) -> None:
     """As on a GPU and a CPU; maps of 8 bits, where their rows allow."""
     source, target, _ = write(root, CASES[1])
-    files = checkpoint.read(tiny.write_case(root, CASES[1])[2])
+    files = translator_folder.read(tiny.write_case(root, CASES[1])[2])
     translator = translators.build(*files, batched=batched, quantize=quantize)
     rows = prompts(1, 12)
     cache = kv.folded_hand_over(source, target, rows[0][:13], translator=translator)

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_checkpoint import CARD, CONFIG, LAYOUTS, SELFTEST, SIDES, TENSORS, exact, frame, store
 
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.errors import MalformedTranslatorError
+from kvlingo_mlx.format import translator_folder
 
 Files = dict[str, bytes]
 Json = dict[str, Any]
@@ -69,7 +69,7 @@ def try_folder(room: Path, files: Files) -> bool:
     for name, blob in files.items():
         (folder / name).write_bytes(blob)
     try:
-        config, weights = checkpoint.read(folder)
+        config, weights = translator_folder.read(folder)
     except MalformedTranslatorError as error:
         assert type(error) is MalformedTranslatorError
         assert str(error).startswith(str(folder))
@@ -141,8 +141,8 @@ def expected_shapes(data: Json, found: dict[str, tuple[int, ...]]) -> dict[str, 
 def check_written_again(folder: Path, config: Any, weights: Any) -> None:
     """What is read can be written, and reads the same."""
     shutil.rmtree(folder, ignore_errors=True)
-    checkpoint.write(folder, config, weights)
-    again, copies = checkpoint.read(folder)
+    translator_folder.write(folder, config, weights)
+    again, copies = translator_folder.read(folder)
     assert again == config
     assert {n: a.tobytes() for n, a in copies.arrays.items()} == {
         n: a.tobytes() for n, a in weights.arrays.items()

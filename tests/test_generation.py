@@ -16,10 +16,13 @@ from mlx_lm.sample_utils import make_logits_processors
 from test_identity import TOKENS, identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, checkpoint, measure, transfer
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.prompts import encode
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx import caches
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.handover import fill
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.translators import build
 
 MESSAGES = [{"role": "user", "content": "Where does Anna live?"}]
@@ -105,7 +108,7 @@ def test_one_synchronisation_after_the_last_prefill_chunk(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[str] = []
-    evaluate, translate = mx.eval, transfer.translate_span
+    evaluate, translate = mx.eval, fill.translate_span
 
     def counted(*arrays: object) -> None:
         calls.append("eval")
@@ -117,7 +120,7 @@ def test_one_synchronisation_after_the_last_prefill_chunk(
 
     translator = identity_of(model)
     monkeypatch.setattr(mx, "eval", counted)
-    monkeypatch.setattr(transfer, "translate_span", noted)
+    monkeypatch.setattr(fill, "translate_span", noted)
     kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
     assert calls == ["eval", "translate", "eval"] * 3
 
@@ -248,14 +251,14 @@ def test_first_token_time_counts_the_translators_reading(
     models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     clock: list[float],
 ) -> None:  # fmt: skip
-    model, read = models["dense"], checkpoint.read
+    model, read = models["dense"], translator_folder.read
     folder = identity_of(model).save(tmp_path / "identity")
 
     def slow_read(path: Path) -> object:
         clock[0] += 100.0
         return read(path)
 
-    monkeypatch.setattr(checkpoint, "read", slow_read)
+    monkeypatch.setattr(translator_folder, "read", slow_read)
     first = next(kv.stream_generate(model, model, TOKENS, translator=folder, max_tokens=1))
     assert 100 < first.ttft_s < 101 and first.prefill_s + first.translate_s < 1
 

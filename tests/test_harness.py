@@ -24,12 +24,13 @@ from test_identity import identity_of
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.errors import KVLingoError, MissingExtraError
-from kvlingo_mlx.evaluation import conditions, harness
-from kvlingo_mlx.evaluation import judge as judging
-from kvlingo_mlx.evaluation.judge import Judge, fraction, judge_answers, rating, yes_no
-from kvlingo_mlx.evaluation.judge_prompts import TEMPLATES
-from kvlingo_mlx.evaluation.tasks import NAMES
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.evaluation.harness import judge as judging
+from kvlingo_mlx.evaluation.harness import running
+from kvlingo_mlx.evaluation.harness.judge import Judge, fraction, judge_answers, rating, yes_no
+from kvlingo_mlx.evaluation.harness.judge_prompts import TEMPLATES
+from kvlingo_mlx.evaluation.harness.tasks import NAMES
+from kvlingo_mlx.models.language_model import LanguageModel
 
 lm_eval = pytest.importorskip("lm_eval")
 
@@ -39,8 +40,8 @@ import lm_eval.evaluator as reference_harness  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 from mlx_lm.evaluate import MLXLM  # noqa: E402
 
-from kvlingo_mlx.evaluation import task_loading  # noqa: E402
-from kvlingo_mlx.evaluation.adapter import PrefixLM, _Answer  # noqa: E402
+from kvlingo_mlx.evaluation.harness import task_loading  # noqa: E402
+from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, _Answer  # noqa: E402
 
 WORDS = "the you and use is of an other hero on in it at re ion".split()
 KINDS = ("tiny_choice", "tiny_words", "tiny_answers", "tiny_texts")
@@ -175,7 +176,7 @@ def test_native_and_identity_equal_mlx_lm(
     own = LastTokenApart(str(model.path), batch_size=1, use_chat_template=chat)
     wanted = reference(own, task_folder, KINDS)
     for make in (conditions.native(model), identity(model)):
-        found = harness.run(
+        found = running.run(
             model, make, KINDS, condition="x", include_path=task_folder, apply_chat_template=chat
         )
         for task in KINDS:
@@ -189,7 +190,7 @@ def test_plain_mlx_lm_differs_by_rounding_alone(
 ) -> None:
     model = models["dense"]
     wanted = reference(MLXLM(str(model.path)), task_folder, KINDS)
-    found = harness.run(
+    found = running.run(
         model, identity(model), KINDS, condition="x", include_path=task_folder
     )  # the template is used where there is one, as by mlx-lm
     assert responses(found, "tiny_answers") == responses(wanted, "tiny_answers")
@@ -231,7 +232,7 @@ def test_controls_differ(models: dict[str, LanguageModel], task_folder: Path) ->
     model = models["dense"]
     fitted = kv.fit(model, model, [{"text": "one two three four five " * 9}])
     native, hidden, shuffled = (
-        harness.run(model, make, KINDS, condition="x", include_path=task_folder)
+        running.run(model, make, KINDS, condition="x", include_path=task_folder)
         for make in (
             conditions.native(model),
             conditions.hidden(model),
@@ -258,10 +259,10 @@ def test_long_contexts_lose_their_front_as_in_mlx_lm(
         return conditions.native(model)(tokens)
 
     options: dict[str, Any] = {"include_path": task_folder, "apply_chat_template": False}
-    found = harness.run(
+    found = running.run(
         model, make, [*tasks, "tiny_answers"], condition="x", max_length=24, **options
     )
-    whole = harness.run(model, make, tasks, condition="x", **options)
+    whole = running.run(model, make, tasks, condition="x", **options)
     for task in tasks:
         assert responses(found, task) == as_lists(responses(wanted, task))
         assert responses(found, task) != responses(whole, task)
@@ -324,15 +325,15 @@ def test_thinking_switch_and_budget(models: dict[str, LanguageModel], task_folde
     options: dict[str, Any] = {"condition": "x", "include_path": task_folder, "limit": 1}
     before = MLXLM.apply_chat_template
     for thinking in (False, True):
-        found = harness.run(
+        found = running.run(
             model, make, ["tiny_answers"], enable_thinking=thinking, max_gen_toks=3, **options
         )
         (text,) = responses(found, "tiny_answers")[0]
         assert len(model.tokenizer.encode(text)) <= 3
     assert seen[0].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert seen[1].endswith("<|im_start|>assistant\n")
-    harness.run(model, make, ["tiny_answers"], apply_chat_template=False, **options)
-    harness.run(model, make, ["tiny_answers"], system_instruction="Be brief.", **options)
+    running.run(model, make, ["tiny_answers"], apply_chat_template=False, **options)
+    running.run(model, make, ["tiny_answers"], system_instruction="Be brief.", **options)
     assert "<|im_start|>" not in seen[2]
     assert seen[3].startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert MLXLM.apply_chat_template is before
@@ -357,7 +358,7 @@ def test_one_cache_serves_all_continuations(
         made.append(tokens)
         return conditions.native(model)(tokens)
 
-    harness.run(
+    running.run(
         model, make, ["tiny_choice", "tiny_words"], condition="x", include_path=task_folder,
         progress=lambda done, total: steps.append((done, total)),
     )  # fmt: skip
@@ -373,7 +374,7 @@ def test_limit_items_and_examples(models: dict[str, LanguageModel], task_folder:
         return conditions.native(model)(tokens)
 
     def ids(**options: Any) -> list[int]:
-        found = harness.run(
+        found = running.run(
             model, make, ["tiny_choice"], condition="x", include_path=task_folder, **options
         )
         return [item["id"] for item in found["tasks"]["tiny_choice"]["items"]]
@@ -391,7 +392,7 @@ def test_limit_items_and_examples(models: dict[str, LanguageModel], task_folder:
 
 def test_scores_errors_and_groups(models: dict[str, LanguageModel], task_folder: Path) -> None:
     model = models["dense"]
-    found = harness.run(
+    found = running.run(
         model, conditions.native(model), ["tiny_group"], condition="x", include_path=task_folder
     )
     assert json.loads(json.dumps(found, allow_nan=False)) == found
@@ -416,7 +417,7 @@ def test_scores_errors_and_groups(models: dict[str, LanguageModel], task_folder:
         found["tasks"][n]["metrics"]["acc_norm"]["value"] for n in ("tiny_choice", "tiny_other")
     ]
     assert group["acc_norm"]["value"] == pytest.approx(np.mean(values))
-    words_task = harness.run(
+    words_task = running.run(
         model, conditions.native(model), ["tiny_words"], condition="x", include_path=task_folder
     )["tasks"]["tiny_words"]
     assert words_task["metrics"]["perplexity"]["error"] is None  # no mean over items
@@ -439,7 +440,7 @@ def test_interrupted_runs_go_on(
             calls.append(len(tokens))
             return conditions.native(model)(tokens)
 
-        return harness.run(
+        return running.run(
             model, make, KINDS, condition=condition, include_path=task_folder, **options
         )
 
@@ -477,7 +478,7 @@ def test_numbers_that_are_none_are_refused(
 
     for task in ("tiny_words", "tiny_answers"):
         with pytest.raises(KVLingoError, match="is not a number"):
-            harness.run(model, make, [task], condition="x", include_path=task_folder)
+            running.run(model, make, [task], condition="x", include_path=task_folder)
 
 
 # ---- what can be wrong ------------------------------------------------------------------------
@@ -489,7 +490,7 @@ def run_native(models: dict[str, LanguageModel], task_folder: Path) -> Callable[
 
     def run(*tasks: str, **options: Any) -> dict[str, Any]:
         options = {"condition": "native", "include_path": task_folder, **options}
-        return harness.run(model, conditions.native(model), tasks, **options)
+        return running.run(model, conditions.native(model), tasks, **options)
 
     return run
 
@@ -566,7 +567,7 @@ def test_a_list_of_tasks_is_asked_for(models: dict[str, LanguageModel]) -> None:
     model = models["dense"]
     for tasks in ("gsm8k", []):
         with pytest.raises(ValueError, match="give a list of names"):
-            harness.run(model, conditions.native(model), tasks, condition="x")
+            running.run(model, conditions.native(model), tasks, condition="x")
 
 
 def test_nothing_is_left_behind(run_native: Callable, capfd: pytest.CaptureFixture) -> None:

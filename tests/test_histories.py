@@ -26,7 +26,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.spans import common_prefix
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 NEW = 6
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "6"))  # more of them by hand

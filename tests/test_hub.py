@@ -15,7 +15,7 @@ from loopback_hub import LoopbackHub
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import zoo_names
-from kvlingo_mlx.translator_config import TranslatorConfig
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 
 TOKEN = "hf_averysecrettokenofsomebody"
 FORMAT = {
@@ -78,11 +78,11 @@ def command(hub: LoopbackHub, store: Path, tmp_path: Path):
 
 
 def stored(store: Path) -> TranslatorConfig:
-    from kvlingo_mlx import checkpoint
+    from kvlingo_mlx.format import translator_folder
 
     (folder,) = store.iterdir()
     assert {p.name for p in folder.iterdir()} == FORMAT
-    return checkpoint.read(folder)[0]
+    return translator_folder.read(folder)[0]
 
 
 def refused(done: subprocess.CompletedProcess[str], *texts: str) -> None:

@@ -21,14 +21,15 @@ from test_parity import WRONG, assert_same, decode, errors, in_order, within_win
 from tiny import Case
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint, hybrid
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.evaluation import conditions, lineup, profile
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.profile import Point
-from kvlingo_mlx.generation import summary
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.handover import hybrid
+from kvlingo_mlx.handover.generation import summary
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
@@ -111,7 +112,7 @@ def test_against_pytorch(root: Path, case: Case, batched: bool) -> None:
     reference = importlib.import_module("reference")
     source, target, folder = opened(root, case)
     folders = tiny.write_case(root, case)
-    translator = build(*checkpoint.read(folder), batched=batched)
+    translator = build(*translator_folder.read(folder), batched=batched)
     for layers in range(1, len(target.attentions)):
         cache = kv.hand_over(
             source, target, TOKENS, translator=translator, native_layers=layers,
@@ -255,7 +256,7 @@ def test_times_of_what_the_decode_model_read_itself(root: Path) -> None:
 
 def profiled(root: Path, layers: int) -> tuple[LanguageModel, LanguageModel, Translator]:
     source, target, folder = opened(root, CASES[0])
-    translator = build(*checkpoint.read(folder))
+    translator = build(*translator_folder.read(folder))
     config = dataclasses.replace(translator.config, provenance={"native_layers": layers})
     return source, target, dataclasses.replace(translator, config=config)
 
@@ -290,11 +291,11 @@ def test_what_means_nothing_is_refused(root: Path, options: dict, message: str) 
 @pytest.mark.parametrize("layers", [-1, 99, "1", 1.0])
 def test_a_folder_that_asks_for_what_is_not_there(root: Path, tmp_path: Path, layers: Any) -> None:
     _, _, folder = opened(root, CASES[0])
-    config = json.loads((folder / checkpoint.CONFIG_FILE).read_text())
+    config = json.loads((folder / translator_folder.CONFIG_FILE).read_text())
     config["provenance"]["native_layers"] = layers
-    for name in (checkpoint.WEIGHTS_FILE, checkpoint.SELFTEST_FILE):
+    for name in (translator_folder.WEIGHTS_FILE, translator_folder.SELFTEST_FILE):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
-    (tmp_path / checkpoint.CONFIG_FILE).write_text(json.dumps(config))
+    (tmp_path / translator_folder.CONFIG_FILE).write_text(json.dumps(config))
     with pytest.raises(
         kv.MalformedTranslatorError, match=r"provenance.native_layers is .*expected"
     ):
@@ -353,7 +354,7 @@ def test_a_profile_is_kept_with_the_translator(
     """The verb, from data to a hand-over that heeds it; marked answers give recall."""
     source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
     own = tmp_path / "own"
-    build(*checkpoint.read(folder)).save(own)
+    build(*translator_folder.read(folder)).save(own)
     data = tmp_path / "data.jsonl"
     talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk, "answers": ["on"]}) + "\n")
@@ -362,7 +363,7 @@ def test_a_profile_is_kept_with_the_translator(
     record = tmp_path / "record.jsonl"
     assert run([*command, "--max-kl", "0", "--json", str(record)]) == 0
     most = len(load(target).attentions)
-    assert checkpoint.read_config(own).native_layers == most
+    assert translator_folder.read_config(own).native_layers == most
     found = json.loads(record.read_text())["results"]
     ways = {(p["way"], p["layers"]): p for p in found["points"]}
     assert found["native_layers"] == most
@@ -371,7 +372,7 @@ def test_a_profile_is_kept_with_the_translator(
     assert all(ways["hybrid", j]["recall"] and ways["hybrid", j]["seconds"] for j in range(most))
     assert ("DroidSpeak", 0) in ways and ("hidden", None) in ways and ("shuffled", None) in ways
     assert run([*command, "--max-kl", "1e9", "--native-layers", "1"]) == 0
-    assert checkpoint.read_config(own).native_layers == 1
+    assert translator_folder.read_config(own).native_layers == 1
     hand_over = functools.partial(kv.hand_over, load(source), load(target), TOKENS)
     pairs = zip(hand_over(translator=own), hand_over(translator=own, native_layers=1), strict=True)
     assert all(equal(a, b) for a, b in pairs)
@@ -381,7 +382,7 @@ def test_a_profile_is_kept_with_the_translator(
 def test_controls_do_not_follow_a_profile(root: Path) -> None:
     """Shuffled maps stay what they are when a profile is kept, and a journal tells them apart."""
     source, target, folder = opened(root, Case("llama2x16", "llama2x16"))
-    translator, most = build(*checkpoint.read(folder)), len(target.attentions)
+    translator, most = build(*translator_folder.read(folder)), len(target.attentions)
     own = native(target, TOKENS[:-1], 2048)
 
     def made(condition: Condition) -> list[bool]:
@@ -436,7 +437,7 @@ def test_what_cannot_be_kept_is_refused_before_measuring(
     """A bound that the data cannot answer, and a folder with a file of somebody else's."""
     source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
     own, data = tmp_path / "own", tmp_path / "data.jsonl"
-    build(*checkpoint.read(folder)).save(own)
+    build(*translator_folder.read(folder)).save(own)
     talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk}) + "\n")
     command = ["profile", str(source), str(target), "--translator", str(own), "--data", str(data),

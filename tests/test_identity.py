@@ -12,10 +12,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import assignment, capture
-from kvlingo_mlx.keys import Rotation, advance
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.translator_config import TranslatorConfig
+from kvlingo_mlx.format import assignment
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.keys import Rotation, advance
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.linear import LinearTranslator, identity
 
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(50)]

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from kill_points import SHARES, Jobs
 
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.errors import MalformedTranslatorError
+from kvlingo_mlx.format import translator_folder
 
 
 def test_nothing_is_lost() -> None:
@@ -36,6 +36,6 @@ def test_what_is_lost_is_found(tmp_path: Path) -> None:
     jobs._check_import(["imported 0"])
     with pytest.raises(AssertionError, match="told of is gone"):
         jobs._check_import(["imported 1"])
-    (tmp_path / "imported" / checkpoint.WEIGHTS_FILE).write_bytes(b"")
+    (tmp_path / "imported" / translator_folder.WEIGHTS_FILE).write_bytes(b"")
     with pytest.raises(MalformedTranslatorError, match="truncated"):
         jobs._check_import([])

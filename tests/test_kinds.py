@@ -22,17 +22,17 @@ import pytest
 import tiny
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates, TranslatedStates
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import (
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import (
     TranslatorConfig,
     expected_shapes,
     flops_of,
     parse_config,
 )
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates, TranslatedStates
 from kvlingo_mlx.translators import KINDS, base, build, products
 
 Arrays = dict[str, np.ndarray]
@@ -488,8 +488,8 @@ def test_saving_gives_the_bytes_that_were_loaded(
     for array in arrays.values():  # signed zeros, and numbers below the normal ones
         array.reshape(-1)[:2] = (-0.0, 1e-40 if dtype != "float16" else 1e-7)
     weights = Weights.from_float32(arrays, dtype)
-    first = checkpoint.write(tmp_path / "first", to_config(data), weights)
-    translator = build(*checkpoint.read(first), batched=batched)
+    first = translator_folder.write(tmp_path / "first", to_config(data), weights)
+    translator = build(*translator_folder.read(first), batched=batched)
     again = translator.to_weights()
     assert again.dtype == dtype and set(again.arrays) == set(weights.arrays)
     for name, array in weights.arrays.items():
@@ -585,7 +585,7 @@ def test_a_folder_of_mlp_maps_hands_over(
         )
     }  # fmt: skip
     data = json.loads((folder / "translator_config.json").read_text())
-    expected = reference(data, dict(checkpoint.read(folder)[1].arrays), states)
+    expected = reference(data, dict(translator_folder.read(folder)[1].arrays), states)
     cache = kv.hand_over(source, target, tokens, translator=folder, prefill_step_size=step)
     found = {"keys": [np.array(c.keys[:, :, :17]) for c in cache],
              "values": [np.array(c.values[:, :, :17]) for c in cache]}  # fmt: skip
@@ -606,5 +606,5 @@ def test_a_form_is_told_in_words() -> None:
     assert words["mlp head-wise"] == "mlp, head-wise"
     config = to_config(config_json(FORMS["joint"]))
     weights = Weights("float32", random_arrays(FORMS["joint"], config_json(FORMS["joint"]), True))
-    card = checkpoint.model_card(dataclasses.replace(config, capture="post_norm"), weights)
+    card = translator_folder.model_card(dataclasses.replace(config, capture="post_norm"), weights)
     assert "- kind: linear, head-mixing, keys and values joint, captured post-norm\n" in card

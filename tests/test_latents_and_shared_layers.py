@@ -20,11 +20,12 @@ from test_families import TOKENS, held, logits, native
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, checkpoint
+from kvlingo_mlx import caches
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.fitting.attention import attention_mass
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
 
 RECORDS = [{"text": "the you and use is of an other in on at it here and there " * 3}] * 2
 # The layers that read each cache; the others' read their own alone.
@@ -236,7 +237,7 @@ def test_mixed_pairs_and_points_are_refused(
     with pytest.raises(kv.IncompatibleTranslatorError, match=r"layer 0 stores \(heads, width\)"):
         conditions.reused(models["deepseek_v2"], latent)
     folder = identity_of(latent, capture="latent").save(tmp_path / "translator")
-    path = folder / checkpoint.CONFIG_FILE
+    path = folder / translator_folder.CONFIG_FILE
     path.write_text(path.read_text().replace('"capture": "latent"', '"capture": "pre_norm"'))
     with pytest.raises(kv.MalformedTranslatorError, match="capture is 'pre_norm', but layer 0 of"):
         kv.load_translator(folder)

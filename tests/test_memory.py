@@ -14,10 +14,12 @@ import tiny
 from test_identity import TOKENS, identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, loading, memory
+from kvlingo_mlx import caches
+from kvlingo_mlx.caches import memory
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo_pairs
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.loading import models
+from kvlingo_mlx.models.language_model import LanguageModel
 
 ENDS = ("dense", "moe")
 
@@ -37,13 +39,13 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models whose weights were read."""
     found: list[str] = []
-    read = loading._read
+    read = models._read
 
     def noted(model: LanguageModel) -> None:
         found.append(model.name)
         read(model)
 
-    monkeypatch.setattr(loading, "_read", noted)
+    monkeypatch.setattr(models, "_read", noted)
     return found
 
 
@@ -128,7 +130,7 @@ def test_every_way_to_load_models(
     pair = [str(folders[name]) for name in ENDS]
     calls: dict[str, Callable[[], Any]] = {
         "load": lambda: kv.load(pair[1]),
-        "load_together": lambda: loading.load_together(pair),
+        "load_together": lambda: models.load_together(pair),
         "generate": lambda: kv.generate(*pair, TOKENS),
         "folded_generate": lambda: kv.folded_generate(*pair, TOKENS),
         "fit": lambda: kv.fit(*pair, []),
@@ -232,7 +234,7 @@ def test_no_false_alarm(tmp_path: Path, reads: list[str]) -> None:
     there = memory.free()
     assert there is None or there > 10**8
     for source, target in zoo_pairs():
-        loading.load_together([source, target], "What is on?" * 200)
+        models.load_together([source, target], "What is on?" * 200)
     assert len(reads) == 2 * len(zoo_pairs())
 
 

@@ -18,10 +18,11 @@ import tiny
 from mlx_lm.utils import _get_classes
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import misread, notes
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning, UnsupportedModelError
 from kvlingo_mlx.families import family_of, known_families
 from kvlingo_mlx.families.plain import Plain
+from kvlingo_mlx.format import misread
+from kvlingo_mlx.loading import notes
 
 WINDOW, COUNT = 16, 48  # a window, and tokens that reach well beyond it
 TOKENS = [5 + (i * i * 7 + 3 * i) % 240 for i in range(COUNT)]

@@ -39,10 +39,10 @@ from test_families import held, native
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import capture
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.families import family_of
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
 
 WINDOW, STEP, NEW = 16, 20, 8
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(60)]

@@ -30,10 +30,10 @@ from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE, Need
 from kvlingo_mlx.cli import VERBS, app, run
 from kvlingo_mlx.cli import needs as verbs
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.prompts import encode, rendering
-from kvlingo_mlx.samples import read_jsonl, to_samples
-from kvlingo_mlx.sampling import DecodingOptions
+from kvlingo_mlx.handover.sampling import DecodingOptions
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode, rendering
+from kvlingo_mlx.tokenization.samples import read_jsonl, to_samples
 from kvlingo_mlx.training.conversations import normalise
 
 # Options that have an effect whatever the others say.

@@ -20,16 +20,17 @@ from test_fit import samples
 from test_identity import TOKENS, identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint, notes
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.evaluation.verification import Agreement
-from kvlingo_mlx.grading import Receipt
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.pairing import check_pair
-from kvlingo_mlx.projections import ROUNDED, SAME, Sketch, sketch
-from kvlingo_mlx.translator_config import TranslatorConfig
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.projections import ROUNDED, SAME, Sketch, sketch
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading import notes
+from kvlingo_mlx.loading.grading import Receipt
+from kvlingo_mlx.loading.pairing import check_pair
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 
 
@@ -204,9 +205,9 @@ def test_numbers_of_projections() -> None:
     """By hand; a number for each quarter of the rows, and what is kept is short."""
     output = np.arange(1.0, 9.0)
     found = sketch([output, np.array([3.0, 1.0])])
-    parts = (output * checkpoint.probe(8)).reshape(4, 2).sum(axis=1)
+    parts = (output * translator_folder.probe(8)).reshape(4, 2).sum(axis=1)
     assert found.numbers[:4] == pytest.approx(parts)
-    assert found.numbers[4:] == pytest.approx((*(checkpoint.probe(2) * [3, 1]), 0, 0))
+    assert found.numbers[4:] == pytest.approx((*(translator_folder.probe(2) * [3, 1]), 0, 0))
     assert found.difference(list(found.numbers)) == 0
     changed = [-found.numbers[0], *found.numbers[1:]]
     assert found.difference(changed) == pytest.approx(2 * abs(parts[0]) / found.scales[0])
@@ -278,7 +279,9 @@ def test_training_keeps_the_longest_prefix(tmp_path: Path, folders: dict[str, Pa
 
     names = ("dense", "wide")
     pair = {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in names}
-    provenance = checkpoint.read_config(training(pair, tmp_path / "t", steps=0).run()).provenance
+    provenance = translator_folder.read_config(
+        training(pair, tmp_path / "t", steps=0).run()
+    ).provenance
     prefixes = [len(sample.prefix) for sample in Random().held_out(3)]  # which are all there are
     assert provenance["longest_prefix"] == max(prefixes) > min(prefixes)
     assert provenance["precision"] == {"source": "float32", "target": "float32"}
@@ -292,7 +295,7 @@ def test_the_command_line_tells_in_a_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     fitted.save(tmp_path / "t")
-    assert "projections" not in (tmp_path / "t" / checkpoint.CARD_FILE).read_text()
+    assert "projections" not in (tmp_path / "t" / translator_folder.CARD_FILE).read_text()
     words = ["generate", "--prefill-model", str(folders["dense"]), "--decode-model",
              str(folders["moe"]), "--translator", str(tmp_path / "t"), "--max-tokens", "2",
              "--prompt", "a long prompt " * 9]  # fmt: skip
@@ -302,6 +305,9 @@ def test_the_command_line_tells_in_a_line(
     assert run(["show", str(tmp_path / "t")]) == 0
     out = capsys.readouterr().out
     assert "longest_prefix" in out and "projections" not in out
-    kept = json.loads((tmp_path / "t" / checkpoint.CONFIG_FILE).read_text())
-    assert TranslatorConfig.fitted_on(checkpoint.read_config(tmp_path / "t"), "target") == "float32"
+    kept = json.loads((tmp_path / "t" / translator_folder.CONFIG_FILE).read_text())
+    assert (
+        TranslatorConfig.fitted_on(translator_folder.read_config(tmp_path / "t"), "target")
+        == "float32"
+    )
     assert len(kept["provenance"]["projections"]["source"]) == 24  # keys and values of 3 layers

@@ -18,9 +18,9 @@ from test_checkpoint import LAYOUTS, store
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
@@ -55,7 +55,7 @@ def translator(
 ) -> Translator:
     """One of every layout: head-mixing, head-wise, joint, MLP, with biases and gates."""
     return build(
-        *checkpoint.read(store(tmp_path_factory.mktemp("t") / "t", LAYOUTS[request.param]))
+        *translator_folder.read(store(tmp_path_factory.mktemp("t") / "t", LAYOUTS[request.param]))
     )
 
 

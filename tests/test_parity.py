@@ -21,9 +21,10 @@ from safetensors.numpy import load_file
 from tiny import GOLDEN, GOLDEN_CASES, MODELS, Case, Folders
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, checkpoint
+from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.linear import LinearTranslator
 
 CACHE_TOLERANCE = 1e-5  # Frobenius norm, relative, of every layer and side
@@ -136,7 +137,7 @@ def hand_over(
     source, target, folder = load(folders[0]), load(folders[1]), folders[2]
     translator: Path | LinearTranslator = folder
     if batched is not None:
-        translator = LinearTranslator.build(*checkpoint.read(folder), batched=batched)
+        translator = LinearTranslator.build(*translator_folder.read(folder), batched=batched)
     cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
     return decode(target, cache, tokens[-1])
 
@@ -251,7 +252,9 @@ def test_saved_translator(
 ) -> None:
     """What the package writes means to the reference what it read."""
     source, target, folder = parity.folders
-    LinearTranslator.build(*checkpoint.read(folder), batched=batched).save(tmp_path / "saved")
+    LinearTranslator.build(*translator_folder.read(folder), batched=batched).save(
+        tmp_path / "saved"
+    )
     found = reference.hand_over(source, target, tmp_path / "saved", parity.tokens)
     assert_same(within_windows(target, found), parity.expected)
 

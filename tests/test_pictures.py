@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvlingo_mlx import pictures
 from kvlingo_mlx.analysis import figures as of_analysis
 from kvlingo_mlx.analysis.statistics import HeadAlignment
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.evaluation import figures as of_evaluation
+from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.timing import figures as of_timing
 
 pytest.importorskip("matplotlib")

@@ -17,9 +17,9 @@ from test_identity import identity_of
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.keys import rotate_back
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.models.keys import rotate_back
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 

@@ -22,7 +22,6 @@ from test_families import TOKENS, held, native
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import pairing
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
     MissingModelError,
@@ -32,10 +31,11 @@ from kvlingo_mlx.families import family_of, known_families, refused
 from kvlingo_mlx.families.base import Finish
 from kvlingo_mlx.families.plain import Plain
 from kvlingo_mlx.fitting.attention import attention_mass
-from kvlingo_mlx.geometry import RopeSpec, configured_rope
-from kvlingo_mlx.keys import Rotation
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
+from kvlingo_mlx.loading import pairing
+from kvlingo_mlx.models.keys import Rotation
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
 
 STEP, STEPS = 17, 6  # chunks that end beside the window's edge, of 16
 NAMES = sorted(plain_models.CONFIGS)

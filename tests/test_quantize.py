@@ -39,15 +39,15 @@ from test_kinds import (
 )
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions, lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import read_jsonl
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators import base, build, products
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.quantised import Quantised, kept
@@ -341,7 +341,7 @@ def test_a_hand_over(
         )
     }  # fmt: skip
     data = json.loads((folder / "translator_config.json").read_text())
-    arrays = dict(checkpoint.read(folder)[1].arrays)
+    arrays = dict(translator_folder.read(folder)[1].arrays)
     far = {}
     for bits in (8, 4):
         translator = kv.load_translator(folder, quantize=bits)

@@ -21,9 +21,10 @@ from test_families import TOKENS, held, native
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, capture
+from kvlingo_mlx import caches
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
 
 # A norm, a window, YaRN's gain, a part of each head with a gain, layers that do not rotate.
 NAMES = ("qwen3", "gemma3", "llama", "ministral3", "phi3", "cohere2", "olmo2", "hunyuan_v1_dense")

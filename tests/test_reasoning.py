@@ -14,7 +14,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.turn import thought_end
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"
 PAIRS = (f"{SMALL}--{LARGE}", f"{LARGE}--{SMALL}")

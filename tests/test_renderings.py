@@ -18,8 +18,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from kvlingo_mlx.alignment import NO_END
-from kvlingo_mlx.renderings import (
+from kvlingo_mlx.tokenization.alignment import NO_END
+from kvlingo_mlx.tokenization.renderings import (
     Rendering,
     Stretch,
     chat,

@@ -13,13 +13,14 @@ import pytest
 import tiny
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import capture, fitting
-from kvlingo_mlx.assignment import Assignment
+from kvlingo_mlx import fitting
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample
-from kvlingo_mlx.selection import RIDGE, Tiles, choose, r2_scores, residual
+from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.stage1.selection import RIDGE, Tiles, choose, r2_scores, residual
+from kvlingo_mlx.tokenization.samples import Sample
 
 TOKENS = 400
 
@@ -186,8 +187,8 @@ def test_little_memory_changes_nothing(models: dict[str, LanguageModel]) -> None
 
 def test_the_papers_depths_fit_a_small_machine() -> None:
     """36 layers of width 1024 on both sides: what is alive at once stays below the limit."""
-    from kvlingo_mlx.geometry import LayerGeometry
-    from kvlingo_mlx.selection import candidates, tile_bytes
+    from kvlingo_mlx.format.geometry import LayerGeometry
+    from kvlingo_mlx.stage1.selection import candidates, tile_bytes
 
     layers = [LayerGeometry(i, 8, 128, 128) for i in range(36)]
     reads = candidates(layers, layers)

@@ -10,9 +10,9 @@ import pytest
 from test_checkpoint import LAYOUTS, TENSORS, arrays_of, config_json, to_config
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint
-from kvlingo_mlx.importing import import_translator
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.store.importing import import_translator
 
 CASES: dict[str, tuple[str, str, Callable[[np.ndarray], np.ndarray], str]] = {
     "huge": ("mixing", "values.1.weight", lambda a: a * 1e6, "expected at most 10000"),
@@ -29,7 +29,7 @@ def test_what_no_training_makes(
     arrays = arrays_of(LAYOUTS[name])
     arrays[tensor] = np.ascontiguousarray(change(arrays[tensor]), np.float32)
     config = to_config(config_json(LAYOUTS[name]))
-    folder = checkpoint.write(tmp_path / "t", config, Weights("float32", arrays))
+    folder = translator_folder.write(tmp_path / "t", config, Weights("float32", arrays))
     for use in (import_translator, kv.load_translator):
         with pytest.raises(kv.MalformedTranslatorError) as caught:
             use(str(folder))
@@ -43,5 +43,5 @@ def test_what_a_training_does_make(tmp_path: Path) -> None:
     arrays = arrays_of(LAYOUTS[name])
     arrays |= {n: np.zeros_like(a) for n, a in arrays.items() if n.endswith((".w2", ".b2"))}
     config = to_config(config_json(LAYOUTS[name]))
-    checkpoint.write(tmp_path / "t", config, Weights("float32", arrays))
+    translator_folder.write(tmp_path / "t", config, Weights("float32", arrays))
     kv.load_translator(tmp_path / "t")

@@ -14,12 +14,15 @@ from mlx_lm.sample_utils import make_logits_processors
 from test_identity import TOKENS
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import capture, generation, loading, measure, profiles
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.hybrid import Native
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.profiles import Profile
+from kvlingo_mlx.handover import generation, timings
+from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.handover.timings import Profile
+from kvlingo_mlx.loading import models
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.timing import profiling, tables
 from kvlingo_mlx.translators.base import Translator
 
@@ -37,9 +40,9 @@ def planted(
     accelerator: Sequence[float],
 ) -> Path:
     source, target, translator = pair
-    key = profiles.key_of(source, target, translator)
+    key = timings.key_of(source, target, translator)
     seconds = {"native": native, "accelerator": accelerator, "switch": [1e-3] * len(lengths)}
-    return profiles.write(Profile(key, tuple(lengths), {k: tuple(v) for k, v in seconds.items()}))
+    return timings.write(Profile(key, tuple(lengths), {k: tuple(v) for k, v in seconds.items()}))
 
 
 # ---- native -------------------------------------------------------------------------------------
@@ -81,13 +84,13 @@ def test_native_needs_no_translator_and_reads_no_weights_of_the_source(
     folders: dict[str, Path], store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lazy: dict[str, bool] = {}
-    load = loading.load
+    load = models.load
 
     def noted(model: Any, **options: Any) -> LanguageModel:
         lazy[str(model)] = options.get("lazy", False)
         return load(model, **options)
 
-    monkeypatch.setattr(loading, "load", noted)
+    monkeypatch.setattr(models, "load", noted)
     dense, wide = (str(folders[name]) for name in ("dense", "wide"))
     assert kv.generate(dense, wide, TOKENS, strategy="native", max_tokens=2)
     assert lazy == {dense: True, wide: False}
@@ -155,9 +158,9 @@ def test_without_a_profile_auto_says_what_to_type(
     with pytest.raises(kv.MissingProfileError, match=advice):
         kv.generate(source, target, TOKENS, translator=translator, strategy="auto")
     with pytest.raises(kv.MissingProfileError, match="--translator mine --save-profile"):
-        profiles.read(profiles.key_of(source, target, translator), ZOO, "mine")
+        timings.read(timings.key_of(source, target, translator), ZOO, "mine")
     with pytest.raises(kv.MissingProfileError, match="in floats, not in 8 bits; leave out"):
-        profiles.read(profiles.key_of(source, target, replace(translator, bits=8)), ZOO, "mine")
+        timings.read(timings.key_of(source, target, replace(translator, bits=8)), ZOO, "mine")
 
 
 # ---- whose a profile is -------------------------------------------------------------------------
@@ -170,20 +173,20 @@ def test_a_profile_is_of_this_pair_precision_maps_and_machine(
 ) -> None:
     source, target, translator = pair
     planted(pair, [10], [1.0], [2.0])
-    key = profiles.key_of(source, target, translator)
-    assert profiles.read(key, ("a", "b")).best(10) == "native"
+    key = timings.key_of(source, target, translator)
+    assert timings.read(key, ("a", "b")).best(10) == "native"
     small = quantised_models["dense"]
     assert small.norms_fingerprint == source.norms_fingerprint  # the precision alone differs
     for other in (
-        profiles.key_of(small, target, translator),
-        profiles.key_of(target, source, translator),
-        profiles.key_of(source, target, replace(translator, bits=8)),
+        timings.key_of(small, target, translator),
+        timings.key_of(target, source, translator),
+        timings.key_of(source, target, replace(translator, bits=8)),
     ):
         with pytest.raises(kv.MissingProfileError):
-            profiles.read(other, ("a", "b"))
-    monkeypatch.setattr(profiles, "machine", lambda: {**measure.machine(), "chip": "another"})
+            timings.read(other, ("a", "b"))
+    monkeypatch.setattr(timings, "machine", lambda: {**measure.machine(), "chip": "another"})
     with pytest.raises(kv.MissingProfileError):
-        profiles.read(profiles.key_of(source, target, translator), ("a", "b"))
+        timings.read(timings.key_of(source, target, translator), ("a", "b"))
 
 
 def with_layers(translator: Translator, layers: int) -> Translator:
@@ -222,12 +225,12 @@ def test_times_are_of_one_choice_of_native_layers(
     with pytest.raises(ValueError, match="native_layers is 99; give a number from 0 to"):
         taken(translator, native_layers=99)
     assert taken(translator, native_layers=most) == "native"  # a prefill, by any name
-    key = profiles.key_of(source, target, translator, Native(layers=1))
-    times = {way: (1.0,) for way in profiles.WAYS} | {"accelerator": (0.5,)}
-    profiles.write(Profile(key, (10,), times))
+    key = timings.key_of(source, target, translator, Native(layers=1))
+    times = {way: (1.0,) for way in timings.WAYS} | {"accelerator": (0.5,)}
+    timings.write(Profile(key, (10,), times))
     assert taken(profiled) == "accelerator"
-    plain = profiles.key_of(source, target, translator)
-    assert plain == profiles.key_of(source, target, profiled, Native()) != key
+    plain = timings.key_of(source, target, translator)
+    assert plain == timings.key_of(source, target, profiled, Native()) != key
 
 
 def test_times_are_of_one_size_of_chunks(
@@ -241,7 +244,7 @@ def test_times_are_of_one_size_of_chunks(
     profile = profiling.profile_of(source, target, translator, [tables.Timing(
         10, {"native": [1.0], "accelerator": [2.0], "switch": [1.0]}
     )], 16)  # fmt: skip
-    profiles.write(profile)
+    timings.write(profile)
     for step_size, way in ((16, "native"), (2048, "accelerator")):
         responses = kv.stream_generate(
             source, target, TOKENS, prefill_step_size=step_size, **options
@@ -292,7 +295,7 @@ def test_between_lengths_and_beyond_them() -> None:
 
 
 def of_all(times: list[Any]) -> dict[str, Any]:
-    return {"seconds": {way: times for way in profiles.WAYS}}
+    return {"seconds": {way: times for way in timings.WAYS}}
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
@@ -344,7 +347,7 @@ def test_writing_replaces_at_once_and_refuses_nonsense(
         raise OSError("disk full")
 
     with monkeypatch.context() as context:
-        context.setattr(profiles.os, "replace", fail)
+        context.setattr(timings.os, "replace", fail)
         with pytest.raises(OSError, match="disk full"):
             planted(pair, [10], [3.0], [1.0])
     assert path.read_bytes() == before and list(path.parent.iterdir()) == [path]
@@ -376,9 +379,9 @@ def test_bench_keeps_a_profile_that_generate_goes_by(
     assert taken in ("native", "accelerator") and f"({taken})" in capsys.readouterr().out
     (path,) = (store.parent / "profiles").iterdir()
     facts = json.loads(path.read_text())
-    assert facts["prompt_tokens"] == [16, 64] and set(facts["seconds"]) == set(profiles.WAYS)
+    assert facts["prompt_tokens"] == [16, 64] and set(facts["seconds"]) == set(timings.WAYS)
     source, target = (kv.load(zoo(name)) for name in ZOO)
-    profile = profiles.read(facts["key"], ZOO)
+    profile = timings.read(facts["key"], ZOO)
     assert profile.best(len(generation.encode(
         target, [{"role": "user", "content": "Anna is in Lima."}], False
     ))) == taken  # fmt: skip

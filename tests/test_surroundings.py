@@ -15,8 +15,9 @@ import tiny
 from test_cli import RECORD
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import atomic, checkpoint, loading
 from kvlingo_mlx.cli import run
+from kvlingo_mlx.format import atomic, translator_folder
+from kvlingo_mlx.loading import translators
 
 PROMPT = "Größe: naïve 数字 🎈"
 
@@ -68,9 +69,9 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("KVLINGO_HOME")
-    monkeypatch.setattr(loading.Path, "home", unknown)
+    monkeypatch.setattr(translators.Path, "home", unknown)
     with pytest.raises(ValueError, match="no home folder .* set KVLINGO_HOME to a folder"):
-        loading.store()
+        translators.store()
 
 
 @pytest.mark.parametrize("name", ["two words", "ünï-código 数", "-dash", "semi;colon $HOME", "a'b"])
@@ -90,7 +91,7 @@ def test_odd_paths(
     assert run(["fit", "--source", str(models["dense"]), "--target", str(models["moe"]),
                 "--data", str(place / "data.jsonl"), "--out", str(out)]) == 0  # fmt: skip
     assert run(["import", str(out)]) == 0
-    (stored,) = loading.store().iterdir()
+    (stored,) = translators.store().iterdir()
     assert re.fullmatch(r"[\w.-]+", stored.name)
     assert run(["show", str(out)]) == 0
     capsys.readouterr()
@@ -121,10 +122,10 @@ def test_a_volume_that_cannot_be_synchronised(
         raise OSError(number, os.strerror(number))
 
     made = tiny.write_random_translator(tmp_path / "t", folders["dense"], folders["moe"])
-    config, weights = checkpoint.read(made)
+    config, weights = translator_folder.read(made)
     monkeypatch.setattr(os, "fsync", refused)
-    checkpoint.write(tmp_path / "copy", config, weights)
-    assert checkpoint.read(tmp_path / "copy")[0] == config
+    translator_folder.write(tmp_path / "copy", config, weights)
+    assert translator_folder.read(tmp_path / "copy")[0] == config
 
 
 def test_a_disk_that_breaks_is_told(
@@ -136,10 +137,10 @@ def test_a_disk_that_breaks_is_told(
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     made = tiny.write_random_translator(tmp_path / "t", folders["dense"], folders["moe"])
-    config, weights = checkpoint.read(made)
+    config, weights = translator_folder.read(made)
     monkeypatch.setattr(os, "fsync", broken)
     with pytest.raises(OSError, match="Input/output error"):
-        checkpoint.write(tmp_path / "copy", config, weights)
+        translator_folder.write(tmp_path / "copy", config, weights)
     assert not (tmp_path / "copy").exists()
     assert [p for p in tmp_path.iterdir() if p.name.startswith(".copy.new")] == []
 

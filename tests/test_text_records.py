@@ -14,13 +14,14 @@ from tokenizers.processors import TemplateProcessing
 from two_tokenizers import write_mistral, write_qwen
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import fitting, renderings
+from kvlingo_mlx import fitting
 from kvlingo_mlx.analysis import corpus
-from kvlingo_mlx.capture import move, prefill
 from kvlingo_mlx.evaluation import probes
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.prompts import encode
-from kvlingo_mlx.samples import Sample, to_samples, tokenise
+from kvlingo_mlx.models.capture import move, prefill
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.tokenization import renderings
+from kvlingo_mlx.tokenization.samples import Sample, to_samples, tokenise
 
 TEXT = "In the house the money is hers, the rest of it is ours, and the river is long. " * 2
 BOS = "<s>"

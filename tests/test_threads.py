@@ -24,9 +24,11 @@ import tiny
 from test_identity import identity_of
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import capture, memory, threads
+from kvlingo_mlx import threads
+from kvlingo_mlx.caches import memory
 from kvlingo_mlx.conversation import Conversation
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import thread_stress

@@ -27,7 +27,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import kvlingo_mlx as kv  # noqa: E402
-from kvlingo_mlx import checkpoint  # noqa: E402
 from kvlingo_mlx.cli import run  # noqa: E402
 from kvlingo_mlx.errors import (  # noqa: E402
     KVLingoError,
@@ -36,11 +35,13 @@ from kvlingo_mlx.errors import (  # noqa: E402
 )
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities  # noqa: E402
-from kvlingo_mlx.geometry import canonical_json, configured_rope  # noqa: E402
-from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
-from kvlingo_mlx.norms import NORMS  # noqa: E402
-from kvlingo_mlx.samples import Sample  # noqa: E402
-from kvlingo_mlx.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.format import translator_folder  # noqa: E402
+from kvlingo_mlx.format.geometry import canonical_json, configured_rope  # noqa: E402
+from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.format.translator_config import TranslatorConfig, expected_shapes  # noqa: E402
+from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.stage1.norms import NORMS  # noqa: E402
+from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import (  # noqa: E402
     checkpoints,
     command_line,
@@ -53,9 +54,10 @@ from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.training.objectives import loss_of, objective_named  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import Plan, make_config, reconstruction  # noqa: E402
+from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
+from kvlingo_mlx.training.runs import Best  # noqa: E402
 from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp  # noqa: E402
-from kvlingo_mlx.translator_config import TranslatorConfig, expected_shapes  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 
 PAIRS = (("dense", "wide"), ("dense", "moe"), ("moe", "dense"))
@@ -331,7 +333,7 @@ def test_a_stopped_choice_goes_on(
 
 
 def test_an_mlp_reads_chosen_layers(torch_models: dict[str, TorchModel], tmp_path: Path) -> None:
-    first = distill.Recipe(objective="reconstruction", steps=2, batch=2, validate_every=2)
+    first = Recipe(objective="reconstruction", steps=2, batch=2, validate_every=2)
     out = training(
         torch_models, tmp_path / "t", pair=("narrow_moe", "dense"), steps=2, kind="mlp", hidden=8,
         assignment="r2", stage1_recipe=first,
@@ -339,7 +341,7 @@ def test_an_mlp_reads_chosen_layers(torch_models: dict[str, TorchModel], tmp_pat
     linear = training(
         torch_models, tmp_path / "u", pair=("narrow_moe", "dense"), steps=0, assignment="r2"
     ).run()
-    configs = [checkpoint.read_config(folder) for folder in (out, linear)]
+    configs = [translator_folder.read_config(folder) for folder in (out, linear)]
     assert configs[0].assignment == configs[1].assignment and configs[0].kind == "mlp"
 
 
@@ -565,7 +567,7 @@ def training(
     """A tiny training; ``seen`` takes the steps that it reports."""
     recipe = {"steps": 6, "batch": 2, "validate_every": 2}
     recipe |= {k: options.pop(k) for k in list(options) if k in recipe or k == "objective"}
-    stage2 = distill.Recipe(learning_rates=learning_rates, **recipe)
+    stage2 = Recipe(learning_rates=learning_rates, **recipe)
     plan = Plan(fit_samples=6, held_out=3, recipe=stage2, **options)
 
     def progress(stage: str, report: Any) -> None:
@@ -644,7 +646,7 @@ def test_every_kind_trains_and_runs_on_the_device(
     tmp_path: Path,
     kind: str,
 ) -> None:
-    stage1_recipe = distill.Recipe(
+    stage1_recipe = Recipe(
         steps=12, batch=2, learning_rates=(1e-2,), objective="reconstruction", validate_every=12
     )
     options = {**KINDS[kind], "hidden": 16, "stage1_recipe": stage1_recipe}
@@ -652,7 +654,7 @@ def test_every_kind_trains_and_runs_on_the_device(
     log = log_of(tmp_path / "t.log.jsonl")
     assert log[-1]["held_out"][0] < log[0]["held_out"][0]
     assert not (tmp_path / "t.partial").exists()
-    config, weights = checkpoint.read(out)
+    config, weights = translator_folder.read(out)
     assert config.kind == KINDS[kind].get("kind", "linear")
     assert set(weights.arrays) == set(expected_shapes(config, weights.arrays))
     device, pair = kv.load_translator(out), (models["dense"], models["wide"])
@@ -695,7 +697,7 @@ def die_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
 def same_result(first: Path, second: Path) -> bool:
     """Whether two trainings have the same curve and the same maps, bit by bit."""
     logs = [log_of(out.with_name(f"{out.name}.log.jsonl")) for out in (first, second)]
-    maps = [checkpoint.read(out)[1].arrays for out in (first, second)]
+    maps = [translator_folder.read(out)[1].arrays for out in (first, second)]
     same = (np.array_equal(array, maps[1][name]) for name, array in maps[0].items())
     return logs[0] == logs[1] and all(same)
 
@@ -706,8 +708,8 @@ def test_training_above_native_layers(torch_models: dict[str, TorchModel], tmp_p
         training(torch_models, tmp_path / name, (1e-3,), native_layers=1, steps=steps).run()
         for name, steps in (("first", 0), ("trained", 3))
     )
-    assert checkpoint.read_config(trained).native_layers == 1
-    maps = [checkpoint.read(folder)[1].arrays for folder in (first, trained)]
+    assert translator_folder.read_config(trained).native_layers == 1
+    maps = [translator_folder.read(folder)[1].arrays for folder in (first, trained)]
     for name, array in maps[0].items():
         below = name.split(".")[1] == "0"
         assert np.array_equal(array, maps[1][name]) == below, name
@@ -798,7 +800,9 @@ def interrupted(
 ) -> None:
     """A training that is killed as it writes its result."""
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write", lambda *a, **o: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(
+            translator_folder, "write", lambda *a, **o: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             training(models, out, steps=2, **options).run()
 
@@ -866,9 +870,9 @@ def test_a_sweep_shares_its_readings_and_keeps_the_best(
     rates = (1e-6, 3e-3, 1e-5)
     out = training(torch_models, tmp_path / "t", learning_rates=rates, steps=10).run()
     assert len(counts) == 10 * 2 + 6 * 3  # conversations, and held-out ones at 0, 2, .. 10
-    assert checkpoint.read_config(out).provenance["learning_rate"] == 3e-3
+    assert translator_folder.read_config(out).provenance["learning_rate"] == 3e-3
     alone = training(torch_models, tmp_path / "alone", learning_rates=(3e-3,), steps=10).run()
-    maps = [checkpoint.read(folder)[1].arrays for folder in (out, alone)]
+    maps = [translator_folder.read(folder)[1].arrays for folder in (out, alone)]
     for name, array in maps[0].items():
         assert np.array_equal(array, maps[1][name])
 
@@ -895,7 +899,7 @@ def test_a_diverged_run_leaves_the_others_alone(
     poison_first_run(monkeypatch)
     rates = (1e-3, 1e-4)
     mixed = training(torch_models, tmp_path / "mixed", learning_rates=rates)
-    provenance = checkpoint.read_config(mixed.run()).provenance
+    provenance = translator_folder.read_config(mixed.run()).provenance
     curves = [[line["held_out"][-1] for line in log_of(log)]
               for log in (mixed.log, alone.with_name("alone.log.jsonl"))]  # fmt: skip
     assert curves[0] == curves[1]
@@ -932,7 +936,7 @@ def test_a_wrecked_translator_is_neither_kept_nor_written(
     kept = checkpoints.load_file(folder / "validated.safetensors")
     assert checkpoints.read_facts(folder / "validated.safetensors")["step"] == 0
     assert not (folder / "latest.safetensors").exists()
-    start_maps = checkpoint.read(training(torch_models, start, steps=0).run())[1].arrays
+    start_maps = translator_folder.read(training(torch_models, start, steps=0).run())[1].arrays
     assert all(np.array_equal(a, kept[f"0/{name}"].numpy()) for name, a in start_maps.items())
     monkeypatch.setattr(stage1, "closed_form", None)  # stage 1 is not worked out again
     training(torch_models, out, (1e-3,)).run()
@@ -978,7 +982,7 @@ def test_a_full_disk_keeps_what_was_kept_before(
     with monkeypatch.context() as patch:
         patch.setattr(checkpoints, "save_file", full)
         if name == "translator":
-            patch.setattr(checkpoint, "write", no_room)
+            patch.setattr(translator_folder, "write", no_room)
         with pytest.raises(KVLingoError, match=f"the disk is full: {what} could not be kept in"):
             training(torch_models, tmp_path / "t", RATES, keep_every=0.0).run()
     assert not list(tmp_path.rglob("*.tmp"))
@@ -1005,11 +1009,11 @@ from pathlib import Path
 import torch
 sys.path.insert(0, {tests!r})
 torch.set_num_threads(1)
-from test_training import Random, distill, Plan, Training, torch_model
+from test_training import Random, Recipe, Plan, Training, torch_model
 from kvlingo_mlx.training.distributed import join, leave
 group = join("cpu")
 models = [torch_model.load(f, dtype=torch.float32) for f in {folders!r}]
-recipe = distill.Recipe(steps=4, batch=3, learning_rates=(1e-2,), validate_every=2)
+recipe = Recipe(steps=4, batch=3, learning_rates=(1e-2,), validate_every=2)
 plan = Plan(fit_samples=4, held_out=3, recipe=recipe)
 Training(*models, Random(), plan, Path({out!r}), group).run()
 leave(group)
@@ -1033,8 +1037,10 @@ def test_two_processes_give_the_result_of_one(
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]
-        maps.append(checkpoint.read(out)[1].arrays)
-    start = checkpoint.read(training(torch_models, tmp_path / "start", steps=0).run())[1].arrays
+        maps.append(translator_folder.read(out)[1].arrays)
+    start = translator_folder.read(training(torch_models, tmp_path / "start", steps=0).run())[
+        1
+    ].arrays
     for name, array in maps[0].items():
         scale = np.linalg.norm(array)
         assert np.linalg.norm(maps[1][name] - array) <= 1e-5 * scale
@@ -1055,7 +1061,7 @@ def test_plans_that_make_no_sense() -> None:
         Plan(assignment="best")
     for options in ({"warmup": 1.5}, {"warmup": -0.1}, {"clip": 0.0}, {"learning_rates": ()}):
         with pytest.raises(ValueError, match="expected"):
-            distill.Recipe(**options)
+            Recipe(**options)
 
 
 def test_a_destination_that_is_not_ours_is_refused_before_any_work(
@@ -1118,7 +1124,7 @@ def test_the_command_trains_a_folder_that_imports(
     assert [line["step"] for line in record["results"]["curve"]] == [0, 1, 2, 3]
     assert record["results"]["provenance"]["held_out"] == 3
     assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 1, 2, 3]
-    provenance = checkpoint.read_config(out).provenance
+    provenance = translator_folder.read_config(out).provenance
     assert (provenance["data"], provenance["held_out"]) == ([str(jsonl)], 3)
     assert run(["import", out]) == 0
     assert len(list(store.iterdir())) == 1
@@ -1140,10 +1146,10 @@ def test_an_mlps_stage_1_does_what_it_is_told(
     folders: dict[str, Path], jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its steps and rates are options; its batch and its looks at held-out data stage 2's."""
-    ran: list[distill.Recipe] = []
+    ran: list[Recipe] = []
     whole = distill.Distillation.run
 
-    def spy(self: distill.Distillation, *progress: Any) -> distill.Run:
+    def spy(self: distill.Distillation, *progress: Any) -> Best:
         ran.append(self.recipe)
         return whole(self, *progress)
 
@@ -1157,10 +1163,10 @@ def test_an_mlps_stage_1_does_what_it_is_told(
     assert (first.objective, first.steps, first.batch) == ("reconstruction", 2, 2)
     assert (first.learning_rates, first.validate_every) == ((1e-3, 1e-2), 3)
     assert (second.objective, second.steps, second.batch) == ("kl", 1, 2)
-    config, weights = checkpoint.read(out)
+    config, weights = translator_folder.read(out)
     assert config.kind == "mlp" and not any("gate" in name for name in weights.arrays)
     assert config.provenance["stage1_rate"] in (1e-3, 1e-2)
-    paper = reconstruction(distill.Recipe(), (), 5000)
+    paper = reconstruction(Recipe(), (), 5000)
     assert (paper.steps, paper.batch, paper.learning_rates) == (5000, 8, (3e-3,))
     assert paper == Plan().stage1_recipe
 

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.errors import MissingExtraError
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import data as data_room
 from kvlingo_mlx.training import library as library_room
 from kvlingo_mlx.training import records as records_room

@@ -31,12 +31,12 @@ from test_training import (  # noqa: E402
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # noqa: E402
 
 import kvlingo_mlx as kv  # noqa: E402
-from kvlingo_mlx import capture  # noqa: E402
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError  # noqa: E402
-from kvlingo_mlx.geometry import CacheGeometry  # noqa: E402
-from kvlingo_mlx.language_model import LanguageModel  # noqa: E402
-from kvlingo_mlx.samples import Sample  # noqa: E402
-from kvlingo_mlx.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.format.geometry import CacheGeometry  # noqa: E402
+from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.models import capture  # noqa: E402
+from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import stage1, torch_model  # noqa: E402
 from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402

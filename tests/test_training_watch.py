@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 from test_training import die_after, log_of, training
 from test_training import torch_models as torch_models
 
-from kvlingo_mlx import checkpoint
+from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.watch import complaints
 
@@ -80,11 +80,11 @@ def test_the_best_step_is_kept_stage_1_included(
     first = training(torch_models, tmp_path / "first", steps=0).run()
     said: list[str] = []
     out = training(torch_models, tmp_path / "t", WILD, warn=said.append).run()
-    config, weights = checkpoint.read(out)
+    config, weights = translator_folder.read(out)
     facts, log = config.provenance, log_of(tmp_path / "t.log.jsonl")
     assert log[-1]["held_out"][0] > log[0]["held_out"][0], "it was ruined"
     assert (facts["best_step"], facts["held_out_kl"]) == (0, log[0]["held_out"][0])
-    stage1 = checkpoint.read(first)[1].arrays
+    stage1 = translator_folder.read(first)[1].arrays
     assert all(np.array_equal(array, stage1[name]) for name, array in weights.arrays.items())
     assert any("worse than the" in text for text in said)
     assert facts["complaints"] and all(isinstance(text, str) for text in facts["complaints"])
@@ -96,7 +96,7 @@ def test_a_step_in_the_middle_is_kept_and_survives_a_kill(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two good steps, then the rate is raised until all is ruined, and the process killed."""
-    from kvlingo_mlx.training.distill import Recipe
+    from kvlingo_mlx.training.recipe import Recipe
 
     monkeypatch.setattr(Recipe, "rate_factor", lambda self, step: 1e-3 if step < 2 else 3000.0)
     options: dict[str, Any] = {"learning_rates": (1.0,)}
@@ -104,13 +104,13 @@ def test_a_step_in_the_middle_is_kept_and_survives_a_kill(
     log = log_of(tmp_path / "whole.log.jsonl")
     values = [line["held_out"][0] for line in log]
     assert values.index(min(values)) == 1 and log[1]["step"] == 2
-    assert checkpoint.read_config(whole).provenance["best_step"] == 2
+    assert translator_folder.read_config(whole).provenance["best_step"] == 2
     with monkeypatch.context() as patch:
         die_after(patch, 5)
         with pytest.raises(KeyboardInterrupt):
             training(torch_models, tmp_path / "t", **options).run()
     rest = training(torch_models, tmp_path / "t", **options).run()
-    kept = [checkpoint.read(folder)[1].arrays for folder in (whole, rest)]
+    kept = [translator_folder.read(folder)[1].arrays for folder in (whole, rest)]
     assert all(np.array_equal(array, kept[1][name]) for name, array in kept[0].items())
     lines = [json.loads(line) for line in (tmp_path / "t.log.jsonl").read_text().splitlines()]
     assert [line.get("train_kl") for line in lines] == [line.get("train_kl") for line in log]

@@ -19,14 +19,15 @@ from test_checkpoint import arrays_of, config_json, to_config
 from test_fit import samples
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint, grading, notes
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.embedded.bundled import NAME
 from kvlingo_mlx.embedded.dialogues import for_fitting
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.loading import grading, notes
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
 
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 PROMPT = list(range(5, 45))
@@ -106,11 +107,11 @@ def test_grades(kl: float, hidden: float | None, word: str) -> None:
 
 def with_receipt(folder: Path, receipt: Any, out: Path) -> Path:
     """A copy of a translator under another receipt; None is none."""
-    config, weights = checkpoint.read(folder)
+    config, weights = translator_folder.read(folder)
     provenance = {k: v for k, v in config.provenance.items() if k != "receipt"}
     if receipt is not None:
         provenance["receipt"] = receipt
-    return checkpoint.write(out, dataclasses.replace(config, provenance=provenance), weights)
+    return translator_folder.write(out, dataclasses.replace(config, provenance=provenance), weights)
 
 
 def test_older_receipts_are_read_and_ungraded(
@@ -247,11 +248,11 @@ def test_a_useless_one_is_named(make: Make, models: dict[str, LanguageModel]) ->
 def test_digests_tell_all_that_is_computed_apart() -> None:
     """Facts or numbers, one changed at a time; where it came from changes nothing."""
     config, weights = to_config(config_json()), Weights("float32", arrays_of(seeded()))
-    digest = checkpoint.digest(config, weights)
+    digest = translator_folder.digest(config, weights)
     elsewhere = dataclasses.replace(
         config, provenance={"made": "x"}, source=dataclasses.replace(config.source, name="x")
     )
-    assert checkpoint.digest(elsewhere, weights) == digest
+    assert translator_folder.digest(elsewhere, weights) == digest
     keys, values = config.assignment.keys, config.assignment.values
     other = dataclasses.replace(config.assignment, keys=keys[::-1], values=values)
     assert keys != keys[::-1]
@@ -259,14 +260,14 @@ def test_digests_tell_all_that_is_computed_apart() -> None:
     nudged = {n: a.copy() for n, a in weights.arrays.items()}
     nudged[first].flat[0] = np.nextafter(nudged[first].flat[0], np.float32(9))
     changed = {
-        checkpoint.digest(dataclasses.replace(config, **{name: value}), weights)
+        translator_folder.digest(dataclasses.replace(config, **{name: value}), weights)
         for name, value in (("kind", "mlp"), ("head_mixing", False), ("joint", True),
                             ("capture", "post_rope"), ("alignment", "minimal_groups"),
                             ("head_map", (0,)), ("assignment", other))
     } | {
-        checkpoint.digest(config, Weights("float32", nudged)),
-        checkpoint.digest(config, weights, 8),
-        checkpoint.digest(config, weights.cast("bfloat16")),
+        translator_folder.digest(config, Weights("float32", nudged)),
+        translator_folder.digest(config, weights, 8),
+        translator_folder.digest(config, weights.cast("bfloat16")),
     }  # fmt: skip
     assert len(changed) == 10 and digest not in changed
 
@@ -282,7 +283,7 @@ def test_responses_and_records_name_the_translator(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     folder = make("t", receipt(0.01))
-    digest = checkpoint.digest(*checkpoint.read(folder))
+    digest = translator_folder.digest(*translator_folder.read(folder))
     pair = models["dense"], models["moe"]
     loaded = kv.load_translator(folder)
     assert (loaded.path, loaded.digest) == (folder, digest)
@@ -383,7 +384,7 @@ def test_a_forced_training_that_is_stopped_goes_on(
 
     pair = {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in ("dense", "wide")}
     training(pair, tmp_path / "t", steps=0).run()
-    old = checkpoint.digest(*checkpoint.read(tmp_path / "t"))
+    old = translator_folder.digest(*translator_folder.read(tmp_path / "t"))
 
     class Stopped(Random):
         def sample(self, index: int) -> Sample:
@@ -397,7 +398,7 @@ def test_a_forced_training_that_is_stopped_goes_on(
 
     with pytest.raises(KeyboardInterrupt):
         forced(Stopped()).run()
-    assert checkpoint.digest(*checkpoint.read(tmp_path / "t")) == old
+    assert translator_folder.digest(*translator_folder.read(tmp_path / "t")) == old
     seen: list[int] = []
     going_on = forced(Random())
     going_on = dataclasses.replace(
@@ -405,7 +406,7 @@ def test_a_forced_training_that_is_stopped_goes_on(
     )
     going_on.run()
     assert -1 not in seen, "stage 1 was made again"
-    assert checkpoint.digest(*checkpoint.read(tmp_path / "t")) != old
+    assert translator_folder.digest(*translator_folder.read(tmp_path / "t")) != old
 
 
 # ---- list and remove ----------------------------------------------------------------------------

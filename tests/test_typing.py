@@ -15,7 +15,7 @@ from typing import Any, Unpack, get_type_hints
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import generation
+from kvlingo_mlx.handover import generation
 
 ROOT = Path(kv.__file__).parents[1]
 # mlx-lm brings transformers and torch, which take mypy a minute and tell nothing of our names.

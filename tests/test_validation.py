@@ -15,9 +15,9 @@ from test_identity import identity_of
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import caches
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.caches.validation import room_for, validate_cache
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.linear import LinearTranslator
-from kvlingo_mlx.validation import room_for, validate_cache
 
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(50)]
 HELD = len(TOKENS) - 1

@@ -16,14 +16,14 @@ import pytest
 from test_checkpoint import LAYOUTS, store, to_config
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.embedded.bundled import NAME, bundled_samples
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.evaluation.verification import map_error, verdict
-from kvlingo_mlx.grading import Receipt, receipt_of
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.loading.grading import Receipt, receipt_of
 
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 BETWEEN = ("--source", PAIR[0], "--target", PAIR[1])
@@ -39,14 +39,14 @@ def embedded(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_computes_its_probes(tmp_path: Path, name: str) -> None:
     """Head-mixing and head-wise, joint, with biases and gates, of one and two layers."""
-    config, weights = checkpoint.read(store(tmp_path / "t", LAYOUTS[name], "float32"))
+    config, weights = translator_folder.read(store(tmp_path / "t", LAYOUTS[name], "float32"))
     assert map_error(config, weights, CPU) < 1e-5
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_other_maps_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Were MLX to compute with one tensor changed, each in turn."""
-    config, weights = checkpoint.read(store(tmp_path / "t", LAYOUTS[name], "float32"))
+    config, weights = translator_folder.read(store(tmp_path / "t", LAYOUTS[name], "float32"))
     build = verification.build
     rng = np.random.default_rng(0)  # a constant would not do: some probes sum to zero
     for changed in weights.arrays:
@@ -54,7 +54,9 @@ def test_other_maps_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         arrays = dict(weights.arrays) | {changed: weights.arrays[changed] + noise}
         other = Weights("float32", arrays)
         monkeypatch.setattr(verification, "build", lambda c, w, other=other: build(c, other))
-        assert map_error(config, weights, CPU) > checkpoint.PROBE_TOLERANCE["float32"], changed
+        assert map_error(config, weights, CPU) > translator_folder.PROBE_TOLERANCE["float32"], (
+            changed
+        )
 
 
 def test_verify(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +73,7 @@ def test_verify(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What MLX measures here is what PyTorch measured when the receipt was written."""
-    config, weights = checkpoint.read(embedded)
+    config, weights = translator_folder.read(embedded)
     receipt = config.provenance["receipt"]
     assert run(["verify", str(embedded), *BETWEEN, "--json", "-"]) == 0
     captured = capsys.readouterr()
@@ -88,7 +90,7 @@ def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) 
     arrays = {n: weights.as_float32(n) for n in weights.arrays}
     arrays = {n: a + 0.3 * a.std() * rng.normal(size=a.shape) for n, a in arrays.items()}
     worse = Weights.from_float32(arrays, "bfloat16")
-    checkpoint.write(embedded, config, worse, overwrite=True)
+    translator_folder.write(embedded, config, worse, overwrite=True)
     assert run(["verify", str(embedded), *BETWEEN]) == 1
     assert "verdict: NOT SOUND: " in capsys.readouterr().out
 
@@ -97,10 +99,10 @@ def test_a_profile_does_not_change_the_verdict(
     embedded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A receipt is compared at its own number of native layers, not the one a profile chose."""
-    config, weights = checkpoint.read(embedded)
+    config, weights = translator_folder.read(embedded)
     layers = len(config.target.layers)
     profiled = replace(config, provenance={**config.provenance, "native_layers": layers})
-    checkpoint.write(embedded, profiled, weights, overwrite=True)
+    translator_folder.write(embedded, profiled, weights, overwrite=True)
     assert run(["verify", str(embedded), *BETWEEN]) == 0
     out = capsys.readouterr().out
     assert "verdict: sound: as its training left it; works" in out and "native layers" not in out
@@ -115,7 +117,7 @@ def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(
     training = importlib.import_module("kvlingo_mlx.training.receipt")
     maps = importlib.import_module("kvlingo_mlx.training.translator")
     folder = Path(__file__).parent / "zoo" / "native" / "tiny-qwen3-s--tiny-qwen3-moe"
-    config, weights = checkpoint.read(folder)
+    config, weights = translator_folder.read(folder)
     models = [
         torch_model.load(str(zoo(spec.name)), dtype=torch_model.torch.float32)
         for spec in (config.source, config.target)

@@ -16,15 +16,16 @@ import tiny
 from mlx.utils import tree_flatten
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import checkpoint, profiles
-from kvlingo_mlx.assignment import Assignment
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import translator_facts
-from kvlingo_mlx.projections import Checked, weights_fingerprint
-from kvlingo_mlx.tensor_file import read_tensors
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.format.projections import Checked, weights_fingerprint
+from kvlingo_mlx.format.tensor_file import read_tensors
+from kvlingo_mlx.handover import timings
+from kvlingo_mlx.loading.translators import translator_facts
+from kvlingo_mlx.models.language_model import LanguageModel
 
 RECORD = {"text": "One two three four five six seven eight nine ten. " * 3}
 # One number of a matrix that is no projection of keys or values, and of one that is.
@@ -93,7 +94,7 @@ def test_the_config_is_part_of_it_but_for_its_files_own_facts(
 
 def test_swapped_rows_and_16_bits() -> None:
     """A sum over the whole would not see the first; bfloat16 has no bytes in NumPy."""
-    from kvlingo_mlx.language_model import _checked
+    from kvlingo_mlx.models.language_model import _checked
 
     rows = mx.random.normal((6, 4099)).astype(mx.bfloat16)
     swapped = rows[mx.array([1, 0, 2, 3, 4, 5])]
@@ -188,13 +189,13 @@ def test_times_are_of_the_work_that_maps_are(folders: dict[str, Path], tmp_path:
         name: tiny.write_mlp_translator(tmp_path / name, linear, hidden)
         for name, hidden in (("narrow", 8), ("wide", 64), ("again", 8))
     }
-    keys = {name: profiles.key_of(source, target, translator_facts(folder, source, target))
+    keys = {name: timings.key_of(source, target, translator_facts(folder, source, target))
             for name, folder in made.items()}  # fmt: skip
     assert keys["narrow"] == keys["again"] != keys["wide"]
     for name, folder in made.items():  # the file's facts are those of the translator it makes
         loaded = kv.load_translator(folder)
-        assert profiles.key_of(source, target, loaded) == keys[name]
-    config, weights = checkpoint.read(made["narrow"])
-    half = checkpoint.write(tmp_path / "half", config, weights.cast("bfloat16"))
+        assert timings.key_of(source, target, loaded) == keys[name]
+    config, weights = translator_folder.read(made["narrow"])
+    half = translator_folder.write(tmp_path / "half", config, weights.cast("bfloat16"))
     facts = translator_facts(half, source, target)
-    assert profiles.key_of(source, target, facts) != keys["narrow"]
+    assert timings.key_of(source, target, facts) != keys["narrow"]

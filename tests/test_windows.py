@@ -16,10 +16,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny import Case
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import caches, capture, checkpoint, translators
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates
-from kvlingo_mlx.transfer import translate_span
+from kvlingo_mlx import caches, translators
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.handover.fill import translate_span
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.translators import products
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.products import BLOCK, Group
@@ -115,7 +117,7 @@ def test_decoding_reads_what_every_token_would_give(
     """Rings and logits, while they turn."""
     monkeypatch.setattr(products, "BLOCK", block)
     folder = write_translator(root, case)
-    translator = translators.build(*checkpoint.read(folder), batched=batched)
+    translator = translators.build(*translator_folder.read(folder), batched=batched)
     assert_nothing_is_lost(root, case, step, translator)
 
 
@@ -126,7 +128,7 @@ def test_so_it_is_with_hidden_units_and_packed_weights(
     """Products of products, and of matrices of which some are packed."""
     monkeypatch.setattr(products, "BLOCK", 16)
     folder = tiny.write_mlp_translator(tmp_path / "mlp", write_translator(root, CASES[0]))
-    translator = translators.build(*checkpoint.read(folder), quantize=bits)
+    translator = translators.build(*translator_folder.read(folder), quantize=bits)
     assert_nothing_is_lost(root, CASES[0], 2048, translator)
 
 
@@ -145,7 +147,7 @@ def test_a_windows_products_are_every_tokens(
     original = Group._product
     monkeypatch.setattr(Group, "_product", product)
     folder = write_translator(root, CASES[0])
-    translator = translators.build(*checkpoint.read(folder), batched=batched)
+    translator = translators.build(*translator_folder.read(folder), batched=batched)
     widths = [layer.width("keys") for layer in translator.config.source.layers]
     arrays = tuple(mx.zeros((1, tokens, width)) for width in widths)
     states = KVStates(arrays, arrays, "pre_norm", 0)

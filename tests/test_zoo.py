@@ -11,7 +11,7 @@ from kvlingo_mlx import embedded
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.translator_config import unfoldable
+from kvlingo_mlx.format.translator_config import unfoldable
 
 
 def test_size() -> None:

@@ -23,15 +23,16 @@ from pathlib import Path
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.embedded import TRANSLATORS, zoo, zoo_names
 from kvlingo_mlx.evaluation.continuation import DialogueStream
-from kvlingo_mlx.importing import import_translator
-from kvlingo_mlx.loading import load
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.store.importing import import_translator
 from kvlingo_mlx.training import torch_model
-from kvlingo_mlx.training.distill import Recipe, Report
+from kvlingo_mlx.training.distill import Report
 from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import MLP_STAGE1_RATE, Plan
+from kvlingo_mlx.training.recipe import Recipe
 
 
 def train(
@@ -63,7 +64,7 @@ def train(
         ).run()  # fmt: skip
     folder = out / f"{source}--{target}"
     config = import_translator(str(trained), out=folder, force=True).config
-    size = (folder / checkpoint.WEIGHTS_FILE).stat().st_size
+    size = (folder / translator_folder.WEIGHTS_FILE).stat().st_size
     kl = config.provenance.get("held_out_kl")
     print(f"{folder.name}: {size / 1e6:.2f} MB, nu = {plan.nu}, held-out KL {kl}", flush=True)
 

@@ -13,8 +13,8 @@ import dataclasses
 
 import torch
 
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.training import torch_model
 from kvlingo_mlx.training.receipt import receipt
 from kvlingo_mlx.training.translator import TorchTranslator
@@ -24,7 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", help="of translators between embedded models")
     for folder in parser.parse_args().folders:
-        config, weights = checkpoint.read(folder)
+        config, weights = translator_folder.read(folder)
         source, target = (
             torch_model.load(str(zoo(spec.name)), dtype=torch.float32)
             for spec in (config.source, config.target)
@@ -33,7 +33,7 @@ def main() -> None:
         translator = TorchTranslator.from_arrays(config, arrays, target.device)
         left = {**config.provenance, "receipt": receipt(source, target, translator)}
         left_with = dataclasses.replace(config, provenance=left)
-        checkpoint.write(folder, left_with, weights, overwrite=True)
+        translator_folder.write(folder, left_with, weights, overwrite=True)
         print(folder, left["receipt"], flush=True)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx import pictures
+from kvlingo_mlx.reporting import pictures
 from rendering.records import HERE, records, source, table
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.embedded.dialogues import held_out as held_out_dialogues
-from kvlingo_mlx.samples import tokenise
+from kvlingo_mlx.tokenization.samples import tokenise
 
 HELD_OUT_SHARE = 0.2
 

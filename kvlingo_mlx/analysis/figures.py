@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx import pictures
 from kvlingo_mlx.analysis.report import Report
-from kvlingo_mlx.translator_config import SIDES
+from kvlingo_mlx.format.translator_config import SIDES
+from kvlingo_mlx.reporting import pictures
 
 PANEL = 3.4  # inches
 

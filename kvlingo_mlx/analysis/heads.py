@@ -8,9 +8,9 @@ import numpy as np
 
 from kvlingo_mlx.analysis.states import States
 from kvlingo_mlx.analysis.statistics import HeadAlignment, head_alignment
-from kvlingo_mlx.closed_form import Moments, solve
-from kvlingo_mlx.geometry import CacheGeometry
-from kvlingo_mlx.translator_config import SIDES
+from kvlingo_mlx.format.geometry import CacheGeometry
+from kvlingo_mlx.format.translator_config import SIDES
+from kvlingo_mlx.stage1.closed_form import Moments, solve
 from kvlingo_mlx.translators.base import Translator
 
 

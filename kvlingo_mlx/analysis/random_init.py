@@ -9,7 +9,7 @@ from kvlingo_mlx.backend import mx
 
 from mlx.utils import tree_flatten, tree_unflatten
 
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 DEFAULT_STD = 0.02  # of Hugging Face's configs that do not say
 

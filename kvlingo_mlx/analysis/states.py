@@ -20,10 +20,10 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.analysis.corpus import Corpus
-from kvlingo_mlx.capture import move, prefill
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.translator_config import SIDES
+from kvlingo_mlx.format.translator_config import SIDES
+from kvlingo_mlx.models.capture import move, prefill
+from kvlingo_mlx.models.language_model import LanguageModel
 
 
 class Layers(Sequence[np.ndarray]):

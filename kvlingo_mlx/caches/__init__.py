@@ -17,9 +17,9 @@ from mlx_lm.models.cache import (
 from kvlingo_mlx.caches.entries import PositionedKVCache, TranslatedKVCache
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT, Finish
-from kvlingo_mlx.keys import Rotation, advance, normalise_values, rotate_back
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates, flat
+from kvlingo_mlx.models.keys import Rotation, advance, normalise_values, rotate_back
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates, flat
 
 GROW = KVCache.step
 SIDES = ("keys", "values")

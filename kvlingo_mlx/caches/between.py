@@ -10,8 +10,8 @@ from typing import Any
 from kvlingo_mlx.backend import mx, nn
 
 from kvlingo_mlx.caches import arrays
-from kvlingo_mlx.keys import at_positions
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.keys import at_positions
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import working
 
 

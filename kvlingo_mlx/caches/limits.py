@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvlingo_mlx.caches import stored_shape
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX quantises by
 

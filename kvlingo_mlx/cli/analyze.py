@@ -52,12 +52,13 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Measure what two models' caches have in common: CKA, R2, effective rank, heads."""
-    from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.analysis import figures
     from kvlingo_mlx.analysis.corpus import bundled
     from kvlingo_mlx.analysis.report import Settings, analyze
-    from kvlingo_mlx.loading import load, load_translator
-    from kvlingo_mlx.samples import read_jsonl
+    from kvlingo_mlx.loading.models import load
+    from kvlingo_mlx.loading.translators import load_translator
+    from kvlingo_mlx.reporting import measure, pictures
+    from kvlingo_mlx.tokenization.samples import read_jsonl
 
     keep_stdout_for_json(json_file)
     chosen: dict[str, Any] = {

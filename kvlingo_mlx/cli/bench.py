@@ -78,7 +78,7 @@ def command(
     if prompt not in (None, "text", "random"):
         raise ValueError(f"--prompt is {prompt!r}; give text or random")
 
-    from kvlingo_mlx import measure, pictures
+    from kvlingo_mlx.reporting import measure, pictures
     from kvlingo_mlx.timing import tables
     from kvlingo_mlx.timing.ceilings import measured_rates
     from kvlingo_mlx.timing.reference import load_reference
@@ -199,8 +199,9 @@ def _of_models(
 ) -> Pair:  # fmt: skip
     """Real models; where no translator is ``stored`` and none has to be, random maps."""
     from kvlingo_mlx.embedded import zoo
-    from kvlingo_mlx.loading import load_pair, resolve_translator
-    from kvlingo_mlx.pairing import check_one_tokenizer
+    from kvlingo_mlx.loading.models import load_pair
+    from kvlingo_mlx.loading.pairing import check_one_tokenizer
+    from kvlingo_mlx.loading.translators import resolve_translator
     from kvlingo_mlx.timing import geometries
 
     models = load_pair(source or zoo("tiny-qwen3-s"), target or zoo("tiny-qwen3-moe"))

@@ -25,7 +25,7 @@ def run(
     json_file: str | None,
 ) -> None:
     """Measure, print the table and append the record."""
-    from kvlingo_mlx import measure
+    from kvlingo_mlx.reporting import measure
     from kvlingo_mlx.timing import memory_budget
     from kvlingo_mlx.timing.tables import Clock
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvlingo_mlx.cli.output import ms, say, table
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.language_model import LanguageModel
+    from kvlingo_mlx.models.language_model import LanguageModel
     from kvlingo_mlx.timing.ceilings import Rates
     from kvlingo_mlx.timing.reference import Layers, Reference, Times
     from kvlingo_mlx.timing.tables import Table, Timing
@@ -148,7 +148,7 @@ def _extrapolate(
     """Print what the times would be at full depth, if the models are not whole."""
     from kvlingo_mlx.backend import on_gpu
 
-    from kvlingo_mlx.measure import seconds
+    from kvlingo_mlx.reporting.measure import seconds
     from kvlingo_mlx.timing import derived, paths
     from kvlingo_mlx.timing.ceilings import Costs
 
@@ -232,21 +232,21 @@ def foot(pair: Pair, rates: Rates, text: bool) -> None:
 
 
 def draw(plot: str, results: Mapping[str, Any], pair: Pair) -> None:
-    from kvlingo_mlx import pictures
+    from kvlingo_mlx.reporting import pictures
     from kvlingo_mlx.timing.figures import times
 
     pictures.save(times(results), plot, pictures.pair(pair.source.name, pair.target.name))
 
 
-def keep_profile(shown: Table, timings: Sequence[Timing], pair: Pair, step_size: int) -> None:
+def keep_profile(shown: Table, measured: Sequence[Timing], pair: Pair, step_size: int) -> None:
     """Keep the times of a table that has all ways, for `generate --strategy auto`."""
-    from kvlingo_mlx import profiles
+    from kvlingo_mlx.handover import timings
     from kvlingo_mlx.timing import profiling
 
     if not profiling.serves(shown):
         return
     first = next(iter(pair.translators.values()))  # whole ways are timed with this one
-    profile = profiling.profile_of(pair.source, pair.target, first, timings, step_size)
-    profiles.write(profile)
+    profile = profiling.profile_of(pair.source, pair.target, first, measured, step_size)
+    timings.write(profile)
     ways = ", ".join(f"{n} tokens {profile.best(n)}" for n in profile.prompt_tokens)
     say(f"profile kept for --strategy auto: {ways}")

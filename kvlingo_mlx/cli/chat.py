@@ -32,7 +32,7 @@ from kvlingo_mlx.cli.sampling import (
 
 if TYPE_CHECKING:
     from kvlingo_mlx.conversation import Conversation
-    from kvlingo_mlx.language_model import LanguageModel
+    from kvlingo_mlx.models.language_model import LanguageModel
 
 OFFLOAD = ("8bit", "disk")
 HISTORY_HELP = "Keep the lines that are typed in a terminal for later chats' arrow keys."
@@ -90,7 +90,7 @@ def command(
     lines = Lines()
 
     from kvlingo_mlx.conversation.routing import load_route
-    from kvlingo_mlx.loading import store
+    from kvlingo_mlx.loading.translators import store
     from kvlingo_mlx.translators.quantised import check_bits
 
     check_bits(quantize)
@@ -118,7 +118,7 @@ def _record(json_file: str, talk: Conversation) -> None:
     """What was said, what each model holds of it, and what the last switch took."""
     import dataclasses
 
-    from kvlingo_mlx import measure
+    from kvlingo_mlx.reporting import measure
 
     switch = talk.last_switch
     results = {
@@ -170,7 +170,7 @@ def _check_folder(save: str | None) -> None:
 
 def _models(named: Mapping[str, str]) -> dict[str, LanguageModel]:
     """The models by name; one that has two names is loaded once."""
-    from kvlingo_mlx.loading import load_together
+    from kvlingo_mlx.loading.models import load_together
 
     paths = list(dict.fromkeys(named.values()))
     loaded = dict(zip(paths, load_together(paths), strict=True))

@@ -198,7 +198,7 @@ class Chat:
         try:
             self._save(folder)
         except (ValueError, OSError):
-            from kvlingo_mlx.loading import store
+            from kvlingo_mlx.loading.translators import store
 
             fresh = store().parent / "conversations" / time.strftime("%Y-%m-%d-%H%M%S")
             self._save(str(fresh))

@@ -33,7 +33,7 @@ def print_lines(stats: Stats) -> None:
 
 def print_switch(switch: Switch, anew: float | None) -> None:
     """What the last one took, beside the seconds of reading the same prompt anew."""
-    from kvlingo_mlx import measure
+    from kvlingo_mlx.reporting import measure
 
     facts(
         {

@@ -29,8 +29,8 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Answer questions from a translated cache, beside native and hidden-prefix answers."""
-    from kvlingo_mlx import measure
     from kvlingo_mlx.embedded import zoo_pairs
+    from kvlingo_mlx.reporting import measure
 
     keep_stdout_for_json(json_file)
     pairs = zoo_pairs() if every_pair else PAIRS
@@ -55,7 +55,8 @@ def _run_pair(source_name: str, target_name: str, step) -> dict:
     from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
     from kvlingo_mlx.evaluation import conditions
     from kvlingo_mlx.evaluation import continuation as quality
-    from kvlingo_mlx.loading import load, resolve_translator
+    from kvlingo_mlx.loading.models import load
+    from kvlingo_mlx.loading.translators import resolve_translator
     from kvlingo_mlx.timing import tables
 
     source, target = load(zoo(source_name)), load(zoo(target_name))
@@ -79,8 +80,8 @@ def _run_pair(source_name: str, target_name: str, step) -> dict:
 
 def _answers(talk, source, target, translator) -> list[str]:
     """The question, the true value, and what each condition answers, decoded greedily."""
-    from kvlingo_mlx.generation import generate, mlx_stream_generate
-    from kvlingo_mlx.prompts import encode
+    from kvlingo_mlx.handover.generation import generate, mlx_stream_generate
+    from kvlingo_mlx.models.prompts import encode
 
     options: dict[str, Any] = {"max_tokens": 24}
 

@@ -16,8 +16,8 @@ def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> No
     Exit status 1 if something is wrong.
     """
     keep_stdout_for_json(json_file)
-    from kvlingo_mlx import measure
-    from kvlingo_mlx.diagnosis import diagnose
+    from kvlingo_mlx.reporting import measure
+    from kvlingo_mlx.store.diagnosis import diagnose
 
     findings = diagnose()
     facts({finding.name: finding.value for finding in findings})

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.error_bars import Mean
     from kvlingo_mlx.evaluation.lineup import Condition
     from kvlingo_mlx.evaluation.probes import Task
-    from kvlingo_mlx.language_model import LanguageModel
+    from kvlingo_mlx.models.language_model import LanguageModel
     from kvlingo_mlx.translators.base import Translator
 
 ANSWER_TOKENS = 128
@@ -97,11 +97,11 @@ def command(
     local, facts = options.named_files(task_data), options.json_object(metadata)
     forms, layers = options.forms(quantize), native_number(native_layers)
 
-    from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.evaluation import compare as comparison
     from kvlingo_mlx.evaluation.journal import Journal
-    from kvlingo_mlx.loading import load_pair
-    from kvlingo_mlx.pairing import check_tokenizers
+    from kvlingo_mlx.loading.models import load_pair
+    from kvlingo_mlx.loading.pairing import check_tokenizers
+    from kvlingo_mlx.reporting import measure, pictures
 
     keep_stdout_for_json(json_file)
     if plot:
@@ -168,7 +168,7 @@ def _named(
     allow_mismatch: bool,
 ) -> dict[str, list[Translator]]:
     """Every translator in each of its forms, told by name; several are one method's seeds."""
-    from kvlingo_mlx.loading import resolve_translator
+    from kvlingo_mlx.loading.translators import resolve_translator
 
     named = {
         name if bits is None else f"{name}, {bits} bits": [
@@ -243,8 +243,8 @@ def _public(
     names: list[str], source: LanguageModel, target: LanguageModel, line: list[Condition],
     judge: str | None, **settings: Any,
 ) -> list[Outcome]:  # fmt: skip
-    from kvlingo_mlx.evaluation import benchmarks
-    from kvlingo_mlx.evaluation.judge import Judge
+    from kvlingo_mlx.evaluation.harness import benchmarks
+    from kvlingo_mlx.evaluation.harness.judge import Judge
 
     with progress_bar("lm-eval", None) as step:
         outcomes = benchmarks.evaluate(
@@ -292,8 +292,8 @@ def _times(
 
     lm-eval's items are not at hand: prose as long as they are stands for them.
     """
-    from kvlingo_mlx import measure
     from kvlingo_mlx.evaluation.needles import prose
+    from kvlingo_mlx.reporting import measure
     from kvlingo_mlx.timing.paths import switch_times
 
     items = sorted((item for task in asked for item in task.items), key=lambda i: len(i.prefix))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.probes import Task
-    from kvlingo_mlx.language_model import LanguageModel
+    from kvlingo_mlx.models.language_model import LanguageModel
 
 OWN = ("continuation", "recall", "needles")
 LENGTHS = (4096, 8192, 16384, 32768)
@@ -25,7 +25,7 @@ def split_tasks(names: list[str], judge: str | None) -> tuple[list[str], list[st
     Raises:
         ValueError: No task, a slip of the pen, or answers that nobody judges.
     """
-    from kvlingo_mlx.evaluation.tasks import JUDGED
+    from kvlingo_mlx.evaluation.harness.tasks import JUDGED
 
     if not names:
         raise ValueError(f"--tasks is empty; known are {', '.join(OWN)}, and lm-eval's")
@@ -106,7 +106,7 @@ def make_task(name: str, source: LanguageModel, target: LanguageModel, **options
     """One of our own tasks; ``options`` are the verb's."""
     from kvlingo_mlx.embedded import dialogues
     from kvlingo_mlx.evaluation import probes
-    from kvlingo_mlx.samples import other_tokenizer, read_jsonl
+    from kvlingo_mlx.tokenization.samples import other_tokenizer, read_jsonl
 
     limit, seed = options["limit"], options["seed"]
     context = min(source.context_length, target.context_length)

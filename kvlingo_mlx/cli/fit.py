@@ -9,8 +9,8 @@ import typer
 from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, progress_bar, say, warn
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.assignment import Assignment
-    from kvlingo_mlx.language_model import LanguageModel
+    from kvlingo_mlx.format.assignment import Assignment
+    from kvlingo_mlx.models.language_model import LanguageModel
 
 
 def command(
@@ -43,17 +43,18 @@ def command(
     if memory_gb <= 0:
         raise ValueError(f"--memory-gb is {memory_gb}; give a positive number")
 
-    from kvlingo_mlx import checkpoint, measure
-    from kvlingo_mlx.assignment import narrow_groups
     from kvlingo_mlx.fitting import fit
-    from kvlingo_mlx.grading import said_of
-    from kvlingo_mlx.loading import load_pair
-    from kvlingo_mlx.samples import read_jsonl
+    from kvlingo_mlx.format import translator_folder
+    from kvlingo_mlx.format.assignment import narrow_groups
+    from kvlingo_mlx.loading.grading import said_of
+    from kvlingo_mlx.loading.models import load_pair
+    from kvlingo_mlx.reporting import measure
+    from kvlingo_mlx.tokenization.samples import read_jsonl
 
     keep_stdout_for_json(json_file)
-    checkpoint.check_destination(out)
+    translator_folder.check_destination(out)
     if not force:
-        checkpoint.check_free(out)
+        translator_folder.check_free(out)
     records = read_jsonl(data)
     models = load_pair(source, target)
     with progress_bar("fitting", len(records)) as step:
@@ -94,7 +95,7 @@ def _assignment(text: str, source: LanguageModel, target: LanguageModel) -> Assi
         return text
     from pathlib import Path
 
-    from kvlingo_mlx.translator_config import parse_assignment, parse_json
+    from kvlingo_mlx.format.translator_config import parse_assignment, parse_json
 
     path = Path(text)
     try:

@@ -33,7 +33,7 @@ from kvlingo_mlx.cli.sampling import (
 )
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.generation import GenerationResponse
+    from kvlingo_mlx.handover.generation import GenerationResponse
     from kvlingo_mlx.translators.base import Translator
 
 STRATEGY_HELP = "accelerator, native, or auto: the sooner one by `bench --save-profile`."
@@ -82,9 +82,10 @@ def command(
     )
     asked = read_prompt(prompt, messages_file)
 
-    from kvlingo_mlx import measure
-    from kvlingo_mlx.generation import check_strategy, stream_generate, summary
-    from kvlingo_mlx.loading import load_pair, resolve_translator
+    from kvlingo_mlx.handover.generation import check_strategy, stream_generate, summary
+    from kvlingo_mlx.loading.models import load_pair
+    from kvlingo_mlx.loading.translators import resolve_translator
+    from kvlingo_mlx.reporting import measure
     from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)

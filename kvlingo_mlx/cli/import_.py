@@ -24,10 +24,11 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Validate a translator and put it into the local store."""
-    from kvlingo_mlx import embedded, tensor_file
-    from kvlingo_mlx.grading import said_of
-    from kvlingo_mlx.importing import import_translator
-    from kvlingo_mlx.loading import load
+    from kvlingo_mlx import embedded
+    from kvlingo_mlx.format import tensor_file
+    from kvlingo_mlx.loading.grading import said_of
+    from kvlingo_mlx.loading.models import load
+    from kvlingo_mlx.store.importing import import_translator
 
     keep_stdout_for_json(json_file)
     if dtype not in tensor_file.STORAGE:
@@ -55,7 +56,7 @@ def command(
              "--prompt", embedded.EXAMPLE if toy else "Hello"]  # fmt: skip
     say(printable("try: kvlingo-mlx generate " + shlex.join(words)))
     if json_file:
-        from kvlingo_mlx import measure
+        from kvlingo_mlx.reporting import measure
 
         results = {
             "folder": str(done.folder), "unchanged": done.unchanged, "replaced": done.replaced,

@@ -10,9 +10,9 @@ from kvlingo_mlx.errors import printable
 
 def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> None:
     """List the translators of the local store, and those of the package."""
-    from kvlingo_mlx import measure
-    from kvlingo_mlx.loading import store
-    from kvlingo_mlx.store import stored
+    from kvlingo_mlx.loading.translators import store
+    from kvlingo_mlx.reporting import measure
+    from kvlingo_mlx.store.listing import stored
 
     keep_stdout_for_json(json_file)
     found = list(stored())

@@ -14,7 +14,7 @@ from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, se
 from kvlingo_mlx.cli.bench_options import BUDGET
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.output import given_options
-from kvlingo_mlx.evaluation.tasks import JUDGED
+from kvlingo_mlx.evaluation.harness.tasks import JUDGED
 
 
 def _asks(*names: str) -> Any:

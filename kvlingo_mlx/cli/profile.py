@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from kvlingo_mlx.evaluation.probes import Task
     from kvlingo_mlx.evaluation.profile import Point
-    from kvlingo_mlx.language_model import LanguageModel
+    from kvlingo_mlx.models.language_model import LanguageModel
 
 
 def command(
@@ -53,11 +53,12 @@ def command(
     if min_recall is not None and min_recall > 1:
         raise ValueError(f"--min-recall is {min_recall}; it is a share: give 0 to 1")
 
-    from kvlingo_mlx import measure, pictures
     from kvlingo_mlx.evaluation import profile
     from kvlingo_mlx.evaluation.journal import Journal
-    from kvlingo_mlx.loading import find_translator, load_pair, resolve_translator
-    from kvlingo_mlx.pairing import check_one_tokenizer
+    from kvlingo_mlx.loading.models import load_pair
+    from kvlingo_mlx.loading.pairing import check_one_tokenizer
+    from kvlingo_mlx.loading.translators import find_translator, resolve_translator
+    from kvlingo_mlx.reporting import measure, pictures
 
     keep_stdout_for_json(json_file)
     if plot:
@@ -135,8 +136,8 @@ def _own_folder(place: str) -> Path:
     import os
     from pathlib import Path
 
-    from kvlingo_mlx import checkpoint
     from kvlingo_mlx.embedded import TRANSLATORS
+    from kvlingo_mlx.format import translator_folder
 
     path = Path(place)
     if not path.is_dir() or path.parent == TRANSLATORS or not os.access(path, os.W_OK):
@@ -144,13 +145,13 @@ def _own_folder(place: str) -> Path:
             f"{place} is no folder of yours, so nothing can be kept in it; `kvlingo-mlx import "
             f"{place} --out DIR` and give --translator DIR"
         )
-    others = sorted({file.name for file in path.iterdir()} - set(checkpoint.OUR_FILES))
+    others = sorted({file.name for file in path.iterdir()} - set(translator_folder.OUR_FILES))
     if others:  # the folder is replaced as a whole
         raise ValueError(
             f"{place} holds {others[0]}, which is no file of a translator and would be lost when "
             "what is chosen is kept; move it elsewhere"
         )
-    checkpoint.check_destination(path)
+    translator_folder.check_destination(path)
     return path
 
 
@@ -158,7 +159,7 @@ def _task(
     source: LanguageModel, target: LanguageModel, data: str | None, limit: int, seed: int
 ) -> Task:
     from kvlingo_mlx.evaluation import probes
-    from kvlingo_mlx.samples import read_jsonl
+    from kvlingo_mlx.tokenization.samples import read_jsonl
 
     if data is None:
         return probes.recall(target, limit, seed)
@@ -170,7 +171,7 @@ def _task(
 
 
 def _print(task: Task, points: list[Point]) -> None:
-    from kvlingo_mlx import measure
+    from kvlingo_mlx.reporting import measure
 
     whole = next(point.time for point in points if point.way == "native")
     rows = []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvlingo_mlx.cli.output import warn
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.language_model import LanguageModel
+    from kvlingo_mlx.models.language_model import LanguageModel
 
 MESSAGES_HELP = 'A JSON or JSONL file of chat messages, {"role": ..., "content": ...}; - reads \
 standard input.'
@@ -109,7 +109,7 @@ def thinking_switch(thinking: bool | None, models: Collection[LanguageModel]) ->
 
 def tell_of_cut_thought(model: LanguageModel, answer: str, thinking: bool | None) -> None:
     """Say what to do about an answer that reached its limit within a reasoning trace."""
-    from kvlingo_mlx.prompts import ends_in_thought
+    from kvlingo_mlx.models.prompts import ends_in_thought
 
     if ends_in_thought(model, answer, enable_thinking=thinking):
         warn(

@@ -18,8 +18,8 @@ def command(
 ) -> None:
     """Check a translator and upload it with its card; without a token, show what would be."""
     keep_stdout_for_json(json_file)
-    from kvlingo_mlx import publishing
-    from kvlingo_mlx.grading import GRADES, receipt_of, said_of
+    from kvlingo_mlx.loading.grading import GRADES, receipt_of, said_of
+    from kvlingo_mlx.store import publishing
 
     upload = publishing.prepare(folder, repo)
     receipt = receipt_of(upload.config)
@@ -37,7 +37,7 @@ def command(
     elif not dry_run:
         say("nothing was uploaded: there is no token; log in with `hf auth login`, or set HF_TOKEN")
     if json_file:
-        from kvlingo_mlx import measure
+        from kvlingo_mlx.reporting import measure
 
         found = {"uploaded": ready, "digest": upload.digest, "bytes": upload.sizes()}
         asked = {"folder": folder, "repo": repo, "revision": revision}

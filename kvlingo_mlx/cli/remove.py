@@ -16,17 +16,17 @@ def command(
 ) -> None:
     """Remove a translator from the local store; those of the package stay."""
     keep_stdout_for_json(json_file)
-    from kvlingo_mlx import store
+    from kvlingo_mlx.store import listing
 
-    folder = store.find(translator)
+    folder = listing.find(translator)
     if not yes:
         if sys.stdin is None or not sys.stdin.isatty():
             raise ValueError(f"nobody is there to be asked; remove {folder} with --yes")
         typer.confirm(f"Remove {folder}?", abort=True, err=True)
-    store.remove(folder)
+    listing.remove(folder)
     say(f"removed {folder}")
     if json_file:
-        from kvlingo_mlx import measure
+        from kvlingo_mlx.reporting import measure
 
         record = measure.record("remove", {"name": translator}, {"removed": str(folder)})
         measure.append_json(json_file, record)

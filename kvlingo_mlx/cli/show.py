@@ -17,8 +17,8 @@ from kvlingo_mlx.cli.output import (
 )
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.tensor_file import Weights
-    from kvlingo_mlx.translator_config import TranslatorConfig
+    from kvlingo_mlx.format.tensor_file import Weights
+    from kvlingo_mlx.format.translator_config import TranslatorConfig
 
 
 def command(
@@ -27,9 +27,9 @@ def command(
     json_file: str = typer.Option(None, "--json", help=JSON_HELP),
 ) -> None:
     """Show a translator's or a model's facts."""
-    from kvlingo_mlx.checkpoint import CONFIG_FILE, OUR_FILES
     from kvlingo_mlx.errors import KVLingoError
-    from kvlingo_mlx.hub import resolve
+    from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES
+    from kvlingo_mlx.loading.hub import resolve
     from kvlingo_mlx.translators.quantised import check_bits
 
     keep_stdout_for_json(json_file)
@@ -42,7 +42,7 @@ def command(
     rows = _model_facts(path_or_hub_id) if is_model else _translator_facts(folder, quantize)
     facts(rows)
     if json_file:
-        from kvlingo_mlx import measure
+        from kvlingo_mlx.reporting import measure
 
         kind = "show_model" if is_model else "show_translator"
         record = measure.record(kind, {"name": path_or_hub_id}, plain(rows))
@@ -50,11 +50,11 @@ def command(
 
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
-    from kvlingo_mlx import checkpoint
-    from kvlingo_mlx.grading import said_of
-    from kvlingo_mlx.translator_config import OF_MODELS, flops_of, unfoldable
+    from kvlingo_mlx.format import translator_folder
+    from kvlingo_mlx.format.translator_config import OF_MODELS, flops_of, unfoldable
+    from kvlingo_mlx.loading.grading import said_of
 
-    config, weights = checkpoint.read(folder)
+    config, weights = translator_folder.read(folder)
     known = {role: config.fitted_on(role) for role in ("source", "target")}
     fitted = [f"{role} in {precision}" for role, precision in known.items() if precision]
     folded = unfoldable(config)
@@ -74,7 +74,7 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
         "tokenizers": "one" if config.alignment is None else f"two, {config.alignment}",
         "can be folded": Told(folded is None, "yes" if folded is None else f"no: {folded}"),
         "grade": said_of(config),
-        "digest": checkpoint.digest(config, weights),
+        "digest": translator_folder.digest(config, weights),
         **({"fitted on": ", ".join(fitted)} if fitted else {}),
         **{name: fact for name, fact in config.provenance.items() if name not in OF_MODELS},
     }
@@ -112,7 +112,7 @@ def _reads(layers: tuple[tuple[int, ...], ...]) -> Told:
 
 def _model_facts(name: str) -> dict[str, Any]:
     from kvlingo_mlx.caches import bytes_per_token
-    from kvlingo_mlx.loading import load
+    from kvlingo_mlx.loading.models import load
 
     model = load(name, lazy=True)
     geometry = model.geometry

@@ -70,7 +70,8 @@ def command(
     The closed form wants 32 tokens or more for each number that a map reads: 400 conversations are
     plenty. The same command goes on with what was stopped, and leaves alone what is finished.
     """
-    from kvlingo_mlx import pictures, training
+    from kvlingo_mlx import training
+    from kvlingo_mlx.reporting import pictures
 
     training.check_extra()
     keep_stdout_for_json(json_file)
@@ -151,7 +152,7 @@ TITLES = ("Stage 1: prefix lengths", "Stage 2: prefix lengths")
 
 
 def _record(json_file: str, kind: str, config: dict[str, Any], results: Any) -> None:
-    from kvlingo_mlx import measure
+    from kvlingo_mlx.reporting import measure
 
     measure.append_json(json_file, measure.record(kind, config, results))
 

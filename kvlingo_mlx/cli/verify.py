@@ -10,7 +10,7 @@ from kvlingo_mlx.cli.output import JSON_HELP, Told, facts, keep_stdout_for_json,
 from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.grading import Receipt
+    from kvlingo_mlx.loading.grading import Receipt
 
 
 def command(
@@ -26,19 +26,21 @@ def command(
 
     Exit status 1 if it is not as it should be.
     """
-    from kvlingo_mlx import checkpoint
     from kvlingo_mlx.evaluation.verification import verdict
-    from kvlingo_mlx.grading import said_of
-    from kvlingo_mlx.hub import resolve
+    from kvlingo_mlx.format import translator_folder
+    from kvlingo_mlx.loading.grading import said_of
+    from kvlingo_mlx.loading.hub import resolve
 
     keep_stdout_for_json(json_file)
-    folder, _ = resolve(translator, None, checkpoint.OUR_FILES, MissingTranslatorError)
-    config, weights = checkpoint.read(folder)
-    checkpoint.check_sizes(folder, config, weights)
-    tested = (folder / checkpoint.SELFTEST_FILE).exists()
+    folder, _ = resolve(translator, None, translator_folder.OUR_FILES, MissingTranslatorError)
+    config, weights = translator_folder.read(folder)
+    translator_folder.check_sizes(folder, config, weights)
+    tested = (folder / translator_folder.SELFTEST_FILE).exists()
     rows: dict[str, Any] = {
         "files": "sound",
-        "its own probes": "agree" if tested else f"none: it has no {checkpoint.SELFTEST_FILE}",
+        "its own probes": "agree"
+        if tested
+        else f"none: it has no {translator_folder.SELFTEST_FILE}",
     }
     sound = _run_maps(config, weights, rows)
     text = "the maps are computed as they are stored" if sound else "MLX computes other maps here"
@@ -52,7 +54,7 @@ def command(
     facts(rows)
     say(f"verdict: {'sound' if sound else 'NOT SOUND'}: {text}")
     if json_file:
-        from kvlingo_mlx import measure
+        from kvlingo_mlx.reporting import measure
 
         results = {**plain(rows), "sound": sound, "measured": numbers or None}
         measure.append_json(json_file, measure.record("verify", {"name": translator}, results))
@@ -61,8 +63,8 @@ def command(
 
 
 def _run_maps(config, weights, rows: dict[str, Any]) -> bool:
-    from kvlingo_mlx.checkpoint import PROBE_TOLERANCE
     from kvlingo_mlx.evaluation.verification import devices, map_error
+    from kvlingo_mlx.format.translator_folder import PROBE_TOLERANCE
 
     allowed = PROBE_TOLERANCE[weights.dtype]
     sound = True
@@ -79,9 +81,9 @@ def _run_models(
 ) -> tuple[Receipt, Receipt | None]:
     """What is measured here, and what the translator's making left."""
     from kvlingo_mlx.evaluation.verification import agreement
-    from kvlingo_mlx.grading import receipt_of
-    from kvlingo_mlx.loading import load_pair
-    from kvlingo_mlx.pairing import check_pair
+    from kvlingo_mlx.loading.grading import receipt_of
+    from kvlingo_mlx.loading.models import load_pair
+    from kvlingo_mlx.loading.pairing import check_pair
     from kvlingo_mlx.translators import build
 
     models = load_pair(*names)

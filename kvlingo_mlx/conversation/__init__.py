@@ -18,6 +18,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits
+from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, check_room, stats_of
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
@@ -34,19 +35,24 @@ from kvlingo_mlx.conversation.transcript import (
 from kvlingo_mlx.conversation.turn import Decoding, Turn, thought_end
 from kvlingo_mlx.conversation.use import Use, claiming
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.generation import (
+from kvlingo_mlx.handover.generation import (
     DECODE_OPTIONS,
     GenerationResponse,
     Model,
     check_drafting,
     check_max_tokens,
 )
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load, load_together
-from kvlingo_mlx.prompts import Message, check_tools
-from kvlingo_mlx.renderings import with_joined_parts
-from kvlingo_mlx.sampling import DecodingOptions, LogitsProcessor, Sampler, choice_of, given
-from kvlingo_mlx.validation import room_for
+from kvlingo_mlx.handover.sampling import (
+    DecodingOptions,
+    LogitsProcessor,
+    Sampler,
+    choice_of,
+    given,
+)
+from kvlingo_mlx.loading.models import load, load_together
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import Message, check_tools
+from kvlingo_mlx.tokenization.renderings import with_joined_parts
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
@@ -343,7 +349,7 @@ class Conversation:
                 models by its name, which has read most of it, or another one. Not between several
                 tokenizers, nor beside ``reasoning`` or ``first_token``.
             num_draft_tokens: How many it drafts at a time (2).
-            options: Those of :class:`~kvlingo_mlx.sampling.DecodingOptions`, for this reply;
+            options: Those of :class:`~kvlingo_mlx.handover.sampling.DecodingOptions`;
                 ``kv_bits`` quantises a copy of the cache, and not between several tokenizers.
                 After a reply with ``kv_bits`` or ``draft_model``, ``name`` reads its answer once.
 

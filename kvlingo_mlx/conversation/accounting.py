@@ -9,9 +9,9 @@ from kvlingo_mlx.backend import mx, nn
 
 from mlx.utils import tree_flatten
 
+from kvlingo_mlx.caches.memory import cache_bytes, caches_of, check
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.memory import cache_bytes, caches_of, check
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.notes import tell_of_length
-from kvlingo_mlx.pairing import check_positions
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.notes import tell_of_length
+from kvlingo_mlx.loading.pairing import check_positions
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
-from kvlingo_mlx.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
 
 Wanted = Mapping[str, Reading | None]  # by tokenizer; None where it cannot be told

@@ -14,9 +14,9 @@ from kvlingo_mlx.conversation.transcript import (
     whole_tokens,
     written_stop,
 )
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.prompts import Message, render_text
-from kvlingo_mlx.renderings import content_parts, content_spans, written
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import Message, render_text
+from kvlingo_mlx.tokenization.renderings import content_parts, content_spans, written
 
 NEXT = "\u2039next\u203a"  # what a user will say, in place of words that nobody knows yet
 UNKNOWN = Reading()

@@ -11,9 +11,9 @@ from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.conversation.turn import Decoding, Turn
-from kvlingo_mlx.generation import GenerationResponse
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.prompts import Message
+from kvlingo_mlx.handover.generation import GenerationResponse
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import Message
 
 HEADER = 8  # characters at the end of a prompt by which an answer's header is known again
 

@@ -14,23 +14,23 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.alignment import TokenAlignment
-from kvlingo_mlx.checkpoint import read_config
+from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.spans import wrote
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
-from kvlingo_mlx.hybrid import native_part
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import find_translator, load_translator
-from kvlingo_mlx.notes import tell_of_length
-from kvlingo_mlx.pairing import check_one_tokenizer, check_pair, matches
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.format.translator_folder import read_config
+from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.loading.notes import tell_of_length
+from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_pair, matches
+from kvlingo_mlx.loading.translators import find_translator, load_translator
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit, working
-from kvlingo_mlx.translator_config import TranslatorConfig
+from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.validation import validate_cache
 
 STRATEGIES = ("alternated", "naive", "reprefill")
 ON_MISSING = ("error", "reprefill")

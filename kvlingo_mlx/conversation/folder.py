@@ -23,7 +23,6 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from kvlingo_mlx import __version__
-from kvlingo_mlx.atomic import sync_file
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.storage import from_weights, read_file, to_weights, write_file
@@ -34,7 +33,8 @@ from kvlingo_mlx.errors import (
     MalformedConversationError,
     printable,
 )
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.format.atomic import sync_file
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 
 FORMAT, VERSION = "kvlingo-conversation", 2  # 2: other digests of translators

@@ -11,13 +11,15 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
 
-from kvlingo_mlx import caches, capture, hybrid
+from kvlingo_mlx import caches
 from kvlingo_mlx.conversation.recording import Recording
 from kvlingo_mlx.conversation.spans import Span, common_prefix, cut, grown
 from kvlingo_mlx.conversation.storage import PUT, Storage, alike
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates, TranslatedStates
+from kvlingo_mlx.handover import hybrid
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates, TranslatedStates
 from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translators.base import Translator
 

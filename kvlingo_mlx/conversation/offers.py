@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvlingo_mlx.alignment import NO_END, Cuts, TokenAlignment, align
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.spans import common_prefix
-from kvlingo_mlx.renderings import Rendering
+from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, TokenAlignment, align
+from kvlingo_mlx.tokenization.renderings import Rendering
 
 Run = tuple[int, int]  # positions from one to before another
 EMPTY = np.zeros((0, 4), np.int64)

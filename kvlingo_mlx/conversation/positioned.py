@@ -14,12 +14,13 @@ from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generation_stream
 
-from kvlingo_mlx import caches, capture
-from kvlingo_mlx.alignment import TokenAlignment
+from kvlingo_mlx import caches
 from kvlingo_mlx.caches.entries import move_on, positioned, shorten
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.spans import grown
+from kvlingo_mlx.models import capture
 from kvlingo_mlx.threads import unit
+from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.translators.base import Translator
 
 INSIDE = -1  # a length within a minimal group: its entries stand for all of its tokens

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvlingo_mlx.alignment import NO_END, Cuts, Span
-from kvlingo_mlx.renderings import Rendering, bare, content_parts, written
+from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span
+from kvlingo_mlx.tokenization.renderings import Rendering, bare, content_parts, written
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.models.states import KVStates
 
 
 class Recording:

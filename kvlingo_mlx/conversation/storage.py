@@ -19,8 +19,8 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.errors import KVLingoError, MalformedTranslatorError
-from kvlingo_mlx.loading import store
-from kvlingo_mlx.tensor_file import DType, Weights, read_tensors, write_tensors
+from kvlingo_mlx.format.tensor_file import DType, Weights, read_tensors, write_tensors
+from kvlingo_mlx.loading.translators import store
 
 PLACES = ("8bit", "disk")
 GROUP = 64  # numbers that share a scale, as mlx-lm quantises a cache

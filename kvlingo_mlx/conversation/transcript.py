@@ -6,12 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from kvlingo_mlx.alignment import NO_END
-from kvlingo_mlx.answers import Parts, divided
 from kvlingo_mlx.conversation.spans import common_prefix
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.prompts import Message, encode, render_text
-from kvlingo_mlx.renderings import written
+from kvlingo_mlx.handover.answers import Parts, divided
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import Message, encode, render_text
+from kvlingo_mlx.tokenization.alignment import NO_END
+from kvlingo_mlx.tokenization.renderings import written
 
 Same = Callable[[Message, Message], bool]  # whether a message of ours is one that was given
 MARK = "\u2039answer\u203a"  # an answer that no conversation holds

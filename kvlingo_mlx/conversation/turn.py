@@ -13,24 +13,24 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 from mlx_lm.generate import GenerationResponse as MLXResponse
 from mlx_lm.generate import stream_generate as mlx_stream_generate
 
-from kvlingo_mlx.answers import AnswerReader, first_stop
+from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript
-from kvlingo_mlx.generation import (
+from kvlingo_mlx.handover.answers import AnswerReader, first_stop
+from kvlingo_mlx.handover.fill import PHASES
+from kvlingo_mlx.handover.generation import (
     Counts,
     GenerationResponse,
     check_numbers,
     timed,
     with_prefix,
 )
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.prompts import Message
-from kvlingo_mlx.sampling import Choice, LogitsProcessor
+from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import Message
 from kvlingo_mlx.threads import in_turn, stepping, wired, working
-from kvlingo_mlx.transfer import PHASES
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.validation import room_for
 
 THOUGHT = "</think>"  # what ends a reasoning trace where a tokenizer has no mark of its own
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.embedded.dialogues import Dialogue, held_out
-from kvlingo_mlx.renderings import bare
-from kvlingo_mlx.samples import Sample, cut, to_samples
+from kvlingo_mlx.tokenization.renderings import bare
+from kvlingo_mlx.tokenization.samples import Sample, cut, to_samples
 
 NAME, COUNT = "dialogues-1", 8  # changes when any of them does
 Asked = tuple[Sample, tuple[int, ...]]

@@ -16,7 +16,7 @@ from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters
 from kvlingo_mlx.evaluation.journal import Journal, Scores
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.probes import Task
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 NATIVE = "native"
 ALL = "mean"

@@ -16,16 +16,17 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches, hybrid
+from kvlingo_mlx import caches
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.folding import check_foldable, folded_hand_over
-from kvlingo_mlx.geometry import layer_differences
-from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.pairing import check_tokenizers
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.transfer import hand_over, hand_over_across
-from kvlingo_mlx.translator_config import maps_of
+from kvlingo_mlx.format.geometry import layer_differences
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import maps_of
+from kvlingo_mlx.handover import hybrid
+from kvlingo_mlx.handover.fill import hand_over, hand_over_across
+from kvlingo_mlx.loading.pairing import check_tokenizers
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.two_tokenizers import Handover
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 

@@ -12,11 +12,11 @@ import numpy as np
 from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
-from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.prompts import encode
-from kvlingo_mlx.renderings import bare
-from kvlingo_mlx.samples import Sample, between, cut, other_tokenizer
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.tokenization.renderings import bare
+from kvlingo_mlx.tokenization.samples import Sample, between, cut, other_tokenizer
+from kvlingo_mlx.tokenization.two_tokenizers import Handover
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation.conditions import native, reused
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities, per_token
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample, to_samples
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample, to_samples
 
 SHARE = 0.05  # of verbatim reuse's KL that may stay
 PROFILED = 8

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx import pictures
 from kvlingo_mlx.evaluation.compare import ALL, Outcome
 from kvlingo_mlx.evaluation.profile import Point
-from kvlingo_mlx.measure import median
+from kvlingo_mlx.reporting import pictures
+from kvlingo_mlx.reporting.measure import median
 
 
 def score_against_time(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvlingo_mlx.evaluation.lines import Lines
-from kvlingo_mlx.geometry import canonical_json
+from kvlingo_mlx.format.geometry import canonical_json
 
 Scores = dict[str, float]
 KEY_LENGTH = 16

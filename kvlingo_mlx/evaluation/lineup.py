@@ -9,8 +9,8 @@ from typing import Any
 from kvlingo_mlx import folding
 from kvlingo_mlx.evaluation import conditions, droidspeak
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
-from kvlingo_mlx.hybrid import Native, native_part
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.handover.hybrid import Native, native_part
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.paths import translation
 from kvlingo_mlx.translators.base import Translator
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 ADJECTIVES = (
     "amber brave calm clever cold dusty early faint gentle golden hidden hollow humble icy "

@@ -16,17 +16,17 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 from mlx_lm.generate import stream_generate
 
-from kvlingo_mlx.cross_tokenizer import plan
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import needles
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.continuation import RecallSample, hits_of, recall_sample
 from kvlingo_mlx.evaluation.journal import Scores
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities, per_token
-from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.prompts import encode
-from kvlingo_mlx.samples import Sample, other_tokenizer, reasons, to_samples
+from kvlingo_mlx.handover.cross_tokenizer import plan
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, reasons, to_samples
+from kvlingo_mlx.tokenization.two_tokenizers import Handover
 
 Scorer = Callable[[CacheMaker | None], Scores]
 

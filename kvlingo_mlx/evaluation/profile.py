@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import compare, lineup
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.probes import Task
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.measure import median
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.timing.paths import switch_times
 from kvlingo_mlx.translators.base import Translator
 
@@ -156,9 +156,9 @@ def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[
     Raises:
         MalformedTranslatorError: The folder breaks the format.
     """
-    config, weights = checkpoint.read(folder)
+    config, weights = translator_folder.read(folder)
     curve = [[p.layers, p.kl.value, p.time] for p in points if p.way in (HYBRID, "native")]
     facts = {"native_layers": layers, "profile": {**bounds, "layers_kl_seconds": curve}}
     provenance = {**config.provenance, **facts}
     profiled = dataclasses.replace(config, provenance=provenance)
-    checkpoint.write(folder, profiled, weights, overwrite=True)
+    translator_folder.write(folder, profiled, weights, overwrite=True)

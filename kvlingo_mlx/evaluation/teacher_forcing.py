@@ -13,7 +13,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.models.language_model import LanguageModel
 
 BLOCK = 256  # tokens; at a vocabulary of 150k one block is 150 MB
 

@@ -10,16 +10,16 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.embedded.bundled import bundled, spelled
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
-from kvlingo_mlx.grading import GRADES, Receipt, recall_of
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample, other_tokenizer
-from kvlingo_mlx.states import KVStates
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import SIDES, Map, TranslatorConfig, maps_of
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import SIDES, Map, TranslatorConfig, maps_of
+from kvlingo_mlx.loading.grading import GRADES, Receipt, recall_of
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
@@ -54,7 +54,7 @@ def map_error(config: TranslatorConfig, weights: Weights, device: mx.Device) -> 
     with mx.stream(device):
         found = build(config, weights)(_probe_states(config)).states(len(config.target.layers))
         mx.eval(found.arrays)
-    expected = checkpoint.selftest(config, weights)
+    expected = translator_folder.selftest(config, weights)
     errors = []
     for m in maps_of(config):
         sides = SIDES if config.joint else (m.name.split(".")[0],)
@@ -75,7 +75,7 @@ def _probe_states(config: TranslatorConfig) -> KVStates:
         for side in SIDES
     }
     for m in maps_of(config):
-        values, begin = checkpoint.probe(m.inputs), 0
+        values, begin = translator_folder.probe(m.inputs), 0
         for side, s in _reads(m, config):
             layer = config.source.layers[s]
             copies = 1 if m.heads is None else layer.kv_heads

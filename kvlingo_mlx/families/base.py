@@ -14,9 +14,9 @@ from kvlingo_mlx.backend import mx, nn
 
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
-from kvlingo_mlx import misread
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.geometry import (
+from kvlingo_mlx.format import misread
+from kvlingo_mlx.format.geometry import (
     CacheGeometry,
     LayerGeometry,
     RopeSpec,

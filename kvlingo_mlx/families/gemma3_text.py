@@ -9,7 +9,7 @@ from typing import Any
 from kvlingo_mlx.backend import nn
 
 from kvlingo_mlx.families.base import Family, Finish, key_dim, period_setting
-from kvlingo_mlx.geometry import RopeSpec, configured_rope, spelled_out
+from kvlingo_mlx.format.geometry import RopeSpec, configured_rope, spelled_out
 
 
 class Gemma3(Family):

@@ -15,7 +15,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx, nn
 
 from kvlingo_mlx.families.base import Family, Finish
-from kvlingo_mlx.geometry import RopeSpec, configured_rope
+from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
 
 
 class Gemma4(Family):

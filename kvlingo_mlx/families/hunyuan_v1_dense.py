@@ -10,7 +10,7 @@ from kvlingo_mlx.backend import mx, nn
 
 from kvlingo_mlx.families.base import Finish
 from kvlingo_mlx.families.plain import Plain
-from kvlingo_mlx.geometry import RopeSpec
+from kvlingo_mlx.format.geometry import RopeSpec
 
 
 class Hunyuan(Plain):

@@ -14,7 +14,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx, nn
 
 from kvlingo_mlx.families.base import LATENT, Family
-from kvlingo_mlx.geometry import LayerGeometry, RopeSpec, configured_rope
+from kvlingo_mlx.format.geometry import LayerGeometry, RopeSpec, configured_rope
 
 
 @dataclass(frozen=True)

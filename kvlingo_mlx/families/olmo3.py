@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvlingo_mlx.families.plain import Plain
-from kvlingo_mlx.geometry import spelled_out
+from kvlingo_mlx.format.geometry import spelled_out
 
 
 class Olmo3(Plain):

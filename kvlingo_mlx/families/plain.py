@@ -17,7 +17,7 @@ from mlx_lm.models.smollm3 import NoPE
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import Family, Finish
-from kvlingo_mlx.geometry import RopeSpec, configured_rope
+from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
 
 SCALED = (
     rope_utils.DynamicNTKScalingRoPE,  # to be refused by name

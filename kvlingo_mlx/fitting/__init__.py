@@ -19,31 +19,37 @@ import numpy as np
 
 from kvlingo_mlx import __version__
 from kvlingo_mlx.arguments import checked
-from kvlingo_mlx.assignment import Assignment, by_depth, check_windows
-from kvlingo_mlx.capture import move, prefill
-from kvlingo_mlx.closed_form import Moments, check_tokens, moment_widths, shortage, solve_maps
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
 from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.attention import attention_mass
-from kvlingo_mlx.geometry import LayerGeometry
-from kvlingo_mlx.handover import check_capture
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import load_pair
-from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
-from kvlingo_mlx.pairing import check_positions
-from kvlingo_mlx.projections import facts_of_models
-from kvlingo_mlx.samples import Sample, read_jsonl, to_samples
-from kvlingo_mlx.selection import METHODS, Candidates, Tiles, candidates, choose, tile_bytes
-from kvlingo_mlx.states import KVStates
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import (
+from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.projections import facts_of_models
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import (
     SIDES,
     TranslatorConfig,
     capture_point,
     check_head_ratio,
     parse_assignment,
 )
+from kvlingo_mlx.loading.models import load_pair
+from kvlingo_mlx.loading.pairing import check_positions
+from kvlingo_mlx.models.capture import move, prefill
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.stage1.closed_form import (
+    Moments,
+    check_tokens,
+    moment_widths,
+    shortage,
+    solve_maps,
+)
+from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, norm_named, token_weights
+from kvlingo_mlx.stage1.selection import METHODS, Candidates, Tiles, candidates, choose, tile_bytes
+from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples
+from kvlingo_mlx.tokenization.two_tokenizers import check_capture
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 

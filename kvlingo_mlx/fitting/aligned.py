@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from kvlingo_mlx.backend import mx
 
-from kvlingo_mlx.capture import move, prefill
-from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates
+from kvlingo_mlx.models.capture import move, prefill
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.tokenization.two_tokenizers import Handover
 
 
 def aligned_states(

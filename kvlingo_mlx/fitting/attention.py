@@ -7,9 +7,9 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx.capture import move, tap, tap_keys_and_values, to_heads
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.models.capture import move, tap, tap_keys_and_values, to_heads
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
 
 SCORE_NUMBERS = 2**26  # most attention scores alive at once: 256 MB in float32
 

@@ -1,7 +1,7 @@
 """Prefill with one model, decode with another from the first one's cache as it is.
 
-The same three layers as in :mod:`kvlingo_mlx.generation`, but nothing is translated: the source
-reads the prompt as it always does, and its maps are laid at the target's queries.
+The same three layers as in :mod:`kvlingo_mlx.handover.generation`, but nothing is translated: the
+source reads the prompt as it always does, and its maps are applied to the target's queries.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.answers import AnswerReader
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
+from kvlingo_mlx.caches.memory import check_caches
+from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
-from kvlingo_mlx.generation import (
+from kvlingo_mlx.format.translator_config import unfoldable
+from kvlingo_mlx.handover.answers import AnswerReader
+from kvlingo_mlx.handover.fill import Clock, check_tokens
+from kvlingo_mlx.handover.generation import (
     Counts,
     GenerationResponse,
     Model,
@@ -31,18 +35,15 @@ from kvlingo_mlx.generation import (
     joined,
     with_prefix,
 )
-from kvlingo_mlx.hybrid import native_part
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.loading import find_translator, load_pair, resolve_translator
-from kvlingo_mlx.memory import check_caches
-from kvlingo_mlx.notes import tell_of_length
-from kvlingo_mlx.prompts import Prompt, as_ids, check_tools, encode
-from kvlingo_mlx.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
+from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.handover.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
+from kvlingo_mlx.loading.models import load_pair
+from kvlingo_mlx.loading.notes import tell_of_length
+from kvlingo_mlx.loading.translators import find_translator, resolve_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import Prompt, as_ids, check_tools, encode
 from kvlingo_mlx.threads import wired, working
-from kvlingo_mlx.transfer import Clock, check_tokens
-from kvlingo_mlx.translator_config import unfoldable
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.validation import room_for
 
 AnyTranslator = Translator | str | os.PathLike[str] | None
 

@@ -12,10 +12,10 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelErro
 from kvlingo_mlx.families.base import LATENT
 from kvlingo_mlx.folding.attention import Fold, Part, Rows, Side
 from kvlingo_mlx.folding.cache import FoldedCache
-from kvlingo_mlx.hybrid import native_part
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.pairing import check_pair
-from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, head_map_of, unfoldable
+from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig, head_map_of, unfoldable
+from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.loading.pairing import check_pair
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 
 # Tokens by which the new tokens' caches grow. mlx-lm's 256 in each of Gemma-3-12B's layers are a
@@ -68,7 +68,7 @@ def check_foldable(
 def check_whole(config: TranslatorConfig, native_layers: int | str | None = None) -> None:
     """Refuse to fold every layer where the target is to read some of them itself.
 
-    ``native_layers`` is as in :func:`kvlingo_mlx.hybrid.native_part`: None is what the
+    ``native_layers`` is as in :func:`kvlingo_mlx.handover.hybrid.native_part`: None is what the
     translator's own profile says, 0 folds every layer whatever that says.
 
     Raises:

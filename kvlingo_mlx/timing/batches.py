@@ -15,11 +15,12 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches, capture
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.states import KVStates
+from kvlingo_mlx import caches
+from kvlingo_mlx.handover.fill import translate_span
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.timing.paths import Paths, again
-from kvlingo_mlx.transfer import translate_span
 from kvlingo_mlx.translators.base import Translator
 
 PHASES = ("source_prefill", "native", "translate", "target_step", "switch")

@@ -16,11 +16,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.geometry import LayerGeometry
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.measure import seconds
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.translator_config import SIDES, flops_of
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.timing.paths import text_of
-from kvlingo_mlx.translator_config import SIDES, flops_of
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.products import Read
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvlingo_mlx.hybrid import Native, native_part
-from kvlingo_mlx.language_model import LanguageModel
+from kvlingo_mlx.handover.hybrid import Native, native_part
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, translation_work
 from kvlingo_mlx.timing.paths import DECODED
 from kvlingo_mlx.timing.tables import SPEEDS, Timing

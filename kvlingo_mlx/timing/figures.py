@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvlingo_mlx import pictures
-from kvlingo_mlx.measure import median
+from kvlingo_mlx.reporting import pictures
+from kvlingo_mlx.reporting.measure import median
 
 SHOWN = ("native", "switch", "eager_switch", "accelerator", "source_prefill")
 

@@ -19,14 +19,14 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.assignment import identity
 from kvlingo_mlx.folding import FoldedCache, fold_caches
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.measure import seconds
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format.assignment import identity
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import TranslatorConfig, maps_of
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.timing.geometries import FLOATS, GEOMETRIES, random_model, spec_of
 from kvlingo_mlx.timing.tables import Clock, summary
-from kvlingo_mlx.translator_config import TranslatorConfig, maps_of
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import LinearTranslator
 

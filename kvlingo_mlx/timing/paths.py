@@ -17,13 +17,15 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches, capture, cross_tokenizer
-from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.hybrid import Native
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.measure import seconds
-from kvlingo_mlx.states import KVStates
-from kvlingo_mlx.transfer import hand_over, take_over, translate_span
+from kvlingo_mlx import caches
+from kvlingo_mlx.handover import cross_tokenizer
+from kvlingo_mlx.handover.fill import hand_over, take_over, translate_span
+from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.reporting.measure import seconds
+from kvlingo_mlx.tokenization.two_tokenizers import Handover
 from kvlingo_mlx.translators.base import Translator
 
 MAX_WARM_UP = 5

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.measure import median
+from kvlingo_mlx.reporting.measure import median
 
 # Milliseconds of the paper's table app:tab:moespeed: Qwen3-4B to Qwen3-30B-A3B, bfloat16.
 _LENGTHS = (64, 128, 256, 512, 1024)

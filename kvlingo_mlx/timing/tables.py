@@ -15,8 +15,8 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.language_model import LanguageModel
-from kvlingo_mlx.measure import median, peak_bytes, seconds
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting.measure import median, peak_bytes, seconds
 from kvlingo_mlx.timing.batches import PHASES, Batch
 from kvlingo_mlx.timing.ceilings import (
     expert_layers,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from kvlingo_mlx import misread
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.geometry import RopeSpec
+from kvlingo_mlx.format import misread
+from kvlingo_mlx.format.geometry import RopeSpec
 from kvlingo_mlx.training.families import TorchFamily
 
 # YaRN's gain: transformers heeds both or none, mlx-lm one alone as well.

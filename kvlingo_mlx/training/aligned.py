@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvlingo_mlx.handover import Handover
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.tokenization.two_tokenizers import Handover
 from kvlingo_mlx.training.torch_model import States, TorchModel
 
 

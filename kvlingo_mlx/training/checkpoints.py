@@ -19,17 +19,17 @@ import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from kvlingo_mlx.atomic import sync_file
 from kvlingo_mlx.errors import KVLingoError
-
-if TYPE_CHECKING:
-    from kvlingo_mlx.training.distill import Distillation, Run
+from kvlingo_mlx.format.atomic import sync_file
+from kvlingo_mlx.training.distributed import Group
+from kvlingo_mlx.training.runs import Best, Run
+from kvlingo_mlx.training.torch_model import TorchModel
 
 VALIDATED, LATEST, BEST = "validated.safetensors", "latest.safetensors", "best.safetensors"
 LOG, DIVERGED = "log.jsonl", "diverged"
@@ -118,6 +118,23 @@ def differences(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[st
 # ---- a distillation ---------------------------------------------------------------------
 
 
+class Training(Protocol):
+    """What of a distillation is kept (:class:`~kvlingo_mlx.training.distill.Distillation`)."""
+
+    target: TorchModel
+    group: Group
+    runs: list[Run]
+    best: Best | None
+    curve: list[Mapping[str, Any]]
+    told: set[str]
+    step: int
+    tokens: int
+    seconds: float
+
+    def recall(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take the best translator so far from its file."""
+
+
 @dataclass(frozen=True)
 class Checkpoints:
     """The state of one distillation on disk.
@@ -128,7 +145,7 @@ class Checkpoints:
     folder: Path
     settings: Mapping[str, Any]
 
-    def restore(self, training: Distillation) -> bool:
+    def restore(self, training: Training) -> bool:
         """Continue from the last checkpoint; whether there is one.
 
         Raises:
@@ -154,7 +171,7 @@ class Checkpoints:
             (self.folder / DIVERGED).unlink(missing_ok=True)
         return newest is not None
 
-    def save(self, training: Distillation, entry: Mapping[str, object] | None = None) -> None:
+    def save(self, training: Training, entry: Mapping[str, object] | None = None) -> None:
         """Keep the state of this step; with an ``entry`` for the log, as a validated one.
 
         Raises:

@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
-from kvlingo_mlx import checkpoint, pictures
-from kvlingo_mlx.grading import said_of
-from kvlingo_mlx.samples import other_tokenizer
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.loading.grading import said_of
+from kvlingo_mlx.reporting import pictures
+from kvlingo_mlx.tokenization.samples import other_tokenizer
 from kvlingo_mlx.training import distributed, torch_model
 from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
-from kvlingo_mlx.training.distill import Recipe
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.pipeline import Progress, Training
 from kvlingo_mlx.training.plan import Plan, default_rate, reconstruction
+from kvlingo_mlx.training.recipe import Recipe
 
 SHOWN = 480  # samples of a run that its histogram is made of
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -120,7 +121,7 @@ def train(
         ValueError: A bad option, unusable data, or a destination that is not ours.
         KVLingoError: A model cannot be used, training diverged, or the disk is full.
     """
-    checkpoint.check_destination(out)
+    translator_folder.check_destination(out)
     # Bad options are refused before anything is loaded.
     rates = recipe["learning_rates"] or (default_rate(options.source, options.target),)
     stage2 = Recipe(**{**recipe, "learning_rates": rates})
@@ -191,12 +192,12 @@ def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Len
 
 def provenance(folder: Path) -> dict[str, Any]:
     """What a finished translator's folder says of its making."""
-    return dict(checkpoint.read_config(folder).provenance)
+    return dict(translator_folder.read_config(folder).provenance)
 
 
 def grade(folder: Path) -> str:
     """What a finished translator is worth by its receipt, in a line."""
-    return said_of(checkpoint.read_config(folder))
+    return said_of(translator_folder.read_config(folder))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

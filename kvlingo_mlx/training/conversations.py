@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvlingo_mlx.samples import Sample, check_record, encode_plain, tokenise, with_text
+from kvlingo_mlx.tokenization.samples import Sample, check_record, encode_plain, tokenise, with_text
 
 Message = dict[str, str]
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.renderings import front
-from kvlingo_mlx.samples import Sample, encode_plain
+from kvlingo_mlx.tokenization.renderings import front
+from kvlingo_mlx.tokenization.samples import Sample, encode_plain
 from kvlingo_mlx.training.conversations import (
     boilerplate,
     excerpt,

@@ -13,11 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.aligned import paired_states
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoints
 from kvlingo_mlx.training.distributed import Group
@@ -29,129 +28,16 @@ from kvlingo_mlx.training.gradients import (
 )
 from kvlingo_mlx.training.interruption import Interruption
 from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.runs import Best, Run
 from kvlingo_mlx.training.torch_model import TorchModel
-from kvlingo_mlx.training.translator import TorchTranslator
 from kvlingo_mlx.training.watch import complaints
-from kvlingo_mlx.translator_config import TranslatorConfig
 
 
 class Samples(Protocol):
     """Where training reads: a sample is a function of its index alone."""
 
     def sample(self, index: int) -> Sample: ...
-
-
-def require(
-    what: str, value: float, low: float, high: float = math.inf, *, strict: bool = False
-) -> None:
-    """Refuse (ValueError) a number that is not finite or not from ``low`` to ``high``.
-
-    ``strict`` refuses ``low`` itself.
-    """
-    if math.isfinite(value) and low <= value <= high and not (strict and value == low):
-        return
-    least = f"more than {low:g}" if strict else f"at least {low:g}"
-    most = "" if math.isinf(high) else f" and at most {high:g}"
-    raise ValueError(f"{what}: {value:g}, expected {least}{most}")
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How stage 2 runs; the defaults are the paper's.
-
-    Attributes:
-        steps: Optimizer steps.
-        batch: Conversations a step.
-        learning_rates: One translator is trained for each.
-        objective: ``kl``, ``ce``, ``mixed``, or ``reconstruction`` (an MLP's stage 1).
-        ce_weight: Weight of the cross-entropy in ``mixed``.
-        warmup: Share of the steps over which the rate rises.
-        clip: Largest norm of a step's gradient.
-        validate_every: Steps between two looks at the held-out conversations.
-    """
-
-    steps: int = 5000
-    batch: int = 8
-    learning_rates: tuple[float, ...] = (1e-4,)
-    objective: str = "kl"
-    ce_weight: float = 1.0
-    warmup: float = 0.05
-    clip: float = 1.0
-    validate_every: int = 250
-
-    def __post_init__(self) -> None:
-        require("stage 2's steps (--steps)", self.steps, 0)
-        require("conversations a step (--batch-size)", self.batch, 1)
-        require("steps between two validations (--val-every)", self.validate_every, 1)
-        require("the weight of the cross-entropy (--ce-weight)", self.ce_weight, 0)
-        require("the share of steps over which the rate rises (warmup)", self.warmup, 0, 1)
-        require("the largest gradient norm (clip)", self.clip, 0, strict=True)
-        require("the number of learning rates (--lr)", len(self.learning_rates), 1)
-        for rate in self.learning_rates:
-            require("a learning rate (--lr)", rate, 0, strict=True)
-
-    def rate_factor(self, step: int) -> float:
-        """The share of the peak rate at a step (from 0): linear warm-up, then cosine to 0."""
-        rise = max(1, round(self.warmup * self.steps))
-        if step < rise:
-            return (step + 1) / rise
-        done = (step - rise) / max(1, self.steps - rise)
-        return 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-@dataclass
-class Run:
-    """One translator in training.
-
-    ``diverged_at`` is the step at which its loss, there or on the held-out conversations,
-    stopped being a number, if it did; it takes no step after that. ``kl_sum`` and ``kl_steps`` are
-    of the steps since the last look.
-    """
-
-    rate: float
-    translator: TorchTranslator
-    optimizer: torch.optim.AdamW
-    held_out: float = math.inf
-    diverged_at: int | None = None
-    loss: float = math.nan
-    kl: float = math.nan
-    kl_sum: float = 0.0
-    kl_steps: int = 0
-
-    @property
-    def train_kl(self) -> float:
-        """The mean KL of the steps since the last look at the held-out conversations."""
-        return self.kl_sum / self.kl_steps if self.kl_steps else math.nan
-
-    @classmethod
-    def start(cls, rate: float, translator: TorchTranslator) -> Run:
-        """A run before its first step."""
-        optimizer = torch.optim.AdamW(list(translator.tensors.values()), lr=rate, weight_decay=0.0)
-        return cls(rate, translator, optimizer)
-
-    def update(self, step: int, recipe: Recipe) -> None:
-        """One clipped AdamW step on the gradients at hand."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * recipe.rate_factor(step)
-        torch.nn.utils.clip_grad_norm_(self.translator.tensors.values(), recipe.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-
-@dataclass(frozen=True)
-class Best:
-    """The translator of lowest held-out KL so far (or reconstruction error), on the CPU."""
-
-    rate: float
-    step: int
-    held_out: float
-    tensors: Mapping[str, torch.Tensor]
-
-    @classmethod
-    def of(cls, run: Run, step: int) -> Best:
-        """What a run is now; a copy, since training goes on."""
-        copies = {n: t.detach().cpu().clone() for n, t in run.translator.tensors.items()}
-        return cls(run.rate, step, run.held_out, copies)
 
 
 @dataclass(frozen=True)
@@ -386,13 +272,3 @@ class Distillation:
         run = self.leading()
         pace = self.tokens / max(self.seconds, 1e-9)
         return Report(self.step, run.loss, run.kl, run.held_out, pace, self.seconds)
-
-
-def start_runs(
-    config: TranslatorConfig,
-    arrays: Mapping[str, np.ndarray],
-    rates: Sequence[float],
-    device: torch.device,
-) -> list[Run]:
-    """A run for each learning rate, all from the same tensors."""
-    return [Run.start(rate, TorchTranslator.from_arrays(config, arrays, device)) for rate in rates]

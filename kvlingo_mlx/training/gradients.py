@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import DynamicCache
 
-from kvlingo_mlx.samples import Sample
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.aligned import translated_rows
 from kvlingo_mlx.training.objectives import Loss, Objective, loss_of
 from kvlingo_mlx.training.torch_model import States, TorchModel

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.samples import encode_plain
+from kvlingo_mlx.tokenization.samples import encode_plain
 from kvlingo_mlx.training.conversations import Message, normalise, replies
 from kvlingo_mlx.training.mixture import key_of, shuffled
 from kvlingo_mlx.training.records import Source, Spec, open_source

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvlingo_mlx.samples import MAX_CONTINUATION, MAX_PREFIX
+from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX
 
 Kind = Literal["natural", "packed", "text"]
 Range = tuple[int, int]

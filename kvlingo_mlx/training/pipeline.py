@@ -17,15 +17,19 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from kvlingo_mlx import __version__, checkpoint
-from kvlingo_mlx.assignment import Assignment, narrow_groups
-from kvlingo_mlx.closed_form import shortage
+from kvlingo_mlx import __version__
 from kvlingo_mlx.errors import MalformedTranslatorError
-from kvlingo_mlx.geometry import canonical_json
-from kvlingo_mlx.projections import facts_of_models
-from kvlingo_mlx.samples import Sample
-from kvlingo_mlx.selection import METHODS
-from kvlingo_mlx.tensor_file import Weights
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.assignment import Assignment, narrow_groups
+from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.projections import facts_of_models
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import (
+    TranslatorConfig,
+)
+from kvlingo_mlx.stage1.closed_form import shortage
+from kvlingo_mlx.stage1.selection import METHODS
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training import stage1
 from kvlingo_mlx.training.checkpoints import (
     KEEP_EVERY,
@@ -35,17 +39,16 @@ from kvlingo_mlx.training.checkpoints import (
     read_facts,
     write_state,
 )
-from kvlingo_mlx.training.distill import Best, Distillation, Recipe, Report, start_runs
+from kvlingo_mlx.training.distill import Distillation, Report
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.interruption import Interruption, postponed
 from kvlingo_mlx.training.plan import Plan, make_config
 from kvlingo_mlx.training.receipt import receipt
+from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.runs import Best, start_runs
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp
 from kvlingo_mlx.training.watch import complaints
-from kvlingo_mlx.translator_config import (
-    TranslatorConfig,
-)
 
 
 class Data(Protocol):
@@ -89,8 +92,8 @@ class Training:
         Raises:
             ValueError: ``out`` holds something else, and ``force`` is off.
         """
-        checkpoint.check_destination(self.out)
-        there = (self.out / checkpoint.CONFIG_FILE).exists()
+        translator_folder.check_destination(self.out)
+        there = (self.out / translator_folder.CONFIG_FILE).exists()
         if self.force or not there:
             return False
         if not self._is_ours(make_config(self.source, self.target, self.plan)):
@@ -195,7 +198,9 @@ class Training:
     def _is_ours(self, config: TranslatorConfig) -> bool:
         """Whether ``out`` holds a translator of a training of these settings."""
         try:
-            return checkpoint.read_config(self.out).provenance.get("run") == self._identity(config)
+            return translator_folder.read_config(self.out).provenance.get("run") == self._identity(
+                config
+            )
         except MalformedTranslatorError:
             return False
 
@@ -395,7 +400,7 @@ class Training:
             {name: np.asarray(a, np.float32) for name, a in arrays.items()}, "float32"
         )
         with disk_errors(f"the translator {self.out.name}", self.out.parent):
-            checkpoint.write(self.out, config, weights, overwrite=overwrite)
+            translator_folder.write(self.out, config, weights, overwrite=overwrite)
 
 
 def _arrays(best: Best) -> dict[str, np.ndarray]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kvlingo_mlx.assignment import by_depth, check_windows
-from kvlingo_mlx.handover import check_capture, check_layers
-from kvlingo_mlx.norms import norm_named
-from kvlingo_mlx.selection import METHODS
-from kvlingo_mlx.training.distill import Recipe, require
-from kvlingo_mlx.training.objectives import objective_named
-from kvlingo_mlx.training.torch_model import TorchModel
-from kvlingo_mlx.translator_config import (
+from kvlingo_mlx.format.assignment import by_depth, check_windows
+from kvlingo_mlx.format.translator_config import (
     CAPTURES,
     KINDS,
     TranslatorConfig,
     capture_point,
     check_head_ratio,
 )
+from kvlingo_mlx.stage1.norms import norm_named
+from kvlingo_mlx.stage1.selection import METHODS
+from kvlingo_mlx.tokenization.two_tokenizers import check_capture, check_layers
+from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.recipe import Recipe, require
+from kvlingo_mlx.training.torch_model import TorchModel
 
 # Best rates of the paper's linear translators, head-mixing (table "lrs"), by the two models'
 # names without their owner.

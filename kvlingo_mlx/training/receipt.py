@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from kvlingo_mlx.embedded.bundled import bundled, spelled
-from kvlingo_mlx.grading import Receipt, recall_of
-from kvlingo_mlx.samples import Sample, other_tokenizer
+from kvlingo_mlx.loading.grading import Receipt, recall_of
+from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
 from kvlingo_mlx.training.gradients import conversation_loss, read
 from kvlingo_mlx.training.objectives import Loss, loss_of, objective_named
 from kvlingo_mlx.training.torch_model import TorchModel
@@ -19,7 +19,7 @@ from kvlingo_mlx.training.translator import TorchTranslator
 def receipt(
     source: TorchModel, target: TorchModel, translator: TorchTranslator
 ) -> dict[str, Any] | None:
-    """What a provenance keeps (:class:`kvlingo_mlx.grading.Receipt`); None if no prompt fits.
+    """A :class:`~kvlingo_mlx.loading.grading.Receipt` for a provenance; None if no prompt fits.
 
     Measured as the translator was trained: the target reads its own ``native_layers``, which the
     receipt names, since a profile may choose others later.

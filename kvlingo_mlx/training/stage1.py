@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvlingo_mlx.assignment import Assignment
-from kvlingo_mlx.closed_form import Moments, check_tokens, moment_widths, solve_maps
-from kvlingo_mlx.norms import ATTENTION_NORMS, norm_named, token_weights
-from kvlingo_mlx.samples import Sample
-from kvlingo_mlx.selection import Tiles, assignment_of, candidates, choose
+from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.format.translator_config import SIDES, Map, TranslatorConfig, maps_of
+from kvlingo_mlx.stage1.closed_form import Moments, check_tokens, moment_widths, solve_maps
+from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, norm_named, token_weights
+from kvlingo_mlx.stage1.selection import Tiles, assignment_of, candidates, choose
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.aligned import paired_states, paired_weights
 from kvlingo_mlx.training.torch_model import States, TorchModel, tapped
-from kvlingo_mlx.translator_config import SIDES, Map, TranslatorConfig, maps_of
 
 PARTS = ("xx", "xy", "yy")
 SCORE_NUMBERS = 2**28  # most attention scores alive at once: 1 GB in float32
@@ -26,7 +26,7 @@ Progress = Callable[[int], None]
 
 
 class TorchMoments:
-    """The sums of :class:`kvlingo_mlx.closed_form.Moments`, in float64 on a device."""
+    """The sums of :class:`kvlingo_mlx.stage1.closed_form.Moments`, in float64 on a device."""
 
     def __init__(self, input_width: int, output_width: int, device: torch.device) -> None:
         shapes = (input_width, input_width), (input_width, output_width), (output_width,)

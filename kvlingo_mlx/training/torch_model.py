@@ -18,16 +18,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PretrainedConfig
 from transformers.utils import logging
 
-from kvlingo_mlx.checkpoint import probe
 from kvlingo_mlx.embedded import MODELS
 from kvlingo_mlx.errors import KVLingoError, MissingModelError
-from kvlingo_mlx.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
-from kvlingo_mlx.hub import MODEL_FILES, SMALL_FILES, resolve
-from kvlingo_mlx.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
+from kvlingo_mlx.format.geometry import CacheGeometry, norms_fingerprint, vocabulary_fingerprint
+from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
+from kvlingo_mlx.format.translator_config import ModelSpec
+from kvlingo_mlx.format.translator_folder import probe
+from kvlingo_mlx.loading.hub import MODEL_FILES, SMALL_FILES, resolve
 from kvlingo_mlx.training.agreement import check_agreement
 from kvlingo_mlx.training.families import POINTS, TorchFamily, family_of
 from kvlingo_mlx.training.families.base import Positions
-from kvlingo_mlx.translator_config import ModelSpec
 
 # What is read from a config.json; transformers would fill in defaults of its own.
 NEEDED = ("model_type", "rms_norm_eps", "vocab_size", "max_position_embeddings")

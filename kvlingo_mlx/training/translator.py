@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from kvlingo_mlx.tensor_file import DType, Weights
+from kvlingo_mlx.format.tensor_file import DType, Weights
+from kvlingo_mlx.format.translator_config import SIDES, Map, TranslatorConfig, head_map_of, maps_of
 from kvlingo_mlx.training.torch_model import States
-from kvlingo_mlx.translator_config import SIDES, Map, TranslatorConfig, head_map_of, maps_of
 
 GATE_START = 4.0  # sigmoid(4) = 0.98 (appendix "Training protocol", MLP translators)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib
 
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import TranslatorConfig
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.quantised import check_bits, check_fits
 

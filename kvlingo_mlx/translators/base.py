@@ -14,13 +14,13 @@ from kvlingo_mlx.backend import mx, on_gpu
 
 import numpy as np
 
-from kvlingo_mlx import checkpoint
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import IncompatibleTranslatorError
-from kvlingo_mlx.states import KVStates, LayerGroup, TranslatedStates
-from kvlingo_mlx.tensor_file import DType, Weights
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import DType, Weights
+from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig, flops_of, head_map_of
+from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.translator_config import SIDES, TranslatorConfig, flops_of, head_map_of
 from kvlingo_mlx.translators.products import Group, Read, plan
 from kvlingo_mlx.translators.quantised import Quantised
 
@@ -176,13 +176,13 @@ class Translator(ABC):
 
     @cached_property
     def digest(self) -> str:
-        """Sha256 of what it computes (:func:`kvlingo_mlx.checkpoint.digest`).
+        """Sha256 of what it computes (:func:`kvlingo_mlx.format.translator_folder.digest`).
 
         Of a quantised one, what its matrices stand for, however this machine cuts them.
         """
         quantised = self.bits is not None
         weights = Weights("float32", self.floats()) if quantised else self.to_weights()
-        return checkpoint.digest(self.config, weights, self.bits)
+        return translator_folder.digest(self.config, weights, self.bits)
 
     @property
     def name(self) -> str:
@@ -216,7 +216,7 @@ class Translator(ABC):
             ValueError: ``folder`` exists and is not a translator of ours, or is another one and
                 ``overwrite`` is off; or this one is quantised.
         """
-        return checkpoint.write(folder, self.config, self.to_weights(), overwrite=overwrite)
+        return translator_folder.write(folder, self.config, self.to_weights(), overwrite=overwrite)
 
 
 def _start(group: Group, states: KVStates, first: Sequence[int] | None) -> int:

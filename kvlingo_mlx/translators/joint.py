@@ -11,8 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import SIDES, TranslatorConfig
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig
 from kvlingo_mlx.translators.linear import LinearTranslator
 
 

@@ -33,8 +33,8 @@ from kvlingo_mlx.backend import mx, on_gpu
 
 import numpy as np
 
-from kvlingo_mlx.tensor_file import Weights
-from kvlingo_mlx.translator_config import MATRICES, SIDES, TranslatorConfig, head_map_of
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import MATRICES, SIDES, TranslatorConfig, head_map_of
 from kvlingo_mlx.translators.quantised import Quantised, fits
 
 Read = tuple[str, int]  # a side and a source layer

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvlingo_mlx.geometry import CacheGeometry, LayerGeometry, RopeSpec, configured_rope
+from kvlingo_mlx.format.geometry import CacheGeometry, LayerGeometry, RopeSpec, configured_rope
 
 POINTS = ("pre_norm", "post_norm", "post_rope")
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.geometry import RopeSpec, configured_rope, layer_period
+from kvlingo_mlx.format.geometry import RopeSpec, configured_rope, layer_period
 from kvlingo_mlx.training.families.base import TorchFamily
 
 

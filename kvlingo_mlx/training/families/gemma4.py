@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kvlingo_mlx.geometry import RopeSpec, configured_rope
+from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
 from kvlingo_mlx.training.families.base import Positions, TorchFamily, places
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"

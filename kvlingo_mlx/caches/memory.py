@@ -1,0 +1,125 @@
+"""Whether models, a translator and caches fit into memory, asked before anything is read.
+
+What is needed is counted low (weights as they are stored, caches of the prompt alone, nothing of
+what a computation takes on its way), so that what is refused could not have run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from kvlingo_mlx.backend import mx, on_gpu
+
+from mlx.utils import tree_reduce
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.errors import NotEnoughMemoryError
+from kvlingo_mlx.models.language_model import LanguageModel
+
+LIMIT = "KVLINGO_MEMORY_LIMIT"  # GB that arrays may take instead of what is found; 0: no limit
+# What MLX calls it on Metal, and on other GPUs.
+GPU_KEYS = ("max_recommended_working_set_size", "total_memory", "memory_size")
+# Of a container, as it sees itself: versions 2 and 1.
+CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def check(parts: Mapping[str, int]) -> None:
+    """Refuse what takes more memory than there is.
+
+    Args:
+        parts: Bytes by what they are for, in words.
+
+    Raises:
+        NotEnoughMemoryError: With what is needed and what there is.
+        ValueError: ``KVLINGO_MEMORY_LIMIT`` is no number.
+    """
+    there, needed = free(), sum(parts.values())
+    if there is None or needed <= there:
+        return
+    listed = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
+    raise NotEnoughMemoryError(
+        f"{_size(needed)} of memory are needed ({listed}), and {_size(there)} are there; take "
+        "models of fewer bits (`mlx_lm.convert -q`) or a shorter prompt, end other programs, or "
+        f"set {LIMIT}=0 to try all the same"
+    )
+
+
+def free() -> int | None:
+    """Bytes that arrays may yet take on the default device; None where nobody knows."""
+    if LIMIT in os.environ:
+        limit = _given(os.environ[LIMIT])
+    elif on_gpu():
+        info = mx.device_info()
+        limit = next((int(info[key]) for key in GPU_KEYS if key in info), None)
+    else:
+        return _available()
+    return None if limit is None else max(0, limit - mx.get_active_memory())
+
+
+def weights_bytes(model: LanguageModel) -> int:
+    """Bytes of a model's weights, read or not."""
+    return tree_reduce(lambda total, array: total + array.nbytes, model.model.parameters(), 0)
+
+
+def cache_bytes(model: LanguageModel, num_tokens: int) -> int:
+    """Bytes of a model's cache of so many tokens; a window holds no more than its own."""
+    numbers, of_shape = 0, {}
+    for index, layer in enumerate(model.geometry.layers):
+        shape = layer.attention, layer.kv_heads, layer.key_dim, layer.value_dim
+        if shape not in of_shape:
+            of_shape[shape] = sum(h * width for h, width in caches.stored_shape(model, index))
+        numbers += of_shape[shape] * min(num_tokens, layer.window or num_tokens)
+    return numbers * model.cache_dtype.size
+
+
+def check_caches(models: Iterable[LanguageModel], num_tokens: int) -> None:
+    """Refuse a prompt whose caches do not fit beside what is loaded.
+
+    Raises:
+        NotEnoughMemoryError: With what is needed and what there is.
+    """
+    needed = sum(cache_bytes(model, num_tokens) for model in models)
+    check({caches_of(num_tokens): needed})
+
+
+def caches_of(num_tokens: int) -> str:
+    """What a prompt's caches are called in a refusal."""
+    return f"caches of {num_tokens} tokens"
+
+
+def _given(text: str) -> int | None:
+    try:
+        gigabytes = float(text)
+    except ValueError:
+        gigabytes = math.nan
+    if not 0 <= gigabytes < 1e9:
+        raise ValueError(f"{LIMIT} is {text!r}; give a number of gigabytes, or 0 for no limit")
+    return int(gigabytes * 1e9) or None
+
+
+def _available() -> int:
+    """Main memory that can be had without swapping; of a container, what it may have."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    for path in CGROUPS:
+        text = _text(path).strip()
+        if text.isdecimal():  # "max" is none
+            limits.append(int(text))
+    found = max(0, min(limits) - mx.get_active_memory())
+    for line in _text("/proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            found = min(found, int(line.split()[1]) * 1024)
+    return found
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:  # macOS, or no such container
+        return ""
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

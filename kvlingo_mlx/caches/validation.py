@@ -1,0 +1,103 @@
+"""What a cache and a prompt must be before a model goes on from them; always checked.
+
+MLX and mlx-lm check none of it: a cache that lacks a layer, ends at another position or has
+another dtype decodes, fluently perhaps, and wrong. Only facts of arrays are looked at here, so it
+costs microseconds a layer; ``KVLINGO_DEBUG=1`` also looks at every number.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.errors import CacheError
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.models.language_model import LanguageModel
+
+
+def validate_cache(cache: Sequence[Any], model: LanguageModel, num_tokens: int) -> None:
+    """Refuse a cache that does not hold ``num_tokens`` tokens of one sequence for ``model``.
+
+    Args:
+        cache: Stock mlx-lm caches, one a cache layer.
+        model: The model that is to go on from it.
+        num_tokens: Tokens that every layer must hold, those that a window has passed included.
+
+    Raises:
+        CacheError: With the layer, what was found in it and what was expected.
+    """
+    layers = model.geometry.layers
+    if len(cache) != len(layers):
+        raise CacheError(
+            f"the cache has {len(cache)} layers, expected {len(layers)} of {model.name}; make it "
+            "anew with hand_over"
+        )
+    for index, (held, layer) in enumerate(zip(cache, layers, strict=True)):
+        if found := _difference(held, model, index, num_tokens):
+            raise CacheError(
+                f"layer {layer.layer} of the cache for {model.name}: {found}; make the cache anew "
+                "with hand_over"
+            )
+    if os.environ.get("KVLINGO_DEBUG") and (place := first_bad(cache, model)):
+        raise CacheError(f"the cache for {model.name} holds NaN or Inf, first in {place}")
+
+
+def _difference(held: Any, model: LanguageModel, index: int, num_tokens: int) -> str | None:
+    """What of one layer's cache is not as it must be, in words, or None."""
+    layer = model.geometry.layers[index]
+    if not caches.is_stock(held, layer.window):
+        kind = "a RotatingKVCache of its window" if layer.window else "a KVCache"
+        return f"it is a {type(held).__name__}, expected {kind}"
+    if held.offset != num_tokens:
+        return f"it ends at position {held.offset}, expected {num_tokens}"
+    if not num_tokens:
+        return None
+    if held.keys is None or held.values is None:
+        return f"it is empty, expected {num_tokens} tokens"
+    shapes = zip(caches.stored_shape(model, index), (held.keys, held.values), strict=True)
+    held_entries = getattr(held, "entries", num_tokens)  # those of two tokenizers: not one a token
+    for side, ((heads, width), array) in zip(caches.SIDES, shapes, strict=True):
+        if found := _of_array(array, model, layer, (heads, width), held_entries):
+            return f"its {side} {found}"
+    return None
+
+
+def _of_array(
+    array: mx.array,
+    model: LanguageModel,
+    layer: LayerGeometry,
+    form: tuple[int, int],
+    num_tokens: int,
+) -> str | None:
+    heads, width = form
+    fewest = min(num_tokens, layer.window or num_tokens)
+    if array.ndim != 4 or (array.shape[0], array.shape[1], array.shape[3]) != (1, heads, width):
+        return f"have shape {array.shape}, expected (1, {heads}, {fewest} or more, {width})"
+    if array.shape[2] < fewest:
+        return f"have room for {array.shape[2]} tokens, expected {fewest} or more"
+    if array.dtype != model.cache_dtype:
+        return f"are {array.dtype}, expected {model.cache_dtype}"
+    return None
+
+
+def first_bad(cache: Sequence[Any], model: LanguageModel) -> str | None:
+    """Where a cache first holds a number that is none, in words, or None; reads all of it."""
+    for held, layer in zip(cache, model.geometry.layers, strict=False):
+        for side in caches.SIDES:
+            array = getattr(held, side, None)
+            if isinstance(array, mx.array) and not mx.isfinite(array).all().item():
+                return f"layer {layer.layer}'s {side}"
+    return None
+
+
+def room_for(model: LanguageModel, num_tokens: int, max_tokens: int) -> int:
+    """Tokens that a model can add to a prompt: ``max_tokens`` (-1: no limit), or its context's.
+
+    The last token of all need not be run, so one more than the context has room for can be had.
+    """
+    room = model.context_length + 1 - num_tokens
+    return room if max_tokens == -1 else min(max_tokens, room)

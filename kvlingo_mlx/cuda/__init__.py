@@ -1,0 +1,1 @@
+"""A translation on an NVIDIA GPU, timed: PyTorch and Triton."""

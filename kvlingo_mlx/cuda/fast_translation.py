@@ -1,0 +1,188 @@
+"""A linear translator applied to a whole prefix at once, straight into the target's cache.
+
+For a GPU: maps of all layers lie stacked, so a product is one for many layers; k_norm, RoPE, cast
+and the cache's layout are one kernel; nothing is allocated beside a small buffer. Without Triton
+(:mod:`.kernels`) the same is done in plain PyTorch, which is also what the kernels are tested
+against. Forward only; training translates layer by layer (:mod:`.translator`).
+
+Legend: Ls source layers, L target layers, T tokens, Hs and H KV heads, Ds and D head widths.
+
+    states in     (Ls, T, Hs * Ds), as projections write them, or (Ls, Hs, T, Ds), as caches do
+    caches out    (L, H, capacity, D), written at positions start to start + T
+    maps          (L, H, nu * Hs * Ds, D); head-wise (L, H, nu * Ds, D)
+
+All layers of a model must be alike, as Qwen3's and Llama's are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import torch
+
+from kvlingo_mlx.cuda.finish import Finish, finish_of
+from kvlingo_mlx.cuda.maps import Cut, Maps, stacked_maps
+from kvlingo_mlx.cuda.memory import Memory, alike
+from kvlingo_mlx.cuda.products import MIN_WIDTH, fused, products
+from kvlingo_mlx.cuda.tile import Tile
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig
+from kvlingo_mlx.training.families import TorchFamily
+from kvlingo_mlx.training.families.llama import Llama
+from kvlingo_mlx.training.torch_model import TorchModel
+
+# torch: products, then the rest in plain PyTorch. products: the same, the rest one kernel.
+# fused: everything one kernel a side.
+METHODS = ("torch", "products", "fused")
+
+
+@dataclass(frozen=True)
+class FastTranslation:
+    """A linear translator laid out for whole prefixes; see the module's legend.
+
+    Attributes:
+        keys: Maps of the keys.
+        values: Maps of the values.
+        finish: What becomes of translated keys; None where they are captured after RoPE.
+    """
+
+    keys: Maps
+    values: Maps
+    finish: Finish | None
+
+    @classmethod
+    def build(
+        cls,
+        config: TranslatorConfig,
+        tensors: Mapping[str, torch.Tensor],
+        target: TorchModel,
+        positions: int,
+        dtype: torch.dtype | None = None,
+    ) -> FastTranslation:
+        """Lay out a translator's tensors (by the format's names) on the target's device.
+
+        Args:
+            config: Its facts.
+            tensors: Its weights, and biases where it has them.
+            target: Whose norms and rotation its keys get.
+            positions: Tokens that the longest prefix has; cosines are worked out once.
+            dtype: Of states, maps and caches; default the target's.
+
+        Raises:
+            UnsupportedModelError: The layers of one of the models differ, or its family does
+                something else to its keys.
+            ValueError: The translator is not linear, or joint.
+        """
+        if config.kind != "linear" or config.joint:
+            raise ValueError(f"only linear maps a side can be stacked; this is {config.form}")
+        if config.alignment is not None:
+            raise ValueError(
+                "a whole prefix has one entry a token; this translator is between two tokenizers "
+                f"({config.alignment})"
+            )
+        if type(target.family) not in (TorchFamily, Llama):
+            raise UnsupportedModelError(
+                f"{target.name} ({target.geometry.model_type}) finishes its keys in a way of its "
+                "own; translate layer by layer"
+            )
+        for spec in (config.source, config.target):
+            alike(spec)
+        if len(set(target.geometry.rope)) > 1:
+            raise UnsupportedModelError(f"{target.name} has more than one rotation")
+        dtype = dtype or target.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        finish = None
+        if config.capture != "post_rope":
+            finish = finish_of(target, config.capture, positions, exact)
+        keys, values = (
+            stacked_maps(config, side, tensors, target.device, dtype, finish) for side in SIDES
+        )
+        return cls(keys, values, finish)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Those of ``METHODS`` that there are for these shapes on this device."""
+        fit = all(
+            dim >= MIN_WIDTH and dim & (dim - 1) == 0 and maps.width % MIN_WIDTH == 0
+            for maps in (self.keys, self.values)
+            for dim in maps.weight.shape[-1:]
+        )
+        weight = self.keys.weight
+        fit = fit and weight.dtype != torch.float64  # kernels count in float32
+        on_gpu = weight.device.type == "cuda" and find_spec("triton") is not None
+        return METHODS if fit and on_gpu else METHODS[:1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that maps and tables take."""
+        tables = () if self.finish is None else (self.finish.cos, self.finish.sin, self.finish.norm)
+        arrays = (self.keys.weight, self.keys.bias, self.values.weight, self.values.bias, *tables)
+        return sum(a.numel() * a.element_size() for a in arrays if a is not None)
+
+    @property
+    def flops_per_token(self) -> int:
+        """Floating-point operations of the products, as ``translator_config.flops_of`` counts."""
+        return 2 * (self.keys.weight.numel() + self.values.weight.numel())
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        memory: Memory,
+        start: int = 0,
+        *,
+        method: str | None = None,
+        cut: Cut | None = None,
+        tile: Tile | None = None,
+    ) -> None:
+        """Translate a span that begins at position ``start`` into ``memory``.
+
+        Args:
+            keys: The source's, at the translator's capture point; (Ls, T, Hs * Ds) or
+                (Ls, Hs, T, Ds). Head-mixing products copy the latter, chunk by chunk.
+            values: The same.
+            memory: Where to write; the rest of it is left alone.
+            start: Position of the first token.
+            method: One of :attr:`methods`; by default the last of them, but products where maps
+                mix heads.
+            cut: How products are cut.
+            tile: How the fused kernel is.
+
+        Raises:
+            ValueError: The span or the arrays do not fit, or the device has no such method.
+        """
+        there = self.methods
+        if method is None:
+            mixing = self.keys.heads is None
+            method = "products" if mixing and "products" in there else there[-1]
+        if method not in there:
+            raise ValueError(f"method is {method!r}; here it must be one of {', '.join(there)}")
+        end = start + keys.shape[-2]
+        positions = end if self.finish is None else len(self.finish.cos)
+        if start < 0 or end > min(memory.keys.shape[2], positions):
+            raise ValueError(
+                f"positions {start} to {end} are asked for; there is room for "
+                f"{memory.keys.shape[2]} and cosines for {positions}"
+            )
+        work = (
+            (self.keys, keys, memory.keys, self.finish),
+            (self.values, values, memory.values, None),
+        )
+        for maps, states, out, finish in work:
+            if states.ndim == 3:
+                states = states.unflatten(-1, (-1, maps.width)).transpose(1, 2)
+            span = out[:, :, start:end]
+            maps.check(states, span)
+            if method == "fused":
+                fused(maps, states, span, finish, start, tile)
+            else:
+                products(maps, states, span, finish, start, method, cut or Cut())
+
+
+# ---- layout --------------------------------------------------------------------------------
+
+
+# ---- translation ---------------------------------------------------------------------------

@@ -1,0 +1,71 @@
+"""What is done to translated keys: k_norm and RoPE, for whole prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.training.families import POINTS
+from kvlingo_mlx.training.torch_model import TorchModel
+
+
+@dataclass(frozen=True)
+class Finish:
+    """What is done to translated keys: k_norm and RoPE, whichever there are.
+
+    Attributes:
+        norm: (L, D), float32 at least, in pairs; None where the capture point is after it.
+        eps: Of the norm.
+        cos: (positions, D / 2), float32 at least.
+        sin: The same.
+    """
+
+    norm: torch.Tensor | None
+    eps: float
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+def finish_of(target: TorchModel, capture: str, positions: int, exact: torch.dtype) -> Finish:
+    attentions, norm, eps = target.attentions, None, 0.0
+    if capture == POINTS[0] and hasattr(attentions[0], "k_norm"):
+        weights = [attention.k_norm.weight.to(exact) for attention in attentions]
+        norm, eps = in_pairs(torch.stack(weights)), attentions[0].k_norm.variance_epsilon
+    places = torch.arange(positions, device=target.device)[None]
+    like = torch.empty(0, dtype=exact, device=target.device)
+    with torch.no_grad():
+        both = target.family.cosines(target.model, attentions[0], like, places)
+    cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in both)
+    if 2 * cos.shape[-1] != target.geometry.layers[0].key_dim:
+        raise UnsupportedModelError(f"{target.name} rotates a part of each key only")
+    return Finish(norm, eps, cos, sin)
+
+
+def table_of(finish: Finish, start: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return finish.cos[start : start + tokens], finish.sin[start : start + tokens]
+
+
+def finish_plainly(
+    out: torch.Tensor,
+    product: torch.Tensor,
+    norm: torch.Tensor | None,
+    eps: float,
+    table: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """k_norm, RoPE, cast and layout of keys in pairs, (G, T, H, D), into (G, H, T, D)."""
+    keys = product.to(table[0].dtype)
+    if norm is not None:
+        keys = keys * torch.rsqrt(keys.square().mean(-1, keepdim=True) + eps)
+        keys = keys * norm[:, None, None]
+    first, second = keys.unflatten(-1, (-1, 2)).transpose(1, 2).unbind(-1)
+    cos, sin = table
+    half = cos.shape[-1]
+    out[..., :half] = first * cos - second * sin
+    out[..., half:] = second * cos + first * sin
+
+
+def in_pairs(array: torch.Tensor) -> torch.Tensor:
+    """The last axis of (..., D) reordered: what RoPE turns together side by side."""
+    return array.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)

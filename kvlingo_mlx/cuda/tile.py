@@ -1,0 +1,15 @@
+"""How the fused kernel is cut; apart, since :mod:`.kernels` needs Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the fused kernel is cut: tokens and inputs at a time, warps, stages of its pipeline."""
+
+    tokens: int
+    inputs: int
+    warps: int
+    stages: int

@@ -1,0 +1,1 @@
+"""lm-eval's tasks, answered from translated caches."""

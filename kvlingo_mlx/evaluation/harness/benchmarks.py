@@ -1,0 +1,133 @@
+"""lm-eval's tasks under every condition, as :mod:`compare` has the tasks of our own."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from kvlingo_mlx.evaluation.compare import ALL, Outcome, Scored, Table
+from kvlingo_mlx.evaluation.error_bars import Mean, over_items, over_sets
+from kvlingo_mlx.evaluation.harness import running
+from kvlingo_mlx.evaluation.harness.judge import Ask, judge_answers
+from kvlingo_mlx.evaluation.lineup import Condition, identity_of
+from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.models.language_model import LanguageModel
+
+Progress = Callable[[str, int, int], None]
+Run = dict[str, Any]  # what harness.run returns
+
+
+def evaluate(
+    target: LanguageModel,
+    tasks: Sequence[str],
+    conditions: Sequence[Condition],
+    *,
+    judge: Callable[[], Ask] | None = None,
+    progress: Progress = lambda text, done, total: None,
+    **options: Any,
+) -> list[Outcome]:
+    """Run tasks under every condition; seeds of one are averaged item by item.
+
+    Args:
+        target: Who decodes.
+        tasks: Names of lm-eval's tasks or groups, or of ours for it.
+        conditions: Their names must differ.
+        judge: Makes the judge of free answers, once all are there.
+        progress: Called with what runs, and the requests done and known.
+        options: Of :func:`harness.run`.
+
+    Returns:
+        One outcome a task, then one a group.
+
+    Raises:
+        What :func:`harness.run` raises.
+    """
+    runs: dict[str, list[Run]] = {}
+    for condition in conditions:
+        facts = identity_of(target) | condition.identity
+        runs[condition.name] = [
+            running.run(
+                target, make, tasks, condition=canonical_json(facts | {"seed": seed}),
+                progress=partial(progress, condition.name), **options,
+            )
+            for seed, make in enumerate(condition.makers)
+        ]  # fmt: skip
+    if judge is not None:
+        ask = judge()
+        for name, found in runs.items():
+            tell = partial(progress, f"judging {name}")
+            runs[name] = [judge_answers(run, ask, progress=tell) for run in found]
+    first = runs[conditions[0].name][0]
+    outcomes = {}
+    for name in first["tasks"]:
+        seeds = {c: [run["tasks"][name] for run in found] for c, found in runs.items()}
+        outcomes[name] = _outcome(name, seeds)
+    groups = [_group(name, group["weights"], outcomes) for name, group in first["groups"].items()]
+    return [*outcomes.values(), *groups]
+
+
+def _outcome(name: str, runs: Mapping[str, Sequence[Run]]) -> Outcome:
+    """One task; ``runs`` has a result for each seed of each condition."""
+    items = {condition: _items(found) for condition, found in runs.items()}
+    tables = {condition: _table(found, items[condition]) for condition, found in runs.items()}
+    notes = tuple(
+        f"{name}, {condition}: {failed} of the judge's replies are no verdict and do not count"
+        for condition, found in runs.items()
+        if (failed := sum(run.get("malformed", 0) for run in found))
+    )
+    first = next(iter(runs.values()))[0]
+    length = statistics.median_low([item["prefix_tokens"] for item in first["items"]])
+    count, metrics = len(first["items"]), tuple(first["metrics"])
+    return Outcome(name, metrics, count, length, tables, items, notes)
+
+
+def _items(seeds: Sequence[Run]) -> list[Scored]:
+    """Items with the scores that every seed has as a number, averaged."""
+    scored = []
+    for same in zip(*(seed["items"] for seed in seeds), strict=True):
+        first = same[0]
+        scores = {
+            metric: math.fsum(item["scores"][metric] for item in same) / len(same)
+            for metric in first["scores"]
+            if all(isinstance(item["scores"].get(metric), float) for item in same)
+        }
+        name = str(first["id"])
+        scored.append(Scored(name, first.get("subset", ALL), first.get("cluster", name), scores))
+    return scored
+
+
+def _table(seeds: Sequence[Run], items: Sequence[Scored]) -> Table:
+    """Means over items where that is what every seed's score is, else the seeds' mean."""
+    means = {}
+    for metric in seeds[0]["metrics"]:
+        found = [seed["metrics"][metric] for seed in seeds]
+        scores = [item.scores[metric] for item in items if metric in item.scores]
+        values = [mean["value"] for mean in found]
+        if None in values:
+            means[metric] = Mean(math.nan, math.nan, 0)
+        elif all(mean["error"] is not None or mean["count"] == 1 for mean in found) and scores:
+            means[metric] = over_items(scores)
+        else:
+            means[metric] = Mean(math.fsum(values) / len(values), math.nan, len(items))
+    return {ALL: means}
+
+
+def _group(
+    name: str, weights: Mapping[str, Mapping[str, float]], outcomes: Mapping[str, Outcome]
+) -> Outcome:
+    """A weighted mean over tasks, whose items are disjoint sets."""
+    tables: dict[str, Table] = {}
+    for condition in next(iter(outcomes.values())).tables:
+        tables[condition] = {ALL: {
+            metric: over_sets(
+                [outcomes[task].tables[condition][ALL][metric] for task in shares],
+                list(shares.values()),
+            )
+            for metric, shares in weights.items()
+        }}  # fmt: skip
+    parts = [outcomes[task] for task in {task for shares in weights.values() for task in shares}]
+    length = statistics.median_low([part.prefix_tokens for part in parts])
+    return Outcome(name, tuple(weights), sum(p.count for p in parts), length, tables, {})

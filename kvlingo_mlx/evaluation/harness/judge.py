@@ -1,0 +1,190 @@
+"""A local model that judges answers, and what counts as a verdict (appendix "Evaluation data").
+
+Judging reads what :func:`kvlingo_mlx.evaluation.harness.running.run` returned, so the judge may be
+loaded after the models that answered were let go. A reply that is no verdict is counted apart
+and is never taken for a wrong answer.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from string import Formatter
+from typing import Any
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.generate import generate
+
+from kvlingo_mlx.evaluation.error_bars import Mean, over_items
+from kvlingo_mlx.evaluation.harness.judge_prompts import TEMPLATES
+from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
+from kvlingo_mlx.handover.generation import Model
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.models.prompts import encode
+
+Ask = Callable[[str], str]
+RATINGS = (1, 10)
+NO_ANSWER = "(the response is empty)"
+
+
+# ---- verdicts ------------------------------------------------------------------------------
+
+
+def rating(reply: str) -> float | None:
+    """The rating in a reply, "Rating: [[7]]"; None for anything but one number from 1 to 10."""
+    text = _bracketed(reply)
+    if text is None or not re.fullmatch(r"[0-9]{1,2}(\.[0-9]+)?", text):
+        return None
+    low, high = RATINGS
+    return float(text) if low <= float(text) <= high else None
+
+
+def yes_no(reply: str) -> float | None:
+    """1 for [[yes]], 0 for [[no]], None for anything else: an unbracketed word is no verdict."""
+    return {"yes": 1.0, "no": 0.0}.get((_bracketed(reply) or "").lower())
+
+
+def fraction(reply: str) -> float | None:
+    """The share in "Facts: [[2/3]]"; None unless it is a share of at least one."""
+    found = re.fullmatch(r"([0-9]{1,3})\s*/\s*([0-9]{1,3})", _bracketed(reply) or "")
+    if not found:
+        return None
+    part, whole = int(found[1]), int(found[2])
+    return part / whole if 0 < whole >= part else None
+
+
+def _bracketed(reply: str) -> str | None:
+    """What stands in double brackets, if that is one thing, said once or several times."""
+    found = {text.strip() for text in re.findall(r"\[\[([^\[\]]*)\]\]", reply)}
+    return found.pop() if len(found) == 1 else None
+
+
+VERDICTS: dict[str, Callable[[str], float | None]] = {
+    "rating": rating,
+    "yes_no": yes_no,
+    "fraction": fraction,
+}
+
+
+# ---- the judge -----------------------------------------------------------------------------
+
+
+class Judge:
+    """A model that answers judging prompts: greedily, with reasoning off.
+
+    Args:
+        model: A folder, a Hub id or a loaded model, with a chat template.
+        max_tokens: Most tokens of a reply; one that is cut off before its verdict has none.
+        responses: A file that keeps replies; those in it are not asked for again.
+    """
+
+    def __init__(
+        self, model: Model, *, max_tokens: int = 1024, responses: str | Path | None = None
+    ) -> None:
+        self.model, self.max_tokens = load(model), max_tokens
+        self.responses = Responses(None if responses is None else Path(responses))
+        self._facts = [self.model.name, self.model.revision, self.model.weights_fingerprint]
+
+    def __call__(self, prompt: str) -> str:
+        """The reply to one prompt.
+
+        Raises:
+            ValueError: The model has no chat template, or the prompt exceeds its context.
+        """
+        key = key_of("judge", self._facts, self.max_tokens, prompt)
+        if key not in self.responses:
+            self.responses.add(key, self._reply(prompt))
+        return self.responses[key]
+
+    def _reply(self, prompt: str) -> str:
+        model = self.model
+        tokens = encode(model, [{"role": "user", "content": prompt}], enable_thinking=False)
+        model.check_tokens(tokens)
+        text = generate(model.model, model.tokenizer, tokens, max_tokens=self.max_tokens)
+        end = model.tokenizer.think_end
+        return text.rpartition(end)[2] if end else text
+
+
+def judge_answers(
+    results: Mapping[str, Any],
+    judge: Ask,
+    *,
+    prompts: Mapping[str, str] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Have the answers that await a judge judged.
+
+    Args:
+        results: What ``harness.run`` returned, or that read back from JSON.
+        judge: Takes a prompt and returns a reply: a :class:`Judge`.
+        prompts: A benchmark's own prompts in place of ours, by their names in
+            ``judge_prompts.TEMPLATES``, with the same ``{places}``.
+        progress: Called with the answers judged and their number.
+
+    Returns:
+        A copy of ``results``. Each judged item has its score, or None where the reply was no
+        verdict, and the reply as ``judgement``; each judged task has its metric over the
+        verdicts, and the number of replies that were none as ``malformed``.
+
+    Raises:
+        ValueError: ``prompts`` names no prompt, or one lacks a place or has one too many.
+    """
+    unknown = sorted(set(prompts or {}) - set(TEMPLATES))
+    if unknown:
+        raise ValueError(
+            f"no judge prompt is called {unknown[0]}; there are {', '.join(TEMPLATES)}"
+        )
+    judged = copy.deepcopy(dict(results))
+    tasks = [t for t in judged["tasks"].values() if any(i.get("to_judge") for i in t["items"])]
+    total = sum(len(task["items"]) for task in tasks)
+    done = 0
+    for task in tasks:
+        for item in task["items"]:
+            _judge_item(item, judge, prompts or {})
+            done += 1
+            progress(done, total)
+        _summarise(task)
+    return judged
+
+
+def _judge_item(item: dict[str, Any], judge: Ask, prompts: Mapping[str, str]) -> None:
+    wanted = item["to_judge"]
+    template = TEMPLATES[wanted["template"]]
+    text = prompts.get(wanted["template"], template.text)
+    fields = {**wanted["fields"], "answer": item["answer"].strip() or NO_ANSWER}
+    if (places := _places(text)) is None or "answer" not in places or places - set(fields):
+        raise ValueError(
+            f"the judge prompt {wanted['template']} cannot be filled in: its places may be "
+            f"{', '.join(f'{{{name}}}' for name in fields)}, the last one must be, and other "
+            "braces are written twice"
+        )
+    reply = judge(text.format(**fields))
+    score = VERDICTS[template.verdict](reply)
+    if score is not None and wanted["expected"] == "no":
+        score = 1.0 - score
+    item["judgement"] = reply
+    item["scores"] = {template.metric: score}
+
+
+def _places(text: str) -> set[str] | None:
+    """The names of a prompt's places, None where it is malformed."""
+    try:
+        return {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+    except ValueError:
+        return None
+
+
+def _summarise(task: dict[str, Any]) -> None:
+    items = task["items"]
+    (metric,) = {name for item in items for name in item["scores"]}
+    valid = [item for item in items if item["scores"][metric] is not None]
+    task["malformed"] = len(items) - len(valid)
+    mean = Mean(math.nan, math.nan, 0)
+    if valid:
+        mean = over_items([item["scores"][metric] for item in valid])
+    task["metrics"] = {metric: mean.as_json()}
+    task["higher_is_better"] = {metric: True}

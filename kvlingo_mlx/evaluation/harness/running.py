@@ -1,0 +1,236 @@
+"""lm-eval's tasks with the prefix read by any condition: native, translated, a control.
+
+A task's contexts are prefixes (appendix "Evaluation data"): the condition makes their caches,
+the target scores or writes what follows. It needs the ``[eval]`` extra.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+import numpy as np
+
+from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.evaluation.conditions import CacheMaker
+from kvlingo_mlx.evaluation.harness.responses import Responses
+from kvlingo_mlx.evaluation.harness.tasks import NAMES
+from kvlingo_mlx.models.language_model import LanguageModel
+
+NOISY = ("lm_eval", "datasets", "huggingface_hub")
+
+
+def run(
+    target: LanguageModel,
+    make_cache: CacheMaker,
+    tasks: Sequence[str],
+    *,
+    condition: str,
+    limit: int | None = None,
+    items: Mapping[str, Sequence[int]] | None = None,
+    seed: int = 0,
+    num_fewshot: int | None = None,
+    apply_chat_template: bool | None = None,
+    enable_thinking: bool | None = None,
+    fewshot_as_multiturn: bool = True,
+    system_instruction: str | None = None,
+    max_gen_toks: int | None = None,
+    max_length: int | None = None,
+    include_path: str | Path | None = None,
+    data: Mapping[str, str | Path] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    responses: str | Path | None = None,
+    unsafe_code: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Evaluate one condition on tasks of lm-eval, of ours, or of the user's.
+
+    Args:
+        target: Who continues.
+        make_cache: How prefixes are read: one of :mod:`kvlingo_mlx.evaluation.conditions`.
+        tasks: Names of tasks, groups or tags; ours are ``harness.tasks.NAMES``.
+        condition: What ``make_cache`` is called. Kept responses are known by it, so it has to
+            tell apart whatever reads differently: put a translator's digest into it.
+        limit: Only the first so many items of each task.
+        items: Only these items (numbers from 0) of the tasks named; not with ``limit``.
+        seed: Of few-shot examples, of whatever a task draws, and of MT-Bench-101's turns.
+        num_fewshot: Examples shown; None: as the task has it. A task that has 0 keeps 0.
+        apply_chat_template: None: if the tokenizer has one.
+        enable_thinking: The template's reasoning switch; None leaves it to the template.
+        fewshot_as_multiturn: Examples as turns of the chat, not as one message.
+        system_instruction: A system message for every item.
+        max_gen_toks: Most tokens of a generated answer; None: as the task has it.
+        max_length: Most tokens of a context (and its scored continuation); default: the
+            target's context. Longer contexts lose their front. Give less where the model
+            that reads the prefix has a shorter context.
+        include_path: A folder of further task files.
+        data: Local files in place of the Hub's data, by the name of one of our tasks.
+        metadata: Passed to tasks that ask for it, such as RULER's ``max_seq_lengths``.
+        responses: A JSONL file that keeps every response as it comes. A later call with the
+            same file skips those requests, whether the first one ended or was interrupted.
+        unsafe_code: Allow tasks that run code the model wrote.
+        progress: Called with the requests done and those known so far.
+
+    Returns:
+        Plain data for JSON: ``condition``, ``target``, ``settings``, ``tasks`` and, where lm-eval
+        aggregates, ``groups``. A task has ``metrics`` (name to value, standard error over items
+        and count; the error is None where the score is no mean over items), ``higher_is_better``,
+        ``num_fewshot``, ``version`` and ``items``; a group has ``metrics`` and, by metric, the
+        ``weights`` of its tasks. An item has its ``id``, ``prefix_tokens``,
+        ``scores`` by metric and raw ``responses``; one of our tasks also ``cluster`` and
+        ``subset``, and where a judge is needed ``answer`` (no reasoning) and ``to_judge``:
+        pass the result to :func:`kvlingo_mlx.evaluation.harness.judge.judge_answers`. Metrics of a
+        named filter are called "metric,filter", as in lm-eval.
+
+    Raises:
+        MissingExtraError: lm-eval, or a module that a task needs, is not installed.
+        ValueError: A bad argument, or a task that does not exist (close matches are named).
+        KVLingoError: A task's data cannot be had or read, or the model gives no numbers.
+    """
+    _check_extra()
+    _check(tasks, condition, limit, items, data)
+    from lm_eval.evaluator import evaluate
+
+    from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
+    from kvlingo_mlx.evaluation.harness.results import collect
+    from kvlingo_mlx.evaluation.harness.task_loading import load_tasks
+
+    model = PrefixLM(
+        target,
+        make_cache,
+        condition=condition,
+        use_chat_template=apply_chat_template,
+        enable_thinking=enable_thinking,
+        max_gen_toks=max_gen_toks,
+        max_length=max_length,
+        responses=Responses(None if responses is None else Path(responses)),
+        progress=progress,
+    )
+    files = {name: str(path) for name, path in (data or {}).items()}
+    with _quiet(), _seeded(seed):
+        loaded = load_tasks(tasks, include_path, files, seed, metadata or {})
+        numbers = _check_tasks(loaded["tasks"], items or {}, unsafe_code)
+        for task in loaded["tasks"].values():
+            _set_examples(task, num_fewshot, seed)
+        evaluated = evaluate(
+            lm=model,
+            task_dict=loaded,
+            limit=limit,
+            samples=numbers or None,
+            bootstrap_iters=0,  # resampling starts processes; errors over items come after
+            system_instruction=system_instruction,
+            apply_chat_template=model.use_chat_template,
+            fewshot_as_multiturn=fewshot_as_multiturn,
+            confirm_run_unsafe_code=unsafe_code,
+        )
+    settings = {
+        "limit": limit, "items": numbers or None, "seed": seed, "num_fewshot": num_fewshot,
+        "apply_chat_template": model.use_chat_template, "enable_thinking": enable_thinking,
+        "fewshot_as_multiturn": fewshot_as_multiturn, "system_instruction": system_instruction,
+        "max_gen_toks": max_gen_toks, "max_length": model.max_length, "data": files,
+    }  # fmt: skip
+    found = collect(model, loaded, evaluated)
+    return {"condition": condition, "target": target.name, "settings": settings, **found}
+
+
+def _check_extra() -> None:
+    try:
+        import datasets  # noqa: F401
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            f'these tasks need lm-eval ({error.name} is missing): pip install "kvlingo-mlx[eval]"'
+        ) from None
+
+
+def _check(
+    tasks: Sequence[str],
+    condition: str,
+    limit: int | None,
+    items: Mapping[str, Sequence[int]] | None,
+    data: Mapping[str, str | Path] | None,
+) -> None:
+    if isinstance(tasks, str) or not tasks:
+        raise ValueError("no tasks; give a list of names such as ['gsm8k', 'arc_challenge']")
+    if not condition:
+        raise ValueError("condition is empty; say how the prefix is read")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit is {limit}; it must be at least 1")
+    if limit is not None and items:
+        raise ValueError("give either limit or items")
+    for name in data or {}:
+        if name not in NAMES:
+            raise ValueError(
+                f"data files can be given for {', '.join(NAMES)}, not for {name}; for another "
+                "task write a task file with dataset_path: json and pass its folder"
+            )
+
+
+def _check_tasks(
+    tasks: Mapping[str, Any], items: Mapping[str, Sequence[int]], unsafe_code: bool
+) -> dict[str, list[int]]:
+    """The chosen items of each task, in order."""
+    for name, task in tasks.items():
+        if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
+            raise ValueError(f"the task {name} runs code that the model wrote; allow it explicitly")
+    for name, numbers in items.items():
+        if name not in tasks:
+            raise ValueError(f"items of {name} are named, but the tasks are {', '.join(tasks)}")
+        count = len(tasks[name].eval_docs)
+        wrong = [number for number in numbers if not 0 <= number < count]
+        if wrong or not numbers:
+            raise ValueError(f"items of {name} are 0 to {count - 1}; {wrong or 'none'} are named")
+    return {name: sorted(set(numbers)) for name, numbers in items.items()}
+
+
+def _set_examples(task: Any, num_fewshot: int | None, seed: int) -> None:
+    """What lm-eval's own front end does with the number of examples."""
+    default = task.get_config("num_fewshot")
+    if num_fewshot is not None and default != 0:
+        task.set_config(key="num_fewshot", value=num_fewshot)
+    elif default is None:
+        task.set_config(key="num_fewshot", value=0)
+    task.set_fewshot_seed(seed=seed)
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Python's and NumPy's generators, from which tasks draw; as they were afterwards."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings and no bars of lm-eval's; ``progress`` says what goes on."""
+    import datasets
+    import lm_eval.api.task as noisy
+
+    loggers = [logging.getLogger(name) for name in NOISY]
+    levels = [logger.level for logger in loggers]
+    bar, bars = noisy.tqdm, datasets.are_progress_bars_disabled()
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    noisy.tqdm = partial(bar, disable=True)
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        noisy.tqdm = bar
+        if not bars:
+            datasets.enable_progress_bars()
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

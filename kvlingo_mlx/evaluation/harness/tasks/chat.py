@@ -1,0 +1,53 @@
+"""Tasks whose items are conversations, which the chat template gets turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lm_eval.api.task import ConfigurableTask
+
+Message = dict[str, str]
+SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
+
+
+class ChatTask(ConfigurableTask):
+    """A task whose documents are those of :mod:`kvlingo_mlx.evaluation.harness.tasks.sources`.
+
+    lm-eval's own tasks make one user message of a document; here all its messages are the
+    context. No examples are shown (num_fewshot is 0).
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config={key: value for key, value in config.items() if key != "class"})
+
+    def doc_to_text(self, doc: dict[str, Any], doc_to_text: Any = None) -> str:
+        """The turn to answer."""
+        return doc["messages"][-1]["content"]
+
+    def doc_to_target(self, doc: dict[str, Any], doc_to_target: Any = None) -> list[str]:
+        """The reference answers; none where a judge needs none."""
+        return doc["references"]
+
+    def fewshot_context(
+        self,
+        doc: dict[str, Any],
+        num_fewshot: int = 0,
+        system_instruction: str | None = None,
+        apply_chat_template: bool = False,
+        fewshot_as_multiturn: bool = False,
+        chat_template: Callable[..., str] | None = None,
+        gen_prefix: str | None = None,
+    ) -> str:
+        """The whole conversation, rendered, up to where the answer begins."""
+        messages = list(doc["messages"])
+        if system_instruction:
+            messages.insert(0, {"role": "system", "content": system_instruction})
+        if apply_chat_template and chat_template is not None:
+            return chat_template(messages)
+        return transcript(messages) + "\n\nAssistant:"
+
+
+def transcript(messages: Sequence[Message]) -> str:
+    """A conversation as plain text, for models without a chat template and for judges."""
+    return "\n\n".join(f"{SPEAKERS[m['role']]}: {m['content']}" for m in messages)

@@ -1,0 +1,144 @@
+"""Which source layers each target layer reads (section 3.1, "Source-layer selection").
+
+An assignment lists, for each target cache layer in order, the source cache layers
+whose widths are concatenated into its input. Keys and values have one each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.format.geometry import LayerGeometry
+
+Layers = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The source cache layers of every target cache layer, for keys and for values."""
+
+    keys: Layers
+    values: Layers
+
+    def side(self, side: str) -> Layers:
+        """The list of ``"keys"`` or ``"values"``."""
+        return self.keys if side == "keys" else self.values
+
+    @classmethod
+    def from_json(cls, lists: Mapping[str, Sequence[Sequence[int]]]) -> Assignment:
+        """What :meth:`to_json` gave."""
+        keys, values = (tuple(tuple(found) for found in lists[n]) for n in ("keys", "values"))
+        return cls(keys, values)
+
+    def to_json(self) -> dict[str, list[list[int]]]:
+        """As ``translator_config.json`` has it."""
+        sides = {"keys": self.keys, "values": self.values}
+        return {name: [list(layers) for layers in side] for name, side in sides.items()}
+
+
+def identity(num_layers: int) -> Assignment:
+    """Layer to layer, for models of equal depth."""
+    layers = tuple((index,) for index in range(num_layers))
+    return Assignment(layers, layers)
+
+
+def relative_depth(num_source: int, num_target: int, nu: int = 1) -> Assignment:
+    """The band of ``nu`` source layers centred on each target layer's relative depth.
+
+    Target layer l (from 0) has the counterpart c(l) = l (N_src - 1) / (N_tgt - 1). The
+    band whose centre is nearest to c(l) is taken (the deeper one on a tie) and shifted
+    inward at both ends, so every target layer reads exactly ``nu`` source layers.
+
+    Raises:
+        ValueError: ``nu`` is not between 1 and ``num_source``.
+    """
+    if not 1 <= nu <= num_source:
+        raise ValueError(f"nu is {nu}; it must be 1 to {num_source}, the source's layers")
+    bands = tuple(_band(index, num_source, num_target, nu) for index in range(num_target))
+    return Assignment(bands, bands)
+
+
+def by_depth(
+    source: Sequence[LayerGeometry], target: Sequence[LayerGeometry], nu: int = 1
+) -> Assignment:
+    """Relative depth within each attention group (section 4.4, "Gemma pairs").
+
+    Local target layers read local source layers only, global ones global ones. A group
+    of fewer than ``nu`` source layers gives all it has.
+
+    Raises:
+        ValueError: ``nu`` is not between 1 and the largest group's source layers.
+        IncompatibleTranslatorError: The source has no layer of a target layer's kind.
+    """
+    found: list[tuple[int, ...]] = [()] * len(target)
+    groups = attention_groups(source, target)
+    largest = max(len(theirs) for theirs, _ in groups)
+    if not 1 <= nu <= largest:
+        raise ValueError(f"nu is {nu}; it must be 1 to {largest}, the source's layers of one kind")
+    for theirs, ours in groups:
+        bands = relative_depth(len(theirs), len(ours), min(nu, len(theirs))).keys
+        for layer, band in zip(ours, bands, strict=True):
+            found[layer] = tuple(theirs[index] for index in band)
+    return Assignment(tuple(found), tuple(found))
+
+
+def narrow_groups(source: Sequence[LayerGeometry], target: Sequence[LayerGeometry], nu: int) -> str:
+    """What a user should know of kinds of attention with fewer than ``nu`` source layers.
+
+    One line; empty where every target layer reads as many as asked, or none can.
+    """
+    kinds = [theirs for theirs, _ in attention_groups(source, target)]
+    short = [
+        f"{len(theirs)} of {source[theirs[0]].attention} attention"
+        for theirs in kinds
+        if len(theirs) < nu
+    ]
+    if len(short) in (0, len(kinds)):
+        return ""
+    return f"nu is {nu}, but the source has {' and '.join(short)}: such layers read no more"
+
+
+def attention_groups(
+    source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
+) -> list[tuple[list[int], list[int]]]:
+    """Source and target cache layers of each kind of attention that the target has.
+
+    Raises:
+        IncompatibleTranslatorError: The source has none of a kind.
+    """
+    groups = []
+    for kind in dict.fromkeys(layer.attention for layer in target):
+        theirs = [index for index, layer in enumerate(source) if layer.attention == kind]
+        if not theirs:
+            kinds = " and ".join(dict.fromkeys(layer.attention for layer in source))
+            raise IncompatibleTranslatorError(
+                f"the target has layers of {kind} attention, the source only of {kinds}: a layer "
+                "reads source layers of its own kind, so this pair cannot be translated"
+            )
+        groups.append((theirs, [i for i, layer in enumerate(target) if layer.attention == kind]))
+    return groups
+
+
+def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]) -> None:
+    """Refuse a target whose windows hold more than the source's do.
+
+    Raises:
+        IncompatibleTranslatorError: Names both windows.
+    """
+    windows = [layer.window for layer in source if layer.window is not None]
+    for layer in target:
+        if layer.window is not None and windows and layer.window > min(windows):
+            raise IncompatibleTranslatorError(
+                f"layer {layer.layer} of the target attends to a window of {layer.window} tokens, "
+                f"the source's windows hold {min(windows)}: what lies between is lost"
+            )
+
+
+def _band(index: int, num_source: int, num_target: int, nu: int) -> tuple[int, ...]:
+    # Integers throughout: start = floor(c - (nu - 1) / 2 + 1 / 2), with no rounding.
+    steps = max(num_target - 1, 1)
+    start = (2 * index * (num_source - 1) - (nu - 2) * steps) // (2 * steps)
+    start = min(max(start, 0), num_source - nu)
+    return tuple(range(start, start + nu))

@@ -1,0 +1,235 @@
+"""Tensors on disk: safetensors only, checked before they are believed. NumPy only."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+
+from kvlingo_mlx.errors import malformed
+from kvlingo_mlx.format.atomic import sync_file
+from kvlingo_mlx.format.translator_config import no_duplicates
+
+MAX_HEADER_BYTES = 100 * 2**20
+MAX_FILE_BYTES = 16 * 2**30  # a stranger's file must not fill the memory; ours are below 3 GB
+PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
+METADATA = "__metadata__"
+PICKLE = "is a pickle, which can run code; only safetensors are read: export it again as such"
+
+DType = Literal["float32", "float16", "bfloat16"]
+FILE_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+STORAGE: dict[DType, type[np.generic]] = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": np.uint16,  # NumPy has no bfloat16: its bits are carried as uint16
+}
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A translator's tensors, all of one dtype (bfloat16 as the bits, in uint16)."""
+
+    dtype: DType
+    arrays: Mapping[str, np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def as_float32(self, name: str) -> np.ndarray:
+        """One tensor as float32, exactly."""
+        array = self.arrays[name]
+        if self.dtype == "bfloat16":
+            return (array.astype(np.uint32) << 16).view(np.float32)
+        return np.asarray(array, np.float32)
+
+    def cast(self, dtype: DType) -> Weights:
+        """The same tensors in another dtype, rounded to nearest even.
+
+        Raises:
+            ValueError: A weight is too large for ``dtype``.
+        """
+        if dtype == self.dtype:
+            return self
+        return Weights.from_float32({name: self.as_float32(name) for name in self.arrays}, dtype)
+
+    @classmethod
+    def from_float32(cls, arrays: Mapping[str, np.ndarray], dtype: DType) -> Weights:
+        """Round float32 arrays to ``dtype``; ValueError where one does not fit."""
+        for name, array in arrays.items():
+            if not np.isfinite(array).all():  # before rounding, which can turn a NaN into 0
+                raise ValueError(f"{name} holds NaN or Inf")
+        rounded = {name: _round(np.asarray(a, np.float32), dtype) for name, a in arrays.items()}
+        weights = cls(dtype, rounded)
+        for name in rounded:
+            if not np.isfinite(weights.as_float32(name)).all():
+                raise ValueError(f"{name} does not fit {dtype}: use float32 or bfloat16")
+        return weights
+
+
+def _round(array: np.ndarray, dtype: DType) -> np.ndarray:
+    if dtype == "bfloat16":
+        bits = np.ascontiguousarray(array).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    with np.errstate(over="ignore"):
+        return np.ascontiguousarray(array, STORAGE[dtype])
+
+
+def regular_file(path: Path) -> int:
+    """The size of a regular file; refuses what is absent or something else."""
+    if not path.exists():
+        for other in sorted(path.parent.iterdir()):
+            if other.suffix.lower() in PICKLE_SUFFIXES:
+                raise malformed(other, PICKLE)
+        raise malformed(path, "is missing; a translator folder needs it (incomplete download?)")
+    if path.is_symlink() and not _stays(path):
+        raise malformed(
+            path, "is a link out of its folder, expected a file; copy the file itself here"
+        )
+    info = os.stat(path)
+    if not stat.S_ISREG(info.st_mode):
+        raise malformed(path, "is not a regular file")
+    return info.st_size
+
+
+def _stays(link: Path) -> bool:
+    """Whether a link leads to its own folder, or to the blobs of its own Hub snapshot."""
+    place, own = link.resolve().parent, link.parent.resolve()
+    return place == own or (own.parent.name == "snapshots" and place == own.parents[1] / "blobs")
+
+
+def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Each tensor's entry in a safetensors header, and where the data start.
+
+    The Rust reader checks sizes and offsets; it lets repeated names, unknown fields and
+    shapes beyond NumPy pass.
+    """
+    size = regular_file(path)
+    if size > MAX_FILE_BYTES:
+        raise malformed(path, f"has {size:,} bytes, expected at most {MAX_FILE_BYTES:,}")
+    with open(path, "rb") as file:
+        head = file.read(8)
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            # Only now: a sound file starts with 0x80 too, where its header has 128 bytes.
+            pickled = head.startswith((b"PK", b"\x80"))
+            text = PICKLE if pickled else f"is no safetensors file or truncated ({size} bytes)"
+            raise malformed(path, text)
+        header_bytes = file.read(length)
+    try:
+        header = json.loads(header_bytes.decode("utf-8"), object_pairs_hook=no_duplicates)
+        _check_length(path, header, 8 + length, size)
+        with safe_open(path, framework="np"):
+            pass
+    except (SafetensorError, ValueError, RecursionError, OSError) as error:
+        raise malformed(path, f"is no sound safetensors file or truncated: {error}") from None
+    header.pop(METADATA, None)
+    for name, entry in header.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise malformed(path, f"{name}: expected dtype, shape and data_offsets alone")
+        shape = entry["shape"]
+        if not 1 <= len(shape) <= 3 or 0 in shape:
+            raise malformed(path, f"{name} has shape {shape}, expected 1 to 3 axes, none empty")
+    return header, 8 + length
+
+
+def _check_length(path: Path, header: Any, begin: int, size: int) -> None:
+    """Say how much a file lacks that ends too early; what else may be wrong is left to others."""
+    try:
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != METADATA]
+    except (AttributeError, TypeError, KeyError, IndexError):
+        return
+    stop = max((end for end in ends if type(end) is int), default=0)
+    if begin + stop > size:
+        raise malformed(
+            path,
+            f"is truncated: its header tells of {min(begin + stop, 2**64)} bytes, it has {size}; "
+            "download or copy it again",
+        )
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def read_shapes(path: Path) -> tuple[DType, dict[str, tuple[int, ...]]]:
+    """The dtype and the shapes of a safetensors file's tensors, by name; its data stay unread."""
+    return _facts(path, _read_header(path)[0])
+
+
+def read_tensors(path: Path, check: Callable[[Shapes], None] = lambda shapes: None) -> Weights:
+    """Read a safetensors file into NumPy, after ``check`` has seen its tensors' shapes."""
+    header, begin = _read_header(path)
+    dtype, shapes = _facts(path, header)
+    check(shapes)
+    data = np.memmap(path, np.uint8, "r", offset=begin)
+    arrays = {}
+    for name, entry in header.items():
+        start, stop = entry["data_offsets"]
+        array = np.array(data[start:stop]).view(STORAGE[dtype])
+        arrays[name] = array.reshape(entry["shape"])
+    return Weights(dtype, arrays)
+
+
+def _facts(
+    path: Path, header: Mapping[str, Mapping[str, Any]]
+) -> tuple[DType, dict[str, tuple[int, ...]]]:
+    if not header:
+        raise malformed(path, "holds no tensors")
+    return _only_dtype(path, header), {n: tuple(e["shape"]) for n, e in header.items()}
+
+
+def _only_dtype(path: Path, header: Mapping[str, Mapping[str, Any]]) -> DType:
+    first, wanted = next(iter(header.items()))
+    for name, entry in header.items():
+        if entry["dtype"] not in FILE_DTYPES:
+            allowed = ", ".join(FILE_DTYPES)
+            raise malformed(path, f"{name} is {entry['dtype']}, expected one of {allowed}")
+        if entry["dtype"] != wanted["dtype"]:
+            raise malformed(
+                path,
+                f"{name} is {entry['dtype']}, {first} is {wanted['dtype']}; expected one dtype",
+            )
+    return FILE_DTYPES[wanted["dtype"]]
+
+
+def check_numbers(path: Path, weights: Weights) -> None:
+    """Refuse a tensor of another dtype than it should have, or with a NaN or Inf; says where."""
+    for name, array in weights.arrays.items():
+        if array.dtype != STORAGE[weights.dtype]:  # a caller's, when writing
+            raise malformed(path, f"{name} is {array.dtype}, not {weights.dtype}")
+        finite = np.isfinite(weights.as_float32(name))
+        if not finite.all():
+            first = tuple(map(int, np.argwhere(~finite)[0]))
+            raise malformed(path, f"{name} holds NaN or Inf, expected numbers; first at {first}")
+
+
+def write_tensors(path: Path, weights: Weights) -> None:
+    # The specs hold bare addresses: the arrays must live until the call returns.
+    arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
+    specs = {
+        name: TensorSpec(
+            dtype=weights.dtype,
+            shape=array.shape,
+            data_ptr=array.ctypes.data,
+            data_len=array.nbytes,
+        )
+        for name, array in arrays.items()
+    }
+    try:
+        serialize_file(specs, path, {"format": "kvlingo"})
+    except SafetensorError as error:  # its own class, though it means the disk
+        number = re.search(r"os error (\d+)", str(error))
+        reason = os.strerror(int(number[1])) if number else str(error)
+        raise OSError(int(number[1]) if number else None, reason, str(path)) from None
+    path.chmod(0o644)
+    with open(path, "rb") as file:
+        sync_file(file.fileno())

@@ -1,0 +1,381 @@
+"""The translator folder, format version 1: read, write, self-test. NumPy only.
+
+A reader refuses what the format does not allow with one line that names the file, what
+was found and what was expected; nothing is unpickled, ever.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from kvlingo_mlx.errors import MalformedTranslatorError, malformed
+from kvlingo_mlx.format import atomic
+from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.tensor_file import (
+    PICKLE,
+    PICKLE_SUFFIXES,
+    DType,
+    Shapes,
+    Weights,
+    check_numbers,
+    read_shapes,
+    read_tensors,
+    regular_file,
+    write_tensors,
+)
+from kvlingo_mlx.format.translator_config import (
+    MAX_CONFIG_BYTES,
+    OF_MODELS,
+    Map,
+    TranslatorConfig,
+    expected_shapes,
+    maps_of,
+    parse_config,
+    parse_json,
+)
+
+CONFIG_FILE = "translator_config.json"
+WEIGHTS_FILE = "translator.safetensors"
+SELFTEST_FILE = "selftest.safetensors"
+CARD_FILE = "README.md"
+OUR_FILES = (CONFIG_FILE, WEIGHTS_FILE, SELFTEST_FILE, CARD_FILE)
+LARGEST = 1e4  # of any weight
+PROBE_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
+
+
+# ---- the self-test --------------------------------------------------------------------
+
+
+def probe(width: int) -> np.ndarray:
+    """The known input x_i = ((37 i + 11) mod 17 - 8) / 8, one value per column."""
+    i = np.arange(width, dtype=np.int64)
+    return (((37 * i + 11) % 17 - 8) / 8).astype(np.float64)
+
+
+def selftest(config: TranslatorConfig, weights: Weights) -> dict[str, np.ndarray]:
+    """Every map applied to its probe in float64, stored as float32."""
+    out = {}
+    for m in maps_of(config):
+        tensors = {
+            name.removeprefix(f"{m.name}."): weights.as_float32(name).astype(np.float64)
+            for name in weights.arrays
+            if name.startswith(f"{m.name}.")
+        }
+        suffix = ".weight.probe_out" if config.kind == "linear" else ".probe_out"
+        with np.errstate(over="ignore", invalid="ignore"):  # a saturated gate is no fault
+            out[m.name + suffix] = _apply_map(tensors, probe(m.inputs), m).astype(np.float32)
+    return out
+
+
+def _apply_map(tensors: Mapping[str, np.ndarray], x: np.ndarray, m: Map) -> np.ndarray:
+    """One map on one vector; a linear map's bias is left out, as the format says."""
+    y = np.zeros((m.heads or 1, m.outputs) if m.heads else m.outputs)
+    if "weight" in tensors:
+        y = y + tensors["weight"] @ x
+    if "w1" in tensors:
+        hidden = tensors["w1"] @ x + tensors["b1"]
+        hidden = 0.5 * hidden * (1.0 + np.vectorize(math.erf)(hidden / math.sqrt(2.0)))
+        y = y + (tensors["w2"] @ hidden[..., None])[..., 0] + tensors["b2"]
+    if "gate" in tensors:
+        gate = 1.0 / (1.0 + np.exp(-tensors["gate"]))
+        y = (y.reshape(len(gate), -1) * gate[:, None]).reshape(y.shape)
+    if "w1" in tensors and "bias" in tensors:
+        y = y + tensors["bias"].reshape(y.shape)
+    return y
+
+
+def _check_selftest(path: Path, config: TranslatorConfig, weights: Weights) -> None:
+    computed = selftest(config, weights)
+
+    def check(shapes: Shapes) -> None:
+        _check_names(path, set(shapes), set(computed))
+        for name, mine in computed.items():
+            if shapes[name] != mine.shape:
+                raise malformed(path, f"{name} has shape {shapes[name]}, expected {mine.shape}")
+
+    stored = read_tensors(path, check)
+    if stored.dtype != "float32":
+        raise malformed(path, f"probes are {stored.dtype}, expected float32")
+    check_numbers(path, stored)
+    for name, mine in computed.items():
+        # In float64: squares of float32 can overflow.
+        mine, theirs = mine.astype(np.float64), stored.arrays[name].astype(np.float64)
+        scale = max(float(np.linalg.norm(theirs)), float(np.linalg.norm(mine)), 1e-30)
+        error = float(np.linalg.norm(theirs - mine)) / scale
+        if not error <= PROBE_TOLERANCE[weights.dtype]:
+            raise malformed(
+                path,
+                f"self-test failed for {name.removesuffix('.probe_out')}: relative error "
+                f"{error:.2g}, allowed {PROBE_TOLERANCE[weights.dtype]:g} (transposed, "
+                "permuted or mis-stacked weights?); export the translator again",
+            )
+
+
+# ---- reading --------------------------------------------------------------------------
+
+
+def read_config(folder: str | os.PathLike[str]) -> TranslatorConfig:
+    """Read and validate ``translator_config.json`` alone.
+
+    Raises:
+        MalformedTranslatorError: What the format page refuses.
+    """
+    path = _folder(folder) / CONFIG_FILE
+    regular_file(path)
+    with open(path, "rb") as file:
+        return parse_config(path, parse_json(path, file.read(MAX_CONFIG_BYTES + 1)))
+
+
+def read_facts(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, DType, Shapes]:
+    """The config of a translator folder, and the dtype and shapes of tensors that stay unread.
+
+    Raises:
+        MalformedTranslatorError: What the format page refuses of these.
+    """
+    config, path = read_config(folder), Path(folder) / WEIGHTS_FILE
+    dtype, shapes = read_shapes(path)
+    _check_shapes(path, config, shapes)
+    return config, dtype, shapes
+
+
+def read(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, Weights]:
+    """Read a translator folder; every check of the format page is made.
+
+    Raises:
+        MalformedTranslatorError: What the format page refuses.
+    """
+    folder = _folder(folder)
+    config = read_config(folder)
+    path = folder / WEIGHTS_FILE
+    weights = read_tensors(path, lambda shapes: _check_shapes(path, config, shapes))
+    check_numbers(path, weights)
+    if (folder / SELFTEST_FILE).exists():
+        _check_selftest(folder / SELFTEST_FILE, config, weights)
+    return config, weights
+
+
+def _folder(folder: str | os.PathLike[str]) -> Path:
+    path = Path(folder)
+    if not path.is_dir():
+        if path.suffix.lower() in PICKLE_SUFFIXES:
+            raise malformed(path, PICKLE)
+        what = "is a file" if path.exists() else "does not exist"
+        kept = [p / "old" for p in atomic.leftovers(path) if (p / "old").is_dir()]
+        if kept:
+            what = f"was being replaced when that was stopped; move {kept[0]} back to it"
+        raise malformed(path, f"{what}; a translator is a folder with {CONFIG_FILE}")
+    return path
+
+
+def _check_names(path: Path, found: set[str], expected: set[str]) -> None:
+    for what, names in (("missing", expected - found), ("unexpected", found - expected)):
+        if names:
+            listed = ", ".join(sorted(names)[:10]) + (", ..." if len(names) > 10 else "")
+            raise malformed(path, f"{len(names)} {what} tensor(s): {listed}")
+
+
+def _check_shapes(path: Path, config: TranslatorConfig, shapes: Shapes) -> None:
+    wanted = expected_shapes(config, shapes)
+    _check_names(path, set(shapes), set(wanted))
+    for name, expected in wanted.items():
+        hidden = _hidden_width(name, shapes) if -1 in expected else None
+        expected = tuple(hidden if n == -1 else n for n in expected)
+        if shapes[name] != expected:
+            raise malformed(
+                path,
+                f"{name} has shape {shapes[name]}, expected {expected} (rows: the target layer's "
+                "KV heads x dim; columns: the same of the source layers that it reads)",
+            )
+
+
+def _hidden_width(name: str, shapes: Shapes) -> int:
+    b1 = shapes[name.rsplit(".", 1)[0] + ".b1"]
+    return max(b1[-1], 1) if b1 else 1
+
+
+def check_sizes(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights) -> None:
+    """Refuse maps that the format allows and no training makes: all zero, or of huge weights.
+
+    Raises:
+        MalformedTranslatorError: With the tensor, and what was found in it.
+    """
+    path = Path(folder) / WEIGHTS_FILE
+    last = {"linear": ".weight", "mlp": ".w2", "linear_mlp": ".weight"}[config.kind]
+    for name in weights.arrays:
+        largest = float(np.abs(weights.as_float32(name)).max())
+        if largest > LARGEST:
+            raise malformed(
+                path,
+                f"{name} holds {largest:.3g}, expected at most {LARGEST:g}; was it exported in "
+                "another dtype, or after the training had diverged?",
+            )
+        if name.endswith(last) and not largest:
+            raise malformed(path, f"{name} is all zero; was it exported before the training?")
+
+
+def digest(config: TranslatorConfig, weights: Weights, bits: int | None = None) -> str:
+    """Sha256 of what a translator computes: its facts, and its tensors with dtypes and shapes.
+
+    Where it came from is left out, and what its models are called: two folders of one digest do the
+    same to the same models. ``bits`` are those that its matrices are held in; ``weights`` are what
+    they stand for then.
+    """
+    facts = config.to_json()
+    del facts["provenance"]
+    for end in ("source", "target"):
+        facts[end] = {k: v for k, v in facts[end].items() if k not in ("name", "revision")}
+    found = hashlib.sha256(canonical_json([facts, weights.dtype, bits]).encode())
+    for name, array in sorted(weights.arrays.items()):
+        found.update(f"{name} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+# ---- writing --------------------------------------------------------------------------
+
+
+def write(
+    folder: str | os.PathLike[str],
+    config: TranslatorConfig,
+    weights: Weights,
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Write a translator folder at once: all of it appears, or nothing.
+
+    The very same translator is left as it is; another one there is replaced where ``overwrite``
+    says so.
+
+    Raises:
+        ValueError: ``folder`` exists and is not a translator of ours, or is another one and
+            ``overwrite`` is off.
+        MalformedTranslatorError: ``config`` and ``weights`` do not agree.
+    """
+    folder = Path(folder)
+    check_destination(folder)
+    text = json.dumps(config.to_json(), indent=2) + "\n"
+    # What we would refuse to read, we refuse to write.
+    parse_config(folder / CONFIG_FILE, parse_json(folder / CONFIG_FILE, text.encode()))
+    path = folder / WEIGHTS_FILE
+    _check_shapes(path, config, {name: array.shape for name, array in weights.arrays.items()})
+    check_numbers(path, weights)
+    probes = Weights("float32", selftest(config, weights))
+    check_numbers(folder / SELFTEST_FILE, probes)
+    card = model_card(config, weights)
+    atomic.check_room(folder, weights.nbytes + probes.nbytes + len(text) + len(card))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with atomic.alone(folder):
+        atomic.put_back(folder)
+        if is_same(folder, config, weights):
+            return folder
+        if not overwrite:
+            check_free(folder)
+        temporary = atomic.temporary_beside(folder)
+        try:
+            temporary.chmod(0o755)
+            _write_text(temporary / CONFIG_FILE, text)
+            write_tensors(temporary / WEIGHTS_FILE, weights)
+            write_tensors(temporary / SELFTEST_FILE, probes)
+            _write_text(temporary / CARD_FILE, card)
+            atomic.replace_folder(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def is_same(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights) -> bool:
+    """Whether a folder holds this very translator: its facts, where it came from, its numbers."""
+    try:
+        there, own = read(folder)
+    except MalformedTranslatorError:
+        return False
+    facts, theirs = (json.dumps(c.to_json(), sort_keys=True) for c in (config, there))
+    if facts != theirs or own.dtype != weights.dtype:
+        return False
+    return all(np.array_equal(array, own.arrays[n]) for n, array in weights.arrays.items())
+
+
+def check_complete(folder: str | os.PathLike[str]) -> None:
+    """Refuse (MalformedTranslatorError) a folder whose weights are missing."""
+    regular_file(Path(folder) / WEIGHTS_FILE)
+
+
+def check_free(folder: str | os.PathLike[str]) -> None:
+    """Refuse (ValueError) a folder that holds a translator already."""
+    if (Path(folder) / CONFIG_FILE).exists():
+        raise ValueError(
+            f"{folder} holds another translator; give another folder, or replace that one with "
+            "--force (overwrite=True)"
+        )
+
+
+def check_destination(folder: str | os.PathLike[str]) -> None:
+    """Refuse (ValueError) a destination that exists and is not ours, or cannot be written."""
+    folder = Path(folder)
+    if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(
+            f"{folder} is the folder you are in or one above; give a new folder's name"
+        )
+    parent = next(p for p in folder.absolute().parents if p.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} cannot be written: {parent} is read-only")
+    if not folder.exists():
+        return
+    names = {p.name for p in folder.iterdir()} if folder.is_dir() else None
+    if names is None or (names and (CONFIG_FILE not in names or not names <= set(OUR_FILES))):
+        raise ValueError(
+            f"{folder} exists and is not a translator folder; choose another name, or remove it"
+        )
+
+
+def _write_text(path: Path, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        atomic.sync_file(file.fileno())
+
+
+def _card_value(value: object) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {entry}" for name, entry in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def model_card(config: TranslatorConfig, weights: Weights) -> str:
+    """The README.md that travels with a translator."""
+    parameters = sum(array.size for array in weights.arrays.values())
+    lines = [
+        "---",
+        "library_name: kvlingo-mlx",
+        "tags: [mlx, kv-cache, kv-lingo]",
+        f"base_model: {json.dumps([config.source.name, config.target.name])}",
+        "---",
+        f"# {config.source.name} to {config.target.name}",
+        "",
+        "A KV-Lingo translator: it turns the key-value cache of the first model into one",
+        "that the second can decode from.",
+        "",
+        f"- kind: {config.form}, captured {config.capture.replace('_', '-')}",
+        f"- source layers per target layer: {config.nu}",
+        f"- parameters: {parameters:,} in {weights.dtype}",
+        *(
+            f"- {key}: {_card_value(value)}"
+            for key, value in config.provenance.items()
+            if key not in OF_MODELS
+        ),
+        "",
+        "```",
+        f"kvlingo-mlx generate --prefill-model {config.source.name} \\",
+        f"    --decode-model {config.target.name} --translator . --prompt 'Hello'",
+        "```",
+        "",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,255 @@
+"""How long each way to a first token took here: kept by pair and machine, read to choose one.
+
+`kvlingo-mlx bench --save-profile` measures and writes, `strategy="auto"` reads. The source's
+prefill may cost more than it saves (the paper's accelerator is at par at 1024 tokens, appendix
+"Dense-to-MoE"), and where that turns depends on both models, the maps and the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx, always)
+
+import numpy as np
+from mlx.utils import tree_flatten
+
+from kvlingo_mlx.errors import MalformedProfileError, MissingProfileError, printable
+from kvlingo_mlx.format.atomic import sync_file
+from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.loading.translators import home
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting.measure import machine
+
+VERSION = 1
+WAYS = ("native", "accelerator", "switch")
+FIELDS = {"profile_version", "key", "prompt_tokens", "seconds"}
+# What a translated cache must gain to be chosen: native is exact, and medians err by this much.
+GAIN = 1.02
+USUAL_STEP = 2048  # tokens a prefill chunk, in bench as in generate
+STEEPEST = 2.0  # a prefill's seconds grow at most with the square of its tokens
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Median seconds to the first token by the ways there, for one pair on one machine.
+
+    Attributes:
+        key: The models, the maps and the machine, as :func:`key_of` says.
+        prompt_tokens: The lengths measured, ascending.
+        seconds: For each of ``WAYS``, a median a length. A switch starts from a source that holds
+            the conversation; the accelerator begins with its prefill.
+    """
+
+    key: Mapping[str, Any]
+    prompt_tokens: tuple[int, ...]
+    seconds: Mapping[str, tuple[float, ...]]
+
+    def at(self, way: str, prompt_tokens: int) -> float:
+        """Seconds expected at a length: log seconds over log tokens, straight between medians.
+
+        Beyond the lengths measured the outermost slope goes on, held between 0 and 2.
+        """
+        x, y = np.log(self.prompt_tokens), np.log(self.seconds[way])
+        wanted = math.log(prompt_tokens)
+        if x[0] <= wanted <= x[-1] or len(x) == 1:
+            return float(np.exp(np.interp(wanted, x, y)))
+        near, far = (0, 1) if wanted < x[0] else (-1, -2)
+        slope = (y[near] - y[far]) / (x[near] - x[far])
+        slope = min(max(slope, 0.0), STEEPEST)
+        return float(np.exp(y[near] + slope * (wanted - x[near])))
+
+    def best(self, prompt_tokens: int, way: str = "accelerator") -> str:
+        """``way``, or ``native`` where that is as soon."""
+        native, other = (self.at(name, prompt_tokens) for name in ("native", way))
+        return way if GAIN * other < native else "native"
+
+
+# ---- whose it is ------------------------------------------------------------------------------
+
+
+class Maps(Protocol):
+    """A translator, or what is known of one whose weights are unread."""
+
+    @property
+    def config(self) -> TranslatorConfig: ...
+    @property
+    def bits(self) -> int | None: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def flops_per_token(self) -> int: ...
+
+
+def key_of(
+    source: LanguageModel,
+    target: LanguageModel,
+    maps: Maps,
+    native: Native | None = None,
+    step_size: int = USUAL_STEP,
+) -> dict[str, Any]:
+    """What a profile holds for: both models as loaded, the maps' work, what is native, the machine.
+
+    The work is the maps' form and how much they compute: of two MLPs their hidden widths differ.
+    ``native`` is what the target reads itself of a prefix; None is nothing, plain translation.
+    ``step_size`` is tokens a prefill chunk: every chunk reads a model's weights once more.
+    """
+    config = maps.config
+    form = {
+        "form": config.form, "nu": config.nu, "capture": config.capture, "bits": maps.bits,
+        "dtype": maps.dtype, "flops_per_token": maps.flops_per_token,
+    }  # fmt: skip
+    own: dict[str, Any] = {} if native in (None, Native()) else {"native": asdict(native)}
+    if step_size != USUAL_STEP:
+        own["prefill_step_size"] = step_size
+    return {
+        "source": _model(source), "target": _model(target), "maps": form, "machine": machine(),
+    } | own  # fmt: skip
+
+
+def _model(model: LanguageModel) -> dict[str, Any]:
+    """Who a model is, and in what precision: its weights' bytes tell 4 bits from 8."""
+    weights = dict(tree_flatten(model.model.parameters())).values()
+    return {
+        "geometry": model.geometry.fingerprint,
+        "norms": model.norms_fingerprint,
+        "dtype": str(model.cache_dtype).rsplit(".", 1)[-1],
+        "weight_bytes": sum(array.nbytes for array in weights),
+    }
+
+
+def _path(key: Mapping[str, Any]) -> Path:
+    digest = hashlib.sha256(canonical_json(key).encode()).hexdigest()
+    return home() / "profiles" / f"{digest[:32]}.json"
+
+
+# ---- the file ---------------------------------------------------------------------------------
+
+
+def write(profile: Profile) -> Path:
+    """Keep a profile in the local store, in place of an older one of the same key, at once.
+
+    Raises:
+        ValueError: It holds no lengths, or what :func:`read` would refuse.
+    """
+    path = _path(profile.key)
+    facts = {
+        "profile_version": VERSION, "key": dict(profile.key),
+        "prompt_tokens": list(profile.prompt_tokens),
+        "seconds": {way: list(times) for way, times in profile.seconds.items()},
+    }  # fmt: skip
+    wrong = _fault(facts, profile.key)
+    if wrong is not None:
+        raise ValueError(f"a profile cannot be kept: {wrong}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=".", suffix=".json", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(json.dumps(facts, indent=2) + "\n")
+            file.flush()
+            sync_file(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    return path
+
+
+def read(
+    key: Mapping[str, Any], names: Sequence[str], translator: str | None = None, layers: int = 0
+) -> Profile:
+    """The profile of a key.
+
+    Args:
+        key: As :func:`key_of` gives it.
+        names: Of source and target, to say what to type.
+        translator: Where it was not the stored one, its folder or Hub id; likewise.
+        layers: The native layers that the translator itself keeps: bench measures no others.
+
+    Raises:
+        MissingProfileError: This pair was not measured here.
+        MalformedProfileError: Its file breaks the format.
+    """
+    path = _path(key)
+    words = ["--source", names[0], "--target", names[1]]
+    words += [] if translator is None else ["--translator", translator]
+    if (chunks := key.get("prefill_step_size")) is not None:
+        words += ["--prefill-step-size", str(chunks)]
+    advice = f"`kvlingo-mlx bench {' '.join(words)} --save-profile`"
+    own = asdict(Native(layers))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if (asked := key.get("native", asdict(Native()))) != own:
+            parts = ", ".join(f"native_{name} {value}" for name, value in asked.items())
+            kept = f"the translator's own {layers} native layers" if layers else "plain translation"
+            raise MissingProfileError(
+                f"strategy auto goes by measured times, and none of {names[0]} to {names[1]} with "
+                f"{parts} are in the local store; {advice} measures {kept}, which --native-layers "
+                f"{layers} asks for; or give native or accelerator"
+            ) from None
+        if (bits := key["maps"]["bits"]) is not None:
+            raise MissingProfileError(
+                f"strategy auto goes by measured times, and {advice} keeps those of maps in "
+                f"floats, not in {bits} bits; leave out quantize, or give native or accelerator"
+            ) from None
+        raise MissingProfileError(
+            f"strategy auto needs a profile, and none of {names[0]} to {names[1]} with these "
+            f"maps, in this precision and on this machine is in the local store; measure one "
+            f"with {advice}, or give native or accelerator"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise _malformed(path, f"cannot be read ({type(error).__name__})", advice) from None
+    try:
+        facts = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _malformed(path, "is not valid JSON", advice) from None
+    wrong = _fault(facts, key)
+    if wrong is not None:
+        raise _malformed(path, wrong, advice)
+    seconds = {way: tuple(map(float, facts["seconds"][way])) for way in WAYS}
+    return Profile(key, tuple(facts["prompt_tokens"]), seconds)
+
+
+def _malformed(path: Path, wrong: str, advice: str) -> MalformedProfileError:
+    return MalformedProfileError(printable(f"{path}: {wrong:.200}; measure it again with {advice}"))
+
+
+def _fault(facts: Any, key: Mapping[str, Any]) -> str | None:
+    """The first way in which a file's content is not a profile of ``key``; None if it is one."""
+    if not isinstance(facts, dict) or "profile_version" not in facts:
+        return "is no profile"
+    if facts["profile_version"] != VERSION:
+        return f"profile_version is {facts['profile_version']!r}, expected {VERSION}"
+    if set(facts) != FIELDS:
+        return f"its fields are {sorted(facts)}, expected {sorted(FIELDS)}"
+    if facts["key"] != dict(key):
+        return "its key is of another pair or machine"
+    lengths, seconds = facts["prompt_tokens"], facts["seconds"]
+    if not _numbers(lengths, int) or lengths != sorted(set(lengths)):
+        return f"prompt_tokens is {lengths!r}, expected ascending positive numbers"
+    if not isinstance(seconds, dict) or set(seconds) != set(WAYS):
+        return f"seconds must be of {', '.join(WAYS)}"
+    for way, times in seconds.items():
+        if not _numbers(times, float) or len(times) != len(lengths):
+            return f"seconds of {way} must be {len(lengths)} positive numbers"
+    return None
+
+
+def _numbers(values: Any, kind: type) -> bool:
+    """Whether this is a list of some positive finite numbers."""
+    return (
+        isinstance(values, list)
+        and len(values) > 0
+        and all(type(v) in (int, kind) and 0 < v < math.inf for v in values)
+    )

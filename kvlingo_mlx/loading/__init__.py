@@ -1,0 +1,1 @@
+"""From a name to a model or a translator that fits."""

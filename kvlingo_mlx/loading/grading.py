@@ -1,0 +1,139 @@
+"""What a translator is worth: its receipt, read from anywhere, and one word for it.
+
+A receipt is what was measured on the bundled conversations (``embedded.bundled``) when a translator
+was made. Its measure is the share of what hiding the prefix costs that the translation saves:
+1 - KL / KL(hidden). Only receipts of the same conversations are compared with one another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from kvlingo_mlx.embedded.bundled import NAME
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+
+# Shares of the hidden prefix's KL, measured on the zoo (benchmarks/LOG.md, "how much data"):
+# self-distilled translators reach 0.95 to 1.00, two hard pairs 0.89 and 0.66; closed forms on
+# enough data 0.72 to 0.85, with a fifth of the facts recalled; fits on three tokens 0.17 to 0.52,
+# with none; layers shuffled at most 0.40.
+WORKS, SOME = 0.9, 0.5
+GRADES = ("works", "better than nothing", "useless")
+UNGRADED = "ungraded"
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Shares of the conversations whose asked value every first choice spells."""
+
+    translated: float
+    native: float
+    hidden: float
+
+    def __str__(self) -> str:
+        return f"recall {self.translated:.2f} (native {self.native:.2f}, hidden {self.hidden:.2f})"
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What was measured on the bundled conversations.
+
+    Attributes:
+        kl: KL(native || translated), nats per token, mean over conversations.
+        top1: Share of tokens at which both have the same first choice.
+        native_layers: How many layers the target read itself.
+        hidden_kl: The same KL where the prefix is hidden; None in receipts of older versions.
+        recall: Of the value that each conversation asks for; None in older ones, and where the
+            conversations are no chats.
+    """
+
+    kl: float
+    top1: float
+    native_layers: int = 0
+    hidden_kl: float | None = None
+    recall: Recall | None = None
+
+    @property
+    def recovered(self) -> float | None:
+        """The share of the hidden prefix's KL that the translation removes, at most 1."""
+        return None if self.hidden_kl is None else recovered(self.kl, self.hidden_kl)
+
+    @property
+    def grade(self) -> str:
+        """One of ``GRADES``, or ``UNGRADED`` where an older receipt lacks what hiding costs."""
+        return UNGRADED if self.recovered is None else grade(self.recovered)
+
+    def __str__(self) -> str:
+        """The grade with its reasons, in a line."""
+        if self.hidden_kl is None or self.recovered is None:
+            return (
+                f"{UNGRADED}: its receipt (KL {self.kl:.4f}) is of an older version, which did not "
+                "measure what hiding the prefix costs; `kvlingo-mlx verify` with both models does"
+            )
+        share = f"{100 * self.recovered:.0f} %" if self.recovered > 0 else "nothing"
+        beside = "" if self.recall is None else f", {self.recall}"
+        return (
+            f"{self.grade}: it recovers {share} of what hiding the prefix costs (KL {self.kl:.4f}, "
+            f"hidden {self.hidden_kl:.4f}{beside})"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """What a translator's provenance keeps of it."""
+        kept = {name: value for name, value in asdict(self).items() if value is not None}
+        return {"prompts": NAME, **kept}
+
+
+def recall_of(hits: Sequence[Sequence[bool]]) -> Recall | None:
+    """Of each conversation, whether the translated, the native and no cache spell its value."""
+    count = len(hits)
+    return Recall(*(sum(way) / count for way in zip(*hits, strict=True))) if count else None
+
+
+def recovered(kl: float, hidden_kl: float) -> float:
+    """The share of a hidden prefix's KL that is removed: 1 is the native cache, 0 is no cache."""
+    return 1.0 - kl / hidden_kl if hidden_kl > 0 else -math.inf
+
+
+def grade(share: float) -> str:
+    """The word for a share of the hidden prefix's KL; NaN is useless."""
+    if share >= WORKS:
+        return GRADES[0]
+    return GRADES[1] if share >= SOME else GRADES[2]
+
+
+def receipt_of(config: TranslatorConfig) -> Receipt | None:
+    """The receipt that a translator's making left; None where it left none, or of other probes."""
+    left: Any = config.provenance.get("receipt")
+    if not isinstance(left, dict) or left.get("prompts") != NAME:
+        return None
+    kl, top1, hidden_kl = (_number(left.get(name)) for name in ("kl", "top1", "hidden_kl"))
+    layers: Any = left.get("native_layers", 0)
+    if kl is None or top1 is None or type(layers) is not int:
+        return None
+    if not 0 <= layers <= len(config.target.layers):
+        return None
+    return Receipt(kl, top1, layers, hidden_kl, _recall(left.get("recall")))
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) else None
+
+
+def _recall(left: Any) -> Recall | None:
+    """A stranger's provenance may hold anything."""
+    found: Mapping[str, Any] = left if isinstance(left, dict) else {}
+    shares = [_number(found.get(name)) for name in ("translated", "native", "hidden")]
+    return None if None in shares else Recall(*(share for share in shares if share is not None))
+
+
+def said_of(config: TranslatorConfig) -> str:
+    """A translator's grade by its receipt, in a line."""
+    receipt = receipt_of(config)
+    if receipt is not None:
+        return str(receipt)
+    return (
+        f"{UNGRADED}: it has no receipt of the bundled conversations ({NAME}); `kvlingo-mlx "
+        "verify` with both models measures it"
+    )

@@ -1,0 +1,143 @@
+"""What a user should know of a pair without being refused: each is told once a process."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+from kvlingo_mlx.errors import KVLingoWarning, printable
+from kvlingo_mlx.format import misread
+from kvlingo_mlx.format.projections import ROUNDED, SAME
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+from kvlingo_mlx.loading.grading import GRADES, receipt_of
+from kvlingo_mlx.models.language_model import LanguageModel
+
+MEASURE = "`kvlingo-mlx verify TRANSLATOR --source {} --target {}` measures what that costs"
+
+_told: set[str] = set()
+
+
+def tell(key: str, text: str) -> None:
+    """Warn of something, unless ``key`` was warned of before."""
+    if key not in _told:
+        _told.add(key)
+        warnings.warn(printable(text), KVLingoWarning, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """Which of :func:`tell`'s callers is the first one outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "kvlingo_mlx":
+        level, frame = level + 1, frame.f_back
+    return level
+
+
+def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: LanguageModel) -> None:
+    """Tell how the models of a pair that fits a translator differ from those that it is of.
+
+    Warns:
+        KVLingoWarning: Of another commit with the same norms; of few bits where it was fitted on
+            others; of other projections under the same norms.
+    """
+    measure = MEASURE.format(source.name, target.name)
+    ends = (("source", config.source, source), ("target", config.target, target))
+    for role, spec, model in ends:
+        fitted = config.fitted_on(role)
+        for found in (
+            _other_commit(spec, model),
+            _other_bits(fitted, model),
+            _other_projections(config.provenance.get("projections"), role, fitted, model),
+        ):
+            if found is not None:
+                told = f"{config.title} is used, though {found}"
+                tell(told, f"{told}; {measure}")
+
+
+def tell_of_misreading(model: LanguageModel) -> None:
+    """Tell of a window or of short factors that a model was trained with and mlx-lm leaves out.
+
+    Warns:
+        KVLingoWarning: With the length of text up to which, or from which, it runs as trained.
+    """
+    text = model.config.get("text_config", model.config)
+    short = misread.long_factors_from(model.family.text_type(model.facts), text)
+    if short is not None:
+        tell(
+            f"factors of {model.name}",
+            f"{model.name} was trained to rotate texts of at most {short} tokens by short_factor, "
+            "and mlx-lm rotates every text by long_factor: shorter ones are answered worse than "
+            "elsewhere",
+        )
+    window = model.ignored_window
+    if window is not None:
+        tell(
+            f"window of {model.name}",
+            f"{model.name} was trained to see the last {window} tokens in some or all of its "
+            f"layers, which mlx-lm's {model.geometry.model_type} does not heed: texts beyond "
+            f"{window} tokens are refused, shorter ones are as they should be",
+        )
+
+
+def tell_of_grade(config: TranslatorConfig) -> None:
+    """Tell of a translator whose own receipt says that it is not to be trusted.
+
+    Warns:
+        KVLingoWarning: With its grade and what that stands on. One without a receipt is used
+            without a word.
+    """
+    receipt = receipt_of(config)
+    if receipt is not None and receipt.grade in GRADES[1:]:
+        told = f"{config.title} is {receipt}"
+        tell(told, f"{told}; `kvlingo-mlx train` makes better ones, and so does more data")
+
+
+def tell_of_length(config: TranslatorConfig, num_tokens: int) -> None:
+    """Tell of a prompt beyond the longest prefix that a translator was fitted or tested on.
+
+    Warns:
+        KVLingoWarning: With both numbers. One that keeps no such number is used without a word.
+    """
+    longest = config.longest_prefix
+    if longest is not None and num_tokens - 1 > longest:
+        tell(
+            f"{config.title}, {longest}",
+            f"the prompt has {num_tokens} tokens, and {config.title} was fitted and tested on "
+            f"prefixes of at most {longest}: beyond them its quality is unknown; fit it on longer "
+            "conversations, or let the decode model read the prompt (strategy native)",
+        )
+
+
+def _other_commit(spec: ModelSpec, model: LanguageModel) -> str | None:
+    """Commits are of one repository; copies of it elsewhere have their own."""
+    if spec.name != model.name or None in (spec.revision, model.revision):
+        return None
+    if spec.revision == model.revision:
+        return None
+    return (
+        f"it was made with commit {spec.revision:.12} of {spec.name}, and this is "
+        f"{model.revision:.12} (their norms are the same)"
+    )
+
+
+def _other_bits(fitted: str | None, model: LanguageModel) -> str | None:
+    if model.bits is None or fitted in (None, model.precision):
+        return None
+    return f"it was fitted on {fitted} and {model.name} runs in {model.precision}"
+
+
+def _other_projections(
+    kept: Any, role: str, fitted: str | None, model: LanguageModel
+) -> str | None:
+    """Another fine-tune of the same norms; rounding to few bits would drown the difference."""
+    numbers = kept.get(role) if isinstance(kept, dict) else None
+    if numbers is None or model.projections is None:
+        return None
+    found = model.projections.difference(numbers)
+    if found is None or found <= (SAME if fitted == model.precision else ROUNDED):
+        return None
+    return (
+        f"the key and value projections of {model.name} differ from those that it was fitted on "
+        f"(by up to {found:.1%}; the norms are the same): another fine-tune, or a LoRA adapter "
+        "fused in"
+    )

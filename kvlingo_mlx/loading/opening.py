@@ -1,0 +1,109 @@
+"""A model's folder, checked and opened: its weights stay in their files until they are needed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.utils import load_config, load_model, load_tokenizer
+from safetensors import SafetensorError, safe_open
+
+from kvlingo_mlx.embedded import MODELS
+from kvlingo_mlx.errors import MissingModelError
+from kvlingo_mlx.families import family_of
+from kvlingo_mlx.loading import notes
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.threads import for_any_thread
+
+
+def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
+    """The model in a folder, its weights unread.
+
+    Args:
+        path: The folder.
+        name: What it was asked for by.
+        commit: Of the Hub, where it came from there.
+
+    Raises:
+        MissingModelError: Files are missing or damaged.
+        UnsupportedModelError: The family is not supported, or mlx-lm misreads the config.
+
+    Warns:
+        KVLingoWarning: The model has a window or short factors that mlx-lm leaves out.
+    """
+    _check_model_folder(path)
+    config = load_config(path)
+    family = family_of(config["model_type"])
+    with damage_told(path):
+        overrides = family.overrides(config)
+        with for_any_thread():
+            model, config = load_model(
+                path, lazy=True, trust_remote_code=False, model_config=overrides
+            )
+        tokenizer = load_tokenizer(
+            path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
+        )
+    embedded = path.parent == MODELS
+    found = LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
+    notes.tell_of_misreading(found)
+    return found
+
+
+@contextlib.contextmanager
+def damage_told(path: Path | None) -> Iterator[None]:
+    """What mlx-lm, MLX and transformers say of files that they cannot read, in one line.
+
+    Raises:
+        MissingModelError: With the folder and the first line of that.
+    """
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        raise MissingModelError(
+            f"the model {path} cannot be loaded ({type(error).__name__}: {first_line:.200}); "
+            "is its download complete?"
+        ) from error
+
+
+def _check_model_folder(path: Path) -> None:
+    try:
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except OSError:
+        raise MissingModelError(
+            f"{path} has no config.json; a model folder needs one (incomplete download?)"
+        ) from None
+    except ValueError as error:
+        raise MissingModelError(f"{path / 'config.json'} is not valid JSON: {error}") from None
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise MissingModelError(f"{path / 'config.json'} names no model_type")
+    if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
+        raise MissingModelError(f"{path} has no tokenizer.json; download the model again")
+    for file in _weight_files(path):
+        try:
+            with safe_open(file, framework="np"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise MissingModelError(
+                f"{file} is missing or incomplete ({error}); download the model again"
+            ) from None
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise MissingModelError(
+                f"{index} has no readable weight_map; download the model again"
+            ) from None
+        return [path / name for name in names]
+    files = sorted(path.glob("model*.safetensors"))
+    if not files:
+        raise MissingModelError(f"{path} has no model*.safetensors; download the model again")
+    return files

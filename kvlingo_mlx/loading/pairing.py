@@ -1,0 +1,144 @@
+"""Whether a translator is the one for two models; every refusal names what differs."""
+
+from __future__ import annotations
+
+from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
+from kvlingo_mlx.format.assignment import check_windows
+from kvlingo_mlx.format.geometry import layer_differences
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+from kvlingo_mlx.loading.notes import tell_of_pair
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.two_tokenizers import check_capture, check_layers
+
+
+def matches(spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = False) -> bool:
+    """Whether ``model`` is the one that ``spec`` describes."""
+    return difference(spec, model, allow_mismatch=allow_mismatch) is None
+
+
+def difference(
+    spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = False
+) -> str | None:
+    """The first tier in which a model differs from a spec, in words, or None.
+
+    ``allow_mismatch`` lets another checkpoint of the same shape through (its norms
+    differ); the shape and the vocabulary must always agree.
+    """
+    geometry = model.geometry
+    if spec.model_type != geometry.model_type:
+        return f"model_type is {geometry.model_type}, expected {spec.model_type}"
+    layers = layer_differences(geometry.layers, spec.layers)
+    if layers:
+        return "; ".join(layers)
+    expected = spec.fingerprint
+    if expected["geometry"] not in (None, geometry.fingerprint):
+        return "RoPE, norm epsilon or embedding rows differ (geometry fingerprint)"
+    if expected["tokenizer"] not in (None, model.tokenizer_fingerprint):
+        return "the vocabulary differs (tokenizer fingerprint)"
+    if not allow_mismatch and expected["norms"] not in (None, model.norms_fingerprint):
+        return (
+            "the weights are those of another checkpoint (norms fingerprint); "
+            "allow_mismatch (--allow-mismatch) uses it all the same"
+        )
+    return None
+
+
+def check_pair(
+    config: TranslatorConfig,
+    source: LanguageModel,
+    target: LanguageModel,
+    *,
+    allow_mismatch: bool = False,
+) -> None:
+    """Refuse a translator that is not for ``source`` to ``target``; tell of lesser differences.
+
+    Raises:
+        IncompatibleTranslatorError: With the side and the fields that differ.
+
+    Warns:
+        KVLingoWarning: As :func:`tell_of_pair` has it.
+    """
+    swapped = matches(config.source, target) and matches(config.target, source)
+    if swapped and not matches(config.source, source):
+        raise IncompatibleTranslatorError(
+            f"{config.title} goes the other way round: swap the models, or load its reverse"
+        )
+    check_end(config, "source", source, allow_mismatch=allow_mismatch)
+    check_end(config, "target", target, allow_mismatch=allow_mismatch)
+    check_windows(source.geometry.layers, target.geometry.layers)
+    if config.alignment is None:
+        check_tokenizers(source, target)
+    else:
+        check_capture(config.capture)
+        check_positions(target)
+    tell_of_pair(config, source, target)
+
+
+def check_positions(target: LanguageModel) -> None:
+    """Refuse a target whose cache cannot hold other than one entry a token.
+
+    Raises:
+        UnsupportedModelError: Its layers keep windows, which count entries, or its attention
+            depends on absolute positions.
+    """
+    check_layers(target.geometry.layers, target.name)
+    if not target.family.relative_positions:
+        raise UnsupportedModelError(
+            f"{target.name} cannot take over from a model of another tokenizer: its attention "
+            "depends on more of two positions than their distance; choose another target"
+        )
+
+
+def check_one_tokenizer(config: TranslatorConfig, what: str) -> None:
+    """Refuse a translator between two tokenizers for ``what`` is made for one.
+
+    Raises:
+        IncompatibleTranslatorError: It is such a one.
+    """
+    if config.alignment is not None:
+        raise IncompatibleTranslatorError(
+            f"{config.title} is between two tokenizers (alignment {config.alignment}), which "
+            f"{what} does not know; use it with generate, chat, fit, train or eval"
+        )
+
+
+def check_end(
+    config: TranslatorConfig, role: str, model: LanguageModel, *, allow_mismatch: bool = False
+) -> None:
+    """Refuse a model that is not a translator's ``"source"`` or ``"target"`` (``role``).
+
+    Raises:
+        IncompatibleTranslatorError: With the field that differs.
+    """
+    spec = config.source if role == "source" else config.target
+    text = difference(spec, model, allow_mismatch=allow_mismatch)
+    if text is not None:
+        raise IncompatibleTranslatorError(
+            f"{config.title} does not fit the {role} model {model.name}: {text}"
+        )
+    if config.capture not in model.family.points:
+        raise IncompatibleTranslatorError(
+            f"{config.title} is for {config.capture} keys, which the {role} model {model.name} "
+            f"does not have; its capture points are {', '.join(model.family.points)}"
+        )
+
+
+def check_tokenizers(
+    source: LanguageModel,
+    target: LanguageModel,
+    then: str = "this pair needs a cross-tokenizer translator",
+) -> None:
+    """Refuse two models whose tokenizers differ; ``then`` is what that means here.
+
+    Raises:
+        IncompatibleTranslatorError: They do; names the first id that differs.
+    """
+    if source.tokenizer_fingerprint == target.tokenizer_fingerprint:
+        return
+    ours = {i: token for token, i in source.tokenizer.get_vocab().items()}
+    theirs = {i: token for token, i in target.tokenizer.get_vocab().items()}
+    first = next(i for i in sorted({*ours, *theirs}) if ours.get(i) != theirs.get(i))
+    raise IncompatibleTranslatorError(
+        f"the tokenizers of {source.name} and {target.name} differ (id {first} is "
+        f"{ours.get(first)!r} and {theirs.get(first)!r}): {then}"
+    )

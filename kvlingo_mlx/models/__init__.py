@@ -1,0 +1,1 @@
+"""A loaded model: its facts, its prompts, and what its layers write."""

@@ -1,0 +1,209 @@
+"""Taps: record what a model's projections write during an ordinary mlx-lm prefill.
+
+A tap swaps the class of a projection instance for a subclass that records its output.
+Parameters, quantisation and isinstance checks stay as they were, and the class is put
+back on exit (research: bit-exact on every family tried).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+from mlx_lm.models.cache import make_prompt_cache
+
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.models.keys import Rotation, advance, normalise_values
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates, flat
+from kvlingo_mlx.threads import working
+
+
+class Recorder:
+    """The outputs of tapped modules, in the order in which the modules were given."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = modules
+        self._outputs: dict[int, mx.array] = {}
+
+    def put(self, index: int, output: mx.array) -> None:
+        """Keep one module's output; called by the tap."""
+        if index in self._outputs:
+            raise RuntimeError("a tapped projection ran twice before its output was taken")
+        self._outputs[index] = output
+
+    def take(self) -> list[mx.array]:
+        """All outputs since the last call, one a module; the recorder lets go of them."""
+        if len(self._outputs) != len(self.modules):
+            raise RuntimeError(
+                f"{len(self._outputs)} of {len(self.modules)} tapped projections ran; "
+                "is the model compiled, or are its layers split over machines?"
+            )
+        outputs = [self._outputs[index] for index in range(len(self.modules))]
+        self._outputs = {}
+        return outputs
+
+
+class Log(Recorder):
+    """Keeps the outputs of every run, oldest first: a decoding loop runs ahead of its reader."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        super().__init__(modules)
+        self._runs: dict[int, list[mx.array]] = {index: [] for index in range(len(modules))}
+
+    def put(self, index: int, output: mx.array) -> None:
+        """Keep one module's output; called by the tap."""
+        self._runs[index].append(output)
+
+    def take(self) -> list[mx.array]:
+        """All outputs since the last call, one a module, runs joined."""
+        outputs = [mx.concatenate(self._runs[i], axis=1) for i in range(len(self.modules))]
+        self._runs = {index: [] for index in range(len(self.modules))}
+        return outputs
+
+
+def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn.Module]:
+    listener = threading.get_ident()
+
+    class Tapped(cls):  # type: ignore[misc, valid-type]
+        def __call__(self, x: mx.array) -> mx.array:
+            output = super().__call__(x)
+            if threading.get_ident() == listener:  # plain mlx-lm may run it in another thread
+                record(output)
+            return output
+
+    Tapped.__name__ = cls.__name__
+    return Tapped
+
+
+@contextlib.contextmanager
+def tap(
+    modules: Sequence[nn.Module],
+    *,
+    nested: bool = False,
+    recorder: Callable[[Sequence[nn.Module]], Recorder] = Recorder,
+) -> Iterator[Recorder]:
+    """Record the outputs of ``modules`` in this thread while the context lasts; a unit of work.
+
+    ``nested`` allows modules that a surrounding tap records already; ``recorder`` is what keeps
+    them.
+
+    Raises:
+        RuntimeError: This thread taps a module already (one capture at a time per model).
+    """
+    kept = recorder(modules)
+    with working():
+        classes = [type(module) for module in modules]
+        if not nested and any(cls.__qualname__.startswith("_tapped") for cls in classes):
+            raise RuntimeError("this model is being captured already: one capture at a time")
+        try:
+            for index, (module, cls) in enumerate(zip(modules, classes, strict=True)):
+                record = lambda output, index=index: kept.put(index, output)  # noqa: E731
+                module.__class__ = _tapped(cls, record)
+            yield kept
+        finally:
+            for module, cls in zip(modules, classes, strict=True):
+                module.__class__ = cls
+
+
+class Ear:
+    """Taps of a model's key and value projections that listen only while they are asked to.
+
+    Between two times the model is as it was: others may run it, and are not heard.
+    """
+
+    def __init__(self, model: LanguageModel) -> None:
+        self._model = model
+        self._modules = [model.family.taps(attention) for attention in model.attentions]
+        self._log = Log([module for modules in self._modules for module in modules])
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Record what the model writes meanwhile."""
+        with tap(self._log.modules, recorder=lambda _: self._log):
+            yield
+
+    def take(self, start: int) -> KVStates:
+        """What was written since the last time, from position ``start`` on."""
+        return _states(self._model, self._modules, self._log, start)
+
+
+@contextlib.contextmanager
+def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStates]]:
+    """Tap a model's key and value projections; yields a function that takes a span.
+
+    The function gets the span's first position and returns its ``KVStates``, at the first of
+    the family's capture points.
+    """
+    taps = [model.family.taps(attention) for attention in model.attentions]
+    with tap([module for modules in taps for module in modules]) as kept:
+        yield lambda start: _states(model, taps, kept, start)
+
+
+def _states(
+    model: LanguageModel, taps: Sequence[Sequence[nn.Module]], kept: Recorder, start: int
+) -> KVStates:
+    """What a recorder holds of all layers, as the family splits it."""
+    outputs = iter(kept.take())
+    pairs = [
+        model.family.states(attention, list(itertools.islice(outputs, len(modules))))
+        for attention, modules in zip(model.attentions, taps, strict=True)
+    ]
+    keys, values = zip(*pairs, strict=True)
+    return KVStates(keys, values, model.family.points[0], start)
+
+
+def prefill(
+    model: LanguageModel,
+    tokens: Sequence[int],
+    step_size: int = 2048,
+    cache: list[Any] | None = None,
+    begun: int = 0,
+) -> Generator[KVStates, None, None]:
+    """Prefill a model in chunks; yield what each chunk's projections wrote, evaluated.
+
+    The model's own cache is ``cache``, which holds the first ``begun`` tokens, or lives only as
+    long as the iteration. Each chunk costs one synchronisation, as in mlx-lm's own prefill.
+    """
+    cache = make_prompt_cache(model.model) if cache is None else cache
+    for start in range(begun, len(tokens), step_size):
+        chunk = mx.array(list(tokens[start : start + step_size]))
+        with working():
+            with tap_keys_and_values(model) as take:
+                model.model(chunk[None], cache=cache)
+                states = take(start)
+            mx.eval([c.state for c in cache], states.arrays)
+            del take
+        yield states  # whoever takes a chunk may run the model too
+        del states
+        mx.clear_cache()
+
+
+def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
+    """Take a span on to the capture point ``goal`` with the model's own norms and RoPE."""
+    origin = states.capture
+    if origin == goal:
+        return states
+    keys, values = [], []
+    rotations = {start: Rotation(start) for start in map(states.first, range(len(states.keys)))}
+    layers = zip(model.geometry.layers, model.finishes, strict=True)
+    for index, (layer, finish) in enumerate(layers):
+        rotation = rotations[states.first(index)]
+        heads = advance(to_heads(states.keys[index], layer), [finish], rotation, origin, goal)
+        keys.append(flat(heads[0]))
+        array = states.values[index]
+        if finish.value_eps is not None:
+            array = flat(normalise_values(to_heads(array, layer), [finish], origin)[0])
+        values.append(array)
+    return KVStates(tuple(keys), tuple(values), goal, states.start)
+
+
+def to_heads(array: mx.array, layer: LayerGeometry) -> mx.array:
+    """(B, T, H * D) as (1, B, H, T, D)."""
+    batch, tokens, _ = array.shape
+    return array.reshape(1, batch, tokens, layer.kv_heads, -1).swapaxes(2, 3)

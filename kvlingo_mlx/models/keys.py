@@ -1,0 +1,153 @@
+"""Norms and RoPE between capture points, batched over layers.
+
+One function serves both ends: it takes a source's pre-norm keys to the point where a
+translator reads, and translated keys on to what the target's cache stores. Where a family
+norms its values too, a capture point before the norm is before both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvlingo_mlx.backend import mx, on_gpu
+
+from kvlingo_mlx.families.base import LATENT, POINTS, Finish
+from kvlingo_mlx.format.geometry import RopeSpec
+
+# Rotations that multiply keys by nothing but cosines and sines.
+SHARED = ("default", "linear", "llama3", "proportional")
+
+
+class Rotation:
+    """RoPE of some tokens, for all layers of a model.
+
+    They are those of one span, by its first position, or each has a position of its own, (T,).
+
+    On a GPU the model's own module is one fused kernel. On a CPU it works out every
+    cosine anew for each layer; there the module is asked once for the rotation of a unit
+    vector, which holds the cosines and sines, and the layers share those. The arithmetic
+    on the keys is the module's own, so the result is equal to the bit.
+    """
+
+    def __init__(self, positions: int | mx.array) -> None:
+        self.positions = positions
+        self._tables: dict[RopeSpec, tuple[mx.array, mx.array]] = {}
+
+    def __call__(self, keys: mx.array, finish: Finish) -> mx.array:
+        """Rotate (..., H, T, D)."""
+        spec, (tokens, dim) = finish.rope_spec, keys.shape[-2:]
+        if spec is None:
+            return keys
+        flat = keys.reshape(-1, *keys.shape[-3:])
+        shared = spec.type in SHARED and not spec.traditional and spec.dims == dim
+        if on_gpu() or not shared or keys.dtype != mx.float32:
+            return self._turned(flat, finish).reshape(keys.shape)
+        if spec not in self._tables:
+            unit = mx.repeat(mx.array([1.0, 0.0]), dim // 2)
+            unit = mx.broadcast_to(unit, (1, 1, tokens, dim))
+            cos, sin = mx.split(self._turned(unit, finish), 2, axis=-1)
+            self._tables[spec] = cos, sin
+        cos, sin = self._tables[spec]
+        first, second = mx.split(flat, 2, axis=-1)
+        turned = [first * cos - second * sin, first * sin + second * cos]
+        return mx.concatenate(turned, axis=-1).reshape(keys.shape)
+
+    def _turned(self, heads: mx.array, finish: Finish) -> mx.array:
+        """(F, H, T, D) rotated by the model's own module."""
+        if isinstance(self.positions, int):
+            return finish.rope(heads, offset=self.positions)
+        return at_positions(finish.rope, heads, self.positions)
+
+
+def at_positions(rope: Callable[..., mx.array], heads: mx.array, positions: mx.array) -> mx.array:
+    """(F, H, T, D) rotated by a rotary module, each token at its own of ``positions`` (T,).
+
+    MLX takes one position for each row of a batch, so tokens stand there meanwhile.
+    """
+    rows, count, tokens, dim = heads.shape
+    batch = heads.reshape(rows * count, tokens, 1, dim).swapaxes(0, 1)
+    return rope(batch, offset=positions).swapaxes(0, 1).reshape(heads.shape)
+
+
+def advance(
+    keys: mx.array, finishes: Sequence[Finish], rotation: Rotation, origin: str, goal: str
+) -> mx.array:
+    """Take the keys of G layers from one capture point to a later one.
+
+    Args:
+        keys: (G, B, H, T, D).
+        finishes: The G layers' norms and rotations.
+        rotation: The span's positions.
+        origin: The point ``keys`` are at; those of latents await their rotation alone.
+        goal: The point wanted, at or after ``origin``.
+
+    Returns:
+        (G, B, H, T, D).
+    """
+    if not all(_alike(finishes[0], finish) for finish in finishes):
+        parts = [
+            advance(keys[i : i + 1], [finish], rotation, origin, goal)
+            for i, finish in enumerate(finishes)
+        ]
+        return mx.concatenate(parts)
+    origin = "post_norm" if origin == LATENT else origin
+    steps = POINTS[POINTS.index(origin) : POINTS.index(goal)]
+    last = finishes[0].norm_last
+    if "pre_norm" in steps and not last:
+        keys = _normalise(keys, finishes)
+    if "post_norm" in steps:
+        keys = rotation(keys, finishes[0])
+    return _normalise(keys, finishes) if last and steps else keys
+
+
+def rotate_back(keys: mx.array, finish: Finish, start: int) -> mx.array:
+    """Keys (B, H, T, D) as they were before RoPE, from a cache whose first position is ``start``.
+
+    Every module rotates by an angle proportional to the position, some with a gain: the same
+    rotation by the negative positions undoes the angle, and the gain is what is left at 0.
+    """
+    if finish.rope_spec is None:
+        return keys
+    last = start + keys.shape[-2] - 1
+    turned = finish.rope(keys.astype(mx.float32)[..., ::-1, :], offset=-last)[..., ::-1, :]
+    gain = finish.rope(mx.ones((1, 1, 1, keys.shape[-1])), offset=0)
+    return (turned / gain**2).astype(keys.dtype)
+
+
+def _normalise(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
+    first = finishes[0]
+    if first.norm_weight is None:
+        return keys
+    if first.norm_weight.size == keys.shape[-1]:
+        return _rms_norm(keys, finishes)
+    groups, batch, heads, tokens, dim = keys.shape  # one norm over all heads
+    whole = keys.swapaxes(2, 3).reshape(groups, batch, 1, tokens, heads * dim)
+    parts = _rms_norm(whole, finishes).reshape(groups, batch, tokens, heads, dim)
+    return parts.swapaxes(2, 3)
+
+
+def _rms_norm(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
+    first = finishes[0]
+    if len(finishes) == 1:
+        return mx.fast.rms_norm(keys, first.norm_weight, first.norm_eps)
+    weights = mx.stack([f.norm_weight for f in finishes if f.norm_weight is not None])
+    return mx.fast.rms_norm(keys, None, first.norm_eps) * weights[:, None, None, None]
+
+
+def normalise_values(values: mx.array, finishes: Sequence[Finish], origin: str) -> mx.array:
+    """Take the values of G layers, (G, B, H, T, D), from a capture point to the cache."""
+    epsilons = {finish.value_eps for finish in finishes}
+    assert len(epsilons) == 1  # layers of one family
+    (eps,) = epsilons
+    if eps is None or origin != "pre_norm":
+        return values
+    return mx.fast.rms_norm(values, None, eps)
+
+
+def _alike(a: Finish, b: Finish) -> bool:
+    """Whether two layers' keys can be finished in one batch."""
+    return (
+        a.rope_spec == b.rope_spec
+        and a.norm_eps == b.norm_eps
+        and (a.norm_weight is None) == (b.norm_weight is None)
+    )

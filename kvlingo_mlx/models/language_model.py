@@ -1,0 +1,200 @@
+"""A loaded model with its tokenizer and the facts that translation needs about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from kvlingo_mlx.families import family_of
+from kvlingo_mlx.families.base import Family, Finish
+from kvlingo_mlx.format import misread
+from kvlingo_mlx.format.geometry import (
+    CacheGeometry,
+    norms_fingerprint,
+    vocabulary_fingerprint,
+)
+from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
+from kvlingo_mlx.format.translator_config import ModelSpec
+from kvlingo_mlx.format.translator_folder import probe
+from kvlingo_mlx.threads import unit
+
+NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the classes of norms are called
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """An mlx-lm model and its tokenizer; what ``load`` returns and ``generate`` takes twice.
+
+    Attributes:
+        model: The mlx-lm module, unchanged.
+        tokenizer: mlx-lm's tokenizer.
+        config: The model's ``config.json``, as mlx-lm reads it.
+        name: Path or Hub id it was loaded from.
+        revision: Commit hash where known.
+        path: The folder it was loaded from, or None.
+    """
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    name: str
+    revision: str | None = None
+    path: Path | None = None
+
+    @cached_property
+    def family(self) -> Family:
+        """The adapter of this model's family."""
+        return family_of(self.config["model_type"])
+
+    @cached_property
+    def attentions(self) -> list[nn.Module]:
+        """The attention modules that own a cache, in cache order."""
+        return self.family.attentions(self.model)
+
+    @cached_property
+    def geometry(self) -> CacheGeometry:
+        """What this model's cache looks like."""
+        return self.family.geometry(self.model, self.config)
+
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:
+        """The config of the text model, whatever wraps it."""
+        return self.family.facts(self.model, self.config)
+
+    @cached_property
+    def finishes(self) -> list[Finish]:
+        """What happens to each cache layer's keys and values after their projections."""
+        return [self.family.finish(a, self.facts) for a in self.attentions]
+
+    @cached_property
+    def cache_dtype(self) -> mx.Dtype:
+        """The dtype this model's own keys have; nothing is computed to learn it."""
+        cache = make_prompt_cache(self.model)
+        self.model(mx.array([[0]]), cache=cache)
+        return cache[0].keys.dtype
+
+    @property
+    def bits(self) -> int | None:
+        """Bits of quantised weights, by the first projection of keys; None for floats."""
+        return getattr(self._projections[0], "bits", None)
+
+    @property
+    def precision(self) -> str:
+        """What those weights are held in: ``bfloat16``, say, or ``4 bits``."""
+        if self.bits is not None:
+            return f"{self.bits} bits"
+        return str(self._projections[0].weight.dtype).rsplit(".", 1)[-1]
+
+    @cached_property
+    @unit
+    def projections(self) -> Sketch | None:
+        """Numbers that tell this model from its fine-tuned copies; None for quantised weights."""
+        weights = [module.weight for module in self._projections]
+        if self.bits is not None or any(weight.ndim != 2 for weight in weights):
+            return None
+        # No matmul: on some GPUs those of float32 are of fewer digits.
+        outputs = [(w * mx.array(probe(w.shape[1]), mx.float32)).sum(axis=-1) for w in weights]
+        return sketch([np.array(output) for output in outputs])
+
+    @cached_property
+    def weights_fingerprint(self) -> str:
+        """Sha256 that tells this model from any other, by all weights and its config.
+
+        Every weight is read once, quantised ones as they are stored; some 2 GB a second on an
+        idle core. ``name`` and where it lies are no part of it.
+        """
+        arrays = dict(tree_flatten(self.model.parameters()))
+        return weights_fingerprint((_checked(*item) for item in arrays.items()), self.config)
+
+    @cached_property
+    def _projections(self) -> list[nn.Module]:
+        """The modules that put out every cache layer's keys and values."""
+        return [module for a in self.attentions for module in self.family.taps(a)]
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens that the model was made for and mlx-lm runs it on as it was."""
+        longest, window = self.facts["max_position_embeddings"], self.ignored_window
+        return longest if window is None else min(longest, window)
+
+    @cached_property
+    def ignored_window(self) -> int | None:
+        """Tokens of a window that mlx-lm leaves out and that some text would reach beyond."""
+        text = self.config.get("text_config", self.config)  # what it says, not what mlx-lm made
+        window = misread.ignored_window(self.family.text_type(self.facts), text)
+        shorter = window is not None and window < self.facts["max_position_embeddings"]
+        return window if shorter else None
+
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """Sha256 of the vocabulary."""
+        return vocabulary_fingerprint(self.tokenizer.get_vocab())
+
+    @cached_property
+    @unit
+    def norms_fingerprint(self) -> str:
+        """Sha256 of the weights of all norms; it survives quantisation."""
+        norms = {
+            name: module.weight
+            for name, module in self.model.named_modules()
+            if type(module).__name__.endswith(NORMS) and "weight" in module
+        }
+        return norms_fingerprint(
+            np.array(norms[name].astype(mx.float32)).tobytes() for name in sorted(norms)
+        )
+
+    def spec(self) -> ModelSpec:
+        """The description of this model that a translator carries."""
+        return ModelSpec(
+            name=self.name,
+            revision=self.revision,
+            model_type=self.geometry.model_type,
+            fingerprint={
+                "geometry": self.geometry.fingerprint,
+                "norms": self.norms_fingerprint,
+                "tokenizer": self.tokenizer_fingerprint,
+            },
+            layers=self.geometry.layers,
+        )
+
+    def check_tokens(self, tokens: Sequence[int]) -> None:
+        """Refuse token ids without an embedding row: MLX would read out of bounds.
+
+        Raises:
+            ValueError: An id is negative or too large, or there are more tokens than
+                the model's context.
+        """
+        rows = self.geometry.embedding_rows
+        if len(tokens) and (min(tokens) < 0 or max(tokens) >= rows):
+            bad = next(t for t in tokens if not 0 <= t < rows)
+            raise ValueError(f"token id {bad} is outside the {rows} ids of {self.name}")
+        if len(tokens) > self.context_length:
+            window = "" if self.ignored_window is None else (
+                ", its sliding window, which mlx-lm leaves out"
+            )  # fmt: skip
+            raise ValueError(
+                f"the prompt has {len(tokens)} tokens, the context of {self.name} "
+                f"is {self.context_length}{window}; shorten the prompt"
+            )
+
+
+BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # integers by bytes
+
+
+def _checked(name: str, array: mx.array) -> Checked:
+    """An array's bits, summed along its last axis, and some of its numbers."""
+    bits = (array if array.ndim else array[None]).view(BITS[array.dtype.size])
+    flat = bits.reshape(-1)
+    sums, sample = bits.sum(axis=-1), flat[:: max(1, flat.size // SAMPLED)]
+    kind = f"{array.dtype} {array.shape}"
+    return Checked(name, kind, np.array(sums).tobytes(), np.array(sample).tobytes())

@@ -1,0 +1,190 @@
+"""Prompts as token ids: text, messages by a chat template, or ids as they are."""
+
+from __future__ import annotations
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeGuard, cast
+
+from jinja2 import TemplateError
+
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.renderings import (
+    Rendering,
+    chat,
+    text_ids,
+    text_of,
+    with_joined_parts,
+)
+
+Message = dict[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+def encode(
+    model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None, **switches: Any
+) -> list[int]:
+    """Token ids of a prompt: text as it is, ids as they are, messages by chat template.
+
+    ``enable_thinking`` and other ``switches`` are the template's; None leaves one out.
+
+    Raises:
+        ValueError: The prompt is empty, or holds messages and the model has no template.
+    """
+    tokenizer = model.tokenizer
+    if isinstance(prompt, str):
+        _check_text(prompt)
+        tokens = text_ids(tokenizer, prompt)
+    elif _is_chat(prompt):
+        tokens = list(_render(model, prompt, {"enable_thinking": enable_thinking, **switches}))
+    else:
+        tokens = as_ids(cast(Sequence[int], prompt))
+    if not tokens:
+        raise ValueError("the prompt is empty; give some text")
+    return tokens
+
+
+def rendering(
+    model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None, **switches: Any
+) -> Rendering:
+    """A prompt as a model reads it, with the places of its tokens: what two models can share.
+
+    Raises:
+        ValueError: The prompt is empty or token ids, or holds messages and the model has no
+            template, or no fast tokenizer.
+    """
+    if isinstance(prompt, str):
+        _check_text(prompt)
+        return text_of(model.tokenizer, prompt)
+    if not _is_chat(prompt):
+        raise ValueError(
+            "the prompt is token ids, which the two tokenizers of this pair read differently; "
+            "give text or messages"
+        )
+    return chat(
+        model.tokenizer,
+        lambda messages: _render(
+            model, messages, {"enable_thinking": enable_thinking, **switches}, tokenize=False
+        ),
+        with_joined_parts(prompt),
+    )
+
+
+def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
+    listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+    if not listed and not hasattr(prompt, "tolist"):  # one message, say, which has no first item
+        raise _unread(prompt)
+    chat = len(prompt) > 0 and isinstance(prompt[0], dict)
+    for message in prompt if chat else ():
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(
+                f'a message is {message!r:.60}; each needs a "role" and a "content", as in '
+                '{"role": "user", "content": "Hello"}'
+            )
+    return chat
+
+
+def render_text(model: LanguageModel, messages: Sequence[Message], **switches: Any) -> str:
+    """What the chat template makes of messages, up to the header of the next answer.
+
+    ``switches`` are the template's (``enable_thinking``, ``tools``); None leaves one out.
+    ``add_generation_prompt=False`` leaves out the header.
+
+    Raises:
+        ValueError: There is no template, or it does not take these messages.
+    """
+    return _render(model, messages, switches, tokenize=False)
+
+
+def ends_in_thought(model: LanguageModel, answer: str, **switches: Any) -> bool:
+    """Whether an answer opens a reasoning trace and does not end it.
+
+    ``switches`` are the template's, which may open the trace itself.
+    """
+    start, end = (getattr(model.tokenizer, f"think_{mark}", None) for mark in ("start", "end"))
+    if not start or not end or end in answer:
+        return False
+    if start in answer:
+        return True
+    if not model.tokenizer.has_chat_template:
+        return False
+    header = render_text(model, [{"role": "user", "content": "Hello"}], **switches)
+    return header.rstrip().endswith(start)
+
+
+def _render(
+    model: LanguageModel,
+    messages: Sequence[Mapping[str, Any]],
+    switches: Mapping[str, Any],
+    **options: Any,
+) -> Any:
+    if not model.tokenizer.has_chat_template:
+        raise ValueError(f"{model.name} has no chat template; pass the prompt as text")
+    messages = with_joined_parts(messages)
+    for message in messages:
+        if isinstance(message.get("content"), str):
+            _check_text(message["content"])
+    given = {name: value for name, value in switches.items() if value is not None}
+    try:
+        return model.tokenizer.apply_chat_template(
+            messages, **{"add_generation_prompt": True, **given, **options}
+        )
+    except (TemplateError, TypeError) as error:
+        raise ValueError(
+            f"the chat template of {model.name} does not take these messages ({error}); "
+            'each needs a "role" and a "content"'
+        ) from None
+
+
+def check_tools(
+    model: LanguageModel, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None
+) -> None:
+    """Refuse (ValueError) tools that nothing would announce: a chat template puts them in."""
+    if not tools:
+        return
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tools must be what JSON can hold ({error})") from None
+    if isinstance(prompt, str) or not _is_chat(prompt):
+        raise ValueError(
+            "tools are announced by a chat template, but the prompt is no messages; give it as "
+            "messages, or leave out tools"
+        )
+    if render_text(model, prompt, tools=tools) == render_text(model, prompt):
+        raise ValueError(
+            f"the chat template of {model.name} does not announce tools; put them into a message, "
+            "or leave out tools"
+        )
+
+
+def _check_text(text: str) -> None:
+    """Refuse text that is not Unicode, as half an emoji or undecoded bytes are."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"the prompt is not valid Unicode ({error.reason}); give UTF-8 text, and set "
+            "PYTHONUTF8=1 where the locale has another encoding"
+        ) from None
+
+
+def as_ids(tokens: Sequence[int]) -> list[int]:
+    """Token ids as Python integers: a list, or a NumPy or MLX vector.
+
+    Raises:
+        ValueError: They are something else: several prompts, say, or images.
+    """
+    listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    try:
+        return [operator.index(token) for token in listed]
+    except TypeError:
+        raise _unread(tokens) from None
+
+
+def _unread(prompt: object) -> ValueError:
+    return ValueError(
+        f"the prompt is {prompt!r:.60}; give text, a list of messages of text, or the token ids of "
+        "one prompt (several prompts: hand each over, then mlx_lm's batch_generate)"
+    )

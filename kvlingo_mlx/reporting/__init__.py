@@ -1,0 +1,1 @@
+"""What is measured, kept and drawn."""

@@ -1,0 +1,189 @@
+"""Stage 1: second moments to maps, in float64 (section 3.2, equation for T_K). NumPy only.
+
+The device and the CUDA path feed the same ``Moments``, so the two cannot drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig, head_map_of, maps_of
+
+RELATIVE_TOLERANCE = 1e-8
+# Tokens for each unknown of one regression, the width of what a map reads. Measured on the zoo
+# (benchmarks/LOG.md, "how much data"): at one token each a fit is worse than no cache at all, below
+# that it recalls nothing; at 32 recall is what it is at 256, and most of the KL is gained.
+FEWEST, ENOUGH = 1, 32
+
+
+@dataclass
+class Moments:
+    """Sums over tokens of w x x^T, w x y^T and, for each output, w y^2, for one map.
+
+    x is a token's input (the assigned source layers, concatenated), y the target's own
+    state, w the token's weight under the fitting norm (1 for Frobenius).
+    """
+
+    input_width: int
+    output_width: int
+    tokens: int = 0
+    xx: np.ndarray = field(init=False)
+    xy: np.ndarray = field(init=False)
+    yy: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.xx = np.zeros((self.input_width, self.input_width))
+        self.xy = np.zeros((self.input_width, self.output_width))
+        self.yy = np.zeros(self.output_width)
+
+    def add(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """Add tokens: ``x`` (T, input), ``y`` (T, output), ``weights`` (T,) or None.
+
+        Products are taken in float64: float32 sums leave noise of 1e-7 of the largest
+        eigenvalue, above the tolerance at which eigenvalues count as zero.
+        """
+        x64 = np.asarray(x, np.float64)
+        y64 = np.asarray(y, np.float64)
+        weighted = x64 if weights is None else x64 * np.asarray(weights, np.float64)[:, None]
+        self.tokens += len(x64)
+        self.xx += weighted.T @ x64
+        self.xy += weighted.T @ y64
+        squares = np.square(y64)
+        self.yy += squares.sum(axis=0) if weights is None else np.asarray(weights) @ squares
+
+    def block(self, rows: np.ndarray, columns: np.ndarray) -> Moments:
+        """The moments of a map that reads only ``rows`` of x and writes ``columns`` of y."""
+        part = Moments(len(rows), len(columns), self.tokens)
+        part.xx = self.xx[np.ix_(rows, rows)]
+        part.xy = self.xy[np.ix_(rows, columns)]
+        part.yy = self.yy[columns]
+        return part
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A fitted map (output, input) and how many input directions the data spanned."""
+
+    weight: np.ndarray
+    rank: int
+
+
+def solve(moments: Moments, tolerance: float = RELATIVE_TOLERANCE) -> Solution:
+    """The minimiser of E w |M x - y|^2, of least norm where the data leave it open.
+
+    Eigenvalues of E[x x^T] below ``tolerance`` times the largest count as zero
+    (appendix "Training protocol", stage 1).
+
+    Raises:
+        ValueError: No token was added, or a moment is not finite.
+    """
+    if moments.tokens == 0:
+        raise ValueError("no tokens to fit on: the data hold no usable prefix")
+    if not (np.isfinite(moments.xx).all() and np.isfinite(moments.xy).all()):
+        raise ValueError("the moments hold NaN or Inf: a model's keys or values overflowed")
+    eigenvalues, vectors = np.linalg.eigh(moments.xx)
+    kept = eigenvalues > tolerance * max(eigenvalues[-1], 0.0)
+    basis = vectors[:, kept]
+    weight = (moments.xy.T @ basis) / eigenvalues[kept] @ basis.T
+    return Solution(weight, int(kept.sum()))
+
+
+def objective(moments: Moments, weight: np.ndarray) -> float:
+    """The weighted squared error of ``weight`` (output, input), summed over tokens."""
+    cross = float(np.sum(weight * moments.xy.T))
+    return float(np.sum((weight @ moments.xx) * weight)) - 2.0 * cross + float(moments.yy.sum())
+
+
+def moment_widths(config: TranslatorConfig) -> dict[str, tuple[int, int]]:
+    """Widths of x and y, all heads included, of every map by its name in the format."""
+    target = config.target.layers
+    if config.joint:
+        return {m.name: (m.inputs, m.outputs) for m in maps_of(config)}
+    return {
+        f"{side}.{t}": (
+            sum(config.source.layers[s].width(side) for s in config.assignment.side(side)[t]),
+            target[t].width(side),
+        )
+        for side in SIDES
+        for t in range(len(target))
+    }
+
+
+def solve_maps(
+    config: TranslatorConfig,
+    moments: Mapping[str, Moments],
+    solved: Callable[[], None] = lambda: None,
+) -> tuple[dict[str, np.ndarray], list[int]]:
+    """Solve every map; returns the tensors by their names in the format, and their ranks.
+
+    ``solved`` is called after each map: wide ones take their time.
+    """
+    weights: dict[str, np.ndarray] = {}
+    ranks = []
+    for name, sums in moments.items():
+        blocks = _blocks(config, name)
+        solutions = [solve(sums if block is None else sums.block(*block)) for block in blocks]
+        matrices = [solution.weight for solution in solutions]
+        weights[f"{name}.weight"] = matrices[0] if config.head_mixing else np.stack(matrices)
+        ranks += [solution.rank for solution in solutions]
+        solved()
+    return weights, ranks
+
+
+def unknowns(config: TranslatorConfig) -> int:
+    """Numbers to be found for each output of the map that reads most: its input width.
+
+    Head-wise maps read their own head alone.
+    """
+    return max(m.inputs for m in maps_of(config))
+
+
+def check_tokens(config: TranslatorConfig, tokens: int) -> None:
+    """Refuse (ValueError) a fit on fewer tokens than there are unknowns: it is arbitrary."""
+    wanted = unknowns(config)
+    if tokens < FEWEST * wanted:
+        raise ValueError(
+            f"the data hold {tokens:,} tokens to fit on, and a map has {wanted:,} unknowns: what "
+            f"comes of that is arbitrary; give {ENOUGH * wanted:,} tokens or more"
+        )
+
+
+def shortage(config: TranslatorConfig, tokens: int, rank: int) -> str | None:
+    """What is to be said of a fit on too little; None where it was enough.
+
+    Args:
+        config: What was fitted.
+        tokens: On how many.
+        rank: The fewest input directions that a map has seen.
+    """
+    wanted = unknowns(config)
+    if tokens >= ENOUGH * wanted:
+        return None
+    least = min(m.inputs for m in maps_of(config))
+    seen = f" (of which {rank:,} directions were seen)" if rank < least else ""
+    return (
+        f"{tokens:,} tokens are few for maps of {wanted:,} unknowns{seen}; {ENOUGH * wanted:,} "
+        f"({ENOUGH} for each) would do"
+    )
+
+
+def _blocks(config: TranslatorConfig, name: str) -> list[tuple[np.ndarray, np.ndarray] | None]:
+    """Inputs and outputs of each part of a map: all at once, or one block a target head."""
+    if config.head_mixing:
+        return [None]
+    side, layer = name.split(".")
+    target = config.target.layers[int(layer)]
+    blocks: list[tuple[np.ndarray, np.ndarray] | None] = []
+    for head, source_head in enumerate(head_map_of(config)):
+        rows, start = [], 0
+        for s in config.assignment.side(side)[int(layer)]:
+            geometry = config.source.layers[s]
+            dim = geometry.head_dim(side)
+            rows.append(start + source_head * dim + np.arange(dim))
+            start += geometry.width(side)
+        dim = target.head_dim(side)
+        blocks.append((np.concatenate(rows), head * dim + np.arange(dim)))
+    return blocks

@@ -1,0 +1,190 @@
+"""Choosing source layers from data: the R2 and greedy assignments (appendix on cross-depth pairs).
+
+NumPy only; the sums may be another library's arrays until they are solved. Both rules read
+second moments that the closed form needs anyhow, so nothing is read twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvlingo_mlx.format.assignment import Assignment, attention_groups
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.translator_config import SIDES
+from kvlingo_mlx.stage1.closed_form import RELATIVE_TOLERANCE, Moments
+
+METHODS = ("r2", "greedy")
+# The paper's ridge has no value; this much of the candidates' mean square only breaks ties.
+RIDGE = 1e-6
+Candidates = Mapping[int, Sequence[int]]  # by target layer, the source layers it may read
+
+
+def candidates(
+    source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
+) -> dict[int, list[int]]:
+    """Every source layer of each target layer's own kind of attention.
+
+    Raises:
+        IncompatibleTranslatorError: The source has none of a kind.
+    """
+    return {t: theirs for theirs, ours in attention_groups(source, target) for t in ours}
+
+
+@dataclass
+class Tiles:
+    """Second moments of one side, a tile for each pair of layers, float64.
+
+    ``xx[i, j]`` (i <= j) is sum w x_i^T x_j over tokens for source layers, ``xy[i, t]`` sum
+    w x_i^T y_t with a target layer, ``yy[t]`` the sum of w y_t^2. All source layers' tiles of
+    one kind of attention are there, so that any choice of them can be solved. Those stay when the
+    data are read again for other target layers (:meth:`turn_to`).
+    """
+
+    reads: Candidates
+    tokens: int = 0
+    xx: dict[tuple[int, int], Any] = field(default_factory=dict)
+    xy: dict[tuple[int, int], Any] = field(default_factory=dict)
+    yy: dict[int, Any] = field(default_factory=dict)
+    _settled: set[tuple[int, int]] = field(default_factory=set)
+    _whitened: dict[int, np.ndarray] = field(default_factory=dict)
+
+    def turn_to(self, reads: Candidates) -> None:
+        """Let go of the target layers' tiles, for the same data to be read for others."""
+        self.reads, self.tokens, self.xy, self.yy = reads, 0, {}, {}
+        self._settled = set(self.xx)
+
+    def add(self, xs: Sequence[Any], ys: Sequence[Any], weights: Any = None) -> None:
+        """Add tokens: float64 (T, d) of every source and target layer, weights (T,) or None."""
+        self.tokens += len(xs[0])
+        groups = {tuple(sources) for sources in self.reads.values()}
+        weighted = [x if weights is None else x * weights[:, None] for x in xs]
+        for group in groups:
+            for place, i in enumerate(group):
+                for j in group[place:]:
+                    if (i, j) not in self._settled:
+                        _add(self.xx, (i, j), weighted[i].T @ xs[j])
+        for t, sources in self.reads.items():
+            for i in sources:
+                _add(self.xy, (i, t), weighted[i].T @ ys[t])
+            squares = ys[t] * ys[t]
+            _add(self.yy, t, (squares if weights is None else squares * weights[:, None]).sum(0))
+
+    def moments(self, target: int, sources: Sequence[int]) -> Moments:
+        """What a map from ``sources``, concatenated, to a target layer is solved from."""
+        columns = [_numpy(self.xy[i, target]) for i in sources]
+        found = Moments(sum(len(c) for c in columns), columns[0].shape[1], self.tokens)
+        found.xx = np.block([[self.gram(i, j) for j in sources] for i in sources])
+        found.xy = np.concatenate(columns)
+        found.yy = _numpy(self.yy[target])
+        return found
+
+    def whitened(self, i: int) -> np.ndarray:
+        """(d, rank) directions of a source layer, scaled to a sum of squares of 1."""
+        if i not in self._whitened or self._settled != set(self.xx):
+            eigenvalues, vectors = np.linalg.eigh(self.gram(i, i))
+            kept = eigenvalues > RELATIVE_TOLERANCE * max(eigenvalues[-1], 0.0)
+            self._whitened[i] = vectors[:, kept] / np.sqrt(eigenvalues[kept])
+        return self._whitened[i]
+
+    def gram(self, i: int, j: int) -> np.ndarray:
+        """The tile of two source layers, in either order."""
+        return _numpy(self.xx[i, j]) if i <= j else _numpy(self.xx[j, i]).T
+
+
+def _add(sums: dict, key: Any, part: Any) -> None:
+    if key in sums:
+        sums[key] += part
+    else:
+        sums[key] = part
+
+
+def _numpy(array: Any) -> np.ndarray:
+    return array.cpu().numpy() if hasattr(array, "cpu") else array
+
+
+def tile_bytes(
+    source: Sequence[LayerGeometry], reads: Candidates, side: str
+) -> tuple[int, dict[int, int]]:
+    """Bytes of the tiles between source layers, and by target layer what each adds at most."""
+    widths = [layer.width(side) for layer in source]
+    groups = {tuple(sources) for sources in reads.values()}
+    between = sum(
+        widths[i] * widths[j] for group in groups for n, i in enumerate(group) for j in group[n:]
+    )
+    widest = max(widths)
+    return 8 * between, {t: 8 * sum(widths[i] for i in s) * widest for t, s in reads.items()}
+
+
+def choose(tiles: Tiles, method: str, nu: int) -> dict[int, tuple[int, ...]]:
+    """The ``nu`` source layers of every target layer, in layer order.
+
+    ``r2`` takes those whose single-layer fits explain most; ``greedy`` adds one at a time, the
+    one that leaves the least residual beside those taken, every map solved anew.
+
+    Raises:
+        ValueError: No such method, or fewer source layers than ``nu``.
+    """
+    if method not in METHODS:
+        raise ValueError(f"assignment is {method!r}; it must be one of {', '.join(METHODS)}")
+    largest = max(len(sources) for sources in tiles.reads.values())
+    if not 1 <= nu <= largest:
+        raise ValueError(f"nu is {nu}; it must be 1 to {largest}, the source's layers of one kind")
+    if tiles.tokens == 0:
+        raise ValueError("no tokens to choose source layers by: the data hold no usable prefix")
+    rule = _best_alone if method == "r2" else _greedily
+    chosen = rule(tiles, nu)
+    return {t: tuple(sorted(sources)) for t, sources in chosen.items()}
+
+
+def assignment_of(chosen: Mapping[str, Mapping[int, tuple[int, ...]]]) -> Assignment:
+    """What was chosen for each side, as an assignment."""
+    return Assignment(*(tuple(chosen[side][t] for t in sorted(chosen[side])) for side in SIDES))
+
+
+def r2_scores(tiles: Tiles) -> dict[tuple[int, int], float]:
+    """By source and target layer, the share of the target explained by that source alone."""
+    scores = {}
+    for i in sorted({i for sources in tiles.reads.values() for i in sources}):
+        whitened = tiles.whitened(i)
+        for t in (t for t, sources in tiles.reads.items() if i in sources):
+            explained = np.square(whitened.T @ _numpy(tiles.xy[i, t])).sum()
+            total = _numpy(tiles.yy[t]).sum()
+            scores[i, t] = float(explained / total) if total else 1.0
+    return scores
+
+
+def _best_alone(tiles: Tiles, nu: int) -> dict[int, list[int]]:
+    scores = r2_scores(tiles)
+    return {
+        t: sorted(sources, key=lambda i: (-scores[i, t], i))[:nu]
+        for t, sources in tiles.reads.items()
+    }
+
+
+def _greedily(tiles: Tiles, nu: int) -> dict[int, list[int]]:
+    chosen: dict[int, list[int]] = {}
+    for t, sources in tiles.reads.items():
+        grams = [tiles.gram(i, i) for i in sources]
+        ridge = RIDGE * sum(np.trace(g) for g in grams) / sum(len(g) for g in grams)
+        taken: list[int] = []
+        while len(taken) < min(nu, len(sources)):
+            left = [i for i in sources if i not in taken]
+            taken.append(min(left, key=lambda i: (residual(tiles, t, [*taken, i], ridge), i)))
+        chosen[t] = taken
+    return chosen
+
+
+def residual(tiles: Tiles, target: int, sources: Sequence[int], ridge: float) -> float:
+    """r(S): the share of a target layer that the ridge map from ``sources`` leaves."""
+    moments = tiles.moments(target, sources)
+    total = float(moments.yy.sum())
+    if not total:
+        return 0.0
+    solved = np.linalg.solve(moments.xx + ridge * np.eye(len(moments.xx)), moments.xy)
+    # |Y - X B|^2 with (X^T X + ridge) B = X^T Y.
+    explained = float(np.sum(solved * moments.xy)) + ridge * float(np.sum(solved * solved))
+    return 1.0 - explained / total

@@ -1,0 +1,1 @@
+"""Translators that are kept: listed, imported, published, looked after."""

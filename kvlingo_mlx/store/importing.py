@@ -1,0 +1,133 @@
+"""Bring a translator that was made elsewhere into the local store."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlingo_mlx.errors import (
+    MissingModelError,
+    MissingTranslatorError,
+    UnsupportedModelError,
+)
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import DType
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.hub import resolve
+from kvlingo_mlx.loading.models import at_hand
+from kvlingo_mlx.loading.pairing import check_end, check_pair
+from kvlingo_mlx.loading.translators import store
+from kvlingo_mlx.models.language_model import LanguageModel
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What an import has written.
+
+    Attributes:
+        folder: The translator's new home.
+        config: Its facts.
+        unchecked: Models that it could not be held against, and why.
+        replaced: Whether another translator of the same models and form stood there.
+        unchanged: Whether this very translator stood there; nothing was written then.
+    """
+
+    folder: Path
+    config: TranslatorConfig
+    unchecked: Mapping[str, str]
+    replaced: bool
+    unchanged: bool
+
+
+def import_translator(
+    path_or_hf_repo: str,
+    *,
+    revision: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    dtype: DType = "bfloat16",
+    models: tuple[LanguageModel, LanguageModel] | None = None,
+    allow_mismatch: bool = False,
+    force: bool = False,
+) -> Imported:
+    """Validate a translator and put it, cast to ``dtype``, into the local store.
+
+    Nothing is written before every check has passed. From the Hub come only the files of the
+    format; the commit is kept in the provenance.
+
+    Args:
+        path_or_hf_repo: Folder or Hub id.
+        revision: Branch, tag or commit of a Hub id.
+        out: Folder to write instead of the store's own.
+        dtype: What the weights are stored in.
+        models: Source and target to check it against. Default: those it names, where
+            they are on this machine.
+        allow_mismatch: Accept other checkpoints of the same shape.
+        force: Replace another translator that stands there.
+
+    Raises:
+        MissingTranslatorError: No such folder or repository.
+        MalformedTranslatorError: It breaks the format.
+        IncompatibleTranslatorError: It is not for the models it names, or those given.
+        ValueError: ``out`` exists and is not a translator of ours, or is another translator
+            and ``force`` is off.
+        OSError: The disk is full, or another process writes there.
+    """
+    path, commit = resolve(
+        path_or_hf_repo, revision, translator_folder.OUR_FILES, MissingTranslatorError
+    )
+    config, weights = translator_folder.read(path)
+    translator_folder.check_sizes(path, config, weights)
+    unchecked = {}
+    if models is not None:
+        check_pair(config, *models, allow_mismatch=allow_mismatch)
+    else:
+        unchecked = _check_those_at_hand(config, allow_mismatch)
+        if allow_mismatch and {config.source.name, config.target.name} <= set(unchecked):
+            raise ValueError(
+                "--allow-mismatch (allow_mismatch=) has no effect where neither of the models is "
+                f"at hand, {config.source.name} and {config.target.name}: give --source and "
+                "--target (models=), or leave it out"
+            )
+    if commit is not None:
+        origin = {"imported_from": f"{path_or_hf_repo}@{commit}"}
+        config = dataclasses.replace(config, provenance={**config.provenance, **origin})
+    folder = Path(out) if out is not None else store() / _store_name(config)
+    weights = weights.cast(dtype)
+    translator_folder.check_destination(folder)
+    replaced = folder.exists() and any(folder.iterdir())
+    unchanged = replaced and translator_folder.is_same(folder, config, weights)
+    if replaced and not unchanged and not force:
+        raise ValueError(
+            f"{folder} holds another translator of these models and this form; replace it with "
+            "--force (force=True), or give another folder with --out (out=)"
+        )
+    if not unchanged:
+        translator_folder.write(folder, config, weights, overwrite=force)
+    return Imported(folder, config, unchecked, replaced and not unchanged, unchanged)
+
+
+def _check_those_at_hand(config: TranslatorConfig, allow_mismatch: bool) -> dict[str, str]:
+    unchecked = {}
+    for role, spec in (("source", config.source), ("target", config.target)):
+        try:
+            model = at_hand(spec.name, spec.revision)
+        except (MissingModelError, UnsupportedModelError) as problem:
+            unchecked[spec.name] = str(problem)
+        else:
+            check_end(config, role, model, allow_mismatch=allow_mismatch)
+    return unchecked
+
+
+def _store_name(config: TranslatorConfig) -> str:
+    """A folder name that no translator of other models or another form shares."""
+    ends = (Path(config.source.name).name, Path(config.target.name).name)
+    facts = config.to_json() | {"provenance": {}}
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]
+    name = f"{ends[0]}--{ends[1]}--{config.capture}-nu{config.nu}-{digest}"
+    return re.sub(r"[^\w.-]", "_", name).lstrip(".")

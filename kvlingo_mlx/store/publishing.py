@@ -1,0 +1,113 @@
+"""A translator's folder, uploaded to the Hub: its own files and nothing else."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import CommitOperationAdd, HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError
+
+from kvlingo_mlx.errors import MissingTranslatorError, PublishingError
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.format.translator_folder import CARD_FILE, OUR_FILES
+from kvlingo_mlx.loading.hub import REPO_ID
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What would be uploaded, every check passed.
+
+    Attributes:
+        folder: The translator's.
+        config: Its facts.
+        digest: Sha256 of what it computes.
+        files: Bytes to upload by name; a card is made where the folder has none.
+        left_out: Names of what else lies there, which stays.
+    """
+
+    folder: Path
+    config: TranslatorConfig
+    digest: str
+    files: Mapping[str, bytes | Path]
+    left_out: tuple[str, ...]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {
+            name: content.stat().st_size if isinstance(content, Path) else len(content)
+            for name, content in self.files.items()
+        }
+
+
+def prepare(folder: str | os.PathLike[str], repo: str) -> Upload:
+    """Read and check a translator's folder as an import would.
+
+    Raises:
+        MissingTranslatorError: There is no such folder.
+        MalformedTranslatorError: It breaks the format.
+        ValueError: ``repo`` is no Hub id.
+    """
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        raise MissingTranslatorError(f"{folder} is no folder; give a translator's folder")
+    if not REPO_ID.fullmatch(repo):
+        raise ValueError(f"{repo!r} is no Hub id; give OWNER/NAME, such as me/qwen3-4b-to-30b")
+    config, weights = translator_folder.read(path)
+    translator_folder.check_sizes(path, config, weights)
+    files: dict[str, bytes | Path] = {n: path / n for n in OUR_FILES if (path / n).is_file()}
+    files.setdefault(CARD_FILE, translator_folder.model_card(config, weights).encode())
+    left_out = tuple(sorted(set(os.listdir(path)) - set(OUR_FILES)))
+    return Upload(path, config, translator_folder.digest(config, weights), files, left_out)
+
+
+def has_token() -> bool:
+    """Whether the Hub's client has a token to upload with."""
+    return huggingface_hub.get_token() is not None
+
+
+def publish(
+    upload: Upload, repo: str, *, private: bool = False, revision: str | None = None
+) -> str:
+    """Upload to a repository, which is made where there is none; returns the commit's address.
+
+    Args:
+        upload: What :func:`prepare` gave.
+        repo: OWNER/NAME.
+        private: Make a new repository private; one that is there stays as it is.
+        revision: A branch, made where there is none; None is the main one.
+
+    Raises:
+        PublishingError: The Hub refuses or cannot be reached; says why.
+    """
+    api = HfApi()
+    operations = [
+        CommitOperationAdd(name, content if isinstance(content, bytes) else str(content))
+        for name, content in upload.files.items()
+    ]
+    title = f"{upload.config.source.name} to {upload.config.target.name}"
+    try:
+        api.create_repo(repo, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        done = api.create_commit(
+            repo, operations, revision=revision,
+            commit_message=f"KV-Lingo translator, {title}",
+            commit_description=f"sha256 {upload.digest}",
+        )  # fmt: skip
+    except (HTTPError, OSError, ValueError) as problem:
+        raise PublishingError(f"the Hub did not take {repo}: {_reason(problem)}") from None
+    return done.commit_url
+
+
+def _reason(problem: Exception) -> str:
+    if isinstance(problem, HTTPError) and not isinstance(problem, HfHubHTTPError):
+        return "it cannot be reached; check the network"  # its client's own errors
+    status = getattr(getattr(problem, "response", None), "status_code", None)
+    if status in (401, 403):
+        return "the token may not write there; log in with one that may: `hf auth login`"
+    return " ".join(str(problem).split())[:200]

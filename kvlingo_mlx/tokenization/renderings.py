@@ -1,0 +1,313 @@
+"""A conversation as each of two models reads it, and what of it can be translated.
+
+Each model renders the conversation by its own chat template. The messages' contents are what
+both have in common: they are matched by message and aligned; templates' boilerplate is never
+translated, the target prefills it itself, in place (appendix "Cross-tokenizer cache translation").
+``tokenizer`` is any fast transformers tokenizer, bare or as mlx-lm wraps it, or a plain one of
+the ``tokenizers`` library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span, TokenAlignment, align, token_ends
+
+Messages = Sequence[Mapping[str, Any]]
+Render = Callable[[Messages], str]  # a chat template, its switches given; refuses by ValueError
+THINK_MARKS = re.compile("(</?think>)")
+MARK = re.compile("\ufdd0([0-9]+)\ufdd1")  # between two characters that no text may hold
+UNFINISHED = "\ufffd"  # what bytes that are no character yet are decoded to
+
+
+@dataclass(frozen=True, eq=False)
+class Rendering:
+    """A text as one model reads it.
+
+    Attributes:
+        text: The text.
+        ids: (T,) its tokens.
+        ends: (T,) the character at which each ends, as ``alignment.token_ends`` has it.
+        contents: The characters of each part of the messages' contents, in the messages' order;
+            None for what the template has altered or dropped.
+    """
+
+    text: str
+    ids: np.ndarray
+    ends: np.ndarray
+    contents: tuple[Span | None, ...]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Target tokens one after another: translated, or prefilled by the target itself.
+
+    Attributes:
+        start: The first one's position.
+        stop: One past the last one's.
+        alignment: The source tokens that stand for them; None where the target prefills.
+    """
+
+    start: int
+    stop: int
+    alignment: TokenAlignment | None = None
+
+
+def joined_parts(content: Any) -> Any:
+    """A message's content, its parts of text, as OpenAI's API writes them, joined to one text.
+
+    Whatever is no list comes back as it is.
+
+    Raises:
+        ValueError: A part is something else than text.
+    """
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            found = f"of type {kind!r}" if isinstance(kind, str) else repr(part)
+            raise ValueError(
+                f"a message's content has a part {found:.80}; models read text alone here: give "
+                '{"type": "text", "text": ...}, and leave other parts out'
+            )
+    return "".join(part["text"] for part in content)
+
+
+def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
+    """Messages, each content by :func:`joined_parts`."""
+    return [
+        {**message, "content": joined_parts(message["content"])}
+        if "content" in message else dict(message)
+        for message in messages
+    ]  # fmt: skip
+
+
+def plain(tokenizer: Any, text: str) -> Rendering:
+    """A text outside any conversation, with the tokens a tokenizer puts around one (``<s>``)."""
+    return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=True), ((0, len(text)),))
+
+
+def bare(tokenizer: Any, text: str) -> Rendering:
+    """A text with nothing around it, as what follows a rendering is."""
+    return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=False), ((0, len(text)),))
+
+
+def text_of(tokenizer: Any, text: str) -> Rendering:
+    """A text as a prompt of text is read: ``<s>`` in front, once, where the tokenizer has one."""
+    return (bare if opened(tokenizer, text) else plain)(tokenizer, text)
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of :func:`text_of`, by tokenizers that are not fast too."""
+    return list(tokenizer.encode(text, add_special_tokens=not opened(tokenizer, text)))
+
+
+def opened(tokenizer: Any, text: str) -> bool:
+    """Whether a text has the token that a tokenizer would put in front already."""
+    return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+
+
+def front(tokenizer: Any) -> tuple[int, ...]:
+    """What a tokenizer puts in front of a text: ``<s>``, or nothing."""
+    whole, own = (tokenizer.encode("a", add_special_tokens=added) for added in (True, False))
+    starts = (i for i in range(len(whole)) if whole[i : i + len(own)] == own)
+    return tuple(whole[: next(starts, 0)])
+
+
+def chat(tokenizer: Any, render: Render, messages: Messages) -> Rendering:
+    """A conversation by a model's chat template, ``render``."""
+    text, contents = content_spans(render, messages)
+    return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=False), contents)
+
+
+def stretches(source: Rendering, target: Rendering, stop: int | None = None) -> list[Stretch]:
+    """How the target comes by each of its tokens, in its order, every token once.
+
+    Two renderings that are one, token by token, are translated as they stand: there is no
+    boilerplate that only one of them has. Source tokens outside every alignment go nowhere. A
+    content's first or last token that reaches into the boilerplate is the target's to prefill,
+    up to the first offset at which both models end a token.
+
+    Args:
+        source: What the source has read.
+        target: The same messages or text as the target would read them.
+        stop: The first target position that must not be translated; None for none. A model
+            that is to predict must run its last token itself.
+
+    Raises:
+        ValueError: The renderings are of different messages.
+    """
+    _check_contents(source, target)
+    count = len(target.ids) if stop is None else min(stop, len(target.ids))
+    if _same(source, target):
+        alignments = [_identity(count)]
+    else:
+        ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends[:count])
+        both = zip(source.contents, target.contents, strict=True)
+        alignments = [align(ours.within(a), theirs.within(b)) for a, b in both if a and b]
+    found, done = [], 0
+    for alignment in sorted(alignments, key=lambda each: each.target):
+        start, end = alignment.target
+        if start == end:
+            continue
+        found += [Stretch(done, start)] if done < start else []
+        found.append(Stretch(start, end, alignment))
+        done = end
+    return found + ([Stretch(done, len(target.ids))] if done < len(target.ids) else [])
+
+
+def _same(source: Rendering, target: Rendering) -> bool:
+    pairs = (source.ids, target.ids), (source.ends, target.ends)
+    return source.text == target.text and all(np.array_equal(*pair) for pair in pairs)
+
+
+def _identity(count: int) -> TokenAlignment:
+    """Token by token, also through those without an end of their own."""
+    each = np.arange(count)
+    return TokenAlignment(np.stack([each, each + 1, each, each + 1], axis=1))
+
+
+def _check_contents(source: Rendering, target: Rendering) -> None:
+    counts = len(source.contents), len(target.contents)
+    alike = counts[0] == counts[1] and all(
+        source.text[slice(*a)] == target.text[slice(*b)]
+        for a, b in zip(source.contents, target.contents, strict=True)
+        if a and b
+    )
+    if not alike:
+        raise ValueError(
+            f"the renderings are of different messages ({counts[0]} contents and {counts[1]}); "
+            "render the same messages for both models"
+        )
+
+
+# ---- tokens -----------------------------------------------------------------------------
+
+
+def _tokens(
+    tokenizer: Any, text: str, *, add_special_tokens: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and ends of a text's tokens.
+
+    Raises:
+        ValueError: The tokenizer does not tell where its tokens stand.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not hasattr(backend, "encode_batch"):
+        raise ValueError(
+            f"{type(backend).__name__} gives no character offsets, which a translation between "
+            "two tokenizers needs; load the model with a fast tokenizer (tokenizer.json)"
+        )
+    if backend.truncation is not None:  # transformers lifts it before every text, too
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+    return np.array(encoding.ids, np.int64), token_ends(encoding.offsets, text)
+
+
+def written(tokenizer: Any, ids: Sequence[int]) -> tuple[str, np.ndarray]:
+    """The text of tokens that a model chose itself, and where each ends in it.
+
+    A model may spell a text in other tokens than its tokenizer would, so they are decoded one
+    after another, each beside the few before it, on which its leading space depends.
+    """
+    text, ends = "", np.full(len(ids), NO_END)
+    context, done = 0, 0  # tokens from context to done are in the text, and decoded once more
+    for token in range(len(ids)):
+        before = tokenizer.decode(ids[context:done], skip_special_tokens=False)
+        now = tokenizer.decode(ids[context : token + 1], skip_special_tokens=False)
+        if now.endswith(UNFINISHED):
+            continue
+        text += now[len(before) :]
+        ends[token] = len(text)
+        context, done = done, token + 1
+    rest = tokenizer.decode(ids[context:], skip_special_tokens=False)
+    text += rest[len(tokenizer.decode(ids[context:done], skip_special_tokens=False)) :]
+    ends[-1:] = len(text)
+    return text, ends
+
+
+# ---- contents ---------------------------------------------------------------------------
+
+
+def content_spans(render: Render, messages: Messages) -> tuple[str, tuple[Span | None, ...]]:
+    """What a chat template makes of messages, and where in that their contents stand.
+
+    A content has the parts between its think marks, of which a template may drop one, each
+    without the white space around it, which a template may trim. The template is rendered once
+    more with every part between two marks: where the result is otherwise the same text, the marks
+    tell the places, however often a content occurs or looks like boilerplate. Should marks
+    change what the template does, each part is marked alone.
+
+    Returns:
+        The text, and the characters of each part; None for one that is not there as it was.
+    """
+    text = render(messages)
+    parts = [(i, span) for i, m in enumerate(messages) for span in content_parts(m.get("content"))]
+    found = _located(text, render, messages, parts, range(len(parts)))
+    if found is None:
+        found = {}
+        for part in range(len(parts)):
+            found |= _located(text, render, messages, parts, [part]) or {}
+    return text, tuple(found.get(part) for part in range(len(parts)))
+
+
+def content_parts(content: Any) -> list[Span]:
+    """The parts of a content by its characters; none of what is not text."""
+    spans, at = [], 0
+    for piece in THINK_MARKS.split(content if isinstance(content, str) else ""):
+        core = piece.strip()
+        if core and not THINK_MARKS.fullmatch(piece):
+            start = at + piece.index(core)
+            spans.append((start, start + len(core)))
+        at += len(piece)
+    return spans
+
+
+def _located(
+    text: str,
+    render: Render,
+    messages: Messages,
+    parts: Sequence[tuple[int, Span]],
+    marked: Collection[int],
+) -> dict[int, Span] | None:
+    """Where the ``marked`` parts stand in ``text``; None if marks change more than themselves."""
+    try:
+        pieces = MARK.split(render(_marked(messages, parts, marked)))
+    except ValueError:  # a template may parse a content, and refuse a marked one
+        return None
+    if "".join(pieces[::2]) != text:
+        return None
+    places: dict[int, list[int]] = defaultdict(list)
+    at = 0
+    for piece, number in zip(pieces[::2], pieces[1::2], strict=False):
+        at += len(piece)
+        places[int(number)].append(at)
+    found = {}
+    for part in marked:
+        index, span = parts[part]
+        where = places[part]  # a dropped part has none, an altered one perhaps one
+        if len(where) == 2 and text[slice(*where)] == messages[index]["content"][slice(*span)]:
+            found[part] = (where[0], where[1])
+    return found
+
+
+def _marked(
+    messages: Messages, parts: Sequence[tuple[int, Span]], marked: Collection[int]
+) -> list[dict[str, Any]]:
+    copies = [dict(message) for message in messages]
+    for part in sorted(marked, reverse=True):  # from the end, so that spans stay true
+        index, (start, stop) = parts[part]
+        content, mark = copies[index]["content"], f"\ufdd0{part}\ufdd1"
+        copies[index]["content"] = (
+            content[:start] + mark + content[start:stop] + mark + content[stop:]
+        )
+    return copies

@@ -1,0 +1,283 @@
+"""Records to (prefix, continuation) token ids: conversations or plain text, from JSONL.
+
+The device and the CUDA path render records with this one room. ``tokenizer`` is any
+transformers tokenizer, bare or as mlx-lm wraps it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import TemplateError
+
+from kvlingo_mlx.format.geometry import vocabulary_fingerprint
+from kvlingo_mlx.tokenization.alignment import NO_END
+from kvlingo_mlx.tokenization.renderings import chat, joined_parts, text_ids, text_of
+from kvlingo_mlx.tokenization.two_tokenizers import Handover
+
+MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prefix whose cache is translated, and what follows it (may be empty).
+
+    Both are the target's tokens, and the source's too unless ``handover`` has the prefix as
+    either of two tokenizers cuts it.
+    """
+
+    prefix: tuple[int, ...]
+    continuation: tuple[int, ...]
+    handover: Handover | None = field(default=None, compare=False)
+
+    @property
+    def source_prefix(self) -> tuple[int, ...]:
+        """The prefix as the source reads it."""
+        return self.prefix if self.handover is None else self.handover.source_ids
+
+    @property
+    def num_translated(self) -> int:
+        """How many tokens of the prefix can be fitted on."""
+        return len(self.prefix) if self.handover is None else len(self.handover.rows)
+
+    @property
+    def num_read(self) -> int:
+        """How many tokens the longer prefix has."""
+        return max(len(self.prefix), len(self.source_prefix))
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Read {"messages": [...]} or {"text": ...} records, one a line; blank lines are skipped.
+
+    Raises:
+        ValueError: The file is missing, empty, or a line is not such a record; the
+            message names the file and the line.
+    """
+    path = Path(path)
+    records = []
+    try:
+        # Not splitlines: a JSON string may hold U+2028, which is a line's end to it.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error})") from None
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            records.append(_parse(line, f"{path}, line {number}"))
+    if not records:
+        raise ValueError(
+            f'{path} holds no records; each line should be {{"messages": [...]}} or {{"text": ...}}'
+        )
+    return records
+
+
+def _parse(line: str, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
+    return checked_record(record, where)
+
+
+def checked_record(record: Any, where: str) -> dict[str, Any]:
+    """A record with each message's content one text; ValueError as :func:`check_record`."""
+    if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
+        messages = [with_text(message, where) for message in record["messages"]]
+        record = {**record, "messages": messages}
+    check_record(record, where)
+    return record
+
+
+def with_text(message: Any, where: str) -> Any:
+    """A message whose content, if it is a list of parts of text, is one text."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    try:
+        return {**message, "content": joined_parts(message["content"])}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def check_record(record: Any, where: str) -> None:
+    """Refuse (ValueError) what is neither a conversation nor a text."""
+    fields = record if isinstance(record, dict) else {}
+    messages = fields.get("messages")
+    if messages is None and isinstance(fields.get("text"), str):
+        _check_unicode(fields["text"], where)
+        return
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'{where}: expected {{"messages": [...]}} or {{"text": ...}}')
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise ValueError(f"{where}: a message needs a role and a text content")
+        if message.get("role") not in ROLES:
+            raise ValueError(
+                f"{where}: role {message.get('role')!r}, expected one of {', '.join(ROLES)}"
+            )
+        _check_unicode(message["content"], where)
+
+
+def _check_unicode(text: str, where: str) -> None:
+    """JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where}: text that is not valid Unicode ({error.reason})") from None
+
+
+def other_tokenizer(source: Any, target: Any) -> Any:
+    """A source's tokenizer where it is not the target's, else None."""
+    ours, theirs = (vocabulary_fingerprint(t.get_vocab()) for t in (source, target))
+    return None if ours == theirs else source
+
+
+def to_samples(
+    records: Iterable[Mapping[str, Any] | Sample],
+    tokenizer: Any,
+    context_length: int,
+    source_tokenizer: Any = None,
+) -> Iterator[Sample]:
+    """Tokenise records for a pair that shares ``tokenizer`` and its chat template.
+
+    ``source_tokenizer`` is the source's where it has another one. Records whose prefix is empty
+    or beyond ``context_length`` are left out.
+
+    Raises:
+        ValueError: A record is malformed, or a ``Sample`` of one tokenizer given for two.
+    """
+    limit = min(MAX_PREFIX, context_length)
+    for number, record in enumerate(records, 1):
+        if not isinstance(record, Sample):
+            record = checked_record(record, f"record {number}")
+            record = tokenise(record, tokenizer, source_tokenizer=source_tokenizer)
+        if source_tokenizer is not None and record.handover is None:
+            raise ValueError(
+                f"sample {number} has the tokens of one tokenizer, and this pair has two; give "
+                "records of text or messages"
+            )
+        room = min(MAX_CONTINUATION, context_length - len(record.prefix))
+        if 0 < record.num_read <= limit:
+            yield replace(record, continuation=record.continuation[:room])
+
+
+def tokenise(
+    record: Mapping[str, Any], tokenizer: Any, turn: int = -1, *, source_tokenizer: Any = None
+) -> Sample:
+    """One record as token ids.
+
+    A conversation is cut where an assistant turn opens (``turn`` counts those turns, the
+    last by default; one before any question is none) and ends with it: the prefix is the
+    chat template up to and including that header, the turn itself the continuation. A turn
+    without reasoning leaves Qwen3's empty think block in the prefix (appendix "Training
+    data"). A conversation without an assistant turn has no continuation. A plain text is
+    read as a prompt of text is, ``<s>`` first where a tokenizer has one, and cut in the
+    middle. ``source_tokenizer`` is the source's where it has another one.
+    """
+    if source_tokenizer is not None:
+        return _of_two(record, source_tokenizer, tokenizer, turn)
+    if record.get("messages") is None:
+        tokens = tuple(text_ids(tokenizer, record["text"]))
+        middle = len(tokens) // 2
+        return Sample(tokens[:middle], tokens[middle:])
+    messages = list(record["messages"])
+    reply = _reply(messages, turn)
+    if reply is None:
+        return Sample(encode_plain(tokenizer, _render(tokenizer, messages, True)), ())
+    prefix, continuation = cut(messages[: reply + 1], tokenizer)
+    return Sample(encode_plain(tokenizer, prefix), encode_plain(tokenizer, continuation))
+
+
+def _reply(messages: Sequence[Mapping[str, Any]], turn: int) -> int | None:
+    """Where the assistant's ``turn`` after a question stands; None if there is no such turn."""
+    asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
+    replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > asked]
+    return replies[turn] if replies else None
+
+
+def _of_two(record: Mapping[str, Any], source: Any, target: Any, turn: int) -> Sample:
+    """One record as two tokenizers cut it, and as two chat templates render it."""
+    if record.get("messages") is None:
+        return _text_of_two(record["text"], source, target)
+    messages = list(record["messages"])
+    reply = _reply(messages, turn)
+    if reply is None:
+        return between(messages, source, target)
+    _, continuation = cut(messages[: reply + 1], target)
+    found = between(messages[:reply], source, target, enable_thinking=reasons(messages[reply]))
+    return replace(found, continuation=encode_plain(target, continuation))
+
+
+def between(
+    messages: Sequence[Mapping[str, Any]], source: Any, target: Any, **switch: Any
+) -> Sample:
+    """Messages up to the header of an answer, as two tokenizers and templates have them."""
+    both = (
+        chat(tokenizer, partial(_render, tokenizer, opens=True, **switch), messages)
+        for tokenizer in (source, target)
+    )
+    found = Handover.of(*both)
+    return Sample(found.target_ids, (), found)
+
+
+def _text_of_two(text: str, source: Any, target: Any) -> Sample:
+    """A text cut where the target ends a token, about the middle.
+
+    The second half keeps the tokens that it has in the whole text.
+    """
+    whole = text_of(target, text)
+    ends = np.flatnonzero(whole.ends[: (len(whole.ids) + 1) // 2] != NO_END)
+    last = int(ends[-1]) if len(ends) else len(whole.ids) - 1
+    found = Handover.of(*(text_of(t, text[: whole.ends[last]]) for t in (source, target)))
+    return Sample(found.target_ids, tuple(whole.ids[last + 1 :].tolist()), found)
+
+
+def cut(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[str, str]:
+    """A conversation that ends with a reply, as text before and from that reply on."""
+    reply = messages[-1]
+    prefix = _render(tokenizer, messages[:-1], True, enable_thinking=reasons(reply))
+    whole = _render(tokenizer, messages, False)
+    if whole.startswith(prefix):
+        return prefix, whole[len(prefix) :].rstrip("\n")
+    return prefix, reply["content"] + (tokenizer.eos_token or "")
+
+
+def reasons(reply: Mapping[str, Any]) -> bool:
+    """Whether a reply opens with a reasoning trace: a property of the record."""
+    trace, closed, _ = reply["content"].lstrip().partition("</think>")
+    opens = bool(closed) and trace.startswith("<think>") and trace != "<think>"
+    return bool(reply.get("reasoning_content")) or (opens and not trace[7:].isspace())
+
+
+def encode_plain(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Token ids of a rendered text, with nothing added."""
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _render(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], opens: bool, **switch: bool
+) -> str:
+    # mlx-lm's wrapper also knows templates written in Python.
+    if not getattr(tokenizer, "has_chat_template", tokenizer.chat_template is not None):
+        name = getattr(tokenizer, "name_or_path", "")
+        raise ValueError(
+            f'the tokenizer {name} has no chat template; give {{"text": ...}} records instead '
+            "(train: --plain-text)"
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=opens, **switch
+        )
+    except TemplateError as error:
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(
+            f"the chat template does not take a conversation of {roles:.200} ({error})"
+        ) from None

@@ -1,0 +1,64 @@
+"""How stage 2 runs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+def require(
+    what: str, value: float, low: float, high: float = math.inf, *, strict: bool = False
+) -> None:
+    """Refuse (ValueError) a number that is not finite or not from ``low`` to ``high``.
+
+    ``strict`` refuses ``low`` itself.
+    """
+    if math.isfinite(value) and low <= value <= high and not (strict and value == low):
+        return
+    least = f"more than {low:g}" if strict else f"at least {low:g}"
+    most = "" if math.isinf(high) else f" and at most {high:g}"
+    raise ValueError(f"{what}: {value:g}, expected {least}{most}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How stage 2 runs; the defaults are the paper's.
+
+    Attributes:
+        steps: Optimizer steps.
+        batch: Conversations a step.
+        learning_rates: One translator is trained for each.
+        objective: ``kl``, ``ce``, ``mixed``, or ``reconstruction`` (an MLP's stage 1).
+        ce_weight: Weight of the cross-entropy in ``mixed``.
+        warmup: Share of the steps over which the rate rises.
+        clip: Largest norm of a step's gradient.
+        validate_every: Steps between two looks at the held-out conversations.
+    """
+
+    steps: int = 5000
+    batch: int = 8
+    learning_rates: tuple[float, ...] = (1e-4,)
+    objective: str = "kl"
+    ce_weight: float = 1.0
+    warmup: float = 0.05
+    clip: float = 1.0
+    validate_every: int = 250
+
+    def __post_init__(self) -> None:
+        require("stage 2's steps (--steps)", self.steps, 0)
+        require("conversations a step (--batch-size)", self.batch, 1)
+        require("steps between two validations (--val-every)", self.validate_every, 1)
+        require("the weight of the cross-entropy (--ce-weight)", self.ce_weight, 0)
+        require("the share of steps over which the rate rises (warmup)", self.warmup, 0, 1)
+        require("the largest gradient norm (clip)", self.clip, 0, strict=True)
+        require("the number of learning rates (--lr)", len(self.learning_rates), 1)
+        for rate in self.learning_rates:
+            require("a learning rate (--lr)", rate, 0, strict=True)
+
+    def rate_factor(self, step: int) -> float:
+        """The share of the peak rate at a step (from 0): linear warm-up, then cosine to 0."""
+        rise = max(1, round(self.warmup * self.steps))
+        if step < rise:
+            return (step + 1) / rise
+        done = (step - rise) / max(1, self.steps - rise)
+        return 0.5 * (1.0 + math.cos(math.pi * done))

@@ -25,7 +25,7 @@ from test_identity import identity_of
 import kvlingo_mlx as kv
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.handover.answers import AnswerReader
-from kvlingo_mlx.handover.generation import GenerationResponse
+from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.models.language_model import LanguageModel
 
 SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"

@@ -148,7 +148,7 @@ def _compared(
     """A conversation from a translated cache, from the target's own, and from none."""
 
     def predicted(make: conditions.CacheMaker) -> list[mx.array]:
-        cache, last = make(sample.handover or sample.prefix), sample.prefix[-1]
+        cache, last = make(sample.aligned or sample.prefix), sample.prefix[-1]
         return list(log_probabilities(target, cache, last, sample.continuation))
 
     native = predicted(conditions.native(target))

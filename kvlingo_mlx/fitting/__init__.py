@@ -48,8 +48,8 @@ from kvlingo_mlx.stage1.closed_form import (
 )
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.stage1.selection import METHODS, Candidates, Tiles, candidates, choose, tile_bytes
+from kvlingo_mlx.tokenization.aligned_prefix import check_capture
 from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples
-from kvlingo_mlx.tokenization.two_tokenizers import check_capture
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
@@ -239,16 +239,16 @@ class _Reader:
     def _check(self, sample: Sample) -> None:
         """Refuse tokens that a model does not know."""
         self.target.check_tokens((*sample.prefix, *sample.continuation))
-        if sample.handover is None:
+        if sample.aligned is None:
             self.source.check_tokens((*sample.prefix, *sample.continuation))
         else:
             self.source.check_tokens(sample.source_prefix)
 
     def _add(self, sample: Sample, weights: np.ndarray | None, add: AddSpan) -> None:
         """Hand one sample's states to ``add``, and the tokens' weights (layers or 1, T)."""
-        if sample.handover is not None:
-            pair = aligned_states(self.source, self.target, sample.handover, self.capture)
-            add(*pair, None if weights is None else sample.handover.spread(weights))
+        if sample.aligned is not None:
+            pair = aligned_states(self.source, self.target, sample.aligned, self.capture)
+            add(*pair, None if weights is None else sample.aligned.spread(weights))
             return
         with contextlib.closing(_spans(self.source, self.target, sample.prefix)) as spans:
             for read, wanted in spans:

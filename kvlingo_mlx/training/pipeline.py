@@ -42,7 +42,7 @@ from kvlingo_mlx.training.checkpoints import (
 from kvlingo_mlx.training.distill import Distillation, Report
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.interruption import Interruption, postponed
-from kvlingo_mlx.training.plan import Plan, make_config
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.receipt import receipt
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import Best, start_runs
@@ -74,7 +74,7 @@ class Training:
     source: TorchModel
     target: TorchModel
     data: Data
-    plan: Plan
+    plan: TrainingPlan
     out: Path
     group: Group = field(default_factory=Group)
     progress: Progress = lambda stage, report: None

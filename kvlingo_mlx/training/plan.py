@@ -15,7 +15,7 @@ from kvlingo_mlx.format.translator_config import (
 )
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.selection import METHODS
-from kvlingo_mlx.tokenization.two_tokenizers import check_capture, check_layers
+from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe, require
 from kvlingo_mlx.training.torch_model import TorchModel
@@ -42,7 +42,7 @@ DEFAULT_RATE, MLP_STAGE1_RATE = 1e-4, 3e-3
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What to train and how; the defaults are the paper's.
 
     Attributes:
@@ -141,7 +141,7 @@ def default_rate(source: str, target: str) -> float:
     return RATES.get((Path(source).name, Path(target).name), DEFAULT_RATE)
 
 
-def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> TranslatorConfig:
+def make_config(source: TorchModel, target: TorchModel, plan: TrainingPlan) -> TranslatorConfig:
     """The facts of the translator to train.
 
     Raises:

@@ -22,9 +22,10 @@ import safetensors
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import atomic, tensor_file, translator_folder
 from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.format.config_reading import no_duplicates
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig, no_duplicates
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 
 CONFIG = "translator_config.json"
 TENSORS = "translator.safetensors"

@@ -37,8 +37,9 @@ from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.format.geometry import canonical_json, configured_rope  # noqa: E402
+from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
-from kvlingo_mlx.format.translator_config import TranslatorConfig, expected_shapes  # noqa: E402
+from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.stage1.norms import NORMS  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402

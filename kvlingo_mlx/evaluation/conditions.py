@@ -20,8 +20,8 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.folding import check_foldable, folded_hand_over
 from kvlingo_mlx.format.geometry import layer_differences
+from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import maps_of
 from kvlingo_mlx.handover import hybrid
 from kvlingo_mlx.handover.fill import filled, hand_over
 from kvlingo_mlx.handover.hybrid import Native

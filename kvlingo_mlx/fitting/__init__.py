@@ -24,16 +24,13 @@ from kvlingo_mlx.evaluation.verification import receipt
 from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
+from kvlingo_mlx.format.config_reading import parse_assignment
 from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import check_head_ratio
 from kvlingo_mlx.format.projections import facts_of_models
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import (
-    SIDES,
-    TranslatorConfig,
-    capture_point,
-    check_head_ratio,
-    parse_assignment,
-)
+from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.capture import move, prefill

@@ -7,22 +7,19 @@ source reads the prompt as it always does, and its maps are applied to the targe
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generation_stream
-from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
-from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
 from kvlingo_mlx.format.translator_config import TranslatorConfig, unfoldable
-from kvlingo_mlx.handover.answers import AnswerReader
 from kvlingo_mlx.handover.fill import Clock
 from kvlingo_mlx.handover.generation import check_max_tokens
 from kvlingo_mlx.handover.plan import (
@@ -33,19 +30,12 @@ from kvlingo_mlx.handover.plan import (
     check_tokens,
     prepare_whole,
 )
-from kvlingo_mlx.handover.responses import (
-    Answer,
-    Counts,
-    GenerationResponse,
-    check_numbers,
-    joined,
-    with_prefix,
-)
+from kvlingo_mlx.handover.responses import GenerationResponse, decoded, joined
 from kvlingo_mlx.handover.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, as_ids
-from kvlingo_mlx.threads import wired, working
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
 
@@ -95,6 +85,7 @@ def _prepare(
 ) -> Plan:
     """Everything loaded and checked; no translator where a single token leaves no prefix."""
     plan = begin(prefill_model, decode_model, prompt, asked, count=False)
+    plan = replace(plan, way="folded")
     source, target = plan.source, plan.target
     check_tokens((source, target), plan.tokens, plan.step_size)
     if quantised.bits is not None:
@@ -252,39 +243,17 @@ def folded_stream_generate(
     _check_single(prompt)
     tools = known.get("tools")
     asked = Asked(
-        translator,
-        "accelerator",
-        prefill_step_size,
-        enable_thinking,
-        tools,
-        native_layers,
+        *(translator, "accelerator", prefill_step_size, enable_thinking, tools, native_layers),
         allow_mismatch=allow_mismatch,
     )
     quantised = Bits(kv_bits, kv_group_size)
     plan = _prepare(prefill_model, decode_model, prompt, asked, quantised)
-    clock = Clock(plan.loaded_at)
-    tokens, target = plan.tokens, plan.target
-    clock.lap("prepare")
-    with wired(target.model):
-        cache = _folded(plan, [tokens], asked, quantised, clock)
-        choice.begin()
-        processors = with_prefix(choice.logits_processors, tokens[:-1])
-        responses = mlx_stream_generate(
-            target.model,
-            target.tokenizer,
-            tokens[-1:],
-            max_tokens=room_for(target, len(tokens), max_tokens),
-            prompt_cache=cache,
-            sampler=choice.sampler,
-            logits_processors=processors,
-        )
-        reader = AnswerReader(target.tokenizer, tokens, choice.stop, tools)
-        answer = Answer("folded", clock, Counts.of(plan), plan.translator)
-        yield from answer.told(
-            responses,
-            reader,
-            lambda first: check_numbers(first, plan.source, target, cache, processors),
-        )
+
+    def start(clock: Clock) -> dict[str, Any]:
+        cache = _folded(plan, [plan.tokens], asked, quantised, clock)
+        return {"prompt": plan.tokens[-1:], "prompt_cache": cache}
+
+    yield from decoded(plan, choice, start, max_tokens, tools)
 
 
 @checked

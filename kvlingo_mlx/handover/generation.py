@@ -7,6 +7,7 @@ prompt token itself, since a translated cache holds no prediction (section 2.1).
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Unpack
@@ -14,23 +15,13 @@ from typing import Any, Unpack
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generation_stream
-from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits, check_draft
-from kvlingo_mlx.caches.validation import room_for
-from kvlingo_mlx.handover.answers import AnswerReader
 from kvlingo_mlx.handover.fill import Clock, filled
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
-from kvlingo_mlx.handover.responses import (
-    Answer,
-    Counts,
-    GenerationResponse,
-    check_numbers,
-    joined,
-    with_prefix,
-)
+from kvlingo_mlx.handover.responses import GenerationResponse, decoded, joined
 from kvlingo_mlx.handover.sampling import (
     DecodingOptions,
     LogitsProcessor,
@@ -42,7 +33,6 @@ from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt
-from kvlingo_mlx.threads import wired
 from kvlingo_mlx.translators.base import Translator
 
 DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
@@ -108,16 +98,8 @@ def stream_generate(
     check_max_tokens(max_tokens)
     tools = known.get("tools")
     asked = Asked(
-        translator,
-        strategy,
-        prefill_step_size,
-        enable_thinking,
-        tools,
-        native_layers,
-        native_head,
-        native_tail,
-        allow_mismatch,
-        draft_model,
+        *(translator, strategy, prefill_step_size, enable_thinking, tools),
+        *(native_layers, native_head, native_tail, allow_mismatch, draft_model),
     )
     decode_options = {name: known[name] for name in DECODE_OPTIONS if name in known}
 
@@ -127,33 +109,10 @@ def stream_generate(
             check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, num_draft_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, asked, check)
-    clock = Clock(plan.loaded_at)
     if plan.draft is not None:
         decode_options |= {"draft_model": plan.draft.model, "num_draft_tokens": num_draft_tokens}
-    tokens, target, readers = plan.tokens, plan.target, (plan.target, plan.draft or plan.target)
-    room = min(room_for(model, len(tokens), max_tokens) for model in readers)
-    clock.lap("prepare")
-    with wired(target.model):
-        start = _start(plan, clock)
-        choice.begin()
-        processors = with_prefix(choice.logits_processors, tokens[: -len(start["prompt"])])
-        responses = mlx_stream_generate(
-            target.model,
-            target.tokenizer,
-            max_tokens=room,
-            sampler=choice.sampler,
-            logits_processors=processors,
-            **start,
-            **decode_options,
-        )
-        reader = AnswerReader(target.tokenizer, tokens, choice.stop, tools)
-        held = start.get("prompt_cache", ())
-        answer = Answer(plan.way, clock, Counts.of(plan), plan.translator)
-        yield from answer.told(
-            responses,
-            reader,
-            lambda first: check_numbers(first, plan.source, target, held, processors),
-        )
+    start = functools.partial(_start, plan)
+    yield from decoded(plan, choice, start, max_tokens, tools, **decode_options)
 
 
 def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:

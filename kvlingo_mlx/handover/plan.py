@@ -67,7 +67,7 @@ class Plan:
         aligned: The prompt as both read it, between two tokenizers; else None.
         step_size: Tokens per prefill chunk.
         draft: A draft model, which needs a cache of its own.
-        way: ``accelerator``, or ``native`` where the target reads the prompt itself.
+        way: ``accelerator``; ``native`` where the target reads the prompt itself; ``folded``.
         loaded_at: When both models were there, by ``time.perf_counter``.
     """
 

@@ -5,22 +5,23 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import GenerationResponse as MLXResponse
+from mlx_lm.generate import stream_generate as mlx_stream_generate
 
-from kvlingo_mlx.caches.validation import first_bad
+from kvlingo_mlx.caches.validation import first_bad, room_for
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.answers import AnswerReader, ToolCall
 from kvlingo_mlx.handover.fill import PHASES, Clock
 from kvlingo_mlx.handover.plan import Plan
-from kvlingo_mlx.handover.sampling import LogitsProcessor
+from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.threads import in_turn, working
+from kvlingo_mlx.threads import in_turn, wired, working
 from kvlingo_mlx.translators.base import Translator
 
 
@@ -92,36 +93,53 @@ class Counts:
         return cls(prompt, 0, translated, prompt - translated)
 
 
-@dataclass(frozen=True)
-class Answer:
-    """How an answer came about.
+def decoded(
+    plan: Plan,
+    choice: Choice,
+    start: Callable[[Clock], dict[str, Any]],
+    max_tokens: int,
+    tools: Sequence[Mapping[str, Any]] | None,
+    **options: Any,
+) -> Generator[GenerationResponse, None, None]:
+    """What a plan's target answers, a response a token, up to a stop text.
 
-    Attributes:
-        way: How its prompt was read.
-        clock: Knows the phases' times.
-        counts: Where the prompt's tokens came from.
-        translator: What translated them, if anything did.
+    Args:
+        plan: How the prompt is read.
+        choice: How tokens are chosen.
+        start: Reads the prompt, books the time, and gives what mlx-lm starts from.
+        max_tokens: Most tokens; -1 for what room there is.
+        tools: What the template has announced.
+        options: mlx-lm's own, of decoding.
     """
-
-    way: str
-    clock: Clock
-    counts: Counts
-    translator: Translator | None
-
-    def told(
-        self,
-        responses: Generator[MLXResponse, None, None],
-        reader: AnswerReader,
-        check: Callable[[MLXResponse], None],
-    ) -> Iterator[GenerationResponse]:
-        """mlx-lm's responses as ours, up to a stop text; the first one is checked."""
-        ttft, used = None, () if self.translator is None else (self.translator,)
+    target, clock = plan.target, Clock(plan.loaded_at)
+    room = min(
+        room_for(model, len(plan.tokens), max_tokens) for model in (target, plan.draft or target)
+    )
+    clock.lap("prepare")
+    with wired(target.model):
+        started = start(clock)
+        choice.begin()
+        prefix = plan.tokens[: -len(started["prompt"])]
+        processors = with_prefix(choice.logits_processors, prefix)
+        responses = mlx_stream_generate(
+            target.model,
+            target.tokenizer,
+            max_tokens=room,
+            sampler=choice.sampler,
+            logits_processors=processors,
+            **started,
+            **options,
+        )
+        reader = AnswerReader(target.tokenizer, plan.tokens, choice.stop, tools)
+        counts, used = Counts.of(plan), () if plan.translator is None else (plan.translator,)
+        ttft = None
         with contextlib.closing(in_turn(responses)) as steps:
             for response in steps:
                 if ttft is None:
-                    ttft = time.perf_counter() - self.clock.started
-                    check(response)
-                booked = timed(response, self.counts, ttft, self.clock.seconds, self.way, used)
+                    ttft = time.perf_counter() - clock.started
+                    held = started.get("prompt_cache", ())
+                    check_numbers(response, plan.source, target, held, processors)
+                booked = timed(response, counts, ttft, clock.seconds, plan.way, used)
                 told = reader.take(booked)
                 yield told
                 if told.finish_reason is not None:

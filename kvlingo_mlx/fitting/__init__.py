@@ -108,27 +108,16 @@ def fit(
         samples = read_jsonl(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
-    capture = capture_point(source, target, capture)
-    alignment = _alignment(source, target, capture)
-    if not head_mixing:
-        check_head_ratio(source.spec(), target.spec())
-    ends = source.geometry.layers, target.geometry.layers
-    check_windows(*ends)
     method = assignment if isinstance(assignment, str) else None
     if method not in (None, "relative_depth", *METHODS):
         raise ValueError(
             f"assignment is {method!r}; it must be relative_depth, {' or '.join(METHODS)}, or an "
             "Assignment"
         )
-    specs = source.spec(), target.spec()
-    if isinstance(assignment, Assignment):
-        chosen = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
-    else:
-        chosen = by_depth(*ends, nu)
-    config = TranslatorConfig(
-        *specs, chosen, head_mixing=head_mixing, capture=capture, alignment=alignment
-    )
-    reader = _Reader(source, target, samples, config.capture, norm, progress, solving, alignment)
+    capture = capture_point(source, target, capture)
+    explicit = assignment if isinstance(assignment, Assignment) else None
+    config = _config(source, target, explicit, nu, head_mixing, capture)
+    reader = _Reader(source, target, samples, capture, norm, progress, solving, config.alignment)
     weights: dict[str, np.ndarray] = {}
     ranks: list[int] = []
     if method in METHODS:
@@ -141,9 +130,7 @@ def fit(
         "stage": 1,
         "norm": norm,
         "assignment": method or ("explicit" if assignment else "relative_depth"),
-        "samples": reader.used,
-        "prefix_tokens": reader.tokens,
-        "longest_prefix": reader.longest,
+        **reader.facts(),
         "lowest_rank": min(ranks),
         "kvlingo_mlx": __version__,
         "mlx": version("mlx"),
@@ -154,6 +141,29 @@ def fit(
     if (left := _receipt(source, target, fitted)) is not None:
         provenance["receipt"] = left
     return dataclasses.replace(fitted, config=dataclasses.replace(config, provenance=provenance))
+
+
+def _config(
+    source: LanguageModel,
+    target: LanguageModel,
+    assignment: Assignment | None,
+    nu: int,
+    head_mixing: bool,
+    capture: str,
+) -> TranslatorConfig:
+    """The facts of the translator to come, checked; source layers by depth unless given."""
+    alignment = _alignment(source, target, capture)
+    specs, ends = (source.spec(), target.spec()), (source.geometry.layers, target.geometry.layers)
+    if not head_mixing:
+        check_head_ratio(*specs)
+    check_windows(*ends)
+    if assignment is None:
+        chosen = by_depth(*ends, nu)
+    else:
+        chosen = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
+    return TranslatorConfig(
+        *specs, chosen, head_mixing=head_mixing, capture=capture, alignment=alignment
+    )
 
 
 def _receipt(
@@ -192,6 +202,14 @@ class _Reader:
     tokens: int = 0
     longest: int = 0
     solved: int = 0
+
+    def facts(self) -> dict[str, int]:
+        """What a provenance keeps of what was read."""
+        return {
+            "samples": self.used,
+            "prefix_tokens": self.tokens,
+            "longest_prefix": self.longest,
+        }
 
     def tell_solved(self) -> None:
         """One more map is solved: of keys and of values, one a target layer."""

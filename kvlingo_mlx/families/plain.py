@@ -1,7 +1,7 @@
 """Families whose attention is mlx-lm's common block: a table, since nothing else sets them apart.
 
 Their facts and their rotation are read off the model that mlx-lm built, which leaves out what it
-does not know of a config. ``tests/test_families.py`` runs every row.
+does not know of a config. ``tests/families/test_families.py`` runs every row.
 """
 
 from __future__ import annotations

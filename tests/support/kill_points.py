@@ -247,7 +247,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="append the record to this file")
     args = parser.parse_args()
-    for module in ("fitting", "generation", *(["training.pipeline"] * ("train" in args.jobs))):
+    for module in (
+        "fitting",
+        "handover.generation",
+        *(["training.pipeline"] * ("train" in args.jobs)),
+    ):
         importlib.import_module(f"kvlingo_mlx.{module}")  # once, not in every child
 
     room, started = Path(tempfile.mkdtemp(prefix="kill-points-")), time.perf_counter()

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# Before any of them is loaded. Where workers share the cores, the threads of their libraries
+# wait for one another: on two cores that cost three times as much as all there was to compute.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from kvlingo_mlx.backend import mx
 

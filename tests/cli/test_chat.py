@@ -32,6 +32,7 @@ from kvlingo_mlx.conversation.accounting import LineStats, Stats
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from tests.support.identity import identity_of
+from tests.support.processes import WITHOUT_TORCH
 
 NEW = 6
 HEADER = "<|im_start|>assistant\n"
@@ -511,8 +512,8 @@ class Terminal:
         self.end, slave = pty.openpty()
         environment = {**os.environ, "TERM": term, "PYTHONPATH": os.pathsep.join(sys.path)}
         self.process = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, *arguments], stdin=slave, stdout=slave, stderr=slave,
-            start_new_session=True, env=environment,
+            [sys.executable, "-c", WITHOUT_TORCH + LAUNCH, *arguments],
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=environment,
         )  # fmt: skip
         os.close(slave)
         self.text = ""

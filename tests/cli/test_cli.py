@@ -16,6 +16,7 @@ import pytest
 from kvlingo_mlx import fitting
 from kvlingo_mlx.cli import VERBS, run
 from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.errors import KVLingoError
 from tests.support import tiny
 from tests.support.command_line import RECORD, fails
 
@@ -276,8 +277,13 @@ def test_import_checks_before_it_writes(
 
 
 @pytest.mark.parametrize("words", [["--debug", "show", "absent"], ["show", "absent", "--debug"]])
-def test_debug_shows_the_traceback(words: list[str]) -> None:
-    command = [sys.executable, "-m", "kvlingo_mlx.cli", *words]
+def test_debug_lets_the_error_through(words: list[str]) -> None:
+    with pytest.raises(KVLingoError, match="absent"):
+        run(words)
+
+
+def test_debug_shows_the_traceback() -> None:
+    command = [sys.executable, "-m", "kvlingo_mlx.cli", "show", "absent", "--debug"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode != 0 and "Traceback" in done.stderr and "absent" in done.stderr
 

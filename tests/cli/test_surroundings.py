@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from kvlingo_mlx.format import atomic, translator_folder
 from kvlingo_mlx.loading import translators
 from tests.support import tiny
 from tests.support.command_line import RECORD
+from tests.support.processes import command_line
 
 PROMPT = "Größe: naïve 数字 🎈"
 
@@ -26,9 +26,7 @@ def command(*words: str, **variables: str | None) -> subprocess.CompletedProcess
     """kvlingo-mlx in a process of its own; a variable that is None is not set there."""
     merged = {**os.environ, **variables}
     environment = {name: text for name, text in merged.items() if text is not None}
-    return subprocess.run(
-        [sys.executable, "-m", "kvlingo_mlx.cli", *words], capture_output=True, env=environment
-    )
+    return subprocess.run(command_line(*words), capture_output=True, env=environment)
 
 
 def generate(source: Path, target: Path, *more: str) -> list[str]:

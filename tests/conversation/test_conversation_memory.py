@@ -22,6 +22,7 @@ from kvlingo_mlx.conversation import Conversation, storage
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import TESTS, tiny
 from tests.support.identity import identity_of
+from tests.support.processes import WITHOUT_TORCH
 from tests.support.talks import NEW, ask, ask_naive, expected, talk_of
 
 FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3")
@@ -218,47 +219,59 @@ def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
 # ---- memory ---------------------------------------------------------------------------------
 
 MEMORY = """
-import json, sys
+import json, os, sys
 from kvlingo_mlx.backend import mx
 import kvlingo_mlx as kv
-from kvlingo_mlx.embedded import zoo, TRANSLATORS
+import kvlingo_mlx.conversation
+from kvlingo_mlx.embedded import zoo
 
 def active():
     import gc; gc.collect()
     mx.synchronize(); mx.clear_cache()
     return mx.get_active_memory()
 
-names = ("tiny-qwen3-s", "tiny-qwen3-l") if sys.argv[1] == "qwen3" else sys.argv[2:]
-eager = sys.argv[1] != "lazy"
-models = [kv.load(zoo(n) if "/" not in n else n) for n in names]
-talk = kv.Conversation({"s": models[0], "l": models[1]}, eager=eager, enable_thinking=False)
-found = []
-text = "The key of Anna is B4. " * 60
-for name in "sl":
-    talk.reply(name, text, max_tokens=8)
-    stats = talk.stats()
-    found.append([stats.total, stats.mlx_active, active()])
-for where in ("8bit", "disk"):
-    before = active()
-    said = talk.offload("s" if where == "8bit" else "l", where)
-    found.append([said, before - active()])
-print(json.dumps(found))
+def measure(kind, names):
+    models = [kv.load(zoo(n) if "/" not in n else n) for n in names]
+    pair = {"s": models[0], "l": models[1]}
+    talk = kv.Conversation(pair, eager=kind != "lazy", enable_thinking=False)
+    found = []
+    text = "The key of Anna is B4. " * 60
+    for name in "sl":
+        talk.reply(name, text, max_tokens=8)
+        stats = talk.stats()
+        found.append([stats.total, stats.mlx_active, active()])
+    for where in ("8bit", "disk"):
+        before = active()
+        said = talk.offload("s" if where == "8bit" else "l", where)
+        found.append([said, before - active()])
+    return found
+
+for kind, names in json.loads(sys.argv[1]).items():
+    if os.fork() == 0:  # before MLX computes
+        print(json.dumps([kind, measure(kind, names)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
 """
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "lazy", "gemma3"])
-def test_stats_agree_with_mlx(kind: str) -> None:
-    """In a process of its own, where nothing else holds arrays."""
-    names = {"gemma3": "tiny-gemma3", "lazy": "tiny-qwen3"}.get(kind, "tiny-qwen3")
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[float]]]:
+    """By kind, each in a process of its own, where nothing else holds arrays."""
     root = TESTS / "zoo" / "models"
-    arguments = [str(root / f"{names}-{size}") for size in "sl"] if kind == "gemma3" else []
-    if kind == "lazy":
-        arguments = ["tiny-qwen3-s", "tiny-qwen3-l"]
-    env = {**os.environ, "KVLINGO_HOME": str(root.parent)}
-    done = subprocess.run([sys.executable, "-c", MEMORY, kind, *arguments], env=env,
-                          capture_output=True, text=True)  # fmt: skip
+    qwen3 = ["tiny-qwen3-s", "tiny-qwen3-l"]
+    gemma3 = [str(root / f"tiny-gemma3-{size}") for size in "sl"]
+    kinds = {"qwen3": qwen3, "lazy": qwen3, "gemma3": gemma3}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH + MEMORY, json.dumps(kinds)],
+        env={**os.environ, "KVLINGO_HOME": str(root.parent)}, capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    first, second, *offloads = json.loads(done.stdout.splitlines()[-1])
+    return dict(json.loads(line) for line in done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "lazy", "gemma3"])
+def test_stats_agree_with_mlx(measured: dict[str, list[list[float]]], kind: str) -> None:
+    first, second, *offloads = measured[kind]
     for total, reported, active in (first, second):
         assert total == pytest.approx(reported, rel=0.05)
         assert total == pytest.approx(active, rel=0.05)

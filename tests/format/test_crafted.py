@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import WITHOUT_TORCH
 from tests.support.translator_folders import (
     BROKEN_FILES,
     CONFIG,
@@ -96,7 +97,7 @@ def crafted(tmp_path: Path) -> list[Path]:
 
 def test_a_process_survives_them_all(crafted: list[Path]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *map(str, crafted)],
+        [sys.executable, "-c", WITHOUT_TORCH + SCRIPT, *map(str, crafted)],
         capture_output=True, text=True, timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, (done.returncode, done.stdout[-200:], done.stderr[-2000:])

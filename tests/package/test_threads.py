@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import subprocess
 import sys
 import textwrap
@@ -32,6 +33,8 @@ from tests.support.identity import identity_of
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import thread_stress
+
+from tests.support.processes import WITHOUT_TORCH
 
 NEW = 6
 
@@ -291,10 +294,12 @@ def test_the_wired_limit_changes_once(
 
 
 def ended(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    script = textwrap.dedent(code)
+    """In a process whose products run on two threads, whatever those of the tests run on."""
+    script = WITHOUT_TORCH + textwrap.dedent(code)
     return subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300
-    )
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=300,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "2"},
+    )  # fmt: skip
 
 
 def test_a_process_ends_in_peace(models: dict[str, LanguageModel], tmp_path: Path) -> None:

@@ -80,7 +80,11 @@ def _run_pair(source_name: str, target_name: str, step) -> dict:
 
 def _answers(talk, source, target, translator) -> list[str]:
     """The question, the true value, and what each condition answers, decoded greedily."""
-    from kvlingo_mlx.handover.generation import generate, mlx_stream_generate
+    import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+    from mlx_lm.generate import stream_generate as mlx_stream_generate
+
+    from kvlingo_mlx.handover.generation import generate
     from kvlingo_mlx.models.prompts import encode
 
     options: dict[str, Any] = {"max_tokens": 24}

@@ -33,7 +33,7 @@ from kvlingo_mlx.cli.sampling import (
 )
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.handover.generation import GenerationResponse
+    from kvlingo_mlx.handover.responses import GenerationResponse
     from kvlingo_mlx.translators.base import Translator
 
 STRATEGY_HELP = "accelerator, native, or auto: the sooner one by `bench --save-profile`."
@@ -82,7 +82,9 @@ def command(
     )
     asked = read_prompt(prompt, messages_file)
 
-    from kvlingo_mlx.handover.generation import check_strategy, stream_generate, summary
+    from kvlingo_mlx.handover.generation import stream_generate
+    from kvlingo_mlx.handover.plan import check_strategy
+    from kvlingo_mlx.handover.responses import summary
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.loading.translators import resolve_translator
     from kvlingo_mlx.reporting import measure

@@ -35,13 +35,8 @@ from kvlingo_mlx.conversation.transcript import (
 from kvlingo_mlx.conversation.turn import Decoding, Turn, thought_end
 from kvlingo_mlx.conversation.use import Use, claiming
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.handover.generation import (
-    DECODE_OPTIONS,
-    GenerationResponse,
-    Model,
-    check_drafting,
-    check_max_tokens,
-)
+from kvlingo_mlx.handover.generation import DECODE_OPTIONS, check_drafting, check_max_tokens
+from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import (
     DecodingOptions,
     LogitsProcessor,
@@ -49,7 +44,7 @@ from kvlingo_mlx.handover.sampling import (
     choice_of,
     given,
 )
-from kvlingo_mlx.loading.models import load, load_together
+from kvlingo_mlx.loading.models import Model, load, load_together
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, check_tools
 from kvlingo_mlx.tokenization.renderings import with_joined_parts

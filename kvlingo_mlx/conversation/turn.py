@@ -19,7 +19,7 @@ from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.handover.answers import AnswerReader, first_stop
 from kvlingo_mlx.handover.fill import PHASES
-from kvlingo_mlx.handover.generation import (
+from kvlingo_mlx.handover.responses import (
     Counts,
     GenerationResponse,
     check_numbers,

@@ -42,7 +42,7 @@ from kvlingo_mlx.training.checkpoints import (
 from kvlingo_mlx.training.distill import Distillation, Report
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.interruption import Interruption, postponed
-from kvlingo_mlx.training.plan import Plan, make_config
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.receipt import receipt
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import Best, start_runs
@@ -74,7 +74,7 @@ class Training:
     source: TorchModel
     target: TorchModel
     data: Data
-    plan: Plan
+    plan: TrainingPlan
     out: Path
     group: Group = field(default_factory=Group)
     progress: Progress = lambda stage, report: None
@@ -251,7 +251,8 @@ class Training:
         provenance: dict[str, Any] = {}
         if plan.assignment in METHODS:
             config, arrays, provenance = self._select(config, stop)
-        if plan.kind == "mlp":
+        spec = config.spec
+        if not spec.solved:
             arrays = {}
         elif not arrays:
             arrays, provenance = self._closed_form(config, stop)
@@ -259,11 +260,10 @@ class Training:
             seen = provenance["prefix_tokens"], provenance["lowest_rank"]
             if short := shortage(config, *seen):
                 self.warn(short)
-        if plan.kind != "linear":
-            branch = plan.kind == "linear_mlp"
-            gated = plan.gated and not branch
-            arrays |= initial_mlp(config, plan.hidden, plan.seed, zero=branch, gated=gated)
-        if plan.kind == "mlp":
+        if spec.has_hidden:  # beside a solved map it starts as nothing
+            gated = plan.gated and "gate" in spec.optional
+            arrays |= initial_mlp(config, plan.hidden, plan.seed, zero=spec.solved, gated=gated)
+        if not spec.solved:
             recipe = plan.stage1_recipe
             checkpoints = self._checkpoints("stage1", config, recipe)
             training = self._distill(checkpoints, config, arrays, held_out, recipe, stop)

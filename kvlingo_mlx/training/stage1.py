@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from kvlingo_mlx.format.assignment import Assignment
-from kvlingo_mlx.format.translator_config import SIDES, Map, TranslatorConfig, maps_of
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import Map, maps_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.closed_form import Moments, check_tokens, moment_widths, solve_maps
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.stage1.selection import Tiles, assignment_of, candidates, choose
@@ -165,7 +167,7 @@ def closed_form(
 
     def add(read: States, wanted: States, weights: torch.Tensor | None) -> None:
         for m in maps_of(config):
-            x, y = pair(config, m, read, wanted)
+            x, y = pair(m, read, wanted)
             own = None if weights is None else weights[m.layer % len(weights)]
             sums.moments[m.name].add(x, y, own)
 
@@ -271,14 +273,10 @@ def _provenance(norm: str, sums: Sums | TileSums, ranks: Sequence[int]) -> dict[
     }  # fmt: skip
 
 
-def pair(
-    config: TranslatorConfig, m: Map, read: States, wanted: States
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pair(m: Map, read: States, wanted: States) -> tuple[torch.Tensor, torch.Tensor]:
     """What a map reads (T, in) and what it should give (T, out), all heads side by side."""
-    sides = SIDES if config.joint else (m.name.split(".")[0],)
-    layers = config.assignment.side(sides[0])[m.layer]
-    goal = torch.cat([wanted.side(side)[m.layer] for side in sides], dim=-1)
-    inputs = torch.cat([read.side(side)[s] for side in sides for s in layers], dim=-1)
+    goal = torch.cat([wanted.side(side)[m.layer] for side in m.writes], dim=-1)
+    inputs = torch.cat([read.side(side)[s] for side, s in m.reads], dim=-1)
     return inputs.to(goal.device), goal
 
 

@@ -28,18 +28,15 @@ from kvlingo_mlx.cuda.memory import Memory  # noqa: E402
 from kvlingo_mlx.cuda.tile import Tile  # noqa: E402
 from kvlingo_mlx.errors import UnsupportedModelError  # noqa: E402
 from kvlingo_mlx.format.assignment import Assignment  # noqa: E402
+from kvlingo_mlx.format.kinds import SIDES  # noqa: E402
+from kvlingo_mlx.format.maps import expected_shapes, head_map_of  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
-from kvlingo_mlx.format.translator_config import (  # noqa: E402
-    SIDES,
-    TranslatorConfig,
-    expected_shapes,
-    head_map_of,
-)
+from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
 from kvlingo_mlx.handover import fill  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.models.states import KVStates  # noqa: E402
 from kvlingo_mlx.training import torch_model  # noqa: E402
-from kvlingo_mlx.training.plan import Plan, make_config  # noqa: E402
+from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 from tests.support import ROOT  # noqa: E402
@@ -91,7 +88,7 @@ class Case:
     layers: Any = None  # an assignment of its own
 
     def config(self, models: dict[str, TorchModel]) -> TranslatorConfig:
-        plan = Plan(nu=self.nu, capture=self.capture, head_mixing=self.head_mixing)
+        plan = TrainingPlan(nu=self.nu, capture=self.capture, head_mixing=self.head_mixing)
         config = make_config(models[self.source], models[self.target], plan)
         if self.layers is None:
             return config
@@ -244,7 +241,7 @@ def kv_load(folder: Path) -> LanguageModel:
 def test_a_target_decodes_from_the_memory_that_was_written(ours: dict[str, TorchModel]) -> None:
     """The identity, of a model's own states, is its own cache; and the cache grows in place."""
     model = ours["deep"]
-    config = make_config(model, model, Plan())
+    config = make_config(model, model, TrainingPlan())
     eye = np.eye(config.target.layers[0].key_width)
     tensors = {n: torch.tensor(eye) for n in expected_shapes(config, ())}
     fast = FastTranslation.build(config, tensors, model, 32)

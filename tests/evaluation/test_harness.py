@@ -140,7 +140,7 @@ from pathlib import Path
 import tests.evaluation.test_harness as t
 folder, model = Path({folder!r}), t.kv.load({model!r})
 wanted = t.reference(t.MLXLM({model!r}), folder, t.KINDS)
-found = t.harness.run(model, t.identity(model), t.KINDS, condition="x", include_path=folder)
+found = t.running.run(model, t.identity(model), t.KINDS, condition="x", include_path=folder)
 for task in t.KINDS:
     assert t.responses(found, task) == t.as_lists(t.responses(wanted, task)), task
     for metric, values in found["tasks"][task]["metrics"].items():

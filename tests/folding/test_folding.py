@@ -37,8 +37,9 @@ from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.folding import FoldedCache, decoding, fold_caches
 from kvlingo_mlx.folding import cache as wiring
 from kvlingo_mlx.format import assignment, translator_folder
+from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import TranslatorConfig, maps_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.translators import find_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, flat

@@ -19,8 +19,8 @@ import safetensors
 
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import atomic, tensor_file, translator_folder
+from kvlingo_mlx.format.config_reading import no_duplicates
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import no_duplicates
 from tests.support.translator_folders import (
     BROKEN_FILES,
     CARD,

@@ -31,15 +31,15 @@ from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import lineup, probes
 from kvlingo_mlx.evaluation.compare import evaluate
 from kvlingo_mlx.evaluation.journal import Journal
-from kvlingo_mlx.handover import cross_tokenizer
-from kvlingo_mlx.handover.fill import hand_over_across
+from kvlingo_mlx.handover.fill import filled, take_over
+from kvlingo_mlx.handover.plan import Plan, align
 from kvlingo_mlx.loading import pairing
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.keys import Rotation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from tests.support import plain_models, tiny
 from tests.support.identity import identity_of
 from tests.support.two_tokenizers import TALK, write_mistral, write_qwen, write_translator
@@ -118,7 +118,7 @@ def test_parity(
 def test_the_pair_shows_what_can_go_wrong(opened: Callable[[str], LanguageModel]) -> None:
     """Entries more and fewer than positions, shared and empty ones, a content that moves."""
     for names, more in zip(PAIRS, (True, False), strict=True):
-        plan = cross_tokenizer.plan(*map(opened, names), TALK)
+        plan = align(*map(opened, names), TALK)
         assert (plan.shift > 0) == more and plan.shift != 0
         assert len(set(plan.positions.tolist())) < len(plan.positions)
         assert (np.diff(plan.positions) < 0).any()  # the system message
@@ -162,14 +162,16 @@ def test_identical_tokenizers_give_the_same_bits(
 def test_one_model_to_itself_across_two_templates(opened: Callable[[str], LanguageModel]) -> None:
     """The identity decodes as the model does, from its own entries in another order."""
     model = opened("qwen")
-    plan = cross_tokenizer.plan(model, model, TALK)
+    plan = align(model, model, TALK)
     half = np.flatnonzero(np.arange(len(plan.rows)) // 7 % 2)
     own = np.setdiff1d(np.arange(len(plan.rows)), half)
     cut = replace(
         plan, rows=half, positions=half, groups=np.stack([half, half + 1], axis=1), own=own
     )
     spans = capture.prefill(model, cut.source_ids, 50)
-    handed = cross_tokenizer.take_over(spans, model, model, identity_of(model), cut, step_size=31)
+    handed = take_over(
+        Plan(model, model, cut.target_ids, identity_of(model), aligned=cut, step_size=31), spans
+    )
     native = make_prompt_cache(model.model)
     model.model(mx.array(plan.target_ids[:-1])[None], cache=native)
     tokens = [plan.target_ids[-1], *FOLLOWING]
@@ -231,11 +233,13 @@ def differing(model: LanguageModel) -> float:
     """How far one pass is from stretch by stretch at true positions, in logits."""
     rows = np.concatenate([several(a, b) for a, b, translated in STRETCHES if translated])
     native = np.concatenate([np.arange(a, b) for a, b, translated in STRETCHES if not translated])
-    plan = Handover(tuple(IDS), tuple(IDS), rows, rows, np.stack([rows, rows + 1], axis=1), native)
+    plan = AlignedPrefix(
+        tuple(IDS), tuple(IDS), rows, rows, np.stack([rows, rows + 1], axis=1), native
+    )
     assert plan.shift != 0
     translator = identity_of(model, capture=model.family.points[0])
     spans = capture.prefill(model, IDS[: plan.num_read])
-    fast = cross_tokenizer.take_over(spans, model, model, translator, plan)
+    fast = take_over(Plan(model, model, IDS, translator, aligned=plan), spans)
     expected = stretch_by_stretch(model, TruePositions)
     found = logits(model, fast, [IDS[-1], *FOLLOWING])
     return float(np.abs(found - expected).max() / np.abs(expected).max())
@@ -358,7 +362,7 @@ def test_generate(
     source, target = map(opened, pair)
     translator = folder(*pair)
     for prompt in (TALK, TEXT, TALK[1:2], f"<s>{TEXT}"):
-        plan = cross_tokenizer.plan(source, target, prompt)
+        plan = align(source, target, prompt)
         ids = [encode(model, prompt) for model in (source, target)]
         assert [list(plan.source_ids), list(plan.target_ids)] == ids
         handed = kv.hand_over(source, target, prompt, translator=translator)
@@ -432,7 +436,7 @@ def test_evaluation(folder: Callable[..., Path], opened: Callable[[str], Languag
     found = evaluate(target, [task], line, Journal())["continuation"]
     kl = {name: scored.scores["kl"] for name, (scored,) in found.items()}
     assert kl.pop("native") == 0.0 and len(set(kl.values())) == len(kl) == 5
-    handed = hand_over_across(source, target, translator, item.read)
+    handed = filled(Plan(source, target, item.read.target_ids, translator, aligned=item.read))
     entries = handed[0].offset
     tokens = [item.prefix[-1], *item.sample.continuation[:-1]]
     native = make_prompt_cache(target.model)
@@ -457,7 +461,7 @@ def test_recall_and_needles_have_both_readings(opened: Callable[[str], LanguageM
         probes.find_needles(target, ["single"], [220], 1, max_tokens=8, source=source),
     ):
         for item in task.items:
-            assert isinstance(item.read, Handover) and item.read.target_ids == item.prefix
+            assert isinstance(item.read, AlignedPrefix) and item.read.target_ids == item.prefix
             assert len(item.read.rows) > len(item.read.source_ids) / 2
     sample = probes.recall(target, 1, 0, source).items[0].sample
     talk = next(iter(dialogues.held_out(1)))

@@ -25,7 +25,7 @@ from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.profile import Point
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.handover import hybrid
-from kvlingo_mlx.handover.generation import summary
+from kvlingo_mlx.handover.responses import summary
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator

@@ -15,12 +15,13 @@ from mlx_lm.sample_utils import make_logits_processors
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.handover import generation, timings
+from kvlingo_mlx.handover import plan, timings
 from kvlingo_mlx.handover.hybrid import Native
 from kvlingo_mlx.handover.timings import Profile
 from kvlingo_mlx.loading import models
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.timing import profiling, tables
 from kvlingo_mlx.translators.base import Translator
@@ -56,7 +57,7 @@ def test_native_is_mlx_lms_own(
 ) -> None:
     source, target, _ = pair
     monkeypatch.setattr(capture, "prefill", None)  # the source reads nothing
-    monkeypatch.setattr(generation, "resolve_translator", None)
+    monkeypatch.setattr(plan, "resolve_translator", None)
     penalty = {"logits_processors": make_logits_processors(repetition_penalty=1.5)}
     options: dict[str, Any] = {"max_tokens": 12, "prefill_step_size": step_size, **penalty}
     expected = mlx_generate(target.model, target.tokenizer, TOKENS, **options)
@@ -136,7 +137,7 @@ def test_auto_reads_no_weights_of_a_translator_it_does_not_use(
     source, target, translator = pair
     folder = translator.save(tmp_path / "t")
     planted(pair, [10], [1.0], [2.0])
-    monkeypatch.setattr(generation, "resolve_translator", None)
+    monkeypatch.setattr(plan, "resolve_translator", None)
     options: dict[str, Any] = {"translator": folder, "strategy": "auto", "max_tokens": 2}
     assert kv.generate(source, target, TOKENS, **options)
 
@@ -382,7 +383,7 @@ def test_bench_keeps_a_profile_that_generate_goes_by(
     assert facts["prompt_tokens"] == [16, 64] and set(facts["seconds"]) == set(timings.WAYS)
     source, target = (kv.load(zoo(name)) for name in ZOO)
     profile = timings.read(facts["key"], ZOO)
-    assert profile.best(len(generation.encode(
+    assert profile.best(len(encode(
         target, [{"role": "user", "content": "Anna is in Lima."}], False
     ))) == taken  # fmt: skip
     assert source.geometry.fingerprint == facts["key"]["source"]["geometry"]

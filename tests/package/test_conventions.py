@@ -25,7 +25,7 @@ NO_MLX = ("errors", "arguments", "blas", "format", "tokenization", "stage1", "em
 WITHOUT = (
     "loading/hub",
     "loading/grading",
-    "reporting",
+    "reporting/pictures",
     "store/publishing",
 )
 TORCH = ("training", "cuda")

@@ -176,7 +176,7 @@ class Jobs:
         from kvlingo_mlx.tokenization.samples import Sample
         from kvlingo_mlx.training import torch_model
         from kvlingo_mlx.training.pipeline import Training
-        from kvlingo_mlx.training.plan import Plan
+        from kvlingo_mlx.training.plan import TrainingPlan
         from kvlingo_mlx.training.recipe import Recipe
 
         class Random:
@@ -193,7 +193,8 @@ class Jobs:
         recipe = Recipe(steps=6, batch=1, learning_rates=(1e-3,), validate_every=2)
         report("begin")
         Training(
-            *pair, Random(), Plan(fit_samples=3, held_out=2, recipe=recipe), self.room / out,
+            *pair, Random(), TrainingPlan(fit_samples=3, held_out=2, recipe=recipe),
+            self.room / out,
             keep_every=0.0,
         ).run()  # fmt: skip
         report("done")

@@ -14,10 +14,8 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 import pytest
 
-from kvlingo_mlx.format.translator_config import (
-    TranslatorConfig,
-    parse_config,
-)
+from kvlingo_mlx.format.config_reading import parse_config
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.states import KVStates, TranslatedStates
 
 Arrays = dict[str, np.ndarray]

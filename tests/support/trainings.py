@@ -20,7 +20,8 @@ pytest.importorskip("transformers")
 
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities  # noqa: E402
-from kvlingo_mlx.format.translator_config import TranslatorConfig, expected_shapes  # noqa: E402
+from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
+from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import (  # noqa: E402
@@ -28,7 +29,7 @@ from kvlingo_mlx.training import (  # noqa: E402
     torch_model,
 )
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
-from kvlingo_mlx.training.plan import Plan, make_config  # noqa: E402
+from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
 
@@ -51,7 +52,7 @@ class Random:
 
 
 def linear_config(source: TorchModel, target: TorchModel, **options: Any) -> TranslatorConfig:
-    return make_config(source, target, Plan(**options))
+    return make_config(source, target, TrainingPlan(**options))
 
 
 def random_arrays(config: TranslatorConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -126,7 +127,7 @@ def training(
     recipe = {"steps": 6, "batch": 2, "validate_every": 2}
     recipe |= {k: options.pop(k) for k in list(options) if k in recipe or k == "objective"}
     stage2 = Recipe(learning_rates=learning_rates, **recipe)
-    plan = Plan(fit_samples=6, held_out=3, recipe=stage2, **options)
+    plan = TrainingPlan(fit_samples=6, held_out=3, recipe=stage2, **options)
 
     def progress(stage: str, report: Any) -> None:
         if seen is not None and stage == "stage2":

@@ -18,19 +18,21 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.handover import fill, generation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.norms import token_weights
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample, tokenise
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
 from tests.support.two_tokenizers import TALK, write_mistral, write_qwen, write_translator
 
 torch = pytest.importorskip("torch")
 cross_reference = pytest.importorskip("tests.support.cross_reference")
 reference = pytest.importorskip("tests.support.reference")
 
+from kvlingo_mlx.handover.plan import Plan  # noqa: E402
 from kvlingo_mlx.training import stage1, torch_model  # noqa: E402
 from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
-from kvlingo_mlx.training.plan import Plan, Recipe, make_config  # noqa: E402
+from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
+from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.translator import TorchTranslator  # noqa: E402
 
 PAIRS = (("qwen", "mistral"), ("mistral", "qwen"))
@@ -76,8 +78,8 @@ def samples(source: Any, target: Any) -> list[Sample]:
 def test_samples(pair: tuple[str, str], loaded: Opener) -> None:
     source, target = map(loaded, pair)
     for sample, record in zip(samples(source, target), RECORDS, strict=True):
-        assert sample.handover is not None and sample.continuation
-        assert sample.prefix == sample.handover.target_ids
+        assert sample.aligned is not None and sample.continuation
+        assert sample.prefix == sample.aligned.target_ids
         spelled = (
             target.tokenizer.decode(sample.prefix),
             source.tokenizer.decode(sample.source_prefix),
@@ -135,7 +137,7 @@ def test_both_closed_forms_regress_on_group_means(
     device = kv.fit(*map(opened, pair), RECORDS[:2], nu=1)
     assert device.config.alignment == "minimal_groups"
     source, target = map(loaded, pair)
-    config = make_config(source, target, Plan(nu=1, recipe=Recipe(steps=0)))
+    config = make_config(source, target, TrainingPlan(nu=1, recipe=Recipe(steps=0)))
     assert config.alignment == "minimal_groups"
     arrays, facts = stage1.closed_form(config, source, target, samples(source, target)[:2])
     assert facts["prefix_tokens"] == device.config.provenance["prefix_tokens"]
@@ -151,7 +153,7 @@ def test_both_closed_forms_regress_on_group_means(
 
 def test_weights_are_split_over_a_groups_source_tokens(opened: Opener) -> None:
     groups = np.array([[0, 1], [1, 4], [1, 4], [4, 6]])
-    plan = Handover((), tuple(range(7)), np.arange(4), groups[:, 0], groups, np.zeros(0, int))
+    plan = AlignedPrefix((), tuple(range(7)), np.arange(4), groups[:, 0], groups, np.zeros(0, int))
     weights = np.array([[1.0, 2.0, 4.0, 6.0, 8.0, 16.0, 99.0]])
     assert plan.spread(weights).tolist() == [[1.0, 6.0, 6.0, 24.0]]
     entries, tokens = plan.pairs
@@ -165,7 +167,7 @@ def test_both_closed_forms_agree_under_norms(
     norm: str, opened: Callable[[str], LanguageModel], loaded: Opener
 ) -> None:
     source, target = map(loaded, PAIRS[0])
-    config = make_config(source, target, Plan(recipe=Recipe(steps=0)))
+    config = make_config(source, target, TrainingPlan(recipe=Recipe(steps=0)))
     arrays, _ = stage1.closed_form(config, source, target, samples(source, target)[:2], norm=norm)
     plain = kv.fit(*map(opened, PAIRS[0]), RECORDS[:2]).to_weights().arrays
     found = kv.fit(*map(opened, PAIRS[0]), RECORDS[:2], norm=norm).to_weights().arrays
@@ -197,7 +199,9 @@ def test_the_loss_is_that_of_the_devices_cache(
     translator = torch_translator(folder)
     reading = read(source, target, sample, translator.config.capture)
     found = conversation_loss(target, translator, reading, KL).kl
-    handed = fill.hand_over_across(*ends, kv.load_translator(folder), sample.handover)
+    handed = fill.filled(
+        Plan(*ends, sample.prefix, kv.load_translator(folder), aligned=sample.aligned)
+    )
     ids = mx.array([[sample.prefix[-1], *sample.continuation[:-1]]])
     student = ends[1].model(ids, cache=handed)
     teacher = ends[1].model(mx.array([[*sample.prefix, *sample.continuation[:-1]]]))
@@ -205,8 +209,8 @@ def test_the_loss_is_that_of_the_devices_cache(
     log_p, log_q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (teacher, student))
     expected = (mx.exp(log_p) * (log_p - log_q)).sum(axis=-1).mean().item()
     assert found == pytest.approx(expected, abs=1e-4) and found > 1e-2
-    assert sample.handover is not None
-    moved = replace(sample, handover=sample.handover.canonical())
+    assert sample.aligned is not None
+    moved = replace(sample, aligned=sample.aligned.canonical())
     control = conversation_loss(target, translator, replace(reading, sample=moved), KL).kl
     assert abs(control - found) > 1e-3
 
@@ -253,7 +257,7 @@ def test_a_pair_is_trained_and_used(
 ) -> None:
     source, target = map(loaded, PAIRS[0])
     recipe = Recipe(steps=6, batch=2, learning_rates=(3e-3,), validate_every=3)
-    plan = Plan(nu=3, fit_samples=2, held_out=1, recipe=recipe)
+    plan = TrainingPlan(nu=3, fit_samples=2, held_out=1, recipe=recipe)
     folder = Training(source, target, Talks(source, target), plan, tmp_path / "out").run()
     translator = kv.load_translator(folder)
     assert translator.config.alignment == "minimal_groups" and translator.config.nu == 3
@@ -271,4 +275,4 @@ def test_a_pair_is_trained_and_used(
 
 def test_native_layers_are_refused(loaded: Opener) -> None:
     with pytest.raises(ValueError, match="between two tokenizers every layer is translated"):
-        make_config(*map(loaded, PAIRS[0]), Plan(native_layers=1))
+        make_config(*map(loaded, PAIRS[0]), TrainingPlan(native_layers=1))

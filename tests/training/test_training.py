@@ -34,8 +34,8 @@ from kvlingo_mlx.errors import (  # noqa: E402
 from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.format.geometry import canonical_json, configured_rope  # noqa: E402
+from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
-from kvlingo_mlx.format.translator_config import expected_shapes  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.stage1.norms import NORMS  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
@@ -50,7 +50,7 @@ from kvlingo_mlx.training.distributed import Group  # noqa: E402
 from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.training.objectives import loss_of, objective_named  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
-from kvlingo_mlx.training.plan import Plan, make_config, reconstruction  # noqa: E402
+from kvlingo_mlx.training.plan import TrainingPlan, make_config, reconstruction  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runs import Best  # noqa: E402
 from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
@@ -888,12 +888,12 @@ from pathlib import Path
 import torch
 sys.path.insert(0, {root!r})
 torch.set_num_threads(1)
-from tests.support.trainings import Random, Recipe, Plan, Training, torch_model
+from tests.support.trainings import Random, Recipe, TrainingPlan, Training, torch_model
 from kvlingo_mlx.training.distributed import join, leave
 group = join("cpu")
 models = [torch_model.load(f, dtype=torch.float32) for f in {folders!r}]
 recipe = Recipe(steps=4, batch=3, learning_rates=(1e-2,), validate_every=2)
-plan = Plan(fit_samples=4, held_out=3, recipe=recipe)
+plan = TrainingPlan(fit_samples=4, held_out=3, recipe=recipe)
 Training(*models, Random(), plan, Path({out!r}), group).run()
 leave(group)
 """
@@ -930,13 +930,13 @@ def test_two_processes_give_the_result_of_one(
 
 def test_plans_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="kind is 'conv'"):
-        Plan(kind="conv")
+        TrainingPlan(kind="conv")
     with pytest.raises(ValueError, match="a joint map is linear"):
-        Plan(joint=True, head_mixing=False)
+        TrainingPlan(joint=True, head_mixing=False)
     with pytest.raises(ValueError, match="r2 chooses for keys and values apart"):
-        Plan(joint=True, assignment="r2")
+        TrainingPlan(joint=True, assignment="r2")
     with pytest.raises(ValueError, match="assignment is 'best'"):
-        Plan(assignment="best")
+        TrainingPlan(assignment="best")
     for options in ({"warmup": 1.5}, {"warmup": -0.1}, {"clip": 0.0}, {"learning_rates": ()}):
         with pytest.raises(ValueError, match="expected"):
             Recipe(**options)
@@ -1046,7 +1046,7 @@ def test_an_mlps_stage_1_does_what_it_is_told(
     assert config.provenance["stage1_rate"] in (1e-3, 1e-2)
     paper = reconstruction(Recipe(), (), 5000)
     assert (paper.steps, paper.batch, paper.learning_rates) == (5000, 8, (3e-3,))
-    assert paper == Plan().stage1_recipe
+    assert paper == TrainingPlan().stage1_recipe
 
 
 @pytest.mark.parametrize(

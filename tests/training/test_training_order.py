@@ -148,7 +148,7 @@ def test_two_tokenizers(tmp_path: Path) -> None:
     draws = [stream.draw(index) for index in range(200)]
     check([draw.records[0][1] for draw in draws], stream.survey.records)
     assert all(draw.sample.num_read <= mixture.natural[1] for draw in draws)
-    assert any(draw.sample.handover is not None for draw in draws)
+    assert any(draw.sample.aligned is not None for draw in draws)
 
 
 def test_texts(tmp_path: Path, tokenizer: Any) -> None:

@@ -22,13 +22,11 @@ import pytest
 import kvlingo_mlx as kv
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.kinds import KINDS
+from kvlingo_mlx.format.maps import expected_shapes, flops_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import (
-    expected_shapes,
-    flops_of,
-)
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.translators import KINDS, base, build, products
+from kvlingo_mlx.translators import base, build, products
 from tests.support import tiny
 from tests.support.kinds import (
     FORMS,
@@ -296,7 +294,7 @@ def test_the_papers_operations_per_token(layers: int, megaflops: int) -> None:
 
 def test_there_is_a_translator_of_every_kind() -> None:
     kinds = {"joint" if form.joint else form.kind for form in FORMS.values()}
-    assert kinds == set(KINDS)
+    assert kinds == {"joint" if spec.joint else spec.kind for spec in KINDS}
 
 
 @each_form

@@ -96,8 +96,6 @@ def run(
     """
     _check_extra()
     _check(tasks, condition, limit, items, data)
-    from lm_eval.evaluator import evaluate
-
     from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
     from kvlingo_mlx.evaluation.harness.results import collect
     from kvlingo_mlx.evaluation.harness.task_loading import load_tasks
@@ -119,25 +117,29 @@ def run(
         numbers = _check_tasks(loaded["tasks"], items or {}, unsafe_code)
         for task in loaded["tasks"].values():
             _set_examples(task, num_fewshot, seed)
-        evaluated = evaluate(
-            lm=model,
-            task_dict=loaded,
-            limit=limit,
-            samples=numbers or None,
-            bootstrap_iters=0,  # resampling starts processes; errors over items come after
-            system_instruction=system_instruction,
-            apply_chat_template=model.use_chat_template,
-            fewshot_as_multiturn=fewshot_as_multiturn,
-            confirm_run_unsafe_code=unsafe_code,
+        asked = {
+            "limit": limit,
+            "system_instruction": system_instruction,
+            "apply_chat_template": model.use_chat_template,
+            "fewshot_as_multiturn": fewshot_as_multiturn,
+        }
+        evaluated = _evaluated(
+            model, loaded, samples=numbers or None, confirm_run_unsafe_code=unsafe_code, **asked
         )
-    settings = {
-        "limit": limit, "items": numbers or None, "seed": seed, "num_fewshot": num_fewshot,
-        "apply_chat_template": model.use_chat_template, "enable_thinking": enable_thinking,
-        "fewshot_as_multiturn": fewshot_as_multiturn, "system_instruction": system_instruction,
-        "max_gen_toks": max_gen_toks, "max_length": model.max_length, "data": files,
+    settings = asked | {
+        "items": numbers or None, "seed": seed, "num_fewshot": num_fewshot, "data": files,
+        "enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks,
+        "max_length": model.max_length,
     }  # fmt: skip
     found = collect(model, loaded, evaluated)
     return {"condition": condition, "target": target.name, "settings": settings, **found}
+
+
+def _evaluated(model: Any, loaded: Mapping[str, Any], **options: Any) -> Any:
+    """lm-eval's findings, without its bootstrap: that starts processes; our errors come after."""
+    from lm_eval.evaluator import evaluate
+
+    return evaluate(lm=model, task_dict=loaded, bootstrap_iters=0, **options)
 
 
 def _check_extra() -> None:

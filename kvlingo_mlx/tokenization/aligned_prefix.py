@@ -19,7 +19,7 @@ from kvlingo_mlx.tokenization.renderings import Rendering, stretches
 
 
 @dataclass(frozen=True, eq=False)
-class Handover:
+class AlignedPrefix:
     """A text as two models read it, and what the target's cache of it holds.
 
     The cache has one entry for each translated source token, in the source's order, then one for
@@ -43,7 +43,7 @@ class Handover:
     own: np.ndarray
 
     @classmethod
-    def of(cls, source: Rendering, target: Rendering) -> Handover:
+    def of(cls, source: Rendering, target: Rendering) -> AlignedPrefix:
         """From one text or the same messages, rendered for both.
 
         Raises:
@@ -119,7 +119,7 @@ class Handover:
         """Which translated entries are of the source's tokens from ``start`` to ``stop``."""
         return slice(*np.searchsorted(self.rows, [start, stop]).tolist())
 
-    def canonical(self) -> Handover:
+    def canonical(self) -> AlignedPrefix:
         """Control: translated keys rotated by where their entries stand in the text, 0, 1, ...
 
         The next token keeps the target's own position, so the last entries' distance to it is

@@ -40,8 +40,7 @@ if TYPE_CHECKING:  # what checkers and editors know of the names
     from kvlingo_mlx.translators.base import Translator as Translator
 
 from kvlingo_mlx import blas
-
-__version__ = "0.1.0"
+from kvlingo_mlx.version import __version__ as __version__
 
 _HOMES = {
     "load": "loading.models",

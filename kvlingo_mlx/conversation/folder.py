@@ -22,7 +22,6 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from kvlingo_mlx import __version__
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.storage import from_weights, read_file, to_weights, write_file
@@ -36,6 +35,7 @@ from kvlingo_mlx.errors import (
 from kvlingo_mlx.format.atomic import sync_file
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
+from kvlingo_mlx.version import __version__
 
 FORMAT, VERSION = "kvlingo-conversation", 2  # 2: other digests of translators
 FACTS = "conversation.json"

@@ -10,13 +10,13 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx import __version__
 from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters
 from kvlingo_mlx.evaluation.journal import Journal, Scores
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.version import __version__
 
 NATIVE = "native"
 ALL = "mean"

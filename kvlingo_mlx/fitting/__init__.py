@@ -17,7 +17,6 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx import __version__
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
@@ -49,6 +48,7 @@ from kvlingo_mlx.tokenization.aligned_prefix import check_capture
 from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.version import __version__
 
 Progress = Callable[[int, int | None], None]
 # Called with both models' states of a span, and the tokens' weights (layers or 1, tokens).

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from kvlingo_mlx import __version__
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
@@ -49,6 +48,7 @@ from kvlingo_mlx.training.runs import Best, start_runs
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp
 from kvlingo_mlx.training.watch import complaints
+from kvlingo_mlx.version import __version__
 
 
 class Data(Protocol):

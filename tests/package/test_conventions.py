@@ -16,12 +16,22 @@ PACKAGE = Path(kvlingo_mlx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # Each may import what stands before it; files of one room may import one another.
 ROOMS = """
-    errors arguments blas backend threads
+    version errors arguments blas backend threads
     format tokenization stage1 embedded families models translators caches loading
     reporting store handover folding conversation timing evaluation fitting analysis
     training cuda cli
 """.split()
-NO_MLX = ("errors", "arguments", "blas", "format", "tokenization", "stage1", "embedded", "training")
+NO_MLX = (
+    "version",
+    "errors",
+    "arguments",
+    "blas",
+    "format",
+    "tokenization",
+    "stage1",
+    "embedded",
+    "training",
+)
 WITHOUT = (
     "loading/hub",
     "loading/grading",

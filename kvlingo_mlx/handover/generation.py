@@ -314,9 +314,9 @@ def _quickest(
     step_size: int,
     source_drafts: bool,
 ) -> str:
-    """The way that this machine's profile of the pair names for a prompt's length.
+    """The sooner way for a prompt's length, by the times of this pair on this machine.
 
-    A profile is of one choice of native layers and tokens and one size of chunks; times of another
+    Timings are of one choice of native layers and tokens and one size of chunks; times of another
     say nothing of it. A source that drafts reads the prompt whichever way is taken.
     """
     if num_tokens < 2:
@@ -330,10 +330,10 @@ def _quickest(
     names, given = (source.name, target.name), translator
     if given is not None:
         given = "FOLDER" if isinstance(given, Translator) else os.fspath(given)
-    profile = timings.read(key, names, given, facts.config.native_layers)
-    # What remains then is a switch, which a profile knows of plain translation alone.
+    found = timings.read(key, names, given, facts.config.native_layers)
+    # What remains then is a switch, which timings tell of plain translation alone.
     remains = "switch" if source_drafts and native == Native() else "accelerator"
-    return "native" if profile.best(num_tokens, remains) == "native" else "accelerator"
+    return "native" if found.best(num_tokens, remains) == "native" else "accelerator"
 
 
 def _native_start(tokens: Sequence[int], step_size: int, clock: Clock) -> dict[str, Any]:
@@ -524,7 +524,7 @@ def generate(
         verbose: Write the text as it comes, and the times at the end.
         options: ``translator`` (loaded, a folder or Hub id; None searches the local
             store), ``strategy`` (``accelerator``; ``native``: the decode model reads the prompt
-            itself; ``auto``: whichever `kvlingo-mlx bench --save-profile` found to be sooner at
+            itself; ``auto``: whichever `kvlingo-mlx bench --save-timings` found to be sooner at
             such a length), ``max_tokens`` (256; -1 and more than the context leave room for
             end with it, ``finish_reason`` "length"), ``temperature``, ``top_p``, ``top_k``,
             ``min_p``, ``repetition_penalty``, ``seed``, ``stop`` (a text, or several, before
@@ -547,7 +547,7 @@ def generate(
         NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
-        MissingProfileError, MalformedProfileError: ``auto`` has no profile to go by.
+        MissingTimingsError, MalformedTimingsError: ``auto`` has no times to go by.
     """
     return joined(stream_generate(prefill_model, decode_model, prompt, **options), verbose)
 

@@ -75,7 +75,7 @@ def begin(pair: Pair, condition: str, verbatim: bool) -> Conversation:
     return Conversation(
         pair.models,
         pair.shuffled if condition == "shuffled" else pair.translators,
-        strategy=condition if condition in STRATEGIES else "alternated",
+        switching=condition if condition in STRATEGIES else "alternated",
         eager=False,
         enable_thinking=False,
         verbatim=verbatim,

@@ -27,10 +27,10 @@ import window_cost
 from mlx_lm.generate import generate_step
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.handover import fill, generation
+from kvlingo_mlx.handover import fill, generation, timings
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing import geometries, memory_budget, profiling, tables
+from kvlingo_mlx.timing import geometries, memory_budget, saving, tables
 from kvlingo_mlx.timing.paths import Paths
 from kvlingo_mlx.translators.base import Translator
 
@@ -157,15 +157,15 @@ def folded(name: str, trials: int, context: int = 8192, layers: int = 6) -> Foun
 
 
 def auto(trials: int, source_width: int, target_width: int) -> Found:
-    """First token by ``auto`` over the sooner of native and accelerator, by a profile made now.
+    """First token by ``auto`` over the sooner of native and accelerator, by times measured now.
 
-    At lengths between and beyond those of the profile.
+    At lengths between and beyond those measured.
     """
     source, target = _reader(source_width, 3), _reader(target_width, 4)
     translator = translation_cost.random_translator(source, target, 1)
     with tempfile.TemporaryDirectory() as home:
         os.environ["KVLINGO_HOME"] = home
-        _measure_profile(source, target, translator, trials)
+        _measure_timings(source, target, translator, trials)
         found = [_choice(source, target, translator, n, trials) for n in (96, 400, 1500)]
     return {
         name: [value for each in found for value in each[name]]
@@ -183,15 +183,15 @@ def _reader(width: int, layers: int, kv_heads: int = 2, head_dim: int = 64) -> L
     return dataclasses.replace(model, tokenizer=tokenizer, name=f"random of width {width}")
 
 
-def _measure_profile(
+def _measure_timings(
     source: LanguageModel, target: LanguageModel, translator: Translator, trials: int
 ) -> None:
     table = tables.FIRST_TOKENS
-    timings, _ = tables.run_table(
+    measured, _ = tables.run_table(
         source, target, {"float32": translator}, table, [64, 256, 1024], text=False,
         trials=trials, clock=tables.Clock(None),
     )  # fmt: skip
-    timings.write(profiling.profile_of(source, target, translator, timings))
+    timings.write(saving.timings_of(source, target, translator, measured))
 
 
 def _choice(

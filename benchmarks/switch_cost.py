@@ -56,8 +56,8 @@ WIDTH, HEADS, KV_HEADS, HEAD_DIM = 256, 4, 2, 64
 STRATEGIES = {
     "alternated": {"eager": False},
     "eager": {"eager": True},
-    "naive": {"strategy": "naive", "eager": False},
-    "reprefill": {"strategy": "reprefill", "eager": False},
+    "naive": {"switching": "naive", "eager": False},
+    "reprefill": {"switching": "reprefill", "eager": False},
 }
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 Times = tuple[float, float]  # seconds, and seconds of processor time

@@ -17,11 +17,11 @@ if TYPE_CHECKING:  # what checkers and editors know of the names
     from kvlingo_mlx.errors import KVLingoError as KVLingoError
     from kvlingo_mlx.errors import KVLingoWarning as KVLingoWarning
     from kvlingo_mlx.errors import MalformedConversationError as MalformedConversationError
-    from kvlingo_mlx.errors import MalformedProfileError as MalformedProfileError
+    from kvlingo_mlx.errors import MalformedTimingsError as MalformedTimingsError
     from kvlingo_mlx.errors import MalformedTranslatorError as MalformedTranslatorError
     from kvlingo_mlx.errors import MissingExtraError as MissingExtraError
     from kvlingo_mlx.errors import MissingModelError as MissingModelError
-    from kvlingo_mlx.errors import MissingProfileError as MissingProfileError
+    from kvlingo_mlx.errors import MissingTimingsError as MissingTimingsError
     from kvlingo_mlx.errors import MissingTranslatorError as MissingTranslatorError
     from kvlingo_mlx.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from kvlingo_mlx.errors import PublishingError as PublishingError
@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what checkers and editors know of the names
     from kvlingo_mlx.translators.base import Translator as Translator
 
 from kvlingo_mlx import blas
+from kvlingo_mlx import errors as _errors
 from kvlingo_mlx.version import __version__ as __version__
 
 _HOMES = {
@@ -64,8 +65,8 @@ _HOMES = {
     "MalformedTranslatorError": "errors",
     "MissingTranslatorError": "errors",
     "PublishingError": "errors",
-    "MissingProfileError": "errors",
-    "MalformedProfileError": "errors",
+    "MissingTimingsError": "errors",
+    "MalformedTimingsError": "errors",
     "MalformedConversationError": "errors",
     "CacheError": "errors",
     "NotEnoughMemoryError": "errors",
@@ -80,6 +81,10 @@ blas.prepare()
 if not TYPE_CHECKING:  # to a checker an unknown name is an error
 
     def __getattr__(name: str) -> Any:
+        if name in _errors.OLD_NAMES:
+            new = _errors.OLD_NAMES[name]
+            _errors.tell_new_name(f"kvlingo_mlx.{name}", new)
+            return getattr(_errors, new)
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
+from kvlingo_mlx.errors import tell_new_name
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Spell = Callable[[str, Any], str]  # a name and its value, as a user types them
@@ -162,10 +164,10 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
              told="beside an Assignment, which lists the layers itself; leave out one of them"),
     ),
     "Conversation": (
-        Need("translators strategy eager on_missing offload quantize native_layers allow_mismatch",
+        Need("translators switching eager on_missing offload quantize native_layers allow_mismatch",
              "models", several, told=ONE_MODEL),
         # Translators and eager are left as they are: such a conversation is one to compare with.
-        Need("on_missing quantize native_layers allow_mismatch", "strategy", but("reprefill"),
+        Need("on_missing quantize native_layers allow_mismatch", "switching", but("reprefill"),
              "alternated", "which translates nothing"),
     ),
     "Conversation.stream_reply": (
@@ -248,8 +250,8 @@ KINDS: dict[str, Kind] = {
         ("verbose", "enable_thinking", "allow_mismatch", "lazy", "head_mixing", "eager",
          "verbatim", "overwrite"), SWITCH),
     **dict.fromkeys(
-        ("strategy", "revision", "capture", "norm", "on_missing", "offload", "system", "name",
-         "prefill", "reasoning", "first_token", "where", "on_full"), TEXT),
+        ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",
+         "name", "prefill", "reasoning", "first_token", "where", "on_full"), TEXT),
     **dict.fromkeys(("prefill_model", "decode_model", "source", "target", "draft_model"), MODEL),
     **dict.fromkeys(("sampler", "progress", "solving"), FUNCTION),
     "path_or_hf_repo": MODEL,
@@ -316,6 +318,28 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return run
+
+
+def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A public function that takes arguments by their old names too, old=new, with a warning.
+
+    Raises:
+        TypeError: An argument is given by both names.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            for old in names.keys() & kwargs.keys():
+                if names[old] in kwargs:
+                    raise TypeError(f"{old} and {names[old]} are one argument; give {names[old]}")
+                tell_new_name(old, names[old])
+                kwargs[names[old]] = kwargs.pop(old)
+            return function(*args, **kwargs)
+
+        return run
+
+    return decorate
 
 
 def _same(value: object, default: object) -> bool:

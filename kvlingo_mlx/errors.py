@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 
 class KVLingoError(Exception):
@@ -33,12 +35,12 @@ class PublishingError(KVLingoError):
     """An upload that the Hub refused, or that did not reach it."""
 
 
-class MissingProfileError(KVLingoError):
-    """No profile of this pair on this machine, where the quickest way was to be chosen by one."""
+class MissingTimingsError(KVLingoError):
+    """No timings of this pair on this machine, by which the sooner way was to be chosen."""
 
 
-class MalformedProfileError(KVLingoError):
-    """A profile's file that breaks its format (the message names the file)."""
+class MalformedTimingsError(KVLingoError):
+    """A file of timings that breaks its format (the message names the file)."""
 
 
 class MalformedConversationError(KVLingoError):
@@ -69,3 +71,30 @@ def malformed(path: Path, text: str) -> MalformedTranslatorError:
 def printable(text: str) -> str:
     """A stranger's text as one line without control codes."""
     return "".join(c if c.isprintable() else "?" for c in text)
+
+
+# ---- what has another name now -----------------------------------------------------------------
+
+OLD_NAMES = {
+    "MissingProfileError": "MissingTimingsError",
+    "MalformedProfileError": "MalformedTimingsError",
+}
+
+
+def tell_new_name(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn that something has another name now.
+
+    Warns:
+        KVLingoWarning: Always; ``stacklevel`` says whose line it shows.
+    """
+    text = f"{old} is now called {new}; the old name works for one release"
+    warnings.warn(text, KVLingoWarning, stacklevel=stacklevel)
+
+
+if not TYPE_CHECKING:  # to a checker an old name is an error
+
+    def __getattr__(name: str) -> Any:
+        if name not in OLD_NAMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        tell_new_name(name, OLD_NAMES[name])
+        return globals()[OLD_NAMES[name]]

@@ -15,19 +15,33 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 from kvlingo_mlx.cli.needs import Checked
 from kvlingo_mlx.cli.output import complain, warn
-from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.errors import KVLingoError, tell_new_name
 from kvlingo_mlx.version import __version__
 
 VERBS = (
     "generate", "chat", "demo", "fit", "train", "import", "list", "remove", "publish", "show",
-    "verify", "doctor", "eval", "profile", "analyze", "bench",
+    "verify", "doctor", "eval", "tune", "analyze", "bench",
 )  # fmt: skip
+OLD_VERBS = {"profile": "tune"}  # by their new names, for one release
+
+
+class Verbs(TyperGroup):
+    """All verbs; an old name finds the new one."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The verb of this name."""
+        if cmd_name in OLD_VERBS:
+            tell_new_name(f"`kvlingo-mlx {cmd_name}`", f"`kvlingo-mlx {OLD_VERBS[cmd_name]}`")
+        return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
+
 
 app = typer.Typer(
     name="kvlingo-mlx",
+    cls=Verbs,
     help="Hand a running conversation from one language model to another.",
     add_completion=False,
     pretty_exceptions_enable=False,

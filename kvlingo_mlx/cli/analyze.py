@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import typer
-
-from kvlingo_mlx.cli.output import (
-    JSON_HELP,
-    keep_stdout_for_json,
-    progress_bar,
-    say,
-    table,
-    warn,
-)
+from kvlingo_mlx.cli.command import Options, Source, Target, option, verb
+from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
 
 if TYPE_CHECKING:
     from kvlingo_mlx.analysis.report import Report
@@ -21,36 +14,43 @@ if TYPE_CHECKING:
 SIDES = ("keys", "values")
 
 
-def command(
-    source: str = typer.Option(..., help="Whose cache would be translated: a folder or Hub id."),
-    target: str = typer.Option(..., help="Whose cache is wanted: a folder or Hub id."),
-    data: str = typer.Option(
-        None, help='JSONL of {"messages": [...]} or {"text": ...}; default: bundled dialogues.'
-    ),
-    translator: str = typer.Option(
-        None, help="A folder or Hub id: its own maps are scored and aligned as well."
-    ),
-    capture: str = typer.Option(
+@dataclass(frozen=True, kw_only=True)
+class AnalyzeOptions(Options):
+    """What `analyze` is asked."""
+
+    source: Source
+    target: Target
+    data: str | None = option(
+        None, 'JSONL of {"messages": [...]} or {"text": ...}; default: bundled dialogues.'
+    )
+    translator: str | None = option(
+        None, "A folder or Hub id: its own maps are scored and aligned as well."
+    )
+    capture: str | None = option(
         None,
-        help="pre_norm, post_norm, post_rope or latent (MLA); default: the translator's, "
-        "else pre_norm or latent.",
-    ),
-    documents: int = typer.Option(64, help="Read the first N records; a fifth is held out."),
-    tokens: int = typer.Option(
-        16384, help="Tokens in all; each document is cut at this over the number of documents."
-    ),
-    random_init: bool = typer.Option(
-        False, "--random-init", help="Give both models random weights first: the null."
-    ),
-    cka: bool = typer.Option(True, help="Compare every pair of layers."),
-    mlp: bool = typer.Option(True, help="Fit a two-layer MLP beside each linear map."),
-    heads: bool = typer.Option(True, help="Align the heads of the closed-form joint map."),
-    hidden: int = typer.Option(None, help="The MLP's hidden width; default: twice its input's."),
-    epochs: int = typer.Option(10, help="Most epochs an MLP is trained for."),
-    seed: int = typer.Option(0, help="Of the split, the MLPs, the permutations, random weights."),
-    plot: str = typer.Option(None, help="Draw figures into this folder (the [plot] extra)."),
-    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
-) -> None:
+        "pre_norm, post_norm, post_rope or latent (MLA); default: the translator's, else pre_norm "
+        "or latent.",
+    )
+    documents: int = option(64, "Read the first N records; a fifth is held out.")
+    tokens: int = option(
+        16384, "Tokens in all; each document is cut at this over the number of documents."
+    )
+    random_init: bool = option(
+        False,
+        "Give both models random weights, to see what is so without training.",
+        "--random-init",
+    )
+    cka: bool = option(True, "Compare every pair of layers.")
+    mlp: bool = option(True, "Fit a two-layer MLP beside each linear map.")
+    heads: bool = option(True, "Align the heads of the closed-form joint map.")
+    hidden: int | None = option(None, "The MLP's hidden width; default: twice its input's.")
+    epochs: int = option(10, "Most epochs an MLP is trained for.")
+    seed: int = option(0, "Of the split, the MLPs, the permutations, random weights.")
+    plot: str | None = option(None, "Draw figures into this folder (the [plot] extra).")
+
+
+@verb(AnalyzeOptions)
+def command(options: AnalyzeOptions) -> None:
     """Measure what two models' caches have in common: CKA, R2, effective rank, heads."""
     from kvlingo_mlx.analysis import figures
     from kvlingo_mlx.analysis.corpus import bundled
@@ -60,17 +60,14 @@ def command(
     from kvlingo_mlx.reporting import measure, pictures
     from kvlingo_mlx.tokenization.samples import read_jsonl
 
-    keep_stdout_for_json(json_file)
-    chosen: dict[str, Any] = {
-        "documents": documents, "tokens": tokens, "seed": seed, "random_init": random_init,
-        "cka": cka, "mlp": mlp, "heads": heads, "hidden": hidden, "epochs": epochs,
-    }  # fmt: skip
-    settings = Settings(capture, **chosen)
-    if plot:
-        pictures.check_folder(plot)
-    records = read_jsonl(data) if data else bundled(documents)
-    given = load_translator(translator) if translator else None
-    models = load(source, lazy=True), load(target, lazy=True)
+    settings = Settings(
+        **options.some("capture documents tokens seed random_init cka mlp heads hidden epochs")
+    )
+    if options.plot:
+        pictures.check_folder(options.plot)
+    records = read_jsonl(options.data) if options.data else bundled(options.documents)
+    given = load_translator(options.translator) if options.translator else None
+    models = load(options.source, lazy=True), load(options.target, lazy=True)
     with progress_bar("analyzing", None) as step:
 
         def done(text: str) -> None:
@@ -78,27 +75,25 @@ def command(
             step()
 
         report = analyze(*models, records, settings, translator=given, progress=done)
-    text = data or "bundled dialogues (no --data was given)"
+    text = options.data or "bundled dialogues (no --data was given)"
     say(
         f"{models[0].name} to {models[1].name}"
-        + (", both with random weights" if random_init else "")
+        + (", both with random weights" if options.random_init else "")
         + f": keys {report.capture}, {report.documents} documents of {text}, "
         f"{report.fitted} tokens to fit on and {report.scored} held out"
     )
     _print(report)
     for note in report.notes:
         warn(note)
-    if plot:
+    if options.plot:
         title = pictures.pair(models[0].name, models[1].name)
-        written = figures.write(report, plot, title + (", random weights" if random_init else ""))
-        say(f"drew {', '.join(path.name for path in written)} into {plot}")
+        title += ", random weights" if options.random_init else ""
+        written = figures.write(report, options.plot, title)
+        say(f"drew {', '.join(path.name for path in written)} into {options.plot}")
     say(measure.machine_line())
-    if json_file:
-        config = {
-            "source": models[0].name, "target": models[1].name, "data": text,
-            "translator": translator, **vars(settings),
-        }  # fmt: skip
-        measure.append_json(json_file, measure.record("analyze", config, report.to_json()))
+    ends = {"source": models[0].name, "target": models[1].name, "data": text}
+    config = {**ends, "translator": options.translator, **vars(settings)}
+    keep(options.json_file, "analyze", config, report.to_json())
 
 
 # ---- tables -----------------------------------------------------------------------------

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvlingo_mlx.cli.output import keep_stdout_for_json, progress_bar, say, table
+from kvlingo_mlx.cli.output import keep, progress_bar, say, table, tell_of_machine
 
 if TYPE_CHECKING:
+    from kvlingo_mlx.cli.bench_options import BenchOptions
     from kvlingo_mlx.timing.memory_budget import Cell
 
 TITLE = "Decoding under a memory budget (paper, app. of that name): {}, random weights and cache"
@@ -15,46 +16,40 @@ COLUMNS = ["context", "batch", "full (tokens/s)", "narrowed", "narrowed + transl
            "translator's share", "full (GB)", "narrowed", "narrowed + translator"]  # fmt: skip
 
 
-def run(
-    contexts: Sequence[int] | None,
-    batches: Sequence[int],
-    layers: int | None,
-    precision: str | None,
-    trials: int,
-    time_limit: float,
-    json_file: str | None,
-) -> None:
+def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence[int]) -> None:
     """Measure, print the table and append the record."""
     from kvlingo_mlx.reporting import measure
     from kvlingo_mlx.timing import memory_budget
     from kvlingo_mlx.timing.tables import Clock
 
-    keep_stdout_for_json(json_file)
-    if not measure.is_apple():
-        say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
-    precision = precision or "4bit"
-    clock = Clock(time_limit)  # models are made within it, too
-    models = memory_budget.setup(layers, precision)
+    tell_of_machine()
+    precision, trials = options.precision or "4bit", options.num_trials
+    clock = Clock(options.time_limit)  # models are made within it, too
+    models = memory_budget.setup(options.layers, precision)
     contexts, decoded = contexts or memory_budget.CONTEXTS, memory_budget.default_decoded()
     with progress_bar("timing memory-budget", len(contexts) * len(batches) * trials) as step:
-        cells = list(memory_budget.run(models, contexts, batches, trials=trials, decoded=decoded,
-                                       clock=clock, progress=step))  # fmt: skip
+        found = memory_budget.run(
+            models, contexts, batches, trials=trials, decoded=decoded, clock=clock, progress=step
+        )
+        cells = list(found)
     table(TITLE.format(memory_budget.FULL), COLUMNS, [_row(cell) for cell in cells])
     left_out = len(contexts) * len(batches) - len(cells)
     if left_out:
         say(f"{left_out} of {left_out + len(cells)} cells left out: --time-limit allows no more")
     depth, whole = len(models.full.attentions), memory_budget.whole_depth()
     if depth < whole:
-        say(f"{depth} of {whole} layers: caches and layers' weights are that part of the whole's, "
-            "embeddings and head are whole")  # fmt: skip
-    say(f"{precision} weights, head-wise post-RoPE maps; {decoded} tokens a row, best of {trials}; "
-        "memory: the most alive while decoding")  # fmt: skip
+        say(
+            f"{depth} of {whole} layers: caches and layers' weights are that part of the whole's, "
+            "embeddings and head are whole"
+        )
+    say(
+        f"{precision} weights, head-wise post-RoPE maps; {decoded} tokens a row, best of {trials}; "
+        "memory: the most alive while decoding"
+    )
     say(measure.machine_line())
-    if json_file:
-        config = {"layers": depth, "whole_layers": whole, "precision": precision,
-                  "trials": trials, "decoded": decoded}  # fmt: skip
-        found = [cell.as_json() for cell in cells]
-        measure.append_json(json_file, measure.record("memory_budget", config, found))
+    config = {"layers": depth, "whole_layers": whole, "precision": precision}
+    config |= {"trials": trials, "decoded": decoded}
+    keep(options.json_file, "memory_budget", config, [cell.as_json() for cell in cells])
 
 
 def _row(cell: Cell) -> list[str]:

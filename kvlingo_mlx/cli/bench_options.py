@@ -1,8 +1,56 @@
-"""What the options of ``kvlingo-mlx bench`` stand for; refused before any model is made or read."""
+"""What ``kvlingo-mlx bench`` is asked; refused before any model is made or read."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from kvlingo_mlx.cli.command import (
+    MaybeSource,
+    MaybeTarget,
+    Options,
+    PrefillStepSize,
+    Translator,
+    option,
+)
+
+TABLES = ("moe-switch", "switch", "quant")
 BUDGET = "memory-budget"  # a table of its own: no translation is timed, so "all" leaves it out
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions(Options):
+    """What `bench` is asked."""
+
+    table_name: str = option(
+        "moe-switch",
+        f"{', '.join(TABLES)}, or all of these; or {BUDGET}, which all leaves out.",
+        "--table",
+    )
+    source: MaybeSource = None
+    target: MaybeTarget = None
+    translator: Translator = None
+    geometry: str | None = option(
+        None, "Random models of true widths instead: qwen3-4b:qwen3-30b-a3b, say."
+    )
+    layers: int | None = option(None, "Layers of each model of --geometry; default: all.")
+    precision: str | None = option(
+        None, "Of --geometry: float32, bfloat16, 8bit, 4bit; default: the machine's."
+    )
+    nu: int | None = option(None, "Source layers a target layer reads, in random maps; default: 1.")
+    quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.")
+    native_layers: str | None = option(None, "Also switches of so many native layers: 1,2.")
+    prompt: str | None = option(None, "text (bundled) or random token ids.")
+    prompt_tokens: str | None = option(None, "Lengths: 64,256.", "--prompt-tokens", "-p")
+    batch: int = option(1, "Prompts at once, of one length; fewer rows above 1.")
+    num_trials: int = option(5, "Trials per length.", "--num-trials", "-n")
+    time_limit: float = option(150.0, "Seconds in all; longer prompts are left out.")
+    batch_sizes: str = option("1,8", f"With --table {BUDGET}: how many rows are decoded at once.")
+    prefill_step_size: PrefillStepSize = 2048
+    reference: str | None = option(None, "paper-m3-ultra, or a file of --json, to compare with.")
+    plot: str | None = option(None, "Draw times over prompt lengths into this file.")
+    save_timings: bool = option(
+        False, "Keep the times by which `--strategy auto` chooses.", "--save-timings"
+    )
 
 
 def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
@@ -20,32 +68,39 @@ def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
     return found
 
 
-def check_numbers(time_limit: float, **counts: int) -> None:
-    """Refuse (ValueError) counts below 1 by their parameters' names, and no time at all."""
-    for name, count in counts.items():
-        if count < 1:
+def check(options: BenchOptions) -> None:
+    """Refuse (ValueError) what has no meaning."""
+    table = options.table_name
+    if table not in (*TABLES, BUDGET, "all"):
+        raise ValueError(f"--table is {table!r}; give {', '.join(TABLES)} or all; or {BUDGET}")
+    for name, count in options.some("num_trials batch nu prefill_step_size").items():
+        if count is not None and count < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {count}; give at least 1")
-    if not time_limit > 0:
-        raise ValueError(f"--time-limit is {time_limit:g}; give seconds above 0")
+    if not options.time_limit > 0:
+        raise ValueError(f"--time-limit is {options.time_limit:g}; give seconds above 0")
+    if options.prompt not in (None, "text", "random"):
+        raise ValueError(f"--prompt is {options.prompt!r}; give text or random")
 
 
-def geometry_names(
-    geometry: str, layers: int | None, precision: str | None, nu: int
-) -> tuple[str, str]:
-    """Source and target of ``--geometry``.
+def geometry_names(options: BenchOptions) -> tuple[str, str] | None:
+    """Source and target of ``--geometry``, if it is given.
 
     Raises:
-        ValueError: Not two known names, or not with these layers, precision or ``nu``.
+        ValueError: Not two known names, or not with these layers, precision or ``--nu``.
     """
+    if options.geometry is None:
+        return None
     from kvlingo_mlx.timing.geometries import GEOMETRIES, check
 
     known = ", ".join(GEOMETRIES)
-    names = geometry.split(":")
+    names = options.geometry.split(":")
     if len(names) != 2:
-        raise ValueError(f"--geometry is {geometry!r}; give SOURCE:TARGET of {known}")
+        raise ValueError(f"--geometry is {options.geometry!r}; give SOURCE:TARGET of {known}")
     for name in names:
-        check(name, layers, precision)
-    depth = layers or GEOMETRIES[names[0]]["num_hidden_layers"]
-    if nu > depth:
-        raise ValueError(f"--nu is {nu}; {names[0]} has {depth} layers here to read: give fewer")
+        check(name, options.layers, options.precision)
+    depth = options.layers or GEOMETRIES[names[0]]["num_hidden_layers"]
+    if options.nu is not None and options.nu > depth:
+        raise ValueError(
+            f"--nu is {options.nu}; {names[0]} has {depth} layers here to read: give fewer"
+        )
     return names[0], names[1]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli.output import ms, say, table
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.models.language_model import LanguageModel
     from kvlingo_mlx.timing.ceilings import Rates
+    from kvlingo_mlx.timing.pairs import Pair
     from kvlingo_mlx.timing.reference import Layers, Reference, Times
+    from kvlingo_mlx.timing.runs import Ran
     from kvlingo_mlx.timing.tables import Table, Timing
-    from kvlingo_mlx.translators.base import Translator
 
 LABELS = {
     "source_prefill": "source prefill",
@@ -32,48 +31,17 @@ SPEED_LABELS = {
 }
 
 
-@dataclass(frozen=True)
-class Pair:
-    """What is timed.
-
-    Attributes:
-        source: Reads.
-        target: Answers.
-        translators: By form.
-        layers: Of both, measured and of the whole models; None where they are whole.
-        notes: What a reader must know of the numbers.
-        precision: Of random weights; None for models from a folder.
-    """
-
-    source: LanguageModel
-    target: LanguageModel
-    translators: Mapping[str, Translator]
-    layers: Layers
-    notes: tuple[str, ...] = ()
-    precision: str | None = None
-
-
-def show(
-    name: str,
-    shown: Table,
-    timings: Sequence[Timing],
-    missing: tuple[Sequence[int], Sequence[int]],
-    pair: Pair,
-    rates: Rates,
-    beside: Reference | None,
-) -> dict[str, Any]:
-    """Print the table ``name``; returns what its record holds.
-
-    ``missing`` are the lengths that time did not allow, and those beyond a model's context.
-    """
+def show(ran: Ran, pair: Pair, beside: Reference | None) -> dict[str, Any]:
+    """Print a table, beside a reference if there is one; returns what its record holds."""
     from kvlingo_mlx.timing import derived, tables
 
+    shown, timings = ran.table, ran.timings
     least, grown = [], []
     if not timings:
         say(shown.title)
     else:
         ends = pair.source, pair.target
-        least = [derived.floors(t, rates, *ends, pair.translators) for t in timings]
+        least = [derived.floors(t, ran.rates, *ends, pair.translators) for t in timings]
         rows = [_times(p, timings, least) for p in timings[0].samples if p not in SPEED_LABELS]
         columns = ["prompt tokens", *(str(t.prompt_tokens) for t in timings)]
         title = f"{shown.title}\n{pair.source.name} to {pair.target.name}"
@@ -82,16 +50,18 @@ def show(
         table("Least / distance between the quartiles (ms)", columns, _spreads(timings))
         grown = _extrapolate(timings, pair, columns)
         if beside is not None:
-            _beside(name, timings, grown, pair.layers, beside)
-    over, beyond = missing
-    if over:
-        say(f"left out for want of time: {', '.join(map(str, over))} tokens (--time-limit)")
-    if beyond:
-        say(f"left out, beyond a model's context: {', '.join(map(str, beyond))} tokens")
+            _beside(ran.name, timings, grown, pair.layers, beside)
+    if ran.over:
+        listed = ", ".join(map(str, ran.over))
+        say(f"left out, since --time-limit allows no more: {listed} tokens")
+    if ran.beyond:
+        say(f"left out, beyond a model's context: {', '.join(map(str, ran.beyond))} tokens")
     return {
-        "timings": [tables.as_json(t) for t in timings], "floors": least,
-        "extrapolated": grown, "left_out": [*over, *beyond],
-    }  # fmt: skip
+        "timings": [tables.as_json(t) for t in timings],
+        "floors": least,
+        "extrapolated": grown,
+        "left_out": [*ran.over, *ran.beyond],
+    }
 
 
 def _derived(shown: Table, timings: Sequence[Timing]) -> list[list[str]]:
@@ -238,15 +208,15 @@ def draw(plot: str, results: Mapping[str, Any], pair: Pair) -> None:
     pictures.save(times(results), plot, pictures.pair(pair.source.name, pair.target.name))
 
 
-def keep_profile(shown: Table, measured: Sequence[Timing], pair: Pair, step_size: int) -> None:
+def keep_timings(ran: Ran, pair: Pair, step_size: int) -> None:
     """Keep the times of a table that has all ways, for `generate --strategy auto`."""
     from kvlingo_mlx.handover import timings
-    from kvlingo_mlx.timing import profiling
+    from kvlingo_mlx.timing import saving
 
-    if not profiling.serves(shown):
+    if not saving.serves(ran.table):
         return
     first = next(iter(pair.translators.values()))  # whole ways are timed with this one
-    profile = profiling.profile_of(pair.source, pair.target, first, measured, step_size)
-    timings.write(profile)
-    ways = ", ".join(f"{n} tokens {profile.best(n)}" for n in profile.prompt_tokens)
-    say(f"profile kept for --strategy auto: {ways}")
+    kept = saving.timings_of(pair.source, pair.target, first, ran.timings, step_size)
+    timings.write(kept)
+    ways = ", ".join(f"{n} tokens {kept.best(n)}" for n in kept.prompt_tokens)
+    say(f"timings kept for --strategy auto: {ways}")

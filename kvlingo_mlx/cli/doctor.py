@@ -6,17 +6,17 @@ import dataclasses
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, facts, keep_stdout_for_json, say
+from kvlingo_mlx.cli.command import Options, verb
+from kvlingo_mlx.cli.output import facts, keep, say
 from kvlingo_mlx.errors import printable
 
 
-def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> None:
+@verb(Options)
+def command(options: Options) -> None:
     """Look at the installation, the translators and the Hub.
 
     Exit status 1 if something is wrong.
     """
-    keep_stdout_for_json(json_file)
-    from kvlingo_mlx.reporting import measure
     from kvlingo_mlx.store.diagnosis import diagnose
 
     findings = diagnose()
@@ -25,8 +25,6 @@ def command(json_file: str = typer.Option(None, "--json", help=JSON_HELP)) -> No
     for finding in wrong:
         say(printable(f"wrong: {finding.name}: {finding.problem}"))
     say(f"{len(wrong)} of {len(findings)} things are wrong" if wrong else "nothing is wrong")
-    if json_file:
-        results = [dataclasses.asdict(finding) for finding in findings]
-        measure.append_json(json_file, measure.record("doctor", {}, results))
+    keep(options.json_file, "doctor", {}, [dataclasses.asdict(finding) for finding in findings])
     if wrong:
         raise typer.Exit(1)

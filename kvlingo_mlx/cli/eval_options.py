@@ -1,17 +1,80 @@
-"""What the options of ``kvlingo-mlx eval`` stand for."""
+"""What ``kvlingo-mlx eval`` is asked, and what its options stand for."""
 
 from __future__ import annotations
 
 import difflib
 import json
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
-if TYPE_CHECKING:
-    from kvlingo_mlx.evaluation.probes import Task
-    from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.cli.command import (
+    AllowMismatch,
+    NativeLayers,
+    Options,
+    Source,
+    Target,
+    argument,
+    option,
+)
 
 OWN = ("continuation", "recall", "needles")
-LENGTHS = (4096, 8192, 16384, 32768)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalOptions(Options):
+    """What `eval` is asked."""
+
+    translators: list[str] | None = argument(
+        None, "Translators: FOLDER, NAME=FOLDER, or NAME=A,B,C (seeds); else the store's."
+    )
+    source: Source
+    target: Target
+    quantize: str | None = option(
+        None, "Also compare each translator with its weights in 8 or 4 bits: 8,4."
+    )
+    native_layers: NativeLayers = None
+    compare: bool = option(False, "Also time each one's first token.", "--compare")
+    tasks: str = option(
+        "continuation,recall", "continuation, recall, needles, and any that lm-eval has."
+    )
+    baselines: str = option(
+        "hidden,shuffled",
+        "hidden, shuffled, canonical, reuse, droidspeak, droidspeak:J, text, folded; or none.",
+    )
+    data: str | None = option(None, "JSONL for continuation; default: generated dialogues.")
+    limit: int = option(64, "Items a task; of needles, a variant and length.")
+    seed: int = option(0, "Seed of what is generated.")
+    needles: str = option("single,multi-key,multi-value,multi-query", "Variants of needles.")
+    lengths: str | None = option(None, "Lengths of haystacks in tokens: 4096,8192.")
+    style: str = option("magic", "Needles: magic numbers, or facts (the zoo's).")
+    haystack: str | None = option(None, "A text file to hide the needles in.")
+    max_tokens: int | None = option(
+        None, "Longest answer; default: 128, or as lm-eval's task has it.", "--max-tokens", "-m"
+    )
+    thinking: bool = option(False, "The chat template's thinking switch.")
+    num_shots: int | None = option(None, "lm-eval: examples shown; default: the task's own.")
+    chat: bool | None = option(
+        None,
+        "lm-eval: prompts as chats; default: if the target has a template.",
+        "--apply-chat-template/--no-apply-chat-template",
+    )
+    include_path: str | None = option(None, "lm-eval: a folder of further task files.")
+    task_data: list[str] | None = option(
+        None, "NAME=FILE: local records for a task of ours, such as quac."
+    )
+    metadata: str | None = option(None, 'lm-eval: JSON for tasks that ask: {"key": ...}.')
+    judge: str | None = option(None, "A model that judges free answers: a folder or Hub id.")
+    unsafe_code: bool = option(
+        False, "lm-eval: allow tasks that run generated code.", "--confirm-run-unsafe-code"
+    )
+    out: str = option("kvlingo-eval.jsonl", "Items' scores; the same command resumes.")
+    plot: str | None = option(None, "Draw score against first-token time (with --compare).")
+    allow_mismatch: AllowMismatch = False
+
+    @property
+    def responses(self) -> str:
+        """Where lm-eval's responses go, which are long."""
+        return f"{self.out.removesuffix('.jsonl')}.responses.jsonl"
 
 
 def words(text: str) -> list[str]:
@@ -88,6 +151,17 @@ def forms(text: str | None) -> list[int | None]:
     return [None, *map(int, listed)]
 
 
+def lengths(text: str | None) -> list[int] | None:
+    """The numbers of ``--lengths``; None where it is not given."""
+    try:
+        found = None if text is None else [int(word) for word in words(text)]
+    except ValueError:
+        found = []
+    if found == []:
+        raise ValueError(f"--lengths is {text!r}; give numbers of tokens: 1024,2048")
+    return found
+
+
 def haystack_text(path: str | None) -> str | None:
     """The text that needles are hidden in, if not generated."""
     if path is None:
@@ -100,45 +174,3 @@ def haystack_text(path: str | None) -> str | None:
     if not text.strip():
         raise ValueError(f"--haystack {path} is empty; give a text, or none for generated prose")
     return text
-
-
-def make_task(name: str, source: LanguageModel, target: LanguageModel, **options: Any) -> Task:
-    """One of our own tasks; ``options`` are the verb's."""
-    from kvlingo_mlx.embedded import dialogues
-    from kvlingo_mlx.evaluation import probes
-    from kvlingo_mlx.tokenization.samples import other_tokenizer, read_jsonl
-
-    limit, seed = options["limit"], options["seed"]
-    context = min(source.context_length, target.context_length)
-    if name == "continuation":
-        if options["data"]:
-            records = read_jsonl(options["data"])
-        else:
-            talks = dialogues.held_out(limit, seed=seed)
-            records = [{"messages": talk.conversation()} for talk in talks]
-        other = other_tokenizer(source.tokenizer, target.tokenizer)
-        return probes.continuation(target, records, limit, context, other)
-    if name == "recall":
-        return probes.recall(target, limit, seed, source)
-    room = context - options["max_tokens"]
-    lengths = _lengths(options["lengths"], room)
-    return probes.find_needles(
-        target, options["variants"], lengths, limit, seed=seed, style=options["style"],
-        text=options["text"], max_tokens=options["max_tokens"], thinking=options["thinking"],
-        source=source,
-    )  # fmt: skip
-
-
-def _lengths(text: str | None, room: int) -> list[int]:
-    if text is None:
-        return [length for length in LENGTHS if length <= room] or [room]
-    try:
-        lengths = [int(word) for word in words(text)]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1 or max(lengths) > room:
-        raise ValueError(
-            f"--lengths is {text!r}; give numbers from 1 to {room}, which the shorter context "
-            "leaves for a prompt: 1024,2048"
-        )
-    return lengths

@@ -1,7 +1,7 @@
 """What each verb's options need beside them to have an effect; all else is refused.
 
-A row a line, by the parameters' names of the verb's function. Whoever adds an option adds a row, or
-a word to the test's list of options that always count.
+A row a line, by the names of the fields in a verb's dataclass. Whoever adds an option adds a row,
+or a word to the test's list of options that always count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, se
 from kvlingo_mlx.cli.bench_options import BUDGET
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.output import given_options
+from kvlingo_mlx.errors import tell_new_name
 from kvlingo_mlx.evaluation.harness.tasks import JUDGED
+
+OLD_OPTIONS = {"--save-profile": "--save-timings"}  # by their new names, for one release
 
 
 def _asks(*names: str) -> Any:
@@ -44,7 +47,7 @@ def _local(files: list[str] | None, tasks: str) -> bool:
 
 GREEDY = "which takes the likeliest token"
 SAMPLING = Need("top_p top_k min_p seed", "temp", lambda temp: temp != 0, 0.7, GREEDY)
-OWN_CACHE = "which decodes from the prefill model's own cache"
+OWN_CACHE = "which decodes from the source's own cache"
 MLP = ("mlp", "linear_mlp")
 PAIR = (
     Need("source", "target", is_set, "MODEL"),
@@ -56,7 +59,7 @@ HISTOGRAM = (
 )
 MEMORY_BUDGET = (
     "source target translator geometry nu quantize native_layers prompt batch "
-    "prefill_step_size reference plot save_profile"
+    "prefill_step_size reference plot save_timings"
 )
 
 VERBS: dict[str, tuple[Need, ...]] = {
@@ -69,12 +72,14 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("kv_group_size quantized_kv_start", "kv_bits", is_set, 8),
         Need("num_draft_tokens", "draft_model", is_set, "MODEL"),
         Need("translator quantize allow_mismatch native_layers native_head native_tail", "strategy",
-             but("native"), "accelerator", "by which --decode-model reads all of the prompt"),
+             but("native"), "accelerator", "by which --target reads all of the prompt"),
         Need("system_prompt thinking", "ignore_chat_template", off,
              why="which takes the prompt as it is"),
         SAMPLING,
     ),
     "chat": (
+        *PAIR,
+        Need("source target", "model", lambda model: not model, why="which names the models"),
         Need("translator quantize use route on_missing eager offload native_layers allow_mismatch",
              "model", several, told="with one model; give --model NAME=MODEL twice or more"),
         Need("system_prompt thinking verbatim", "resume", off,
@@ -117,7 +122,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("seed", "data tasks", _drawn, why="whose records are taken in their order"),
         Need("plot", "compare", is_set, True, "which measures the times that it draws"),
     ),
-    "profile": (
+    "tune": (
         Need("seed", "data", off, why="whose records are taken in their order"),
     ),
     "analyze": (
@@ -130,13 +135,13 @@ VERBS: dict[str, tuple[Need, ...]] = {
              told=f"but with --table {BUDGET}; give --batch, or leave it out"),
         Need("source target translator", "geometry", off, why="whose models and maps are random"),
         Need("prompt", "geometry", off, why="whose models read random tokens"),
-        Need("save_profile", "geometry", off, why="whose models nobody answers with"),
+        Need("save_timings", "geometry", off, why="whose models nobody answers with"),
         Need("layers precision", "geometry table_name",
              lambda geometry, table: is_set(geometry) or table == BUDGET,
              "qwen3-4b:qwen3-30b-a3b", "and models from a folder are as they are"),
         Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
-        Need("native_layers save_profile", "batch", among(1), 1, "which times no single prompt"),
-        Need("save_profile", "table_name", among("moe-switch", "all"), "moe-switch",
+        Need("native_layers save_timings", "batch", among(1), 1, "which times no single prompt"),
+        Need("save_timings", "table_name", among("moe-switch", "all"), "moe-switch",
              "which does not time every way to a first token"),
     ),
 }  # fmt: skip
@@ -144,6 +149,12 @@ VERBS: dict[str, tuple[Need, ...]] = {
 
 class Checked(TyperCommand):
     """A verb that refuses options which would do nothing, before it begins."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line, old options by their new names."""
+        for old in OLD_OPTIONS.keys() & set(args):
+            tell_new_name(old, OLD_OPTIONS[old])
+        return super().parse_args(ctx, [OLD_OPTIONS.get(word, word) for word in args])
 
     def invoke(self, ctx: Any) -> Any:
         """Run the verb, its options checked."""

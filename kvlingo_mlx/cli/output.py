@@ -15,13 +15,9 @@ from kvlingo_mlx.errors import printable
 
 # rich is imported where it is used: --help needs none of this.
 
-JSON_HELP = "Append the record as one JSON line to this file; - writes it to standard output."
-QUANTIZE_HELP = "Hold the translator's weights in 8 or 4 bits."
-NATIVE_HELP = "Cache layers that the target reads itself, or auto: as `profile` chose."
-
 
 def native_number(text: str | None) -> int | str | None:
-    """What ``--native-layers`` says: a number, ``auto``, or None for the translator's profile."""
+    """What ``--native-layers`` says: a number, ``auto``, or None: as the translator is tuned."""
     if text in (None, "auto"):
         return text
     if not text.isdecimal():
@@ -160,6 +156,24 @@ def facts(rows: Mapping[str, Any]) -> None:
     width = max(len(name) for name in rows)
     for name, value in rows.items():
         say(printable(f"{name:<{width}}  {value}"))
+
+
+def keep(
+    json_file: str | None, kind: str, config: Mapping[str, Any], results: Mapping[str, Any] | list
+) -> None:
+    """Append a record to what ``--json`` names, if anything."""
+    if json_file is not None:
+        from kvlingo_mlx.reporting import measure
+
+        measure.append_json(json_file, measure.record(kind, dict(config), results))
+
+
+def tell_of_machine() -> None:
+    """Say that times are no Mac's, where they are not."""
+    from kvlingo_mlx.reporting import measure
+
+    if not measure.is_apple():
+        say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
 
 
 def ms(seconds: float) -> str:

@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-import typer
+from dataclasses import dataclass
 
-from kvlingo_mlx.cli.output import JSON_HELP, facts, keep_stdout_for_json, say, warn
+from kvlingo_mlx.cli.command import Options, argument, option, verb
+from kvlingo_mlx.cli.output import facts, keep, say, warn
 from kvlingo_mlx.errors import printable
 
 
-def command(
-    folder: str = typer.Argument(..., help="The translator's folder."),
-    repo: str = typer.Argument(..., help="Where to: OWNER/NAME on the Hub."),
-    private: bool = typer.Option(False, "--private", help="Make a new repository private."),
-    revision: str = typer.Option(None, help="A branch; it is made where there is none."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Only show what would be uploaded."),
-    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class PublishOptions(Options):
+    """What `publish` is asked."""
+
+    folder: str = argument(..., "The translator's folder.")
+    repo: str = argument(..., "Where to: OWNER/NAME on the Hub.")
+    private: bool = option(False, "Make a new repository private.", "--private")
+    revision: str | None = option(None, "A branch; it is made where there is none.")
+    dry_run: bool = option(False, "Only show what would be uploaded.", "--dry-run")
+
+
+@verb(PublishOptions)
+def command(options: PublishOptions) -> None:
     """Check a translator and upload it with its card; without a token, show what would be."""
-    keep_stdout_for_json(json_file)
     from kvlingo_mlx.loading.grading import GRADES, receipt_of, said_of
     from kvlingo_mlx.store import publishing
 
+    folder, repo, revision = options.folder, options.repo, options.revision
     upload = publishing.prepare(folder, repo)
     receipt = receipt_of(upload.config)
     if receipt is None or receipt.grade != GRADES[0]:
         warn(f"{folder} is {said_of(upload.config)}")
     if upload.left_out:
         warn(f"left out, since they are no files of a translator: {', '.join(upload.left_out)}")
-    ready = publishing.has_token() and not dry_run
+    ready = publishing.has_token() and not options.dry_run
     place = f"{repo}" + (f", branch {revision}" if revision else "")
     say(printable(f"{'uploading' if ready else 'would upload'} to {place}:"))
     facts({name: f"{size:,} bytes" for name, size in upload.sizes().items()})
     if ready:
-        say(publishing.publish(upload, repo, private=private, revision=revision))
+        say(publishing.publish(upload, repo, private=options.private, revision=revision))
         say(f"others get it with: kvlingo-mlx import {repo}")
-    elif not dry_run:
+    elif not options.dry_run:
         say("nothing was uploaded: there is no token; log in with `hf auth login`, or set HF_TOKEN")
-    if json_file:
-        from kvlingo_mlx.reporting import measure
-
-        found = {"uploaded": ready, "digest": upload.digest, "bytes": upload.sizes()}
-        asked = {"folder": folder, "repo": repo, "revision": revision}
-        measure.append_json(json_file, measure.record("publish", asked, found))
+    found = {"uploaded": ready, "digest": upload.digest, "bytes": upload.sizes()}
+    asked = {"folder": folder, "repo": repo, "revision": revision}
+    keep(options.json_file, "publish", asked, found)

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, keep_stdout_for_json, say
+from kvlingo_mlx.cli.command import Options, argument, option, verb
+from kvlingo_mlx.cli.output import keep, say
 
 
-def command(
-    translator: str = typer.Argument(..., help="Its name, as `list` shows it, or its path."),
-    yes: bool = typer.Option(False, "--yes", "-y", help="Do not ask."),
-    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class RemoveOptions(Options):
+    """What `remove` is asked."""
+
+    translator: str = argument(..., "Its name, as `list` shows it, or its path.")
+    yes: bool = option(False, "Do not ask.", "--yes", "-y")
+
+
+@verb(RemoveOptions)
+def command(options: RemoveOptions) -> None:
     """Remove a translator from the local store; those of the package stay."""
-    keep_stdout_for_json(json_file)
     from kvlingo_mlx.store import listing
 
-    folder = listing.find(translator)
-    if not yes:
+    folder = listing.find(options.translator)
+    if not options.yes:
         if sys.stdin is None or not sys.stdin.isatty():
-            raise ValueError(f"nobody is there to be asked; remove {folder} with --yes")
+            raise ValueError(f"there is no terminal to ask at; add --yes to remove {folder}")
         typer.confirm(f"Remove {folder}?", abort=True, err=True)
     listing.remove(folder)
     say(f"removed {folder}")
-    if json_file:
-        from kvlingo_mlx.reporting import measure
-
-        record = measure.record("remove", {"name": translator}, {"removed": str(folder)})
-        measure.append_json(json_file, record)
+    keep(options.json_file, "remove", {"name": options.translator}, {"removed": str(folder)})

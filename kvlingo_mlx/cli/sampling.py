@@ -3,31 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from kvlingo_mlx.cli.command import Options, PrefillStepSize, option
 
 if TYPE_CHECKING:
     from kvlingo_mlx.backend import mx
-
-TEMP_HELP = "Sampling temperature; 0 is greedy."
-TOP_P_HELP = "Nucleus sampling."
-TOP_K_HELP = "Sample from the best k; 0 is off."
-MIN_P_HELP = "Least probability relative to the best."
-SEED_HELP = "Seed of the sampler."
-
-
-def check_sampling(temp: float, top_p: float, top_k: int, min_p: float, seed: int | None) -> None:
-    """Refuse numbers without meaning, before anything is loaded.
-
-    Raises:
-        ValueError: One of them is; says which.
-    """
-    check_ranges(
-        ("--temp", temp, 0.0 <= temp < float("inf"), "0 or more"),
-        ("--top-p", top_p, 0.0 < top_p <= 1.0, "more than 0, at most 1"),
-        ("--top-k", top_k, top_k >= 0, "0 or more"),
-        ("--min-p", min_p, 0.0 <= min_p <= 1.0, "0 to 1"),
-        ("--seed", seed, seed is None or 0 <= seed < 2**64, "0 to 2^64 - 1"),
-    )
 
 
 def check_ranges(*checks: tuple[str, object, bool, str]) -> None:
@@ -37,14 +19,40 @@ def check_ranges(*checks: tuple[str, object, bool, str]) -> None:
             raise ValueError(f"{name} is {value}; give {expected}")
 
 
-def sampler_of(
-    temp: float, top_p: float, top_k: int, min_p: float, seed: int | None
-) -> Callable[[mx.array], mx.array]:
-    """mlx-lm's sampler, its random numbers seeded."""
-    from kvlingo_mlx.backend import mx
+@dataclass(frozen=True, kw_only=True)
+class WritingOptions(Options):
+    """What every verb is asked whose model writes an answer.
 
-    from mlx_lm.sample_utils import make_sampler
+    Raises:
+        ValueError: A number without meaning; says which.
+    """
 
-    if seed is not None:
-        mx.random.seed(seed)
-    return make_sampler(temp, top_p, min_p, top_k=top_k)
+    max_tokens: int = option(100, "Longest answer; -1: to the context's end.", "--max-tokens", "-m")
+    temp: float = option(0.0, "Sampling temperature; 0 takes the likeliest token.")
+    top_p: float = option(1.0, "Nucleus sampling.")
+    top_k: int = option(0, "Sample from the best k; 0 is off.")
+    min_p: float = option(0.0, "Least probability relative to the best.")
+    seed: int | None = option(None, "Seed of the sampler.")
+    prefill_step_size: PrefillStepSize = 2048
+
+    def __post_init__(self) -> None:
+        most, step, seed = self.max_tokens, self.prefill_step_size, self.seed
+        check_ranges(
+            ("--temp", self.temp, 0.0 <= self.temp < float("inf"), "0 or more"),
+            ("--top-p", self.top_p, 0.0 < self.top_p <= 1.0, "more than 0, at most 1"),
+            ("--top-k", self.top_k, self.top_k >= 0, "0 or more"),
+            ("--min-p", self.min_p, 0.0 <= self.min_p <= 1.0, "0 to 1"),
+            ("--seed", seed, seed is None or 0 <= seed < 2**64, "0 to 2^64 - 1"),
+            ("--max-tokens", most, most > 0 or most == -1, "1 or more, or -1"),
+            ("--prefill-step-size", step, step > 0, "1 or more"),
+        )
+
+    def sampler(self) -> Callable[[mx.array], mx.array]:
+        """mlx-lm's sampler, its random numbers seeded."""
+        from kvlingo_mlx.backend import mx
+
+        from mlx_lm.sample_utils import make_sampler
+
+        if self.seed is not None:
+            mx.random.seed(self.seed)
+        return make_sampler(self.temp, self.top_p, self.min_p, top_k=self.top_k)

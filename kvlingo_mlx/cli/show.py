@@ -2,51 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
-from kvlingo_mlx.cli.output import (
-    JSON_HELP,
-    QUANTIZE_HELP,
-    Told,
-    facts,
-    keep_stdout_for_json,
-    plain,
-)
+from kvlingo_mlx.cli.command import Options, Quantize, argument, verb
+from kvlingo_mlx.cli.output import Told, facts, keep, plain
 
 if TYPE_CHECKING:
+    from kvlingo_mlx.format.geometry import LayerGeometry
     from kvlingo_mlx.format.tensor_file import Weights
-    from kvlingo_mlx.format.translator_config import TranslatorConfig
+    from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 
 
-def command(
-    path_or_hub_id: str = typer.Argument(..., help="A translator or model folder, or a Hub id."),
-    quantize: int = typer.Option(None, help=QUANTIZE_HELP),
-    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(Options):
+    """What `show` is asked."""
+
+    path_or_hub_id: str = argument(..., "A translator or model folder, or a Hub id.")
+    quantize: Quantize = None
+
+
+@verb(ShowOptions)
+def command(options: ShowOptions) -> None:
     """Show a translator's or a model's facts."""
     from kvlingo_mlx.errors import KVLingoError
     from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES
     from kvlingo_mlx.loading.hub import resolve
     from kvlingo_mlx.translators.quantised import check_bits
 
-    keep_stdout_for_json(json_file)
+    name, quantize = options.path_or_hub_id, options.quantize
     check_bits(quantize)
-    files = [*OUR_FILES, "config.json"]
-    folder, _ = resolve(path_or_hub_id, None, files, KVLingoError)
+    folder, _ = resolve(name, None, [*OUR_FILES, "config.json"], KVLingoError)
     is_model = (folder / "config.json").exists() and not (folder / CONFIG_FILE).exists()
     if is_model and quantize is not None:
-        raise ValueError(f"--quantize is for translators, and {path_or_hub_id} is a model")
-    rows = _model_facts(path_or_hub_id) if is_model else _translator_facts(folder, quantize)
+        raise ValueError(f"--quantize is for translators, and {name} is a model")
+    rows = _model_facts(name) if is_model else _translator_facts(folder, quantize)
     facts(rows)
-    if json_file:
-        from kvlingo_mlx.reporting import measure
-
-        kind = "show_model" if is_model else "show_translator"
-        record = measure.record(kind, {"name": path_or_hub_id}, plain(rows))
-        measure.append_json(json_file, record)
+    kind = "show_model" if is_model else "show_translator"
+    keep(options.json_file, kind, {"name": name}, plain(rows))
 
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
@@ -97,11 +91,11 @@ def _quantised_facts(config: TranslatorConfig, weights: Weights, bits: int) -> d
     return rows
 
 
-def _spec_line(spec) -> str:
+def _spec_line(spec: ModelSpec) -> str:
     return f"{spec.name} ({spec.model_type}, {len(spec.layers)} layers, {_heads(spec.layers[0])})"
 
 
-def _heads(layer) -> str:
+def _heads(layer: LayerGeometry) -> str:
     if layer.attention == "latent":
         return f"latents of {layer.value_dim}, rotary keys of {layer.key_dim}"
     return f"{layer.kv_heads} KV heads of {layer.key_dim}"

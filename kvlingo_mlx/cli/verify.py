@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from kvlingo_mlx.cli.output import JSON_HELP, Told, facts, keep_stdout_for_json, plain, say
+from kvlingo_mlx.cli.command import AllowMismatch, MaybeSource, MaybeTarget, Options, argument, verb
+from kvlingo_mlx.cli.output import Told, facts, keep, plain, say
 from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
 
 if TYPE_CHECKING:
     from kvlingo_mlx.loading.grading import Receipt
 
 
-def command(
-    translator: str = typer.Argument(..., help="A translator folder or Hub id."),
-    source: str = typer.Option(None, help="The source model: KL and agreement are measured."),
-    target: str = typer.Option(None, help="The target model, likewise."),
-    allow_mismatch: bool = typer.Option(
-        False, "--allow-mismatch", help="Accept other checkpoints of the same shape."
-    ),
-    json_file: str = typer.Option(None, "--json", help=JSON_HELP),
-) -> None:
-    """Run a translator's self-test; with both models, hold it up to its training's receipt.
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(Options):
+    """What `verify` is asked."""
+
+    translator: str = argument(..., "A translator folder or Hub id.")
+    source: MaybeSource = None
+    target: MaybeTarget = None
+    allow_mismatch: AllowMismatch = False
+
+
+@verb(VerifyOptions)
+def command(options: VerifyOptions) -> None:
+    """Run a translator's self-test; with both models, measure what it is worth here.
+
+    With --source and --target, KL and agreement are measured and compared with the receipt that
+    its training left.
 
     Exit status 1 if it is not as it should be.
     """
@@ -31,8 +39,9 @@ def command(
     from kvlingo_mlx.loading.grading import said_of
     from kvlingo_mlx.loading.hub import resolve
 
-    keep_stdout_for_json(json_file)
-    folder, _ = resolve(translator, None, translator_folder.OUR_FILES, MissingTranslatorError)
+    folder, _ = resolve(
+        options.translator, None, translator_folder.OUR_FILES, MissingTranslatorError
+    )
     config, weights = translator_folder.read(folder)
     translator_folder.check_sizes(folder, config, weights)
     tested = (folder / translator_folder.SELFTEST_FILE).exists()
@@ -45,19 +54,17 @@ def command(
     sound = _run_maps(config, weights, rows)
     text = "the maps are computed as they are stored" if sound else "MLX computes other maps here"
     numbers: dict[str, Any] = {}
-    if source is not None and sound:
-        found, left = _run_models(config, weights, (source, target), allow_mismatch, rows)
+    if options.source is not None and options.target is not None and sound:
+        names = options.source, options.target
+        found, left = _run_models(config, weights, names, options.allow_mismatch, rows)
         sound, text = verdict(found, left)
         numbers = {**found.to_json(), "recovered": found.recovered, "grade": found.grade}
     elif sound:
         rows["grade"] = said_of(config)
     facts(rows)
     say(f"verdict: {'sound' if sound else 'NOT SOUND'}: {text}")
-    if json_file:
-        from kvlingo_mlx.reporting import measure
-
-        results = {**plain(rows), "sound": sound, "measured": numbers or None}
-        measure.append_json(json_file, measure.record("verify", {"name": translator}, results))
+    results = {**plain(rows), "sound": sound, "measured": numbers or None}
+    keep(options.json_file, "verify", {"name": options.translator}, results)
     if not sound:
         raise typer.Exit(1)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
-from kvlingo_mlx.arguments import checked
+from kvlingo_mlx.arguments import checked, renamed
 from kvlingo_mlx.caches.limits import check_bits
 from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.conversation import folder as folders
@@ -91,7 +91,7 @@ class Conversation:
             template puts around them its own model reads.
         translators: Loaded, or folders or Hub ids; each serves the directions that its two
             models fit. What is missing is looked for in the local store.
-        strategy: ``alternated``; for comparison ``naive``, which translates the whole prefix
+        switching: ``alternated``; for comparison ``naive``, which translates the whole prefix
             anew at every switch, translated spans included (not between tokenizers), and
             ``reprefill``.
         eager: Translate what one model wrote for all the others as soon as it is finished, so
@@ -129,13 +129,14 @@ class Conversation:
     turn: they must not wait for another thread's. ``with Conversation(...) as talk`` closes it.
     """
 
+    @renamed(strategy="switching")
     @checked
     def __init__(
         self,
         models: Mapping[str, Model],
         translators: Iterable[Given] = (),
         *,
-        strategy: str = "alternated",
+        switching: str = "alternated",
         eager: bool = True,
         on_missing: str = "error",
         offload: str | None = None,
@@ -159,7 +160,7 @@ class Conversation:
         several = len(_by_tokenizer(loaded.values())) > 1
         self.exchange = (CrossExchange if several else Exchange)(
             loaded, translators,
-            strategy=strategy, on_missing=on_missing, offload=offload,
+            switching=switching, on_missing=on_missing, offload=offload,
             step_size=prefill_step_size, allow_mismatch=allow_mismatch, quantize=quantize,
             native_layers=native_layers,
         )  # fmt: skip
@@ -270,7 +271,7 @@ class Conversation:
 
     def _compare_templates(self) -> None:
         """Tell, once, of templates under which nothing can be handed over."""
-        alternated = self.exchange.strategy != "reprefill" and not self.transcript.verbatim
+        alternated = self.exchange.switching != "reprefill" and not self.transcript.verbatim
         if self._compared or not alternated:
             return
         self._compared = True
@@ -530,7 +531,7 @@ class Conversation:
             base.cut_answer(models, characters)
         self.transcript = base
         try:
-            turn.follow(base, eager=self.eager and self.exchange.strategy == "alternated")
+            turn.follow(base, eager=self.eager and self.exchange.switching == "alternated")
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # What was said stands. A switch will translate, or tell why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)
@@ -619,7 +620,7 @@ class Conversation:
         saved = folders.Saved(folder)
         loaded = _loaded(models)
         saved.check_models(loaded)
-        talk = cls(loaded, translators, strategy=saved.strategy, **options)
+        talk = cls(loaded, translators, switching=saved.switching, **options)
         talk.transcript = saved.restore(talk.exchange)
         return talk
 

@@ -43,13 +43,13 @@ class CrossExchange(Exchange):
     itself.
 
     Raises:
-        ValueError: The strategy or ``native_layers`` has no meaning here.
+        ValueError: ``switching`` or ``native_layers`` has no meaning here.
     """
 
     def __init__(self, models: Mapping[str, LanguageModel], *args: Any, **options: Any) -> None:
-        if options["strategy"] == "naive":
+        if options["switching"] == "naive":
             raise ValueError(
-                "strategy is 'naive', but the models have different tokenizers, and a translation "
+                "switching is 'naive', but the models have different tokenizers, and a translation "
                 "has no tokens of its own to be translated again; use alternated"
             )
         if options.get("native_layers") not in (None, 0):
@@ -112,7 +112,7 @@ class CrossExchange(Exchange):
         """
         given: list[Offer] = []
         missing: list[Offer] = []
-        if known is None or self.strategy == "reprefill":
+        if known is None or self.switching == "reprefill":
             return given, missing
         target = known.target.rendering(length)
         for other in self.lines.values():

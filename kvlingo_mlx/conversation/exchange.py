@@ -1,4 +1,4 @@
-"""Several lines over one context: which spans come from where, by strategy."""
+"""Several lines over one context: which spans come from where, by how it switches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.translators.base import Translator
 
-STRATEGIES = ("alternated", "naive", "reprefill")
+SWITCHING = ("alternated", "naive", "reprefill")
 ON_MISSING = ("error", "reprefill")
 Given = Translator | str | os.PathLike[str]
 
@@ -83,13 +83,13 @@ class Exchange:
 
     def __init__(
         self, models: Mapping[str, LanguageModel], translators: Iterable[Given], *,
-        strategy: str, on_missing: str, offload: str | None, step_size: int, allow_mismatch: bool,
+        switching: str, on_missing: str, offload: str | None, step_size: int, allow_mismatch: bool,
         quantize: int | None = None, native_layers: int | str | None = None,
     ) -> None:  # fmt: skip
-        _check(models, strategy, on_missing, offload, step_size, native_layers)
-        records = len(models) > 1 and strategy != "reprefill"
+        _check(models, switching, on_missing, offload, step_size, native_layers)
+        records = len(models) > 1 and switching != "reprefill"
         self.lines = {name: self._open(name, m, records) for name, m in models.items()}
-        self.strategy, self.on_missing, self.offload = strategy, on_missing, offload
+        self.switching, self.on_missing, self.offload = switching, on_missing, offload
         self.step_size, self.allow_mismatch, self.quantize = step_size, allow_mismatch, quantize
         self.native_layers = native_layers
         self.last: Switch | None = None
@@ -170,11 +170,11 @@ class Exchange:
         check_one_tokenizer(translator.config, "a conversation of one tokenizer")
 
     def _check_naive(self, translator: Translator) -> None:
-        """Refuse what the naive strategy cannot chain: a translation is translated again."""
+        """Refuse what naive switching cannot chain: a translation is translated again."""
         points = {t.config.capture for t in self.translators.values()} | {translator.config.capture}
-        if self.strategy == "naive" and len(points) > 1:
+        if self.switching == "naive" and len(points) > 1:
             raise IncompatibleTranslatorError(
-                "strategy is 'naive', but the translators read keys at "
+                "switching is 'naive', but the translators read keys at "
                 f"{' and '.join(sorted(points))}: what one makes another could not read; give "
                 "translators of one capture point"
             )
@@ -200,7 +200,7 @@ class Exchange:
 
     def _native(self, config: TranslatorConfig) -> int:
         """How many layers read what a translator brings; what means nothing is refused."""
-        asked = 0 if self.strategy == "naive" else self.native_layers
+        asked = 0 if self.switching == "naive" else self.native_layers
         return native_part(config, asked).layers
 
     def _check_stored(self, read: bool) -> None:
@@ -248,7 +248,7 @@ class Exchange:
         started = time.perf_counter()
         line = self.line(name)
         switched = self.active not in (None, name)
-        whole = switched and self.strategy != "alternated"
+        whole = switched and self.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
         origin = self.active if switched else self._from
         plan = self._plan(line, tokens, kept, origin, known)
@@ -306,7 +306,7 @@ class Exchange:
         states = source.native.read(begun, step.stop)
         line.take_over(
             tokens[begun : step.stop], states, source, translator, self.step_size,
-            native_layers=self._native(translator.config), keep=self.strategy == "naive",
+            native_layers=self._native(translator.config), keep=self.switching == "naive",
         )  # fmt: skip
 
     def _plan(
@@ -342,10 +342,10 @@ class Exchange:
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
         """The lines to translate from: all others, or the one that was active before."""
-        if self.strategy == "reprefill":
+        if self.switching == "reprefill":
             return []
         others = [other for other in self.lines.values() if other is not line]
-        return [o for o in others if self.strategy == "alternated" or o.name == origin]
+        return [o for o in others if self.switching == "alternated" or o.name == origin]
 
     @unit
     def follow(self, tokens: Sequence[int], mark: int | None = None) -> None:
@@ -366,7 +366,7 @@ class Exchange:
 
     def _forget(self) -> None:
         """Let go of states that every line that could take them has."""
-        if self.strategy == "naive":
+        if self.switching == "naive":
             return
         for line in self.lines.values():
             others = [
@@ -429,20 +429,20 @@ def no_translator(source: Line, target: Line) -> MissingTranslatorError:
 
 
 def _check(
-    models: Mapping[str, LanguageModel], strategy: str, on_missing: str, offload: str | None,
+    models: Mapping[str, LanguageModel], switching: str, on_missing: str, offload: str | None,
     step_size: int, native_layers: int | str | None,
 ) -> None:  # fmt: skip
     for what, value, allowed in (
-        ("strategy", strategy, STRATEGIES),
+        ("switching", switching, SWITCHING),
         ("on_missing", on_missing, ON_MISSING),
         ("offload", offload, (None, *PLACES)),
     ):
         if value not in allowed:
             listed = ", ".join(map(str, allowed))
             raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
-    if strategy == "naive" and native_layers not in (None, 0):
+    if switching == "naive" and native_layers not in (None, 0):
         raise ValueError(
-            f"native_layers is {native_layers!r}, but strategy 'naive' translates every layer; "
+            f"native_layers is {native_layers!r}, but switching 'naive' translates every layer; "
             "leave one of them out"
         )
     if step_size < 1:
@@ -455,8 +455,8 @@ def _check(
             f"of {deep.name}, or 'auto'"
         )
     for model in models.values():
-        if strategy == "naive" and any(g.window is not None for g in model.geometry.layers):
+        if switching == "naive" and any(g.window is not None for g in model.geometry.layers):
             raise ValueError(
-                f"strategy is 'naive', but {model.name} has windows: its local layers keep too "
+                f"switching is 'naive', but {model.name} has windows: its local layers keep too "
                 "little of a translated prefix to be translated again; use alternated"
             )

@@ -93,7 +93,7 @@ def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transc
         }
         facts = {
             "format": FORMAT, "version": VERSION, "software": f"kvlingo-mlx {__version__}",
-            "strategy": exchange.strategy, "active": exchange.active,
+            "strategy": exchange.switching, "active": exchange.active,
             "models": {name: describe(line.model) for name, line in exchange.lines.items()},
             "translators": [
                 {"source": source, "target": target, "sha256": translator.digest}
@@ -199,8 +199,8 @@ class Saved:
             raise self._damaged(FACTS, str(error)) from None
 
     @property
-    def strategy(self) -> str:
-        """The strategy it was held by."""
+    def switching(self) -> str:
+        """How its models took over from each other."""
         with self._believed():
             return str(self._facts["strategy"])
 

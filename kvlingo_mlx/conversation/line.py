@@ -329,7 +329,7 @@ class Line:
                 self._append(upper(moved, kept), keep)
             begun = len(self)
             self.tokens += tokens
-            for span in source.spans:  # what it wrote itself, unless the strategy is naive
+            for span in source.spans:  # what it wrote itself, unless switching is naive
                 if span.stop > begun:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -14,8 +15,10 @@ from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters
 from kvlingo_mlx.evaluation.journal import Journal, Scores
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
+from kvlingo_mlx.evaluation.needles import prose
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.timing.paths import switch_times
 from kvlingo_mlx.version import __version__
 
 NATIVE = "native"
@@ -165,3 +168,37 @@ def plain(tables: Mapping[str, Table]) -> dict:
         }
         for condition, table in tables.items()
     }
+
+
+def found(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """All that was found, as JSON holds it."""
+    return {
+        "means": {o.task: plain(o.tables) for o in outcomes},
+        "first_token_s": times,
+        "items": {
+            o.task: {name: [vars(item) for item in items] for name, items in o.items.items()}
+            for o in outcomes
+        },
+    }
+
+
+def first_tokens(
+    target: LanguageModel,
+    conditions: Sequence[Condition],
+    questions: Sequence[Task],
+    outcomes: Sequence[Outcome],
+) -> tuple[int, dict[str, list[float]]]:
+    """Seconds to the first token at a switch, by condition, on the item of median length.
+
+    lm-eval's items are not at hand: prose as long as they are stands for them. The length in
+    tokens comes first.
+    """
+    items = sorted((item for task in questions for item in task.items), key=lambda i: len(i.prefix))
+    if items:
+        middle = items[len(items) // 2]
+        prefix, read = middle.prefix, middle.read
+    else:
+        prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))
+        read = prefix
+    actions = {c.name: c.at_switch(read) for c in conditions if c.at_switch is not None}
+    return len(prefix), switch_times(target, actions, prefix[-1])

@@ -91,7 +91,7 @@ def translated(
 ) -> CacheMaker:
     """Caches translated from a source's, above the layers that the target reads itself.
 
-    None of them unless asked: None stands for the translator's profile, which can change.
+    None of them unless asked: None stands for what the translator was tuned to, which can change.
     ``allow_mismatch`` accepts another checkpoint's translator, as in :func:`hand_over`.
     """
 
@@ -120,7 +120,7 @@ def folded(
 ) -> CacheMaker:
     """The target reads the prefix from the source's own cache, by a post-RoPE linear translator.
 
-    Every layer of it, whatever the translator's own profile says of native ones.
+    Every layer of it, whatever native layers the translator was tuned to.
 
     Raises:
         IncompatibleTranslatorError, UnsupportedModelError: It cannot; the message says why.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.evaluation.compare import ALL, Outcome
-from kvlingo_mlx.evaluation.profile import Point
+from kvlingo_mlx.evaluation.tuning import Point
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.reporting.measure import median
 

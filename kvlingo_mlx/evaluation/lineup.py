@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ from kvlingo_mlx import folding
 from kvlingo_mlx.evaluation import conditions, droidspeak
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
 from kvlingo_mlx.handover.hybrid import Native, native_part
+from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.paths import translation
 from kvlingo_mlx.translators.base import Translator
@@ -37,6 +38,52 @@ class Condition:
     at_switch: Callable[[Prefix], Action] | None = None
 
 
+def load(
+    named: Mapping[str, Sequence[str | None]],
+    source: LanguageModel,
+    target: LanguageModel,
+    forms: Sequence[int | None] = (None,),
+    *,
+    allow_mismatch: bool = False,
+) -> dict[str, list[Translator]]:
+    """Translators by name, each in every form; several of one name are one method's seeds.
+
+    Args:
+        named: Folders or Hub ids; None is the local store's.
+        source: Whose cache they translate.
+        target: Who decodes.
+        forms: Bits of their weights; None is as they are.
+        allow_mismatch: Whether they may be other checkpoints'.
+    """
+    return {
+        name if bits is None else f"{name}, {bits} bits": [
+            resolve_translator(place, source, target, allow_mismatch=allow_mismatch, quantize=bits)
+            for place in places
+        ]
+        for name, places in named.items()
+        for bits in forms
+    }
+
+
+def line_up(
+    source: LanguageModel,
+    target: LanguageModel,
+    named: Mapping[str, Sequence[Translator]],
+    baselines: Sequence[str],
+    native_layers: int | str | None = 0,
+    *,
+    allow_mismatch: bool = False,
+) -> list[Condition]:
+    """Who is compared: native, the translators, then the baselines; see :func:`baseline`."""
+    every = [translator for found in named.values() for translator in found]
+    more: dict[str, Any] = {"allow_mismatch": allow_mismatch}
+    return [
+        native(target),
+        *(translated(n, source, target, t, native_layers, **more) for n, t in named.items()),
+        *(baseline(b, source, target, every, native_layers, **more) for b in baselines),
+    ]
+
+
 def native(target: LanguageModel) -> Condition:
     """The target reads the prefix itself: also what a full re-prefill gives."""
     make = conditions.native(target)
@@ -50,7 +97,7 @@ def translated(
     """Translated from the source's cache; several translators are seeds of one method.
 
     The target reads its first ``native_layers`` itself, as in :func:`hand_over`, where None and
-    ``auto`` are what each translator's profile says now.
+    ``auto`` are what each translator was tuned to.
     """
     digests = [t.digest for t in translators]
     parts = [native_part(t.config, native_layers) for t in translators]

@@ -110,7 +110,7 @@ def agreement(
 ) -> Agreement | None:  # fmt: skip
     """How well the target continues the bundled conversations from a translated cache.
 
-    It reads its first ``native_layers`` itself, whatever a profile has chosen since: as many as
+    It reads its first ``native_layers`` itself, whatever `tune` has chosen since: as many as
     the receipt was measured with. ``allow_mismatch`` is as in :func:`hand_over`. None where no
     conversation fits both models' contexts.
     """

@@ -148,8 +148,8 @@ def folded_hand_over(
         kv_bits: Quantise the prefix once it is read, but for layers with a window.
         kv_group_size: Groups of ``kv_bits``.
         allow_mismatch: Accept a translator made for another checkpoint of the same shape.
-        native_layers: 0 folds every layer though the translator's own profile asks for native
-            ones; None refuses such a translator.
+        native_layers: 0 folds every layer of a translator that was tuned to native ones; None
+            refuses such a translator.
 
     Returns:
         Caches for ``decode_model.model(last, cache=...)`` or mlx-lm's ``generate_step``. They
@@ -284,7 +284,7 @@ def folded_generate(
             ``logits_processors`` as for ``generate``,
             ``prefill_step_size`` (2048), ``enable_thinking``, ``allow_mismatch``; ``kv_bits`` and
             ``kv_group_size`` (64), which quantise the prefix once it is read; ``native_layers``
-            (0 folds every layer of a translator whose own profile asks for native ones).
+            (0 folds every layer of a translator that was tuned to native ones).
 
     Returns:
         The answer, without the prompt.

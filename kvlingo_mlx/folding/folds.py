@@ -71,7 +71,7 @@ def check_whole(config: TranslatorConfig, native_layers: int | str | None = None
     """Refuse to fold every layer where the target is to read some of them itself.
 
     ``native_layers`` is as in :func:`kvlingo_mlx.handover.hybrid.native_part`: None is what the
-    translator's own profile says, 0 folds every layer whatever that says.
+    translator was tuned to, 0 folds every layer whatever that is.
 
     Raises:
         IncompatibleTranslatorError: The target reads some; names both ways out.

@@ -54,8 +54,8 @@ class TranslatorConfig:
 
     @property
     def native_layers(self) -> int:
-        """Cache layers that the target reads itself unless told otherwise: what its profile chose,
-        or what it was trained with."""
+        """Cache layers that the target reads itself unless told otherwise: what `tune`
+        chose, or what it was trained with."""
         return self.provenance.get("native_layers", 0)
 
     @property

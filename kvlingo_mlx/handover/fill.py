@@ -177,8 +177,8 @@ def hand_over(
         prefill_step_size: Tokens per prefill chunk.
         native_layers: Cache layers, from the first on, that the decode model reads itself, which
             costs that share of a prefill; the others are translated. None is what the
-            translator's profile says, else none; ``auto`` insists on a profile. All of them are
-            a prefill.
+            translator was tuned to, else none; ``auto`` refuses one that was not tuned. All of
+            them are a prefill.
         native_head: The first so many tokens that it reads itself in all layers.
         native_tail: The last so many of the prefix, likewise.
         allow_mismatch: Accept a translator made for another checkpoint of the same shape.

@@ -199,7 +199,7 @@ def generate(
         verbose: Write the text as it comes, and the times at the end.
         options: ``translator`` (loaded, a folder or Hub id; None searches the local
             store), ``strategy`` (``accelerator``; ``native``: the decode model reads the prompt
-            itself; ``auto``: whichever `kvlingo-mlx bench --save-profile` found to be sooner at
+            itself; ``auto``: whichever `kvlingo-mlx bench --save-timings` found to be sooner at
             such a length), ``max_tokens`` (256; -1 and more than the context leave room for
             end with it, ``finish_reason`` "length"), ``temperature``, ``top_p``, ``top_k``,
             ``min_p``, ``repetition_penalty``, ``seed``, ``stop`` (a text, or several, before
@@ -222,7 +222,7 @@ def generate(
         NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
-        MissingProfileError, MalformedProfileError: ``auto`` has no profile to go by.
+        MissingTimingsError, MalformedTimingsError: ``auto`` has no times to go by.
     """
     return joined(stream_generate(prefill_model, decode_model, prompt, **options), verbose)
 

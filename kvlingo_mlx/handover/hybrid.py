@@ -52,20 +52,20 @@ def native_part(
 
     Args:
         config: Of the translator.
-        layers: How many; None is what the translator's own profile says, else none; ``auto``
-            insists on a profile.
+        layers: How many; None is what the translator was tuned to, else none; ``auto`` refuses one
+            that was not tuned.
         head: First tokens.
         tail: Last tokens.
 
     Raises:
-        ValueError: A number without meaning, or ``auto`` without a profile.
+        ValueError: A number without meaning, or ``auto`` where the translator was not tuned.
     """
     most = len(config.target.layers)
     if layers == AUTO and "native_layers" not in config.provenance:
         raise ValueError(
             f"native_layers is 'auto', but the translator from {config.source.name} to "
-            f"{config.target.name} has no profile; make one with `kvlingo-mlx profile`, or give "
-            f"a number from 0 to {most}"
+            f"{config.target.name} has no tuned native layers; choose them with `kvlingo-mlx "
+            f"tune`, or give a number from 0 to {most}"
         )
     chosen = config.native_layers if layers in (None, AUTO) else layers
     if type(chosen) is not int or not 0 <= chosen <= most:

@@ -1,6 +1,6 @@
 """How long each way to a first token took here: kept by pair and machine, read to choose one.
 
-`kvlingo-mlx bench --save-profile` measures and writes, `strategy="auto"` reads. The source's
+`kvlingo-mlx bench --save-timings` measures and writes, `strategy="auto"` reads. The source's
 prefill may cost more than it saves (the paper's accelerator is at par at 1024 tokens, appendix
 "Dense-to-MoE"), and where that turns depends on both models, the maps and the machine.
 """
@@ -22,7 +22,7 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx, always)
 import numpy as np
 from mlx.utils import tree_flatten
 
-from kvlingo_mlx.errors import MalformedProfileError, MissingProfileError, printable
+from kvlingo_mlx.errors import MalformedTimingsError, MissingTimingsError, printable
 from kvlingo_mlx.format.atomic import sync_file
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -33,6 +33,7 @@ from kvlingo_mlx.reporting.measure import machine
 
 VERSION = 1
 WAYS = ("native", "accelerator", "switch")
+# The file's words: "profile_version" is what such a file was called once.
 FIELDS = {"profile_version", "key", "prompt_tokens", "seconds"}
 # What a translated cache must gain to be chosen: native is exact, and medians err by this much.
 GAIN = 1.02
@@ -41,7 +42,7 @@ STEEPEST = 2.0  # a prefill's seconds grow at most with the square of its tokens
 
 
 @dataclass(frozen=True)
-class Profile:
+class Timings:
     """Median seconds to the first token by the ways there, for one pair on one machine.
 
     Attributes:
@@ -98,7 +99,7 @@ def key_of(
     native: Native | None = None,
     step_size: int = USUAL_STEP,
 ) -> dict[str, Any]:
-    """What a profile holds for: both models as loaded, the maps' work, what is native, the machine.
+    """What timings hold for: both models as loaded, the maps' work, what is native, the machine.
 
     The work is the maps' form and how much they compute: of two MLPs their hidden widths differ.
     ``native`` is what the target reads itself of a prefix; None is nothing, plain translation.
@@ -128,29 +129,35 @@ def _model(model: LanguageModel) -> dict[str, Any]:
     }
 
 
-def _path(key: Mapping[str, Any]) -> Path:
+def _path(key: Mapping[str, Any], folder: str = "timings") -> Path:
     digest = hashlib.sha256(canonical_json(key).encode()).hexdigest()
-    return home() / "profiles" / f"{digest[:32]}.json"
+    return home() / folder / f"{digest[:32]}.json"
+
+
+def _kept(key: Mapping[str, Any]) -> Path:
+    """Where timings lie: in their folder, or in the one that it was before."""
+    path, before = _path(key), _path(key, "profiles")
+    return before if not path.exists() and before.exists() else path
 
 
 # ---- the file ---------------------------------------------------------------------------------
 
 
-def write(profile: Profile) -> Path:
-    """Keep a profile in the local store, in place of an older one of the same key, at once.
+def write(timings: Timings) -> Path:
+    """Keep timings in the local store, in place of older ones of the same key, at once.
 
     Raises:
         ValueError: It holds no lengths, or what :func:`read` would refuse.
     """
-    path = _path(profile.key)
+    path = _path(timings.key)
     facts = {
-        "profile_version": VERSION, "key": dict(profile.key),
-        "prompt_tokens": list(profile.prompt_tokens),
-        "seconds": {way: list(times) for way, times in profile.seconds.items()},
+        "profile_version": VERSION, "key": dict(timings.key),
+        "prompt_tokens": list(timings.prompt_tokens),
+        "seconds": {way: list(times) for way, times in timings.seconds.items()},
     }  # fmt: skip
-    wrong = _fault(facts, profile.key)
+    wrong = _fault(facts, timings.key)
     if wrong is not None:
-        raise ValueError(f"a profile cannot be kept: {wrong}")
+        raise ValueError(f"these times cannot be kept: {wrong}")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=".", suffix=".json", dir=path.parent)
     try:
@@ -167,8 +174,8 @@ def write(profile: Profile) -> Path:
 
 def read(
     key: Mapping[str, Any], names: Sequence[str], translator: str | None = None, layers: int = 0
-) -> Profile:
-    """The profile of a key.
+) -> Timings:
+    """The timings of a key.
 
     Args:
         key: As :func:`key_of` gives it.
@@ -177,15 +184,15 @@ def read(
         layers: The native layers that the translator itself keeps: bench measures no others.
 
     Raises:
-        MissingProfileError: This pair was not measured here.
-        MalformedProfileError: Its file breaks the format.
+        MissingTimingsError: This pair was not measured here.
+        MalformedTimingsError: Its file breaks the format.
     """
-    path = _path(key)
+    path = _kept(key)
     words = ["--source", names[0], "--target", names[1]]
     words += [] if translator is None else ["--translator", translator]
     if (chunks := key.get("prefill_step_size")) is not None:
         words += ["--prefill-step-size", str(chunks)]
-    advice = f"`kvlingo-mlx bench {' '.join(words)} --save-profile`"
+    advice = f"`kvlingo-mlx bench {' '.join(words)} --save-timings`"
     own = asdict(Native(layers))
     try:
         text = path.read_text(encoding="utf-8")
@@ -193,19 +200,19 @@ def read(
         if (asked := key.get("native", asdict(Native()))) != own:
             parts = ", ".join(f"native_{name} {value}" for name, value in asked.items())
             kept = f"the translator's own {layers} native layers" if layers else "plain translation"
-            raise MissingProfileError(
+            raise MissingTimingsError(
                 f"strategy auto goes by measured times, and none of {names[0]} to {names[1]} with "
                 f"{parts} are in the local store; {advice} measures {kept}, which --native-layers "
                 f"{layers} asks for; or give native or accelerator"
             ) from None
         if (bits := key["maps"]["bits"]) is not None:
-            raise MissingProfileError(
+            raise MissingTimingsError(
                 f"strategy auto goes by measured times, and {advice} keeps those of maps in "
                 f"floats, not in {bits} bits; leave out quantize, or give native or accelerator"
             ) from None
-        raise MissingProfileError(
-            f"strategy auto needs a profile, and none of {names[0]} to {names[1]} with these "
-            f"maps, in this precision and on this machine is in the local store; measure one "
+        raise MissingTimingsError(
+            f"strategy auto needs timings, and none of {names[0]} to {names[1]} with these "
+            f"maps, in this precision and on this machine are in the local store; measure them "
             f"with {advice}, or give native or accelerator"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -218,17 +225,17 @@ def read(
     if wrong is not None:
         raise _malformed(path, wrong, advice)
     seconds = {way: tuple(map(float, facts["seconds"][way])) for way in WAYS}
-    return Profile(key, tuple(facts["prompt_tokens"]), seconds)
+    return Timings(key, tuple(facts["prompt_tokens"]), seconds)
 
 
-def _malformed(path: Path, wrong: str, advice: str) -> MalformedProfileError:
-    return MalformedProfileError(printable(f"{path}: {wrong:.200}; measure it again with {advice}"))
+def _malformed(path: Path, wrong: str, advice: str) -> MalformedTimingsError:
+    return MalformedTimingsError(printable(f"{path}: {wrong:.200}; measure it again with {advice}"))
 
 
 def _fault(facts: Any, key: Mapping[str, Any]) -> str | None:
-    """The first way in which a file's content is not a profile of ``key``; None if it is one."""
+    """The first way in which a file's content is not the timings of ``key``; None if it is."""
     if not isinstance(facts, dict) or "profile_version" not in facts:
-        return "is no profile"
+        return "holds no timings"
     if facts["profile_version"] != VERSION:
         return f"profile_version is {facts['profile_version']!r}, expected {VERSION}"
     if set(facts) != FIELDS:

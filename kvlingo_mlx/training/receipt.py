@@ -22,7 +22,7 @@ def receipt(
     """A :class:`~kvlingo_mlx.loading.grading.Receipt` for a provenance; None if no prompt fits.
 
     Measured as the translator was trained: the target reads its own ``native_layers``, which the
-    receipt names, since a profile may choose others later.
+    receipt names, since `tune` may choose others later.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)

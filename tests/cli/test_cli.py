@@ -453,11 +453,11 @@ def test_numbers_are_numbers_in_records(
         ("a b --source a", "a, b, --source a"),
     ],
 )
-def test_a_profile_is_of_two_models(
+def test_tuning_is_of_two_models(
     words: str, found: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = f"found {found}; give --source A --target B, or A B alone"
-    fails(["profile", *words.split()], message, capsys)
+    fails(["tune", *words.split()], message, capsys)
 
 
 def test_a_killed_import_leaves_nothing(fitted: Path, store: Path, tmp_path: Path) -> None:

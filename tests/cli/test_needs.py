@@ -14,7 +14,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from kvlingo_mlx.backend import mx
 
@@ -38,7 +38,7 @@ from tests.support.command_line import fails
 
 # Options that have an effect whatever the others say.
 ALWAYS = {
-    "generate": "prefill_model decode_model prompt messages_file max_tokens temp "
+    "generate": "source target prompt messages_file max_tokens temp "
                 "prefill_step_size kv_bits memory_budget verbose json_file",
     "chat": "model resume save max_tokens temp prefill_step_size keep_history json_file",
     "demo": "every_pair json_file",
@@ -53,7 +53,7 @@ ALWAYS = {
     "doctor": "json_file",
     "eval": "translators source target quantize native_layers compare tasks baselines limit out "
             "allow_mismatch json_file",
-    "profile": "pair source target translator data max_kl min_recall limit native_layers "
+    "tune": "pair source target translator data max_kl min_recall limit native_layers "
                "droidspeak trials out plot allow_mismatch json_file",
     "analyze": "source target data translator capture documents tokens random_init cka mlp heads "
                "seed plot json_file",
@@ -76,9 +76,10 @@ ROWS = sorted({(verb, option) for verb, needs in verbs.VERBS.items() for need in
 
 
 def annotation(verb: str, name: str) -> str:
-    """What a verb's function says of a parameter: int, say."""
+    """What a verb's options say of one of them: int, say."""
     module = importlib.import_module(f"kvlingo_mlx.cli.{'import_' if verb == 'import' else verb}")
-    return str(inspect.signature(module.command).parameters[name].annotation)
+    hint = get_args(inspect.signature(module.command).parameters[name].annotation)[0]
+    return next((kind.__name__ for kind in (int, float) if kind in (hint, *get_args(hint))), "str")
 
 
 def words(verb: str, parameter: Any) -> list[list[str]]:
@@ -206,7 +207,7 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         (["import", "/none", "--allow-mismatch"], "no effect where neither"),
         (["verify", "/none", "--allow-mismatch"], "no effect without --source"),
         (["verify", "/none", "--target", "x"], "--target has no effect without --source"),
-        (["profile", "a", "b", "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),
+        (["tune", "a", "b", "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),
         (["bench", "--table", "quant", "--native-layers", "1"], "no effect with --table quant"),
         (["bench", "--layers", "2"], "--layers has no effect without --geometry"),
         (["bench", "--geometry", "a:b", "--source", "x"], "--source has no effect with --geometry"),
@@ -294,7 +295,7 @@ LanguageModelDouble.__name__ = "LanguageModel"
 AssignmentDouble = type("Assignment", (), {})
 LOADED, LISTED = LanguageModelDouble(), AssignmentDouble()
 SAMPLE: dict[str, Any] = {
-    "translators": ["x"], "strategy": "naive", "eager": False, "on_missing": "reprefill",
+    "translators": ["x"], "switching": "naive", "eager": False, "on_missing": "reprefill",
     "offload": "disk", "native_layers": 2, "allow_mismatch": True, "lazy": True, "revision": "x",
     "quantize": 8, "enable_thinking": True, "first_token": "source", "translator": "x",
     "top_p": 0.5, "min_p": 0.1, "temperature": 0.5,
@@ -303,7 +304,8 @@ PARTNERS: dict[str, tuple[Any, ...]] = {
     "path_or_hf_repo": ("x", LOADED), "kv_bits": (None, 8), "draft_model": (None, "x"),
     "prompt": ("x", [{"role": "user", "content": "x"}]), "assignment": (None, "r2", LISTED),
     "models": ({"a": "x"}, {"a": "x", "b": "y"}), "prefill": (None, "a"),
-    "strategy": ("native", "accelerator", "reprefill", "alternated", "naive"),
+    "strategy": ("native", "accelerator"),
+    "switching": ("reprefill", "alternated", "naive"),
     "sampler": (None, len), "temperature": (None, 0, 0.5),
     "tokens": ([1, 2], [{"role": "user", "content": "x"}]),
 }  # fmt: skip
@@ -370,8 +372,8 @@ def test_arguments_that_did_nothing(models: dict[str, LanguageModel], tmp_path: 
         (lambda: kv.Conversation([pair[0]]), "give a dict of models by name"),
         (lambda: kv.Conversation(two, made), "give a list of translators"),
         (
-            lambda: kv.Conversation(two, native_layers=1, strategy="reprefill"),
-            "native_layers has no effect with strategy='reprefill'",
+            lambda: kv.Conversation(two, native_layers=1, switching="reprefill"),
+            "native_layers has no effect with switching='reprefill'",
         ),
         (
             lambda: kv.Conversation({"a": pair[0]}, eager=False),
@@ -406,7 +408,7 @@ def test_native_layers_of_stored_translators(models: dict[str, LanguageModel], s
     with pytest.raises(ValueError, match=f"give a number from 0 to {shallow}"):
         kv.Conversation(pair, native_layers=deep)
     kv.Conversation(pair, native_layers=shallow)
-    with pytest.raises(ValueError, match="has no profile"):
+    with pytest.raises(ValueError, match="has no tuned native layers"):
         kv.Conversation(pair, native_layers="auto")
 
 

@@ -119,7 +119,7 @@ def test_native_layers_read_what_is_brought(
     model = family_models[name]
     assert model.path is not None
     wrong = tiny.write_random_translator(tmp_path / "wrong", model.path, model.path)
-    own = talk_of(model, "ab", strategy="reprefill")
+    own = talk_of(model, "ab", switching="reprefill")
     for layers in (0, 1, len(model.attentions)):
         talk = Conversation(
             dict.fromkeys("ab", model), [wrong], prefill_step_size=7, native_layers=layers,
@@ -206,11 +206,11 @@ def test_templates_that_differ_are_told_once(tmp_path: Path) -> None:
             quiet.reply(next(iter(quiet.lines)), "is it on?", max_tokens=NEW)
 
 
-@pytest.mark.parametrize("strategy", ["naive", "reprefill"])
+@pytest.mark.parametrize("switching", ["naive", "reprefill"])
 def test_other_strategies_bring_the_whole_prefix(
-    family_models: dict[str, LanguageModel], strategy: str
+    family_models: dict[str, LanguageModel], switching: str
 ) -> None:
-    talk = talk_of(family_models["qwen3"], strategy=strategy, verbatim=True, eager=False)
+    talk = talk_of(family_models["qwen3"], switching=switching, verbatim=True, eager=False)
     passes = []
     for name in "abab":
         before = len(talk.transcript.tokens)
@@ -218,12 +218,12 @@ def test_other_strategies_bring_the_whole_prefix(
         assert text is not None and talk.last_switch is not None
         if before:
             assert talk.last_switch.kept == 0
-            assert (talk.last_switch.translated >= before) == (strategy == "naive")
+            assert (talk.last_switch.translated >= before) == (switching == "naive")
         passes.append([span.passes for span in talk.lines[name].spans])
-    wanted = [[0], [1, 0], [2, 1, 0], [3, 2, 1, 0]] if strategy == "naive" else [[0]] * 4
+    wanted = [[0], [1, 0], [2, 1, 0], [3, 2, 1, 0]] if switching == "naive" else [[0]] * 4
     assert passes == wanted
-    with pytest.raises(ValueError, match="strategy is 'naive', but .* has windows"):
-        talk_of(family_models["gemma3"], strategy="naive")
+    with pytest.raises(ValueError, match="switching is 'naive', but .* has windows"):
+        talk_of(family_models["gemma3"], switching="naive")
 
 
 def test_a_switch_without_a_translator_changes_nothing(
@@ -314,7 +314,7 @@ def test_naive_needs_one_capture_point(family_models: dict[str, LanguageModel]) 
     model = family_models["qwen3"]
     for point in ("post_norm", "post_rope"):
         talk = Conversation(
-            dict.fromkeys("ab", model), [identity_of(model, capture=point)], strategy="naive",
+            dict.fromkeys("ab", model), [identity_of(model, capture=point)], switching="naive",
             verbatim=True, eager=False,
         )  # fmt: skip
         for name in "abab":
@@ -323,14 +323,14 @@ def test_naive_needs_one_capture_point(family_models: dict[str, LanguageModel]) 
         Conversation(
             dict.fromkeys("ab", model),
             [identity_of(model, capture=point) for point in ("pre_norm", "post_norm")],
-            strategy="naive",
+            switching="naive",
         )
 
 
 def test_bad_arguments(family_models: dict[str, LanguageModel]) -> None:
     model = family_models["qwen3"]
-    with pytest.raises(ValueError, match="strategy is 'fast'; it must be one of alternated"):
-        talk_of(model, strategy="fast")
+    with pytest.raises(ValueError, match="switching is 'fast'; it must be one of alternated"):
+        talk_of(model, switching="fast")
     with pytest.raises(ValueError, match="there is no model 'z'; there are a, b"):
         talk_of(model).reply("z", "hi")
     for message in (None, {"role": "user"}, ["hi"], b"hi", []):

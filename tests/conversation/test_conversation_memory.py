@@ -461,7 +461,7 @@ def test_an_interrupted_translation_is_not_translated_again(
     """A naive line keeps its translations to hand them on: no part of one twice."""
     model = models["qwen3"]
     talk = Conversation(
-        dict.fromkeys("ab", model), [identity_of(model, capture="post_norm")], strategy="naive",
+        dict.fromkeys("ab", model), [identity_of(model, capture="post_norm")], switching="naive",
         verbatim=True, prefill_step_size=7,
     )  # fmt: skip
     ask_naive(talk, "a")

@@ -277,7 +277,7 @@ def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFix
     "command",
     [
         [*PAIR, "TRANSLATOR", "--tasks", "recall", "--limit", "1", "--baselines", "shuffled"],
-        ["profile", *ENDS, "--translator", "TRANSLATOR", "--limit", "1", "--native-layers", "0"],
+        ["tune", *ENDS, "--translator", "TRANSLATOR", "--limit", "1", "--native-layers", "0"],
         ["verify", "TRANSLATOR", *PAIR[1:]],
     ],
     ids=lambda command: command[0],

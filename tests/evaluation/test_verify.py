@@ -96,14 +96,14 @@ def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) 
     assert "verdict: NOT SOUND: " in capsys.readouterr().out
 
 
-def test_a_profile_does_not_change_the_verdict(
+def test_tuning_does_not_change_the_verdict(
     embedded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A receipt is compared at its own number of native layers, not the one a profile chose."""
+    """A receipt is compared at its own number of native layers, not the one that tuning chose."""
     config, weights = translator_folder.read(embedded)
     layers = len(config.target.layers)
-    profiled = replace(config, provenance={**config.provenance, "native_layers": layers})
-    translator_folder.write(embedded, profiled, weights, overwrite=True)
+    tuned = replace(config, provenance={**config.provenance, "native_layers": layers})
+    translator_folder.write(embedded, tuned, weights, overwrite=True)
     assert run(["verify", str(embedded), *BETWEEN]) == 0
     out = capsys.readouterr().out
     assert "verdict: sound: as its training left it; works" in out and "native layers" not in out

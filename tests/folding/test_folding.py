@@ -680,12 +680,12 @@ def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]
         assert error.startswith("error: ") and error.count("\n") == 1 and text in error
 
 
-def test_a_profile_of_native_layers_is_heeded_or_refused(
+def test_tuned_native_layers_are_heeded_or_refused(
     root: Path, tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As ``generate`` heeds it, folded decoding must not fold over it without a word."""
     source, target, plain = tiny.write_case(root, BIASED)
-    folder = tmp_path / "profiled"
+    folder = tmp_path / "tuned"
     shutil.copytree(plain, folder)
     path = folder / "translator_config.json"
     facts = json.loads(path.read_text())
@@ -710,7 +710,7 @@ def test_a_profile_of_native_layers_is_heeded_or_refused(
     for age, kept in enumerate((plain, folder)):
         copy = shutil.copytree(kept, store / kept.name) / "translator_config.json"
         os.utime(copy, (age, age))
-    assert find_translator(*models).name == "profiled"
+    assert find_translator(*models).name == "tuned"
     assert kv.folded_generate(*models, tokens, max_tokens=3) == expected
     words = arguments(root, BIASED, "--memory-budget", "--translator", str(folder))
     assert run(words) == 2

@@ -488,7 +488,7 @@ def test_the_command_line(root: Path, tmp_path: Path, capsys: pytest.CaptureFixt
                 "--out", str(tmp_path / "scores.jsonl")]) == 0  # fmt: skip
     assert "canonical" in capsys.readouterr().out
     for verb in (["bench", *pair, "--translator", str(out)],
-                 ["profile", *ends, "--translator", str(out), "--data", str(data)]):  # fmt: skip
+                 ["tune", *ends, "--translator", str(out), "--data", str(data)]):  # fmt: skip
         assert run(verb) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: ") and error.count("\n") == 1

@@ -19,10 +19,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.evaluation import conditions, lineup, profile
+from kvlingo_mlx.evaluation import conditions, lineup, tuning
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.lineup import Condition
-from kvlingo_mlx.evaluation.profile import Point
+from kvlingo_mlx.evaluation.tuning import Point
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.handover import hybrid
 from kvlingo_mlx.handover.responses import summary
@@ -254,7 +254,7 @@ def test_times_of_what_the_decode_model_read_itself(root: Path) -> None:
 # ---- what is asked for -------------------------------------------------------------------
 
 
-def profiled(root: Path, layers: int) -> tuple[LanguageModel, LanguageModel, Translator]:
+def tuned(root: Path, layers: int) -> tuple[LanguageModel, LanguageModel, Translator]:
     source, target, folder = opened(root, CASES[0])
     translator = build(*translator_folder.read(folder))
     config = dataclasses.replace(translator.config, provenance={"native_layers": layers})
@@ -262,8 +262,8 @@ def profiled(root: Path, layers: int) -> tuple[LanguageModel, LanguageModel, Tra
 
 
 @pytest.mark.parametrize("asked", [None, "auto"])
-def test_a_profile_decides(root: Path, asked: str | None) -> None:
-    source, target, translator = profiled(root, 1)
+def test_the_tuned_number_decides(root: Path, asked: str | None) -> None:
+    source, target, translator = tuned(root, 1)
     hand_over = functools.partial(kv.hand_over, source, target, TOKENS, translator=translator)
     found, one = hand_over(native_layers=asked), hand_over(native_layers=1)
     assert all(equal(a, b) for a, b in zip(found, one, strict=True))
@@ -273,7 +273,7 @@ def test_a_profile_decides(root: Path, asked: str | None) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"native_layers": "auto"}, "has no profile; make one with `kvlingo-mlx profile`"),
+        ({"native_layers": "auto"}, "has no tuned native layers; choose them with `kvlingo-"),
         ({"native_layers": -1}, "native_layers is -1; give a number from 0 to "),
         ({"native_layers": 99}, "native_layers is 99; give a number from 0 to "),
         ({"native_layers": True}, "native_layers is True; give a number of layers, or 'auto'"),
@@ -323,7 +323,7 @@ def test_identity_with_any_part_native_is_the_model_itself(root: Path) -> None:
             assert errors(pairs[2], pairs[1]).max() > 1e-2
 
 
-# ---- profiles ------------------------------------------------------------------------------
+# ---- tuning --------------------------------------------------------------------------------
 
 
 def points_of(way: str, kls: Sequence[float], recalls: Sequence[float | None]) -> list[Point]:
@@ -345,10 +345,10 @@ def test_the_smallest_number_that_meets_the_bounds(bounds: dict, expected: int) 
     hybrids = points_of("hybrid", (0.3, 0.2, 0.02), (0.3, 0.5, 0.7))
     others = points_of("DroidSpeak", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
     native = Point("native", 3, Mean(0.0, 0.0, 4), Mean(1.0, 0.0, 4))
-    assert profile.smallest([native, *others, *hybrids], **bounds) == expected
+    assert tuning.smallest([native, *others, *hybrids], **bounds) == expected
 
 
-def test_a_profile_is_kept_with_the_translator(
+def test_what_is_chosen_is_kept_with_the_translator(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The verb, from data to a hand-over that heeds it; marked answers give recall."""
@@ -358,7 +358,7 @@ def test_a_profile_is_kept_with_the_translator(
     data = tmp_path / "data.jsonl"
     talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk, "answers": ["on"]}) + "\n")
-    command = ["profile", str(source), str(target), "--translator", str(own), "--data", str(data),
+    command = ["tune", str(source), str(target), "--translator", str(own), "--data", str(data),
                "--trials", "1", "--out", str(tmp_path / "out.jsonl")]  # fmt: skip
     record = tmp_path / "record.jsonl"
     assert run([*command, "--max-kl", "0", "--json", str(record)]) == 0
@@ -379,8 +379,8 @@ def test_a_profile_is_kept_with_the_translator(
     capsys.readouterr()
 
 
-def test_controls_do_not_follow_a_profile(root: Path) -> None:
-    """Shuffled maps stay what they are when a profile is kept, and a journal tells them apart."""
+def test_controls_do_not_follow_the_tuned_number(root: Path) -> None:
+    """Shuffled maps stay what they are when a number is kept, and a journal tells them apart."""
     source, target, folder = opened(root, Case("llama2x16", "llama2x16"))
     translator, most = build(*translator_folder.read(folder)), len(target.attentions)
     own = native(target, TOKENS[:-1], 2048)
@@ -392,18 +392,18 @@ def test_controls_do_not_follow_a_profile(root: Path) -> None:
     for layers in (0, 1, most):
         provenance = {**translator.config.provenance, "native_layers": layers}
         config = dataclasses.replace(translator.config, provenance=provenance)
-        profiled = dataclasses.replace(translator, config=config)
-        line = profile.line_up(source, target, profiled, [0])
+        tuned = dataclasses.replace(translator, config=config)
+        line = tuning.line_up(source, target, tuned, [0])
         for key in (("shuffled", None), ("hybrid", 0)):
             assert made(line[key]) == [False] * most
-        plain = lineup.baseline("shuffled", source, target, [profiled])
-        asked = lineup.baseline("shuffled", source, target, [profiled], layers)
-        own_choice = lineup.baseline("shuffled", source, target, [profiled], None)
+        plain = lineup.baseline("shuffled", source, target, [tuned])
+        asked = lineup.baseline("shuffled", source, target, [tuned], layers)
+        own_choice = lineup.baseline("shuffled", source, target, [tuned], None)
         assert made(plain) == [False] * most and plain.identity == line["shuffled", None].identity
         assert made(asked) == made(own_choice) == [True] * layers + [False] * (most - layers)
         assert asked.identity == own_choice.identity
         assert (asked.identity == plain.identity) == (layers == 0)
-        plain_maker = conditions.translated(source, target, profiled)
+        plain_maker = conditions.translated(source, target, tuned)
         assert not any(equal(a, b) for a, b in zip(plain_maker(TOKENS), own, strict=True))
 
 
@@ -413,12 +413,12 @@ def test_controls_do_not_follow_a_profile(root: Path) -> None:
         (["--native-layers", "0,9"], "--native-layers is '0,9'; give numbers from 0 to "),
         (["--native-layers", "all"], "--native-layers is 'all'; give numbers from 0 to "),
         (["--max-kl", "-1"], "--max-kl is -1.0; give 0 or more"),
-        (["--min-recall", "95"], "--min-recall is 95.0; it is a share: give 0 to 1"),
-        (["--limit", "0"], "--limit is 0, --trials 5; both are at least 1"),
+        (["--min-recall", "95"], "--min-recall is 95.0; give 0 to 1, a share"),
+        (["--limit", "0"], "--limit is 0; give 1 or more"),
         (["--data", "DATA"], "record 1: its last reply does not hold 'off'"),
     ],
 )
-def test_profiles_that_cannot_be(
+def test_tuning_that_cannot_be(
     root: Path, tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
@@ -426,7 +426,7 @@ def test_profiles_that_cannot_be(
     talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk, "answers": ["off"]}) + "\n")
     more = [str(data) if word == "DATA" else word for word in more]
-    command = ["profile", str(source), str(target), "--translator", str(folder), *more]
+    command = ["tune", str(source), str(target), "--translator", str(folder), *more]
     assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
     assert message in capsys.readouterr().err
 
@@ -440,9 +440,9 @@ def test_what_cannot_be_kept_is_refused_before_measuring(
     build(*translator_folder.read(folder)).save(own)
     talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk}) + "\n")
-    command = ["profile", str(source), str(target), "--translator", str(own), "--data", str(data),
+    command = ["tune", str(source), str(target), "--translator", str(own), "--data", str(data),
                "--out", str(tmp_path / "out.jsonl")]  # fmt: skip
-    monkeypatch.setattr(profile, "measure", None)
+    monkeypatch.setattr(tuning, "measure", None)
     assert run([*command, "--min-recall", "0.5"]) == 2
     assert "error: --min-recall needs data that mark answers" in capsys.readouterr().err
     (own / "training.log").write_text("mine")
@@ -460,7 +460,7 @@ def test_one_conversation_has_no_error_bar(
     data = tmp_path / "data.jsonl"
     talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
     data.write_text(json.dumps({"messages": talk}) + "\n")
-    command = ["profile", str(source), str(target), "--translator", str(folder), "--data"]
+    command = ["tune", str(source), str(target), "--translator", str(folder), "--data"]
     command += [str(data), "--native-layers", "0", "--no-droidspeak", "--trials", "1"]
     assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 0
     out = capsys.readouterr().out
@@ -470,7 +470,7 @@ def test_one_conversation_has_no_error_bar(
 def test_what_the_package_holds_is_not_written_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["profile", "tiny-qwen3-s", "tiny-qwen3-l", "--max-kl", "1", "--limit", "1"]
+    command = ["tune", "tiny-qwen3-s", "tiny-qwen3-l", "--max-kl", "1", "--limit", "1"]
     assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
     assert "is no folder of yours, so nothing can be kept in it" in capsys.readouterr().err
 

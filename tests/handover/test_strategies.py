@@ -1,4 +1,4 @@
-"""Which way a prompt is read: by the caller, or by a profile of this pair on this machine."""
+"""Which way a prompt is read: by the caller, or by the times of this pair on this machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.handover import plan, timings
 from kvlingo_mlx.handover.hybrid import Native
-from kvlingo_mlx.handover.timings import Profile
+from kvlingo_mlx.handover.timings import Timings
 from kvlingo_mlx.loading import models
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.timing import profiling, tables
+from kvlingo_mlx.timing import saving, tables
 from kvlingo_mlx.translators.base import Translator
 from tests.support.identity import TOKENS
 
@@ -43,7 +43,7 @@ def planted(
     source, target, translator = pair
     key = timings.key_of(source, target, translator)
     seconds = {"native": native, "accelerator": accelerator, "switch": [1e-3] * len(lengths)}
-    return timings.write(Profile(key, tuple(lengths), {k: tuple(v) for k, v in seconds.items()}))
+    return timings.write(Timings(key, tuple(lengths), {k: tuple(v) for k, v in seconds.items()}))
 
 
 # ---- native -------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_native_needs_no_translator_and_reads_no_weights_of_the_source(
         ([len(TOKENS)], [1.0], [0.99], "native"),  # a gain within the noise is none
     ],
 )
-def test_auto_goes_by_the_profile(
+def test_auto_goes_by_the_timings(
     pair: tuple[LanguageModel, LanguageModel, Translator],
     lengths: list[int],
     native: list[float],
@@ -142,7 +142,7 @@ def test_auto_reads_no_weights_of_a_translator_it_does_not_use(
     assert kv.generate(source, target, TOKENS, **options)
 
 
-def test_one_token_is_not_worth_a_profile(
+def test_one_token_is_not_worth_any_timings(
     pair: tuple[LanguageModel, LanguageModel, Translator],
 ) -> None:
     source, target, _ = pair
@@ -151,23 +151,23 @@ def test_one_token_is_not_worth_a_profile(
     assert kv.generate(source, target, TOKENS[:1], **options) == expected
 
 
-def test_without_a_profile_auto_says_what_to_type(
+def test_without_timings_auto_says_what_to_type(
     pair: tuple[LanguageModel, LanguageModel, Translator],
 ) -> None:
     source, target, translator = pair
     advice = f"bench --source {source.name} --target {target.name} --translator FOLDER --save"
-    with pytest.raises(kv.MissingProfileError, match=advice):
+    with pytest.raises(kv.MissingTimingsError, match=advice):
         kv.generate(source, target, TOKENS, translator=translator, strategy="auto")
-    with pytest.raises(kv.MissingProfileError, match="--translator mine --save-profile"):
+    with pytest.raises(kv.MissingTimingsError, match="--translator mine --save-timings"):
         timings.read(timings.key_of(source, target, translator), ZOO, "mine")
-    with pytest.raises(kv.MissingProfileError, match="in floats, not in 8 bits; leave out"):
+    with pytest.raises(kv.MissingTimingsError, match="in floats, not in 8 bits; leave out"):
         timings.read(timings.key_of(source, target, replace(translator, bits=8)), ZOO, "mine")
 
 
-# ---- whose a profile is -------------------------------------------------------------------------
+# ---- whose timings are -------------------------------------------------------------------------
 
 
-def test_a_profile_is_of_this_pair_precision_maps_and_machine(
+def test_timings_are_of_this_pair_precision_maps_and_machine(
     pair: tuple[LanguageModel, LanguageModel, Translator],
     quantised_models: dict[str, LanguageModel],
     monkeypatch: pytest.MonkeyPatch,
@@ -183,10 +183,10 @@ def test_a_profile_is_of_this_pair_precision_maps_and_machine(
         timings.key_of(target, source, translator),
         timings.key_of(source, target, replace(translator, bits=8)),
     ):
-        with pytest.raises(kv.MissingProfileError):
+        with pytest.raises(kv.MissingTimingsError):
             timings.read(other, ("a", "b"))
     monkeypatch.setattr(timings, "machine", lambda: {**measure.machine(), "chip": "another"})
-    with pytest.raises(kv.MissingProfileError):
+    with pytest.raises(kv.MissingTimingsError):
         timings.read(timings.key_of(source, target, translator), ("a", "b"))
 
 
@@ -198,10 +198,10 @@ def with_layers(translator: Translator, layers: int) -> Translator:
 def test_times_are_of_one_choice_of_native_layers(
     pair: tuple[LanguageModel, LanguageModel, Translator],
 ) -> None:
-    """Those of plain translation say nothing of a hybrid, be it a profile's or the caller's."""
+    """Those of plain translation say nothing of a hybrid, the translator's or the caller's."""
     source, target, translator = pair
     planted(pair, [10], [2.0], [1.0])
-    profiled, most = with_layers(translator, 1), len(target.attentions)
+    tuned, most = with_layers(translator, 1), len(target.attentions)
     options: dict[str, Any] = {"strategy": "auto", "max_tokens": 1}
 
     def taken(translator: Translator, **native: Any) -> str:
@@ -210,28 +210,28 @@ def test_times_are_of_one_choice_of_native_layers(
         )
         return next(iter(responses)).strategy
 
-    assert taken(translator) == taken(profiled, native_layers=0) == "accelerator"
-    expected = "native_layers 1, native_head 0, native_tail 0 .*--save-profile.*--native-layers 0"
+    assert taken(translator) == taken(tuned, native_layers=0) == "accelerator"
+    expected = "native_layers 1, native_head 0, native_tail 0 .*--save-timings.*--native-layers 0"
     own = "with these maps, in this precision"  # bench measures a translator's own layers
     other = "native_layers 2, .*own 1 native layers, which --native-layers 1 asks for"
     for found, native, text in (
-        (profiled, {}, own), (profiled, {"native_layers": "auto"}, own),
-        (translator, {"native_layers": 1}, expected), (profiled, {"native_layers": 2}, other),
+        (tuned, {}, own), (tuned, {"native_layers": "auto"}, own),
+        (translator, {"native_layers": 1}, expected), (tuned, {"native_layers": 2}, other),
     ):  # fmt: skip
-        with pytest.raises(kv.MissingProfileError, match=text) as error:
+        with pytest.raises(kv.MissingTimingsError, match=text) as error:
             taken(found, **native)
         assert "\n" not in str(error.value)
-    with pytest.raises(kv.MissingProfileError, match="native_head 3, native_tail 0"):
+    with pytest.raises(kv.MissingTimingsError, match="native_head 3, native_tail 0"):
         taken(translator, native_head=3)
     with pytest.raises(ValueError, match="native_layers is 99; give a number from 0 to"):
         taken(translator, native_layers=99)
     assert taken(translator, native_layers=most) == "native"  # a prefill, by any name
     key = timings.key_of(source, target, translator, Native(layers=1))
     times = {way: (1.0,) for way in timings.WAYS} | {"accelerator": (0.5,)}
-    timings.write(Profile(key, (10,), times))
-    assert taken(profiled) == "accelerator"
+    timings.write(Timings(key, (10,), times))
+    assert taken(tuned) == "accelerator"
     plain = timings.key_of(source, target, translator)
-    assert plain == timings.key_of(source, target, profiled, Native()) != key
+    assert plain == timings.key_of(source, target, tuned, Native()) != key
 
 
 def test_times_are_of_one_size_of_chunks(
@@ -240,12 +240,12 @@ def test_times_are_of_one_size_of_chunks(
     source, target, translator = pair
     planted(pair, [10], [2.0], [1.0])
     options: dict[str, Any] = {"translator": translator, "strategy": "auto", "max_tokens": 1}
-    with pytest.raises(kv.MissingProfileError, match="--prefill-step-size 16 --save-profile"):
+    with pytest.raises(kv.MissingTimingsError, match="--prefill-step-size 16 --save-timings"):
         kv.generate(source, target, TOKENS, prefill_step_size=16, **options)
-    profile = profiling.profile_of(source, target, translator, [tables.Timing(
+    kept = saving.timings_of(source, target, translator, [tables.Timing(
         10, {"native": [1.0], "accelerator": [2.0], "switch": [1.0]}
     )], 16)  # fmt: skip
-    timings.write(profile)
+    timings.write(kept)
     for step_size, way in ((16, "native"), (2048, "accelerator")):
         responses = kv.stream_generate(
             source, target, TOKENS, prefill_step_size=step_size, **options
@@ -279,20 +279,20 @@ def test_native_has_no_parts(
     command += ["--strategy", "native", f"--{name.replace('_', '-')}", str(value)]
     assert run(command) == 2
     error = capsys.readouterr().err
-    assert "by which --decode-model reads all of the prompt" in error and error.count("\n") == 1
+    assert "by which --target reads all of the prompt" in error and error.count("\n") == 1
 
 
 def test_between_lengths_and_beyond_them() -> None:
     # Seconds that grow as a power of the length lie on a straight line of the logarithms.
     lengths = (64, 256, 1024)
     seconds = {"native": tuple(1e-3 * n**1.5 for n in lengths), "accelerator": (1.0, 3.0, 2.0)}
-    profile = Profile({}, lengths, seconds)
+    found = Timings({}, lengths, seconds)
     for tokens in (2, 64, 100, 700, 1024, 9000):
-        assert profile.at("native", tokens) == pytest.approx(1e-3 * tokens**1.5)
-    assert profile.at("accelerator", 4096) == pytest.approx(2.0)  # noise that falls goes on level
-    steep = Profile({}, (64, 128), {"native": (1.0, 16.0)})
+        assert found.at("native", tokens) == pytest.approx(1e-3 * tokens**1.5)
+    assert found.at("accelerator", 4096) == pytest.approx(2.0)  # noise that falls goes on level
+    steep = Timings({}, (64, 128), {"native": (1.0, 16.0)})
     assert steep.at("native", 256) == pytest.approx(64.0)
-    assert Profile({}, (64,), {"native": (0.5,)}).at("native", 4096) == 0.5
+    assert Timings({}, (64,), {"native": (0.5,)}).at("native", 4096) == 0.5
 
 
 def of_all(times: list[Any]) -> dict[str, Any]:
@@ -315,24 +315,24 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("change", "message"), WRONG)
-def test_a_damaged_profile_is_refused(
+def test_damaged_timings_are_refused(
     pair: tuple[LanguageModel, LanguageModel, Translator], change: dict[str, Any], message: str
 ) -> None:
     source, target, translator = pair
     path = planted(pair, [10, 20], [1.0, 2.0], [1.0, 2.0])
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(kv.MalformedProfileError, match=message) as found:
+    with pytest.raises(kv.MalformedTimingsError, match=message) as found:
         kv.generate(source, target, TOKENS, translator=translator, strategy="auto")
-    assert str(path) in str(found.value) and "--save-profile" in str(found.value)
+    assert str(path) in str(found.value) and "--save-timings" in str(found.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff\xfe", b"[" * 10**6, b"null"])
-def test_a_file_that_is_no_profile_is_refused(
+def test_a_file_that_holds_no_timings_is_refused(
     pair: tuple[LanguageModel, LanguageModel, Translator], content: bytes
 ) -> None:
     source, target, translator = pair
     planted(pair, [10], [1.0], [2.0]).write_bytes(content)
-    with pytest.raises(kv.MalformedProfileError):
+    with pytest.raises(kv.MalformedTimingsError):
         kv.generate(source, target, TOKENS, translator=translator, strategy="auto")
 
 
@@ -360,7 +360,7 @@ def test_writing_replaces_at_once_and_refuses_nonsense(
 ZOO = ("tiny-qwen3-s", "tiny-qwen3-moe")
 
 
-def test_bench_keeps_a_profile_that_generate_goes_by(
+def test_bench_keeps_timings_that_generate_goes_by(
     store: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     models = [arg for pair in zip(("--prefill-model", "--decode-model"), ZOO, strict=True)
@@ -369,21 +369,21 @@ def test_bench_keeps_a_profile_that_generate_goes_by(
               "--no-thinking"]  # fmt: skip
     assert run(prompt) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: strategy auto needs a profile") and error.count("\n") == 1
+    assert error.startswith("error: strategy auto needs timings") and error.count("\n") == 1
     bench = ["bench", "--source", ZOO[0], "--target", ZOO[1], "-n", "2", "-p", "16,64",
-             "--quantize", "none", "--save-profile"]  # fmt: skip
+             "--quantize", "none", "--save-timings"]  # fmt: skip
     assert run(bench) == 0
-    assert "profile kept for --strategy auto: 16 tokens " in capsys.readouterr().out
+    assert "timings kept for --strategy auto: 16 tokens " in capsys.readouterr().out
     record = tmp_path / "record.jsonl"
     assert run([*prompt, "--json", str(record)]) == 0
     taken = json.loads(record.read_text())["results"]["strategy"]
     assert taken in ("native", "accelerator") and f"({taken})" in capsys.readouterr().out
-    (path,) = (store.parent / "profiles").iterdir()
+    (path,) = (store.parent / "timings").iterdir()
     facts = json.loads(path.read_text())
     assert facts["prompt_tokens"] == [16, 64] and set(facts["seconds"]) == set(timings.WAYS)
     source, target = (kv.load(zoo(name)) for name in ZOO)
-    profile = timings.read(facts["key"], ZOO)
-    assert profile.best(len(encode(
+    found = timings.read(facts["key"], ZOO)
+    assert found.best(len(encode(
         target, [{"role": "user", "content": "Anna is in Lima."}], False
     ))) == taken  # fmt: skip
     assert source.geometry.fingerprint == facts["key"]["source"]["geometry"]
@@ -394,8 +394,8 @@ def test_bench_keeps_a_profile_that_generate_goes_by(
     [
         (["generate", "--strategy", "fast"], "strategy is 'fast'; give accelerator, native or"),
         (["generate", "--strategy", "switch"], "nobody has read this prompt yet"),
-        (["bench", "--save-profile", "--table", "quant"], "does not time every way"),
-        (["bench", "--save-profile", "--geometry", "a:b"], "whose models nobody"),
+        (["bench", "--save-timings", "--table", "quant"], "does not time every way"),
+        (["bench", "--save-timings", "--geometry", "a:b"], "whose models nobody"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -406,9 +406,9 @@ def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixt
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
 
 
-def test_random_maps_make_no_profile(
+def test_random_maps_make_no_timings(
     folders: dict[str, Path], store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["bench", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
-    assert run([*arguments, "--save-profile"]) == 2
+    assert run([*arguments, "--save-timings"]) == 2
     assert "error: no translator from" in capsys.readouterr().err

@@ -172,7 +172,7 @@ def test_weights_that_one_thread_opened_another_reads(
 def test_a_naive_switch_in_another_thread(models: dict[str, LanguageModel]) -> None:
     """What is kept to be translated again was lazy."""
     model = models["qwen3"]
-    talk, other = (talk_of(model, strategy="naive") for _ in range(2))
+    talk, other = (talk_of(model, switching="naive") for _ in range(2))
     said = list(zip("aba", ("hi there", "is it on?", "and you"), strict=True))
     expected = [talk.reply(name, message, max_tokens=NEW) for name, message in said]
     for (name, message), answer in zip(said, expected, strict=True):

@@ -402,13 +402,13 @@ def test_every_phase_has_a_floor(made: paths.Paths) -> None:
 
 
 def test_an_accelerator_of_native_layers_has_no_ceiling(made: paths.Paths) -> None:
-    """It is timed as the translator's own profile says, and that is less than all of both."""
+    """It is timed with the native layers that are tuned, and that is less than all of both."""
     (maps,) = made.translators.values()
     provenance = {**maps.config.provenance, "native_layers": len(made.target.attentions)}
-    profiled = replace(maps, config=replace(maps.config, provenance=provenance))
+    tuned = replace(maps, config=replace(maps.config, provenance=provenance))
     timing = tables.Timing(len(PROMPT), {"switch": [1.0], "accelerator": [1.0]})
     rates = ceilings.Rates(1e9, 1e9, "float32")
-    for one, ways in ((maps, {"switch", "accelerator"}), (profiled, {"switch"})):
+    for one, ways in ((maps, {"switch", "accelerator"}), (tuned, {"switch"})):
         assert set(derived.floors(timing, rates, made.source, made.target, {"x": one})) == ways
 
 
@@ -665,7 +665,7 @@ def test_bench_of_a_geometry(
     assert run([*arguments, *more]) == 0
     text = capsys.readouterr().out
     assert (
-        "left out for want of time: 20 tokens" in text
+        "left out, since --time-limit allows no more: 20 tokens" in text
         and "in brackets how many times as long" in text
         and "not of the same run" not in text
     )
@@ -687,7 +687,8 @@ def test_a_table_for_which_there_is_no_time(
                  "--table", "all", "-p", "12", "--time-limit", "1e-9",
                  "--json", str(out)]  # fmt: skip
     assert run(arguments) == 0
-    assert capsys.readouterr().out.count("left out for want of time: 12 tokens") == 2
+    text = "left out, since --time-limit allows no more: 12 tokens"
+    assert capsys.readouterr().out.count(text) == 2
     results = json.loads(out.read_text())["results"]
     assert [len(results[name]["timings"]) for name in ("moe-switch", "switch", "quant")] == [
         1,
@@ -757,9 +758,9 @@ def test_bench_without_a_translator_times_random_maps(
         (["-n", "0"], "--num-trials is 0"),
         (["--batch", "0"], "--batch is 0"),
         (["--native-layers", "x"], "--native-layers is 'x'; give numbers: 1,2"),
-        (["--native-layers", "9"], "--native-layers is '9'; give numbers from 1 to 6"),
+        (["--native-layers", "9"], "--native-layers holds 9; give numbers from 1 to 6"),
         (["--native-layers", "1", "--batch", "2"], "--native-layers has no effect with --batch 2"),
-        (["--batch", "2", "--save-profile"], "--save-profile has no effect with --batch 2"),
+        (["--batch", "2", "--save-timings"], "--save-timings has no effect with --batch 2"),
         (["--reference", "nowhere"], "--reference nowhere cannot be read"),
     ],
 )

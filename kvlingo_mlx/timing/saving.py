@@ -1,27 +1,31 @@
-"""From a table's times to the profile by which `--strategy auto` chooses."""
+"""From a table's times to those by which `--strategy auto` chooses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from kvlingo_mlx.handover.hybrid import native_part
-from kvlingo_mlx.handover.timings import USUAL_STEP, WAYS, Profile, key_of
+from kvlingo_mlx.handover.timings import USUAL_STEP, WAYS, Timings, key_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.tables import Table, Timing
 from kvlingo_mlx.translators.base import Translator
 
 
 def serves(table: Table) -> bool:
-    """Whether a table times every way that a profile compares."""
+    """Whether a table times every way that `--strategy auto` compares."""
     return set(WAYS) <= set(table.phases)
 
 
-def profile_of(
-    source: LanguageModel, target: LanguageModel, translator: Translator, timings: Sequence[Timing],
+def timings_of(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    measured: Sequence[Timing],
     step_size: int = USUAL_STEP,
-) -> Profile:  # fmt: skip
+) -> Timings:
     """What a table found of a pair, by a translator that it timed whole ways with."""
     native = native_part(translator.config)  # as the accelerator was timed
     key = key_of(source, target, translator, native, step_size)
-    lengths = tuple(timing.prompt_tokens for timing in timings)
-    return Profile(key, lengths, {way: tuple(t.median(way) for t in timings) for way in WAYS})
+    lengths = tuple(timing.prompt_tokens for timing in measured)
+    seconds = {way: tuple(t.median(way) for t in measured) for way in WAYS}
+    return Timings(key, lengths, seconds)

@@ -8,21 +8,26 @@ compared with DroidSpeak, which reuses the source's cache verbatim above the sam
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import IncompatibleTranslatorError
-from kvlingo_mlx.evaluation import compare, lineup
+from kvlingo_mlx.evaluation import compare, lineup, probes
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.loading.pairing import check_one_tokenizer
+from kvlingo_mlx.loading.translators import find_translator, resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.timing.paths import switch_times
+from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
 HYBRID, DROIDSPEAK = "hybrid", "DroidSpeak"
@@ -59,6 +64,82 @@ class Point:
                 "recall": recall, "seconds": list(self.seconds)}  # fmt: skip
 
 
+# ---- what is tuned, and by what ----------------------------------------------------------------
+
+
+def translator_of(
+    given: str | None, source: LanguageModel, target: LanguageModel, allow_mismatch: bool
+) -> tuple[str, Translator]:
+    """The translator to tune, and where it lies; None is the local store's.
+
+    Raises:
+        MissingTranslatorError: There is none of this pair.
+        IncompatibleTranslatorError: It is between two tokenizers, or of other models.
+    """
+    place = given or str(find_translator(source, target, allow_mismatch=allow_mismatch))
+    found = resolve_translator(place, source, target, allow_mismatch=allow_mismatch)
+    check_one_tokenizer(found.config, "tune")
+    return place, found
+
+
+def own_folder(place: str) -> Path:
+    """The translator's folder, if what is chosen can be kept in it; asked before measuring.
+
+    Raises:
+        ValueError: It is no folder of the user's, or holds what is no file of a translator.
+    """
+    path = Path(place)
+    if not path.is_dir() or path.parent == TRANSLATORS or not os.access(path, os.W_OK):
+        raise ValueError(
+            f"{place} is no folder of yours, so nothing can be kept in it; `kvlingo-mlx import "
+            f"{place} --out DIR` and give --translator DIR"
+        )
+    others = sorted({file.name for file in path.iterdir()} - set(translator_folder.OUR_FILES))
+    if others:  # the folder is replaced as a whole
+        raise ValueError(
+            f"{place} holds {others[0]}, which is no file of a translator and would be lost when "
+            "what is chosen is kept; move it elsewhere"
+        )
+    translator_folder.check_destination(path)
+    return path
+
+
+def numbers(text: str | None, most: int) -> list[int]:
+    """The numbers of layers to try, each below ``most``, which is a re-prefill; None is all.
+
+    Raises:
+        ValueError: One is no such number.
+    """
+    if text is None:
+        return list(range(most))
+    try:
+        found = sorted({int(word) for word in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < 0 or found[-1] >= most:
+        raise ValueError(
+            f"--native-layers is {text!r}; give numbers from 0 to {most - 1}: 0,1,2 (all {most} "
+            "are a re-prefill, which is always measured)"
+        )
+    return found
+
+
+def task_of(
+    source: LanguageModel, target: LanguageModel, data: str | None, limit: int, seed: int
+) -> Task:
+    """Conversations to score: a JSONL file's, or generated dialogues."""
+    if data is None:
+        return probes.recall(target, limit, seed)
+    records = read_jsonl(data)
+    context = min(source.context_length, target.context_length)
+    answers = any("answers" in record for record in records)
+    make = probes.marked if answers else probes.continuation
+    return make(target, records, limit, context)
+
+
+# ---- what is measured, and what is chosen ------------------------------------------------------
+
+
 def line_up(
     source: LanguageModel,
     target: LanguageModel,
@@ -70,7 +151,7 @@ def line_up(
 ) -> dict[tuple[str, int | None], Condition]:
     """The ways to compare: hybrids, DroidSpeak where it applies, a re-prefill, two controls.
 
-    Controls have no native layers, whatever the translator's own profile says.
+    Controls have no native layers, whatever the translator was tuned to.
 
     Args:
         source: Has read the prefix.
@@ -158,7 +239,7 @@ def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[
     """
     config, weights = translator_folder.read(folder)
     curve = [[p.layers, p.kl.value, p.time] for p in points if p.way in (HYBRID, "native")]
-    facts = {"native_layers": layers, "profile": {**bounds, "layers_kl_seconds": curve}}
-    provenance = {**config.provenance, **facts}
-    profiled = dataclasses.replace(config, provenance=provenance)
-    translator_folder.write(folder, profiled, weights, overwrite=True)
+    facts = {"native_layers": layers, "tuning": {**bounds, "layers_kl_seconds": curve}}
+    before = {name: fact for name, fact in config.provenance.items() if name != "profile"}
+    tuned = dataclasses.replace(config, provenance={**before, **facts})  # "profile": its old name
+    translator_folder.write(folder, tuned, weights, overwrite=True)

@@ -1,0 +1,109 @@
+"""How a verb gets its options: a frozen dataclass with a field for each, and a function of it.
+
+A verb's own options are fields made by :func:`option`. Those of several verbs are types here, so
+that each has the same name, help and spellings everywhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, field, fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+
+from kvlingo_mlx.cli.output import keep_stdout_for_json
+
+
+def option(default: Any, help: str, *names: str, **more: Any) -> Any:
+    """A field that is an option; ``...`` stands for no default, ``names`` are its spellings."""
+    return _described(default, typer.Option(*names, help=help, **more))
+
+
+def argument(default: Any, help: str, **more: Any) -> Any:
+    """A field that is typed without a name before it."""
+    return _described(default, typer.Argument(help=help, **more))
+
+
+def _described(default: Any, info: Any) -> Any:
+    return field(default=MISSING if default is ... else default, metadata={"typer": info})
+
+
+# ---- options of several verbs ------------------------------------------------------------------
+
+SOURCE = typer.Option(
+    "--source", "--prefill-model", help="The model that reads: a folder or Hub id."
+)
+TARGET = typer.Option(
+    "--target", "--decode-model", help="The model that answers: a folder or Hub id."
+)
+Source = Annotated[str, SOURCE]
+Target = Annotated[str, TARGET]
+MaybeSource = Annotated[str | None, SOURCE]
+MaybeTarget = Annotated[str | None, TARGET]
+Translator = Annotated[
+    str | None, typer.Option(help="A folder or Hub id; default: the local store's.")
+]
+Quantize = Annotated[int | None, typer.Option(help="Hold the translator's weights in 8 or 4 bits.")]
+NativeLayers = Annotated[
+    str | None,
+    typer.Option(help="How many first cache layers the target reads itself; auto: as tuned."),
+]
+AllowMismatch = Annotated[
+    bool, typer.Option(help="Accept a translator of other checkpoints of the same shape.")
+]
+PrefillStepSize = Annotated[int, typer.Option(help="Tokens per prefill chunk.")]
+Thinking = Annotated[bool | None, typer.Option(help="The chat template's thinking switch.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace another translator there.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every verb takes."""
+
+    json_file: str | None = option(
+        None,
+        "Append the record as one JSON line to this file; - writes it to standard output.",
+        "--json",
+    )
+
+    def some(self, names: str) -> dict[str, Any]:
+        """The options of these names, which stand between spaces."""
+        return {name: getattr(self, name) for name in names.split()}
+
+
+# ---- verbs -------------------------------------------------------------------------------------
+
+Given = TypeVar("Given", bound=Options)
+
+
+def verb(options: type[Given]) -> Callable[[Callable[[Given], None]], Callable[..., None]]:
+    """Make a function of ``options`` one that typer can run; inherited fields are listed last."""
+    hints = get_type_hints(options, include_extras=True)
+    listed = (name for cls in options.__mro__ for name in inspect.get_annotations(cls))
+    known = {field.name: field for field in fields(options)}
+    parameters = [_parameter(known[name], hints[name]) for name in dict.fromkeys(listed)]
+
+    def decorate(function: Callable[[Given], None]) -> Callable[..., None]:
+        def command(**values: Any) -> None:
+            given = options(**values)
+            keep_stdout_for_json(given.json_file)
+            function(given)
+
+        command.__doc__ = function.__doc__
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def _parameter(described: Field, hint: Any) -> inspect.Parameter:
+    """A field as typer reads it."""
+    if info := described.metadata.get("typer"):
+        hint = Annotated[hint, info]
+    default = inspect.Parameter.empty if described.default is MISSING else described.default
+    return inspect.Parameter(
+        described.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint
+    )

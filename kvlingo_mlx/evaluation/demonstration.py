@@ -1,0 +1,93 @@
+"""The whole product on two embedded models: answers, recall and time from a translated cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
+from kvlingo_mlx.embedded.dialogues import Dialogue
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.evaluation import continuation as quality
+from kvlingo_mlx.handover.generation import generate
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.loading.translators import resolve_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import Message, encode
+from kvlingo_mlx.timing import tables
+from kvlingo_mlx.translators.base import Translator
+
+SHOWN = 4  # dialogues whose answers are shown
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """What was found of one pair.
+
+    Attributes:
+        scores: Recall and KL by cache: native, translated, shuffled, hidden.
+        latency: Times to the first token of 512 prompt tokens.
+        answers: A row a dialogue: the question, the true value, and what is answered from the
+            native cache, the translated one, and without the dialogue.
+    """
+
+    scores: dict[str, quality.Score]
+    latency: tables.Timing
+    answers: list[list[str]]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it."""
+        scores = {name: vars(score) for name, score in self.scores.items()}
+        return {"scores": scores, "latency": vars(self.latency), "answers": self.answers}
+
+
+def demonstrate(
+    source_name: str, target_name: str, count: int, progress: Callable[[], None]
+) -> Demonstration:
+    """Hold the embedded translator of a pair up to native reading, over ``count`` dialogues."""
+    source, target = load(zoo(source_name)), load(zoo(target_name))
+    folder = TRANSLATORS / f"{source_name}--{target_name}"  # whatever the user's store holds
+    translator = resolve_translator(folder, source, target)
+    talks = list(dialogues.held_out(count, seed=1))
+    samples = [quality.recall_sample(target, talk) for talk in talks]
+    makers = {
+        "translated": conditions.translated(source, target, translator),
+        "shuffled": conditions.translated(source, target, conditions.shuffled(translator)),
+        "hidden": conditions.hidden(target),
+    }
+    scores = quality.score(target, samples, makers, progress)
+    timings, _ = tables.run_table(
+        source,
+        target,
+        {"stored": translator},
+        tables.FIRST_TOKENS,
+        [512],
+        text=True,
+        trials=3,
+        clock=tables.Clock(None),
+    )
+    answers = [_answers(talk, source, target, translator) for talk in talks[:SHOWN]]
+    return Demonstration(scores, timings[0], answers)
+
+
+def _answers(
+    talk: Dialogue, source: LanguageModel, target: LanguageModel, translator: Translator
+) -> list[str]:
+    """A row of answers, decoded greedily."""
+    options: dict[str, Any] = {"max_tokens": 24}
+
+    def own(messages: Sequence[Message]) -> str:
+        tokens = encode(target, messages, False)
+        responses = mlx_stream_generate(target.model, target.tokenizer, tokens, **options)
+        return "".join(response.text for response in responses)
+
+    native, alone = own(talk.messages), own(talk.messages[-1:])
+    translated = generate(
+        source, target, talk.messages, translator=translator, enable_thinking=False, **options
+    )
+    return [talk.questions[0], talk.asked[0].value, native, translated, alone]

@@ -1,0 +1,85 @@
+"""Our own tasks, made for a pair of models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.evaluation import probes
+from kvlingo_mlx.evaluation.probes import Task
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import other_tokenizer, read_jsonl
+
+LENGTHS = (4096, 8192, 16384, 32768)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What tasks are made of.
+
+    Attributes:
+        limit: Most items; of needles, of a variant and length.
+        seed: Of what is generated.
+        data: JSONL for continuation; None is generated dialogues.
+        needles: Variants of them.
+        lengths: Of haystacks, in tokens; None is ``LENGTHS`` as far as they fit.
+        style: Of needles: ``magic`` or ``facts``.
+        haystack: The text that needles are hidden in; None is generated prose.
+        max_tokens: The longest answer.
+        thinking: The chat template's switch.
+    """
+
+    limit: int = 64
+    seed: int = 0
+    data: str | None = None
+    needles: Sequence[str] = ()
+    lengths: Sequence[int] | None = None
+    style: str = "magic"
+    haystack: str | None = None
+    max_tokens: int = 128
+    thinking: bool = False
+
+
+def make(name: str, source: LanguageModel, target: LanguageModel, asked: Asked) -> Task:
+    """``continuation``, ``recall`` or ``needles``, whose prompts fit both models' contexts.
+
+    Raises:
+        ValueError: The data hold nothing of use, or a haystack does not fit.
+    """
+    context = min(source.context_length, target.context_length)
+    if name == "continuation":
+        if asked.data:
+            records = read_jsonl(asked.data)
+        else:
+            talks = dialogues.held_out(asked.limit, seed=asked.seed)
+            records = [{"messages": talk.conversation()} for talk in talks]
+        other = other_tokenizer(source.tokenizer, target.tokenizer)
+        return probes.continuation(target, records, asked.limit, context, other)
+    if name == "recall":
+        return probes.recall(target, asked.limit, asked.seed, source)
+    return probes.find_needles(
+        target,
+        asked.needles,
+        _lengths(asked.lengths, context - asked.max_tokens),
+        asked.limit,
+        seed=asked.seed,
+        style=asked.style,
+        text=asked.haystack,
+        max_tokens=asked.max_tokens,
+        thinking=asked.thinking,
+        source=source,
+    )
+
+
+def _lengths(lengths: Sequence[int] | None, room: int) -> Sequence[int]:
+    """Those of haystacks that leave room for an answer."""
+    if lengths is None:
+        return [length for length in LENGTHS if length <= room] or [room]
+    for length in lengths:
+        if not 1 <= length <= room:
+            raise ValueError(
+                f"--lengths holds {length}; give numbers from 1 to {room}, which the shorter "
+                "context leaves for a prompt: 1024,2048"
+            )
+    return lengths

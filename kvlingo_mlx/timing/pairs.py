@@ -1,0 +1,114 @@
+"""What a bench times: two models with the forms of a translator's maps, theirs or random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvlingo_mlx.backend import on_gpu
+
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.errors import MissingTranslatorError
+from kvlingo_mlx.loading.models import load_pair
+from kvlingo_mlx.loading.pairing import check_one_tokenizer
+from kvlingo_mlx.loading.translators import resolve_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.timing import geometries
+from kvlingo_mlx.timing.reference import Layers
+from kvlingo_mlx.translators.base import Translator
+
+
+@dataclass(frozen=True)
+class Pair:
+    """What is timed.
+
+    Attributes:
+        source: Reads.
+        target: Answers.
+        translators: By form.
+        layers: Of both, measured and of the whole models; None where they are whole.
+        notes: What a reader must know of the numbers.
+        precision: Of random weights; None for models from a folder.
+        unstored: Whether the models are real and the maps random, since none are stored.
+    """
+
+    source: LanguageModel
+    target: LanguageModel
+    translators: Mapping[str, Translator]
+    layers: Layers = None
+    notes: tuple[str, ...] = ()
+    precision: str | None = None
+    unstored: bool = False
+
+    @property
+    def nu(self) -> int:
+        """Source layers that a target layer reads."""
+        return next(iter(self.translators.values())).config.nu
+
+    @property
+    def smaller(self) -> LanguageModel:
+        """The model of the shorter context, which every prompt must fit."""
+        return min((self.source, self.target), key=lambda model: model.context_length)
+
+
+def of_geometry(
+    names: Sequence[str], layers: int | None, precision: str | None, nu: int, bits: Sequence[int]
+) -> Pair:
+    """Random models of true widths, with random maps in floats and in ``bits``.
+
+    Args:
+        names: Of source and target in ``GEOMETRIES``.
+        layers: Of each; None for all.
+        precision: Of the weights; None is this machine's usual one.
+        nu: Source layers that a target layer reads.
+        bits: 8 or 4, each one more form.
+    """
+    precision = precision or ("bfloat16" if on_gpu() else "float32")
+    source, target = (
+        geometries.random_model(name, layers, precision, seed) for seed, name in enumerate(names)
+    )
+    translators = geometries.random_translators(source, target, nu, _forms(bits))
+    note = f"random weights in {precision}"
+    if layers is None:
+        return Pair(source, target, translators, notes=(note,), precision=precision)
+    first, second = (geometries.GEOMETRIES[name]["num_hidden_layers"] for name in names)
+    depths = (layers, first), (layers, second)
+    note += f", {layers} layers of each model"
+    return Pair(source, target, translators, depths, (note,), precision)
+
+
+def of_models(
+    source: str | None,
+    target: str | None,
+    translator: str | None,
+    nu: int,
+    bits: Sequence[int],
+    *,
+    stored: bool,
+) -> Pair:
+    """Real models; where no translator is ``stored`` and none has to be, random maps.
+
+    Raises:
+        MissingTranslatorError: One has to be, and none is.
+        IncompatibleTranslatorError: It is between two tokenizers, or of other models.
+    """
+    models = load_pair(source or zoo("tiny-qwen3-s"), target or zoo("tiny-qwen3-moe"))
+    try:
+        found = {"stored": resolve_translator(translator, *models)}
+        check_one_tokenizer(found["stored"].config, "bench")
+        found |= {f"{n} bits": resolve_translator(translator, *models, quantize=n) for n in bits}
+    except MissingTranslatorError:
+        if translator is not None or stored:
+            raise
+        maps = geometries.random_translators(*models, nu, _forms(bits))
+        return Pair(*models, maps, notes=(f"random maps, nu = {nu}",), unstored=True)
+    return Pair(*models, found)
+
+
+def _forms(bits: Sequence[int]) -> dict[str, tuple[Any, int | None]]:
+    """Forms of a translator's maps; on a CPU 16-bit maps are widened, so they are left out."""
+    floats: dict[str, tuple[Any, int | None]] = {"float32": ("float32", None)}
+    if on_gpu():
+        floats = {"bfloat16": ("bfloat16", None), **floats}
+    return floats | {f"{number} bits": ("float32", number) for number in bits}

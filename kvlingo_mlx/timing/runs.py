@@ -1,0 +1,108 @@
+"""Several tables of one pair, one after the other, within a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from kvlingo_mlx.timing import tables
+from kvlingo_mlx.timing.ceilings import Rates, measured_rates
+from kvlingo_mlx.timing.pairs import Pair
+from kvlingo_mlx.timing.tables import Clock, Table, Timing
+
+# A text and a number of steps; what it yields is called after each of them.
+Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be measured.
+
+    Attributes:
+        tables: Names in ``TABLES``.
+        lengths: Prompt tokens; None is each table's own.
+        text: Whether prompts are bundled text, not random ids.
+        trials: Per length.
+        batch: Prompts at once.
+        step_size: Tokens per prefill chunk.
+        native_layers: Switches of so many native layers are timed as well.
+    """
+
+    tables: tuple[str, ...]
+    lengths: Sequence[int] | None = None
+    text: bool = True
+    trials: int = 5
+    batch: int = 1
+    step_size: int = 2048
+    native_layers: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One table, measured.
+
+    Attributes:
+        name: In ``TABLES``.
+        table: What it shows here.
+        timings: A column a length.
+        over: Lengths that time did not allow.
+        beyond: Its own lengths that go beyond a model's context.
+        rates: The machine's best ones so far.
+    """
+
+    name: str
+    table: Table
+    timings: Sequence[Timing]
+    over: Sequence[int]
+    beyond: Sequence[int]
+    rates: Rates
+
+
+def check(pair: Pair, asked: Asked) -> None:
+    """Refuse (ValueError) what this pair cannot be timed with."""
+    most = len(pair.target.attentions)
+    if (wrong := max(asked.native_layers, default=0)) > most:
+        raise ValueError(f"--native-layers holds {wrong}; give numbers from 1 to {most}")
+    small, longest = pair.smaller, max(asked.lengths or [0])
+    room = small.context_length
+    if longest > room:
+        raise ValueError(
+            f"--prompt-tokens holds {longest}, but the context of {small.name} is {room}: "
+            f"give at most {room}"
+        )
+
+
+def run(pair: Pair, asked: Asked, clock: Clock, bar: Bar) -> Iterator[Ran]:
+    """Measure table after table; each has its part of the time that is left.
+
+    Raises:
+        ValueError: See :func:`check`.
+    """
+    check(pair, asked)
+    room = pair.smaller.context_length
+    rates = measured_rates()
+    before: Timing | None = None
+    for index, name in enumerate(asked.tables):
+        own = tables.TABLES[name]
+        lengths = [n for n in asked.lengths or own.lengths if n <= room]
+        shown = tables.with_hybrids(tables.batched(own, asked.batch), asked.native_layers)
+        with bar(f"timing {name}", len(lengths) * asked.trials) as step:
+            timings, over = tables.run_table(
+                pair.source,
+                pair.target,
+                pair.translators,
+                shown,
+                lengths,
+                text=asked.text,
+                trials=asked.trials,
+                clock=clock.part(len(asked.tables) - index),
+                step_size=asked.step_size,
+                progress=step,
+                before=before,
+                batch=asked.batch,
+            )
+        before = timings[0] if timings else before
+        rates = rates.best(measured_rates())
+        beyond = [n for n in own.lengths if n > room] if asked.lengths is None else []
+        yield Ran(name, shown, timings, over, beyond, rates)

@@ -93,11 +93,11 @@ def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transc
         }
         facts = {
             "format": FORMAT, "version": VERSION, "software": f"kvlingo-mlx {__version__}",
-            "strategy": exchange.switching, "active": exchange.active,
+            "strategy": exchange.rules.switching, "active": exchange.active,
             "models": {name: describe(line.model) for name, line in exchange.lines.items()},
             "translators": [
                 {"source": source, "target": target, "sha256": translator.digest}
-                for (source, target), translator in sorted(exchange.translators.items())
+                for (source, target), translator in sorted(exchange.directions.loaded.items())
             ],
             "transcript": transcript.to_json(), "lines": lines,
         }  # fmt: skip
@@ -253,7 +253,7 @@ class Saved:
             return exchange.transcript(self._facts["transcript"])
 
     def _check_translator(self, exchange: Exchange, source: str, target: str, sha256: str) -> None:
-        found = exchange.translator(source, target)
+        found = exchange.directions.translator(source, target)
         if found is None or found.digest != sha256:
             what = "none is given or stored" if found is None else "this one has other weights"
             raise IncompatibleTranslatorError(

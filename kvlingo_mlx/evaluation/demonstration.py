@@ -61,16 +61,9 @@ def demonstrate(
         "hidden": conditions.hidden(target),
     }
     scores = quality.score(target, samples, makers, progress)
-    timings, _ = tables.run_table(
-        source,
-        target,
-        {"stored": translator},
-        tables.FIRST_TOKENS,
-        [512],
-        text=True,
-        trials=3,
-        clock=tables.Clock(None),
-    )
+    effort = tables.Effort(text=True, trials=3, clock=tables.Clock(None))
+    stored = {"stored": translator}
+    timings, _ = tables.run_table(source, target, stored, tables.FIRST_TOKENS, [512], effort)
     answers = [_answers(talk, source, target, translator) for talk in talks[:SHOWN]]
     return Demonstration(scores, timings[0], answers)
 

@@ -184,7 +184,7 @@ def test_translators_are_held_in_few_bits(
     (store / "same").rename(tmp_path / "same")
     chats("hi there", options=("--quantize", "8", "--translator", str(tmp_path / "same")))
     whole = identity_of(one).nbytes
-    found = [list(talk.exchange.translators.values()) for talk in made]
+    found = [list(talk.exchange.directions.loaded.values()) for talk in made]
     # Those of the store are loaded once they are wanted, those given at once and both ways.
     assert [len(translators) for translators in found] == [1, 2]
     assert all(t.nbytes < whole / 2 for translators in found for t in translators)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import warnings
@@ -80,7 +81,7 @@ def test_switching_between_copies_is_one_model(
             elif action == "resume":
                 folder = talk.save(tmp_path / "talk")
                 talk = Conversation.resume(
-                    folder, dict.fromkeys("abc", model), talk.exchange.translators.values(),
+                    folder, dict.fromkeys("abc", model), talk.exchange.directions.loaded.values(),
                     eager=eager, prefill_step_size=7, native_layers=layers,
                 )  # fmt: skip
             elif action == "stop":
@@ -238,7 +239,7 @@ def test_a_switch_without_a_translator_changes_nothing(
         talk.reply("b", "and you")
     assert (talk.messages, talk.transcript.tokens) == before
     ask(talk, "a", "and you")
-    talk.exchange.on_missing = "reprefill"
+    talk.exchange.rules = dataclasses.replace(talk.exchange.rules, on_missing="reprefill")
     ask(talk, "b", "is it on?")
     assert talk.last_switch is not None and talk.last_switch.translated == 0
 

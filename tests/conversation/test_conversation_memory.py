@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -118,7 +119,7 @@ def test_a_line_comes_back_while_the_new_span_is_translated(
         translated.set()
         return take(self)
 
-    (translator,) = {id(t): t for t in talk.exchange.translators.values()}.values()
+    (translator,) = {id(t): t for t in talk.exchange.directions.loaded.values()}.values()
     apply = type(translator).__call__
 
     def noted_call(self: Any, *arguments: Any) -> Any:
@@ -520,7 +521,7 @@ def test_a_missing_translator_is_found_before_a_line_is_trimmed(
     ask(talk, "a", "and you")
     talk.undo()
     talk.undo()
-    talk.exchange.on_missing = "error"
+    talk.exchange.rules = dataclasses.replace(talk.exchange.rules, on_missing="error")
     before = {name: (list(line.tokens), list(line.spans)) for name, line in talk.lines.items()}
     talk.transcript.tokens[3] ^= 1  # as if an edit had changed the beginning
     talk.lines["a"].tokens[3] ^= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import io
 import json
@@ -475,7 +476,7 @@ def test_going_on_elsewhere_is_going_on(
     say(talk, "qwen", ASKED[0], SAID[0])
     say(talk, "mistral", ASKED[1], SAID[1])
     models = {name: opened(name) for name in talk.lines}
-    translators = list(talk.exchange.translators.values())
+    translators = list(talk.exchange.directions.loaded.values())
     resumed = Conversation.resume(
         talk.save(tmp_path / "talk"), models, translators, eager=eager, prefill_step_size=13
     )
@@ -556,7 +557,7 @@ def test_a_switch_without_a_translator_changes_nothing(
     with pytest.raises(kv.MissingTranslatorError, match="from qwen .* to mistral .*reprefill"):
         talk.reply("mistral", ASKED[1])
     assert (talk.messages, talk.transcript.tokens) == (messages, tokens)
-    talk.exchange.on_missing = "reprefill"
+    talk.exchange.rules = dataclasses.replace(talk.exchange.rules, on_missing="reprefill")
     found = say(talk, "mistral", ASKED[1], SAID[1])
     assert talk.last_switch is not None and talk.last_switch.translated == 0
     alone = Conversation({"mistral": opened("mistral")})

@@ -113,7 +113,7 @@ def test_what_one_thread_begins_another_goes_on_with(
         talk = talk_of(model, eager=eager)
         talk.reply("a", "hi there", max_tokens=NEW)
         saved = talk.save(tmp_path / f"{model.path.name}-{eager}")
-        both, own = dict.fromkeys("ab", model), list(talk.exchange.translators.values())
+        both, own = dict.fromkeys("ab", model), list(talk.exchange.directions.loaded.values())
         given = own or [identity_of(model, capture=model.family.points[0])]
         taken = {
             "branched": talk.branch,

@@ -137,7 +137,7 @@ def test_a_table_of_a_batch(models: dict[str, LanguageModel], translator: Transl
     assert table.title.endswith("2 prompts at once") and table.peaks == ("native", "switch")
     arguments = (models["dense"], models["moe"], {"stored": translator}, table, [16])
     options: dict[str, Any] = {"text": False, "trials": 1, "clock": tables.Clock(None)}
-    (timing,), _ = tables.run_table(*arguments, batch=2, **options)
+    (timing,), _ = tables.run_table(*arguments, tables.Effort(batch=2, **options))
     wanted = {"source_prefill", "native", "translate stored", "target_step", "switch"}
     assert set(timing.samples) == wanted and timing.batch == 2
     assert tables.batched(table, 1) is table
@@ -148,11 +148,15 @@ def test_little_time_leaves_long_prompts_out(
 ) -> None:
     arguments = (models["dense"], models["moe"], {"stored": translator})
     options: dict[str, Any] = {"text": False, "trials": 3, "clock": tables.Clock(0.0)}
-    done, left_out = tables.run_table(*arguments, tables.TABLES["switch"], [40, 16, 80], **options)
+    done, left_out = tables.run_table(
+        *arguments, tables.TABLES["switch"], [40, 16, 80], tables.Effort(**options)
+    )
     assert [timing.prompt_tokens for timing in done] == [16] and left_out == [40, 80]
     assert all(len(times) == 1 for times in done[0].samples.values())
     options["clock"] = tables.Clock(None)
-    done, left_out = tables.run_table(*arguments, tables.TABLES["switch"], [40, 16], **options)
+    done, left_out = tables.run_table(
+        *arguments, tables.TABLES["switch"], [40, 16], tables.Effort(**options)
+    )
     assert [timing.prompt_tokens for timing in done] == [16, 40] and left_out == []
 
 
@@ -165,9 +169,13 @@ def test_a_length_that_another_table_rules_out_is_not_begun(
     before = tables.Timing(16, samples)
     options: dict[str, Any] = {"text": False, "trials": 1, "before": before}
     # Three runs of 1.75 s, which at 40 tokens take 2.5 times as long: 13.1 s.
-    done, left_out = tables.run_table(*arguments, [40], clock=tables.Clock(13.0), **options)
+    done, left_out = tables.run_table(
+        *arguments, [40], tables.Effort(clock=tables.Clock(13.0), **options)
+    )
     assert done == [] and left_out == [40]
-    done, left_out = tables.run_table(*arguments, [40], clock=tables.Clock(13.3), **options)
+    done, left_out = tables.run_table(
+        *arguments, [40], tables.Effort(clock=tables.Clock(13.3), **options)
+    )
     assert [timing.prompt_tokens for timing in done] == [40] and left_out == []
 
 
@@ -466,7 +474,9 @@ def test_time_that_no_other_length_can_use_goes_to_more_rounds(
             tables, "_least", lambda t, n, found, beyond=beyond: beyond if n == 20 else 1.0
         )
         now[0] = 0.0
-        done, out = tables.run_table(*arguments, [12, 20], clock=tables.Clock(10.0), **options)
+        done, out = tables.run_table(
+            *arguments, [12, 20], tables.Effort(clock=tables.Clock(10.0), **options)
+        )
         assert len(done[0].samples["target_step"]) == rounds
         assert out == ([] if beyond == 1.0 else [20])
 

@@ -190,9 +190,14 @@ class Exchange:
         tell_of_length(translator.config, step.stop + 1)
         states = source.native.read(begun, step.stop)
         line.take_over(
-            tokens[begun : step.stop], states, source, translator, self.rules.step_size,
-            native_layers=self.directions.native(translator.config), keep=self.rules.switching == "naive",
-        )  # fmt: skip
+            tokens[begun : step.stop],
+            states,
+            source,
+            translator,
+            self.rules.step_size,
+            native_layers=self.directions.native(translator.config),
+            keep=self.rules.switching == "naive",
+        )
 
     def _plan(
         self, line: Line, tokens: Sequence[int], begun: int, origin: str | None,

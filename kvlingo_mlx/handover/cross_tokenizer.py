@@ -21,7 +21,7 @@ from kvlingo_mlx.threads import working
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 
 
-def take_over(
+def filled_across(
     plan: Plan,
     aligned: AlignedPrefix,
     spans: Iterable[KVStates],

@@ -109,7 +109,7 @@ def take_over(plan: Plan, spans: Iterable[KVStates], clock: Clock | None = None)
     """
     lap = (clock or Clock()).lap
     if plan.aligned is not None:
-        cache = cross_tokenizer.take_over(plan, plan.aligned, spans, lap)
+        cache = cross_tokenizer.filled_across(plan, plan.aligned, spans, lap)
         validate_cache(cache, plan.target, plan.aligned.num_entries)
     else:
         cache = _take_over(plan, spans, lap)

@@ -257,8 +257,8 @@ def run_table(
 
     A length is left out where it would take more than all the time that is left, going by the
     tokens of the length before: of this table, or ``effort.before`` of another one. Without either
-    it is measured, whatever it takes. Rounds beyond the first share the time evenly among the lengths
-    that are yet to come, as far as one is.
+    it is measured, whatever it takes. Rounds beyond the first share the time evenly among the
+    lengths that are yet to come, as far as one is.
     """
     clock, trials = effort.clock, effort.trials
     done: list[Timing] = []

@@ -283,14 +283,17 @@ class Training:
             sums.restore(load_file(kept), self._check(kept, config)["counts"])
         return stage1.closed_form(
             linear, self.source, self.target, self._fit_samples(sums.read), norm=self.plan.norm,
-            progress=lambda done: self.progress("stage 1", done), sums=sums,
-            keep=self._keeper(kept, config, stop), solved=self._count_solved(),
+            sums=sums, hooks=self._hooks("stage 1", self._keeper(kept, config, stop)),
         )  # fmt: skip
 
-    def _count_solved(self) -> Callable[[], None]:
-        """A function to call after each map: nothing else is to be seen while they are solved."""
+    def _hooks(self, what: str, keep: Callable[..., None]) -> stage1.Hooks:
+        """Who is told of ``what``; each solved map too, since nothing else is to be seen then."""
         numbers = itertools.count(1)
-        return lambda: self.progress("stage 1, maps solved", next(numbers))
+        return stage1.Hooks(
+            lambda used: self.progress(what, used),
+            keep,
+            lambda: self.progress("stage 1, maps solved", next(numbers)),
+        )
 
     def _select(
         self, config: TranslatorConfig, stop: Interruption
@@ -305,8 +308,7 @@ class Training:
         keep = self._keeper(kept, config, stop)
         assignment, arrays, provenance = stage1.select(
             linear, self.source, self.target, self._fit_samples(sums.read), plan.assignment,
-            plan.nu, norm=plan.norm, progress=lambda done: self.progress("selection", done),
-            sums=sums, keep=keep, solved=self._count_solved(),
+            norm=plan.norm, sums=sums, hooks=self._hooks("selection", keep),
         )  # fmt: skip
         keep(sums, at_once=True)  # a killed run goes on after the choice, not before it
         return dataclasses.replace(config, assignment=assignment), arrays, provenance

@@ -169,3 +169,61 @@ def test_backend_keeps_the_descriptor_limits() -> None:
 def test_every_public_name_resolves() -> None:
     for name in kvlingo_mlx.__all__:
         assert getattr(kvlingo_mlx, name) is not None
+
+
+LINES, PARAMETERS = 60, 8  # a function's, its docstring left out
+MANY = {  # functions of more parameters, by the reason
+    "what a user may ask for, each by its own name": (
+        "handover/generation.stream_generate", "handover/fill.hand_over",
+        "folding/decoding.folded_stream_generate", "folding/decoding.folded_hand_over",
+        "conversation/__init__.__init__", "conversation/__init__.stream_reply",
+        "fitting/__init__.fit", "evaluation/probes.find_needles",
+    ),
+    "lm-eval's own arguments": (
+        "evaluation/harness/running.run", "evaluation/harness/adapter.__init__",
+    ),
+    "a kernel's pointers and strides": (
+        "cuda/kernels._translate", "cuda/kernels._finish", "cuda/kernels.translate",
+    ),
+}  # fmt: skip
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """From ``def`` to the end, but for the docstring."""
+    whole = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    told = ast.get_docstring(function) is not None
+    return whole - ((first.end_lineno or 0) - first.lineno + 1 if told else 0)
+
+
+def parameters_of(function: ast.FunctionDef) -> int:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return len([a for a in named if a.arg not in ("self", "cls")])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_shapes_of_functions(path: Path) -> None:
+    file = path.relative_to(PACKAGE).with_suffix("").as_posix()
+    known = {name for names in MANY.values() for name in names}
+    for function in functions(path):
+        name = f"{file}.{function.name}"
+        assert lines_of(function) <= LINES, f"{name} has {lines_of(function)} lines"
+        if name not in known:
+            count = parameters_of(function)
+            assert count <= PARAMETERS, f"{name} takes {count} parameters; why?"
+
+
+def test_every_reason_is_still_one() -> None:
+    """None is kept for a function that has gone, or has become simpler."""
+    found = {
+        f"{path.relative_to(PACKAGE).with_suffix('').as_posix()}.{function.name}"
+        for path in FILES
+        for function in functions(path)
+        if parameters_of(function) > PARAMETERS
+    }
+    assert {name for names in MANY.values() for name in names} <= found

@@ -53,7 +53,12 @@ def same(one: list[Any], other: list[Any]) -> list[bool]:
 def test_identity_decodes_across_a_window(
     name: str, length: int, step: int, models: dict[str, LanguageModel]
 ) -> None:
-    """40 tokens, from before, at and beyond a window's wrap; in 4 bits from every point."""
+    """40 tokens, from before, at and beyond a window's wrap; in 4 bits from every point.
+
+    Caches are compared in every case. Decoding from equal ones, which costs most, can differ by
+    what a cache counts: by its length (chunks of 7) or by its chunks (the longest), and by a
+    point only as its finished keys do (the longest, in 4 bits).
+    """
     model, tokens = models[name], TOKENS[:length]
     own = native(model, tokens[:-1], step)
     handed = [
@@ -64,8 +69,11 @@ def test_identity_decodes_across_a_window(
         for point in model.family.points
     ]  # fmt: skip
     assert all(all(same(cache, own)) for cache in handed)
+    longest = length == max(LENGTHS)
+    if step != 7 and not longest:
+        return
     expected = logits(model, own, tokens[-1])
-    for cache in handed if "4-bit" in name and step == 7 else handed[:1]:
+    for cache in handed if "4-bit" in name and step == 7 and longest else handed[:1]:
         assert np.array_equal(logits(model, cache, tokens[-1]), expected)
 
 

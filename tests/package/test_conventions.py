@@ -11,6 +11,7 @@ import pytest
 
 import kvlingo_mlx
 from kvlingo_mlx.cli import VERBS
+from tests.support import TESTS
 
 PACKAGE = Path(kvlingo_mlx.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -237,3 +238,13 @@ def test_every_reason_is_still_one() -> None:
         if parameters_of(function) > PARAMETERS
     }
     assert {name for names in MANY.values() for name in names} <= found
+
+
+def test_no_test_module_imports_another() -> None:
+    """What tests share stands in tests/support; names are told apart without their folders."""
+    modules = sorted(TESTS.rglob("test_*.py"))
+    names = {path.stem for path in modules}
+    assert len(names) == len(modules) > 50
+    for path in TESTS.rglob("*.py"):
+        taken = {part for name in imports(path) for part in name.split(".")} & names
+        assert not taken, f"{path.relative_to(TESTS)} imports {taken}"

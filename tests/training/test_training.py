@@ -903,15 +903,13 @@ def test_two_processes_give_the_result_of_one(
     folders: dict[str, Path], torch_models: dict[str, TorchModel], tmp_path: Path
 ) -> None:
     pair = [str(folders["dense"]), str(folders["wide"])]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     maps = []
-    for processes in (1, 2):
+    for processes, launcher in ((1, []), (2, torchrun)):  # one process alone needs none
         out = tmp_path / f"by-{processes}"
         script = tmp_path / f"worker-{processes}.py"
         script.write_text(WORKER.format(root=str(ROOT), folders=pair, out=str(out)))
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={processes}", str(script),
-        ]  # fmt: skip
+        command = [sys.executable, *launcher, str(script)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,23 +17,35 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.mixture import Mixture, PlainText, key_of, shuffled
 from kvlingo_mlx.training.order import Refill, Walk, fill_evenly, halve, source_at
 from tests.support import two_tokenizers
 
-MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
 CONTEXT = 32_768  # of an ordinary model: the mixture is not scaled down
 NATURAL = Mixture(packed_share=0)
 WORDS = "name city river stone paper green little music seven garden".split()
 
 
+class Words:
+    """Two tokens a word: the order goes by lengths alone, and a real tokenizer costs a minute.
+
+    Real ones are in ``test_two_tokenizers`` and ``test_training_data``.
+    """
+
+    chat_template, eos_token = "", "$"
+
+    def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
+        said = "".join(f"{m['role']} {m['content']} $ " for m in messages)
+        return said + "assistant " * bool(options.get("add_generation_prompt"))
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [token for word in text.split() for token in (zlib.crc32(word.encode()) % 997, 997)]
+
+
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    found = AutoTokenizer.from_pretrained(MODEL)
-    found.model_max_length = 10**9
-    return found
+    return Words()
 
 
 def write(path: Path, lengths: Iterable[int], replies: int = 1) -> str:

@@ -16,6 +16,7 @@ from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.errors import tell_new_name
 from kvlingo_mlx.evaluation.harness.tasks import JUDGED
+from kvlingo_mlx.format.kinds import KINDS
 
 OLD_OPTIONS = {"--save-profile": "--save-timings"}  # by their new names, for one release
 
@@ -48,7 +49,8 @@ def _local(files: list[str] | None, tasks: str) -> bool:
 GREEDY = "which takes the likeliest token"
 SAMPLING = Need("top_p top_k min_p seed", "temp", lambda temp: temp != 0, 0.7, GREEDY)
 OWN_CACHE = "which decodes from the source's own cache"
-MLP = ("mlp", "linear_mlp")
+HIDDEN = tuple(spec.kind for spec in KINDS if spec.has_hidden)
+UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # in closed form
 PAIR = (
     Need("source", "target", is_set, "MODEL"),
     Need("target", "source", is_set, "MODEL"),
@@ -92,17 +94,17 @@ VERBS: dict[str, tuple[Need, ...]] = {
     ),
     "train": (
         Need(HISTOGRAM, "histogram", off, why="which only shows the data's prefix lengths"),
-        Need("hidden", "kind", among(*MLP), "mlp", "which has no hidden units"),
+        Need("hidden", "kind", among(*HIDDEN), "mlp", "which has no hidden units"),
         Need("norm fit_samples", "kind assignment",
-             lambda kind, rule: kind != "mlp" or rule != "relative_depth", "linear",
+             lambda kind, rule: kind not in UNSOLVED or rule != "relative_depth", "linear",
              "which has no closed form"),
         Need("ce_weight", "objective", among("mixed"), "mixed"),
-        Need("stage1_steps stage1_lr gated", "kind", among("mlp"), "mlp",
+        Need("stage1_steps stage1_lr gated", "kind", among(*UNSOLVED), "mlp",
              "whose stage 1 is a closed form"),
         Need("objective ce_weight lr plot", "steps", lambda steps: steps != 0,
              5000, "which leaves stage 2 out"),
         Need("held_out batch_size val_every", "steps kind",
-             lambda steps, kind: steps != 0 or kind == "mlp", 5000, "which leaves stage 2 out"),
+             lambda steps, kind: steps != 0 or kind in UNSOLVED, 5000, "which leaves stage 2 out"),
         Need("packed_share", "plain_text", off, why="which packs nothing"),
     ),
     "import": PAIR,

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli.command import Options, Source, Target, option, verb
+from kvlingo_mlx.cli.needs import UNSOLVED
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
+from kvlingo_mlx.format.kinds import NAMES
 
 if TYPE_CHECKING:
     from kvlingo_mlx.training import command_line
@@ -25,7 +27,7 @@ class TrainOptions(Options):
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
     )
     out: str | None = option(None, "The translator folder to write.")
-    kind: str = option("linear", "linear, mlp or linear_mlp.")
+    kind: str = option("linear", f"What the maps are: {', '.join(NAMES)}.")
     head_mixing: bool = option(True, "Off: block-diagonal maps, head by head.")
     joint: bool = option(False, "One map over keys and values together.")
     capture: str | None = option(
@@ -132,7 +134,7 @@ def _rates(option: str, text: str | None) -> tuple[float, ...]:
 
 def _stage1(options: TrainOptions) -> dict[str, Any] | None:
     """The steps and rates of an MLP's stage 1; None for maps in closed form."""
-    if options.kind != "mlp":
+    if options.kind not in UNSOLVED:
         return None
     steps = 5000 if options.stage1_steps is None else options.stage1_steps
     return {"steps": steps, "rates": _rates("--stage1-lr", options.stage1_lr)}

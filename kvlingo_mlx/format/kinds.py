@@ -1,6 +1,7 @@
 """The kinds of translators, a row each: what whoever stores, checks, runs or trains one asks.
 
-NumPy only, for both runtimes. A new kind is a row here and a file in ``translators/``.
+For both runtimes. A new kind is a row here and a file in ``translators/``. NumPy is imported where
+it is used, since the command line's ``--help`` reads this table too.
 """
 
 from __future__ import annotations
@@ -8,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 SIDES = ("keys", "values")
 Formula = Callable[[Mapping[str, Any], Any, Callable[[Any], Any]], Any]
@@ -22,10 +24,12 @@ class Tensor:
 
     ``axes`` are those of one head of a head-wise map, and of all heads of a head-mixing one:
     ``outputs``, ``inputs`` and ``hidden`` units. ``heads`` and ``all`` (outputs of all heads) are
-    of the whole target layer, whatever the map.
+    of the whole target layer, whatever the map. ``start`` is its numbers before any training:
+    all the same one, or drawn evenly up to 1 / sqrt(of so many ``inputs`` or ``hidden`` units).
     """
 
     axes: tuple[str, ...]
+    start: float | str = 0.0
 
     @property
     def is_matrix(self) -> bool:
@@ -51,11 +55,11 @@ class Tensor:
 # By the last part of a tensor's name in a file.
 TENSORS = {
     "weight": Tensor(("outputs", "inputs")),
-    "w1": Tensor(("hidden", "inputs")),
-    "b1": Tensor(("hidden",)),
-    "w2": Tensor(("outputs", "hidden")),
-    "b2": Tensor(("outputs",)),
-    "gate": Tensor(("heads",)),
+    "w1": Tensor(("hidden", "inputs"), "inputs"),
+    "b1": Tensor(("hidden",), "inputs"),
+    "w2": Tensor(("outputs", "hidden"), "hidden"),
+    "b2": Tensor(("outputs",), "hidden"),
+    "gate": Tensor(("heads",), 4.0),  # sigmoid(4) = 0.98
     "bias": Tensor(("all",)),
 }
 MATRICES = tuple(name for name, tensor in TENSORS.items() if tensor.is_matrix)
@@ -90,6 +94,8 @@ class KindSpec:
         solved: Whether stage 1 solves it, or its linear part, in closed form.
         device: Module and class in ``kvlingo_mlx.translators``.
         joint: Whether one map reads and writes keys and values together.
+        folds: Whether its maps are matrices alone, which can be taken to a target's queries.
+        silent: Tensors that start at zero beside a part that is solved.
     """
 
     kind: str
@@ -100,16 +106,18 @@ class KindSpec:
     solved: bool
     device: tuple[str, str]
     joint: bool = False
+    folds: bool = False
+    silent: tuple[str, ...] = ()
 
     @property
     def has_hidden(self) -> bool:
-        """Whether its maps have hidden units, which only training can set."""
-        return "w1" in self.tensors
+        """Whether its maps have hidden units."""
+        return any(TENSORS[name].of_hidden for name in self.tensors)
 
     @property
-    def folds(self) -> bool:
-        """Whether its maps are linear, so that they can be taken to a target's queries."""
-        return not self.has_hidden
+    def learnt(self) -> tuple[str, ...]:
+        """Tensors that no closed form solves: training starts them."""
+        return tuple(name for name in self.tensors if not (self.solved and name == "weight"))
 
     @property
     def note(self) -> str:
@@ -128,6 +136,8 @@ class KindSpec:
 
     def apply(self, tensors: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
         """A map on one vector in float64, as its probe has it: (outputs,) or (heads, outputs)."""
+        import numpy as np
+
         y = self.formula(tensors, x[None], _gelu)[..., 0, :]
         if "gate" in tensors:
             gate = 1.0 / (1.0 + np.exp(-tensors["gate"]))
@@ -138,18 +148,20 @@ class KindSpec:
 
 
 def _gelu(x: np.ndarray) -> np.ndarray:
+    import numpy as np
+
     return 0.5 * x * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2.0)))
 
 
 MLP = ("w1", "b1", "w2", "b2")
 KINDS = (
     KindSpec("linear", ("weight",), ("bias",), linear, "weight", True,
-             ("linear", "LinearTranslator")),
+             ("linear", "LinearTranslator"), folds=True),
     KindSpec("linear", ("weight",), ("bias",), linear, "weight", True,
-             ("joint", "JointTranslator"), joint=True),
+             ("joint", "JointTranslator"), joint=True, folds=True),
     KindSpec("mlp", MLP, ("gate", "bias"), two_layers, "w2", False, ("mlp", "MLPTranslator")),
     KindSpec("linear_mlp", ("weight", *MLP), ("bias",), summed, "weight", True,
-             ("linear_mlp", "LinearMLPTranslator")),
+             ("linear_mlp", "LinearMLPTranslator"), silent=("w2", "b2")),
 )  # fmt: skip
 NAMES = tuple(dict.fromkeys(spec.kind for spec in KINDS))
 

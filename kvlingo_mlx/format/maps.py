@@ -89,16 +89,29 @@ def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str,
     lasts = {name.rsplit(".", 1)[-1] for name in names}
     spec = config.spec
     present = (*spec.tensors, *(name for name in spec.optional if name in lasts))
-    shapes: dict[str, tuple] = {}
-    for m in maps_of(config):
-        sizes = {
-            "outputs": m.outputs, "inputs": m.inputs, "hidden": -1,
-            "heads": config.target.layers[m.layer].kv_heads, "all": m.outputs * (m.heads or 1),
-        }  # fmt: skip
-        for name in present:
-            tensor = TENSORS[name]
-            lead = (m.heads,) if m.heads is not None and tensor.by_head else ()
-            shapes[f"{m.name}.{name}"] = (*lead, *(sizes[axis] for axis in tensor.axes))
+    return {
+        f"{m.name}.{name}": shape
+        for m in maps_of(config)
+        for name, shape in shapes_of(config, m, present).items()
+    }
+
+
+def shapes_of(
+    config: TranslatorConfig, m: Map, names: Iterable[str], hidden: int = -1
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a map's tensors, by the last parts of their names."""
+    sizes = {
+        "outputs": m.outputs,
+        "inputs": m.inputs,
+        "hidden": hidden,
+        "heads": config.target.layers[m.layer].kv_heads,
+        "all": m.outputs * (m.heads or 1),
+    }
+    shapes = {}
+    for name in names:
+        tensor = TENSORS[name]
+        lead = (m.heads,) if m.heads is not None and tensor.by_head else ()
+        shapes[name] = (*lead, *(sizes[axis] for axis in tensor.axes))
     return shapes
 
 

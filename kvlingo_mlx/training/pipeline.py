@@ -46,7 +46,7 @@ from kvlingo_mlx.training.receipt import receipt
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import Best, start_runs
 from kvlingo_mlx.training.torch_model import TorchModel
-from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp
+from kvlingo_mlx.training.translator import TorchTranslator, initial
 from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
 
@@ -260,9 +260,7 @@ class Training:
             seen = provenance["prefix_tokens"], provenance["lowest_rank"]
             if short := shortage(config, *seen):
                 self.warn(short)
-        if spec.has_hidden:  # beside a solved map it starts as nothing
-            gated = plan.gated and "gate" in spec.optional
-            arrays |= initial_mlp(config, plan.hidden, plan.seed, zero=spec.solved, gated=gated)
+        arrays |= initial(config, plan.hidden, plan.seed, gated=plan.gated)
         if not spec.solved:
             recipe = plan.stage1_recipe
             checkpoints = self._checkpoints("stage1", config, recipe)

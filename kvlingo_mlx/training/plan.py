@@ -42,7 +42,7 @@ class TrainingPlan:
     """What to train and how; the defaults are the paper's.
 
     Attributes:
-        kind: ``linear``, ``mlp`` or ``linear_mlp``.
+        kind: One of ``format.kinds.NAMES``.
         head_mixing: False for maps that stay within a head.
         joint: One map over keys and values together.
         capture: Where keys are read and written; by default the first point that both models
@@ -107,7 +107,7 @@ class TrainingPlan:
 
     def _check_work(self, spec: KindSpec) -> None:
         """Refuse (ValueError) a plan after which an MLP is as it was before any data."""
-        if self.recipe.steps or not spec.has_hidden:
+        if self.recipe.steps or not spec.learnt:
             return
         if spec.solved:
             raise ValueError(

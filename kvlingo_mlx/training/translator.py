@@ -11,12 +11,11 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from kvlingo_mlx.format.maps import Map, head_map_of, maps_of
+from kvlingo_mlx.format.kinds import TENSORS
+from kvlingo_mlx.format.maps import Map, head_map_of, maps_of, shapes_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.training.torch_model import States
-
-GATE_START = 4.0  # sigmoid(4) = 0.98 (appendix "Training protocol", MLP translators)
 
 
 @dataclass(frozen=True)
@@ -86,32 +85,26 @@ class TorchTranslator:
         return {n: tensor.to(dtype) for n, tensor in found.items()}
 
 
-def initial_mlp(
-    config: TranslatorConfig, hidden: int, seed: int, *, zero: bool, gated: bool
+def initial(
+    config: TranslatorConfig, hidden: int, seed: int, *, gated: bool
 ) -> dict[str, np.ndarray]:
-    """Starting tensors of every map's MLP (appendix "Training protocol", MLP translators).
+    """Starting tensors of what no closed form solves (appendix "Training protocol").
 
-    W1 and W2 as PyTorch starts a linear layer; ``zero`` starts W2 and b2 at zero, as the
-    branch beside a linear map does; ``gated`` adds gates at sigmoid(4).
+    An MLP's as PyTorch starts a linear layer, with gates (``gated``) at sigmoid(4); one beside a
+    linear map starts as nothing.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator, spec = torch.Generator().manual_seed(seed), config.spec
+    gates = ("gate",) if gated and "gate" in spec.optional else ()
     arrays: dict[str, np.ndarray] = {}
     for m in maps_of(config):
-        lead = () if m.heads is None else (m.heads,)
-        first, second = 1 / math.sqrt(m.inputs), 1 / math.sqrt(hidden)
-        sizes = {
-            "w1": ((*lead, hidden, m.inputs), first),
-            "b1": ((*lead, hidden), first),
-            "w2": ((*lead, m.outputs, hidden), 0.0 if zero else second),
-            "b2": ((*lead, m.outputs), 0.0 if zero else second),
-        }
-        for name, (shape, bound) in sizes.items():
-            draw = torch.rand(shape, generator=generator) * 2 - 1
-            arrays[f"{m.name}.{name}"] = (bound * draw).numpy()
-        if gated:
-            arrays[f"{m.name}.gate"] = np.full(_target_heads(config, m), GATE_START, np.float32)
+        shapes = shapes_of(config, m, (*spec.learnt, *gates), hidden)
+        for name, shape in shapes.items():
+            start = TENSORS[name].start
+            if isinstance(start, str):
+                draw = torch.rand(shape, generator=generator) * 2 - 1
+                many = {"inputs": m.inputs, "hidden": hidden}[start]
+                bound = 0.0 if name in spec.silent else 1 / math.sqrt(many)
+                arrays[f"{m.name}.{name}"] = (bound * draw).numpy()
+            else:
+                arrays[f"{m.name}.{name}"] = np.full(shape, start, np.float32)
     return arrays
-
-
-def _target_heads(config: TranslatorConfig, m: Map) -> int:
-    return config.target.layers[m.layer].kv_heads

@@ -54,7 +54,7 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config, reconstruction 
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runs import Best  # noqa: E402
 from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
-from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp  # noqa: E402
+from kvlingo_mlx.training.translator import TorchTranslator, initial  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 from tests.support import ROOT  # noqa: E402
 from tests.support.trainings import (  # noqa: E402
@@ -562,7 +562,7 @@ def test_an_mlp_beside_a_linear_map_starts_at_it(torch_models: dict[str, TorchMo
     linear = linear_config(source, target)
     both = dataclasses.replace(linear, kind="linear_mlp")
     arrays = random_arrays(linear)
-    branch = initial_mlp(both, 8, 0, zero=True, gated=False)
+    branch = initial(both, 8, 0, gated=False)
     reading = read(source, target, Random().sample(0), "pre_norm")
     kls = [
         conversation_loss(

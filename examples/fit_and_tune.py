@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--source", default="tiny-qwen3-s", help="a folder or Hub id")
     parser.add_argument("--target", default="tiny-qwen3-l", help="a folder or Hub id")
-    parser.add_argument("--data", type=Path, help='JSON lines of {"messages": [...]} or {"text": ...}')
+    parser.add_argument(
+        "--data", type=Path, help='JSON lines of {"messages": [...]} or {"text": ...}'
+    )
     parser.add_argument("--nu", type=int, default=1, help="source layers per target layer")
     parser.add_argument("--max-kl", type=float, default=0.01, help="nats per token that will do")
     parser.add_argument("--limit", type=int, default=8, help="conversations to tune on")

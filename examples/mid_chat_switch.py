@@ -11,7 +11,10 @@ import argparse
 
 import kvlingo_mlx as kv
 
-TOLD = "Please remember this. The home of Paul is Oslo. The hotel of Emma is Lima. The code of Rosa is A4."
+TOLD = (
+    "Please remember this. The home of Paul is Oslo. The hotel of Emma is Lima. "
+    "The code of Rosa is A4."
+)
 ASKED = ("What is the hotel of Emma?", "What is the code of Rosa?")
 
 

@@ -1,6 +1,6 @@
 """Whether a tag, the package's version and the changelog's newest release are one and the same.
 
-    python tools/check_release.py v0.1.0
+python tools/check_release.py v0.1.0
 """
 
 from __future__ import annotations

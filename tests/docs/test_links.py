@@ -122,14 +122,18 @@ def test_every_option_of_a_verb_is_in_its_section(verb: str) -> None:
 
 def test_every_page_is_in_the_table_of_contents() -> None:
     contents = ROOT / "docs" / "README.md"
-    listed = {(contents.parent / link.split("#")[0]).resolve() for link in links(contents.read_text())}
+    listed = {
+        (contents.parent / link.split("#")[0]).resolve() for link in links(contents.read_text())
+    }
     pages = set((ROOT / "docs").rglob("*.md")) - {contents}
     assert pages <= listed
 
 
 def test_no_page_names_a_machine() -> None:
     """Neither a folder of somebody's machine, nor the address of a package index or of a host."""
-    private = re.compile(r"/(?:home|root|work|Users|tmp)/\w|\b\d+\.\d+\.\d+\.\d+\b|pypi\.org|index-url")
+    private = re.compile(
+        r"/(?:home|root|work|Users|tmp)/\w|\b\d+\.\d+\.\d+\.\d+\b|pypi\.org|index-url"
+    )
     found = [
         f"{path.relative_to(ROOT)}: {match[0]}"
         for path in [*PAGES, *(ROOT / "examples").glob("*.py"), *(ROOT / ".github").rglob("*.yml")]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from doc_pages import ROOT
 from safetensors.numpy import save_file
 
 import kvlingo_mlx as kv
@@ -20,6 +19,7 @@ from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.translators import resolve_translator
+from tests.docs.doc_pages import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 EMBEDDED = TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l"

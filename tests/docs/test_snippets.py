@@ -15,11 +15,11 @@ from textwrap import dedent
 
 import huggingface_hub
 import pytest
-from doc_pages import PAGES, REASONS, ROOT, RUN, Block, blocks, words_of
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.embedded import bundled, dialogues
+from tests.docs.doc_pages import PAGES, REASONS, ROOT, RUN, Block, blocks, words_of
 
 ZOO = ROOT / "tests" / "zoo"
 # Which tiny model stands for a real one. Those of one column have translators to each other.
@@ -65,6 +65,7 @@ def reader(
     """The folder in which somebody reads a page: it has their data, and no network."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub_cache))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(bundled, "COUNT", 1)  # receipts of one conversation, for speed
     store.mkdir(parents=True)
     for name in TWO_TOKENIZERS:
         (store / name).symlink_to(ZOO / "translators" / name)

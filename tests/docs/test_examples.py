@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
-from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS
+from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS, bundled
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.translators import resolve_translator
 from tests.docs.doc_pages import ROOT
@@ -78,7 +78,10 @@ def test_one_model_reads_and_another_answers(capsys: pytest.CaptureFixture[str])
     assert "translation 0.000 s" in lines[3] and "translation 0.000 s" not in lines[1]
 
 
-def test_a_pair_is_fitted_and_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pair_is_fitted_and_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundled, "COUNT", 1)  # a receipt of one conversation, for speed
     out = tmp_path / "pair"
     main_of("fit_and_tune")(["--out", str(out), "--limit", "2"])
     config = json.loads((out / "translator_config.json").read_text())

@@ -25,7 +25,7 @@ MAX_LAYERS, MAX_HEADS, MAX_DIM, MAX_WINDOW = 1024, 1024, 65536, 2**31
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Who may sit on one side of a translator (format page, "Model spec")."""
+    """Who may sit on one side of a translator (docs/reference/translator-format.md)."""
 
     name: str
     revision: str | None

@@ -2,7 +2,8 @@
 
 Three thin layers, as in mlx-lm: ``transfer.hand_over`` makes a cache, ``stream_generate`` yields
 a response a token, ``generate`` joins the text. The decode model always runs the last
-prompt token itself, since a translated cache holds no prediction (section 2.1).
+prompt token itself, since a translated cache holds no prediction
+(paper: section "Cache translation", equation (2.1)).
 """
 
 from __future__ import annotations

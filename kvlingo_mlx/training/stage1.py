@@ -150,7 +150,7 @@ def closed_form(
     keep: Callable[[Sums], None] = lambda sums: None,
     solved: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """Fit linear maps in closed form (section 3.2, stage 1).
+    """Fit linear maps in closed form (paper: "Training the translator", equation (3.2)).
 
     ``sums`` are those of the samples before ``samples``; ``keep`` is called after each sample,
     ``solved`` after each map.

@@ -154,6 +154,13 @@ def test_no_page_names_a_machine() -> None:
     assert not found
 
 
+def test_docstrings_cite_the_paper_by_title() -> None:
+    """Readers of the paper's page see titles and equations, and no numbers of sections."""
+    numbered = re.compile(r"(?i)\bsection \d|\bappendix [A-Z]\b")
+    files = sorted((ROOT / "kvlingo_mlx").rglob("*.py"))
+    assert not [file.name for file in files if numbered.search(file.read_text(encoding="utf-8"))]
+
+
 # ---- that the tests can fail ----------------------------------------------------------------
 
 
@@ -181,6 +188,27 @@ def test_the_version_follows_the_changelog() -> None:
     assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
     numbers = [tuple(map(int, version.split("."))) for version, _ in headings[1:]]
     assert numbers == sorted(numbers, reverse=True)
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    files = [*PAGES, *(ROOT / ".github").rglob("*.yml")]
+    named = {n for f in files for n in re.findall(r"(?:^|`|run: )make (\w+)", f.read_text(), re.M)}
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_workflows_are_sound() -> None:
+    yaml = pytest.importorskip("yaml")
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        for job in jobs.values():
+            assert {needed for needed in [job.get("needs")] if needed} <= set(jobs)
+            used = [step["uses"] for step in job.get("steps", ()) if "uses" in step]
+            assert all(re.fullmatch(r"[\w-]+/[\w-]+@[\w/.]+", name) for name in used)
+            scripts = re.findall(r"python (\w+/\S+\.py)", str(job))
+            assert all((ROOT / script).exists() for script in scripts)
+            if "uses" in job:
+                assert (ROOT / job["uses"]).exists()
 
 
 def test_the_release_check_refuses_another_tag() -> None:

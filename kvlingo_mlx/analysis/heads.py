@@ -1,4 +1,7 @@
-"""Which target heads a source's heads are sent to (appendix "Head alignment")."""
+"""Which target heads a source's heads are sent to.
+
+Paper: appendix "Head alignment in released Qwen3 pairs".
+"""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def analyze(
     translator: Translator | None = None,
     progress: Progress = lambda text: None,
 ) -> Report:
-    """Measure what two models' caches have in common (appendix "Motivating measurements").
+    """Measure what two models' caches have in common (paper: "Motivating measurements").
 
     Args:
         source: Whose cache would be translated.

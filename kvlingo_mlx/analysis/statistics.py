@@ -1,4 +1,5 @@
-"""Statistics of caches, NumPy in float64 (appendix "Cache geometry across models").
+"""Statistics of caches, NumPy in float64 (paper: appendix "Motivating
+measurements: layer correspondence, linearity and rank").
 
 Keys or values of a layer are (T, d): T tokens, all heads side by side.
 """
@@ -139,7 +140,7 @@ def r2(predicted: np.ndarray, y: np.ndarray, mean: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class HeadAlignment:
-    """Where each source head's map goes (appendix "Head alignment").
+    """Where each source head's map goes (paper: appendix "Head alignment in released Qwen3 pairs").
 
     Attributes:
         grid: (source heads, target heads), rows sum to one.

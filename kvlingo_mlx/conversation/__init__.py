@@ -1,8 +1,8 @@
 """One conversation, several models: each keeps its own cache line, and no span is read twice.
 
-Alternated translation and generation (section 4.6, "Multi-turn cache translation"): a line is
-made of spans that its model read or wrote itself and of spans that were translated, once, from
-what another model wrote. At a switch only the spans that the incoming model lacks are
+Alternated translation and generation (paper: section "Multi-turn cache translation"): a
+line is made of spans that its model read or wrote itself and of spans that were translated, once,
+from what another model wrote. At a switch only the spans that the incoming model lacks are
 translated.
 """
 

@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA): a token's keys and values are one latent and one rotary key.
 
 Whatever mlx-lm's cache stores, ``values`` are c_KV as kv_a_layernorm leaves it and ``keys`` k_R
-before its rotation, one head of each (section 4.5, "MLA"; the format page's "latent").
+before its rotation, one head of each (paper: section "MLA cache translation").
 """
 
 from __future__ import annotations

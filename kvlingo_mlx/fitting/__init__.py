@@ -71,7 +71,7 @@ def fit(
     progress: Progress | None = None,
     solving: Progress | None = None,
 ) -> Translator:
-    """Fit a translator in closed form (section 3.2, stage 1).
+    """Fit a translator in closed form (paper: "Training the translator", equation (3.2)).
 
     Args:
         source: Whose cache will be translated.

@@ -1,4 +1,7 @@
-"""What stage 1 regresses on what, between two tokenizers (appendix, figure panel b)."""
+"""What stage 1 regresses on what, between two tokenizers.
+
+Paper: appendix "Cross-tokenizer cache translation", paragraph "Initialising the translators".
+"""
 
 from __future__ import annotations
 

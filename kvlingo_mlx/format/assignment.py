@@ -1,4 +1,6 @@
-"""Which source layers each target layer reads (section 3.1, "Source-layer selection").
+"""Which source layers each target layer reads.
+
+Paper: section "Linear translator family", paragraph "Source-layer selection".
 
 An assignment lists, for each target cache layer in order, the source cache layers
 whose widths are concatenated into its input. Keys and values have one each.
@@ -63,7 +65,7 @@ def relative_depth(num_source: int, num_target: int, nu: int = 1) -> Assignment:
 def by_depth(
     source: Sequence[LayerGeometry], target: Sequence[LayerGeometry], nu: int = 1
 ) -> Assignment:
-    """Relative depth within each attention group (section 4.4, "Gemma pairs").
+    """Relative depth within each attention group (paper: section "Cross-layer cache translation").
 
     Local target layers read local source layers only, global ones global ones. A group
     of fewer than ``nu`` source layers gives all it has.

@@ -1,7 +1,7 @@
 """Facts that shape a model's key-value cache. No MLX and no PyTorch in here.
 
 Both runtimes describe the same checkpoint with the same facts, so a translator made
-by one is recognised by the other (format page, "Fingerprints").
+by one is recognised by the other (docs/reference/translator-format.md, "Fingerprints").
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ OF_MODELS = ("precision", "projections")  # what a provenance keeps for comparis
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Who may sit on one side of a translator (format page, "Model spec")."""
+    """Who may sit on one side of a translator (docs/reference/translator-format.md)."""
 
     name: str
     revision: str | None

@@ -1,8 +1,8 @@
 """Prefill with one model, hand over, decode with another.
 
 Three thin layers, as in mlx-lm: ``fill`` makes a cache, ``stream_generate`` yields a response a
-token, ``generate`` joins the text. The decode model always runs the last
-prompt token itself, since a translated cache holds no prediction (section 2.1).
+token, ``generate`` joins the text. The decode model always runs the last prompt token itself, since
+a translated cache holds no prediction (paper: section "Cache translation", equation (2.1)).
 """
 
 from __future__ import annotations

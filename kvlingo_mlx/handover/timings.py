@@ -2,7 +2,8 @@
 
 `kvlingo-mlx bench --save-timings` measures and writes, `strategy="auto"` reads. The source's
 prefill may cost more than it saves (the paper's accelerator is at par at 1024 tokens, appendix
-"Dense-to-MoE"), and where that turns depends on both models, the maps and the machine.
+"Dense-to-MoE cache translation"). Where that turns depends on both models, the maps and the
+machine.
 """
 
 from __future__ import annotations

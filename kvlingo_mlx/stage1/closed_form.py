@@ -1,4 +1,6 @@
-"""Stage 1: second moments to maps, in float64 (section 3.2, equation for T_K). NumPy only.
+"""Stage 1: second moments to maps, in float64. NumPy only.
+
+Paper: section "Training the translator", equation (3.2).
 
 The device and the CUDA path feed the same ``Moments``, so the two cannot drift.
 """
@@ -76,7 +78,7 @@ def solve(moments: Moments, tolerance: float = RELATIVE_TOLERANCE) -> Solution:
     """The minimiser of E w |M x - y|^2, of least norm where the data leave it open.
 
     Eigenvalues of E[x x^T] below ``tolerance`` times the largest count as zero
-    (appendix "Training protocol", stage 1).
+    (paper: appendix "Training protocol", paragraph "Stage 1").
 
     Raises:
         ValueError: No token was added, or a moment is not finite.

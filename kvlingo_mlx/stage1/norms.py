@@ -1,4 +1,7 @@
-"""The fitting norms of stage 1 (section 3.2 and appendix "Measuring the distance"). NumPy only.
+"""The fitting norms of stage 1. NumPy only.
+
+Paper: section "Training the translator", paragraph "Closed-form translators with other norms",
+equation (3.4); appendix "Measuring the distance between caches".
 
 A norm weighs each prefix position's residual by a scalar: 1 for Frobenius, more for the
 first four under ``sink_S``, the attention that the continuation pays to the position

@@ -1,4 +1,6 @@
-"""Choosing source layers from data: the R2 and greedy assignments (appendix on cross-depth pairs).
+"""Choosing source layers from data: the R2 and greedy assignments.
+
+Paper: appendix "Qwen3-0.6B/8B and Qwen3-1.7B/4B, pretrained", paragraphs of these names.
 
 NumPy only; the sums may be another library's arrays until they are solved. Both rules read
 second moments that the closed form needs anyhow, so nothing is read twice.

@@ -2,7 +2,7 @@
 
 A switch starts from a source that has served the conversation: its states are at hand,
 and only translation and one step of the target remain. The accelerator also counts the
-source's prefill (paper, appendix "Dense-to-MoE", paragraph "Timing").
+source's prefill (paper: appendix "Dense-to-MoE cache translation", paragraph "Timing").
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ class AlignedPrefix:
         """Control: translated keys rotated by where their entries stand in the text, 0, 1, ...
 
         The next token keeps the target's own position, so the last entries' distance to it is
-        wrong by as many tokens as the two models differ in (the appendix's mismatch).
+        wrong by as many tokens as the two models differ in (the mismatch of the paper's appendix).
         """
         order = np.argsort(np.concatenate([self.groups[:, 0], self.own]), kind="stable")
         place = np.empty_like(order)

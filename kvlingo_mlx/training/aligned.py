@@ -17,7 +17,8 @@ def paired_states(
     """The source's states of a prefix beside the target's.
 
     With one tokenizer, those of each token; with two, of each translated source token and the
-    mean over the target tokens of its minimal group (appendix, figure panel b).
+    mean over the target tokens of its minimal group (paper: appendix
+    "Cross-tokenizer cache translation", paragraph "Initialising the translators").
     """
     aligned = sample.aligned
     if aligned is None:

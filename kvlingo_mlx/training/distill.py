@@ -1,4 +1,6 @@
-"""Stage 2: self-distillation (section 3.2 and appendix "Training protocol").
+"""Stage 2: self-distillation.
+
+Paper: section "Training the translator", equation (3.3); appendix "Training protocol".
 
 Several translators of one pair, one for each learning rate, are trained in lockstep: they share
 the two no-gradient readings of every conversation. The step and rate of lowest held-out KL win,

@@ -1,4 +1,7 @@
-"""What stage 2 minimises (section 3.2, equation for L; appendix "Objective ablation").
+"""What stage 2 minimises.
+
+Paper: section "Training the translator", equation (3.3); appendix "Objective ablation:
+cross-entropy and mixed objectives".
 
 Losses are means over a continuation's tokens, computed from final hidden states a block of
 tokens at a time: with a vocabulary of 150,000 a whole continuation's logits would not fit

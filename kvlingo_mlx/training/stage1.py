@@ -164,7 +164,7 @@ def closed_form(
     sums: Sums | None = None,
     hooks: Hooks | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
-    """Fit linear maps in closed form (section 3.2, stage 1).
+    """Fit linear maps in closed form (paper: "Training the translator", equation (3.2)).
 
     ``sums`` are those of the samples before ``samples``.
 

@@ -44,7 +44,7 @@ class LinearMap:
 
 @dataclass(frozen=True)
 class Translator(ABC):
-    """Maps a source's keys and values to a target's, token by token (equation "map").
+    """Maps a source's keys and values to a target's, token by token (paper: equation (3.1)).
 
     Attributes:
         config: Who can use it, what it computes, where it came from.

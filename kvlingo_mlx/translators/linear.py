@@ -1,4 +1,7 @@
-"""Linear maps, head-mixing or head-wise: the paper's translator family (section 3.1)."""
+"""Linear maps, head-mixing or head-wise: the paper's translator family.
+
+Paper: section "Linear translator family", equation (3.1).
+"""
 
 from __future__ import annotations
 

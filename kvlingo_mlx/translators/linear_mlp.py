@@ -1,4 +1,6 @@
-"""Linear maps with a two-layer branch beside them (appendix "A non-linear translator")."""
+"""Linear maps with a two-layer branch beside them (paper: appendix "Dense-to-MoE
+cache translation", paragraph "A non-linear translator").
+"""
 
 from __future__ import annotations
 

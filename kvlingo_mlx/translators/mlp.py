@@ -1,4 +1,7 @@
-"""Two-layer maps, gated by target head or not (appendix "Training protocol", MLP translators)."""
+"""Two-layer maps, gated by target head or not.
+
+Paper: appendix "Training protocol", paragraph "MLP translators".
+"""
 
 from __future__ import annotations
 

@@ -1,0 +1,186 @@
+"""The examples do what they say, with the embedded models and with other ones by name."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import EXAMPLE, TRANSLATORS, bundled
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.loading.translators import resolve_translator
+from tests.docs.doc_pages import ROOT
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EMBEDDED = TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l"
+
+
+def embedded_numbers() -> dict[str, np.ndarray]:
+    """The embedded translator's tensors, in float32."""
+    _, weights = translator_folder.read(EMBEDDED)
+    return {name: weights.as_float32(name) for name in weights.arrays}
+
+
+def main_of(name: str) -> Callable[[list[str]], None]:
+    """An example's ``main``, from its file."""
+    spec = importlib.util.spec_from_file_location(
+        f"example_{name}", ROOT / "examples" / f"{name}.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+def test_every_example_has_a_test_and_a_line_in_the_readme() -> None:
+    tested = Path(__file__).read_text(encoding="utf-8")
+    for path in EXAMPLES:
+        assert f'main_of("{path.stem}")' in tested
+        text = path.read_text(encoding="utf-8")
+        assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
+
+
+# ---- a switch, an accelerator ---------------------------------------------------------------
+
+
+def test_a_switch_in_the_middle_of_a_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    main_of("mid_chat_switch")([])
+    out = capsys.readouterr().out
+    assert "The hotel of Emma is Lima." in out and "The code of Rosa is A4." in out
+    large = next(line for line in out.splitlines() if line.startswith("[large"))
+    held, translated, read = (int(part.split()[0]) for part in large.split(": ")[1].split(", "))
+    # It has never read the facts: they were translated for it while nobody was asking.
+    assert held >= 34 and translated == 0 and read < held
+    assert "large holds 96 tokens, 71 of them translated" in out
+
+
+def test_a_switch_between_given_models(capsys: pytest.CaptureFixture[str]) -> None:
+    models = ["--small", str(kv.zoo("tiny-qwen3-l")), "--large", "tiny-qwen3-moe"]
+    main_of("mid_chat_switch")(models)
+    assert "The hotel of Emma is Lima." in capsys.readouterr().out
+
+
+def test_one_model_reads_and_another_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    main_of("accelerator")([])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "accelerator: The hotel of Emma is Lima."
+    assert lines[2] == "native: The hotel of Emma is Lima."
+    assert "translation 0.000 s" in lines[3] and "translation 0.000 s" not in lines[1]
+
+
+def test_a_pair_is_fitted_and_tuned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundled, "COUNT", 1)  # a receipt of one conversation, for speed
+    out = tmp_path / "pair"
+    main_of("fit_and_tune")(["--out", str(out), "--limit", "2"])
+    config = json.loads((out / "translator_config.json").read_text())
+    # The closed form alone has ten times the KL that is asked for (docs/results.md).
+    assert 1 <= config["provenance"]["native_layers"] <= 3
+    assert f"native layers: {config['provenance']['native_layers']} of 4" in capsys.readouterr().out
+
+
+# ---- a translator written by hand -----------------------------------------------------------
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Callable[..., Path]:
+    """A translator folder from s to l, by the example."""
+
+    def write(*more: str) -> Path:
+        ends = [str(kv.zoo(f"tiny-qwen3-{end}")) for end in "sl"]
+        out = tmp_path / "by-hand"
+        main_of("write_translator")(
+            ["--source", ends[0], "--target", ends[1], "--out", str(out), *more]
+        )
+        return out
+
+    return write
+
+
+def test_the_writer_does_not_import_the_package() -> None:
+    tree = ast.parse((ROOT / "examples" / "write_translator.py").read_text(encoding="utf-8"))
+    roots = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            roots.add((node.module or "").split(".")[0])
+    assert roots - set(sys.stdlib_module_names) == {"numpy", "safetensors"}
+
+
+@pytest.mark.parametrize("nu", [1, 2, 4])
+def test_a_translator_written_by_hand_is_accepted_at_once(
+    nu: int, written: Callable[..., Path], store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = written("--nu", str(nu))
+    pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
+    assert run(["import", str(folder), *pair]) == 0, capsys.readouterr().err
+    (stored,) = store.iterdir()
+    capsys.readouterr()
+    assert run(["verify", str(stored)]) == 0
+    assert re.search(r"its own probes +agree", capsys.readouterr().out)
+    assert kv.load_translator(stored).config.nu == nu
+
+
+def test_its_fingerprints_are_those_that_the_package_computes(
+    written: Callable[..., Path],
+) -> None:
+    config = json.loads((written() / "translator_config.json").read_text())
+    for end, name in (("source", "tiny-qwen3-s"), ("target", "tiny-qwen3-l")):
+        spec = kv.load(name).spec()
+        assert config[end]["fingerprint"] == dict(spec.fingerprint)
+        assert config[end]["model_type"] == spec.model_type
+
+
+def test_its_numbers_are_used_as_they_are_meant(
+    written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The embedded translator's numbers, written by hand, give the embedded one's answers."""
+    np.savez(tmp_path / "numbers.npz", **embedded_numbers())
+    folder = written("--nu", "1", "--numbers", str(tmp_path / "numbers.npz"))
+    source, target = kv.load("tiny-qwen3-s"), kv.load("tiny-qwen3-l")
+    prompt = [{"role": "user", "content": EXAMPLE}]
+    answers = [
+        kv.generate(source, target, prompt, translator=translator, enable_thinking=False)
+        for translator in (folder, EMBEDDED)
+    ]
+    assert answers[0] == answers[1] == "The hotel of Emma is Lima."
+    assert np.array_equal(
+        *(resolve_translator(t, source, target).floats()["keys.2.weight"]
+          for t in (folder, EMBEDDED))
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["transposed", "layers in the wrong order", "heads permuted"])
+def test_what_has_the_right_shape_and_is_wrong_is_refused(
+    fault: str, written: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """An export that goes wrong after the self-test was made by other code."""
+    numbers = {}
+    for name, array in embedded_numbers().items():
+        numbers[name] = np.concatenate([array, array.T / 2], axis=1)  # of two layers
+    np.savez(tmp_path / "numbers.npz", **numbers)
+    folder = written("--nu", "2", "--numbers", str(tmp_path / "numbers.npz"))
+    first, second = np.split(numbers["keys.1.weight"], 2, axis=1)
+    wrong = {
+        "transposed": np.concatenate([first.T, second.T], axis=1),
+        "layers in the wrong order": np.concatenate([second, first], axis=1),
+        "heads permuted": np.roll(numbers["keys.1.weight"], 32, axis=0),
+    }[fault]
+    pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
+    assert run(["import", str(folder), *pair, "--out", str(tmp_path / "sound")]) == 0
+    save_file({**numbers, "keys.1.weight": wrong}, folder / "translator.safetensors")
+    capsys.readouterr()
+    assert run(["import", str(folder), *pair, "--out", str(tmp_path / "wrong")]) == 2
+    assert "self-test failed for keys.1.weight" in capsys.readouterr().err

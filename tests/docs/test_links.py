@@ -1,0 +1,220 @@
+"""What the pages name exists: files, headings, verbs, options, names of the package."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import app
+from tests.docs.doc_pages import (
+    PAGES,
+    ROOT,
+    anchors,
+    blocks,
+    inline_code,
+    links,
+    mentioned,
+    words_of,
+)
+
+LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "ARCHITECTURE.md"]
+COMMANDS = typer.main.get_command(app).commands
+EVERYWHERE = {"--help", "--version", "--debug"}
+FOLDERS = "kvlingo_mlx tests benchmarks tools docs examples .github .ci".split()
+# Options of other programs that a page's prose may name.
+OTHERS = {"--nproc-per-node"}
+# Old names that work for one release; pages may say so.
+OLD = {"profile", "bench --save-profile", "--save-profile"}
+
+
+def options_of(verb: str) -> set[str]:
+    """Every option of a verb, hidden ones too."""
+    spelt = (o for p in COMMANDS[verb].params for o in (*p.opts, *p.secondary_opts))
+    return {o for o in spelt if o.startswith("-")} | EVERYWHERE
+
+
+ALL_OPTIONS = EVERYWHERE.union(*map(options_of, COMMANDS)) | OTHERS | OLD
+
+
+def faults_of_command(words: list[str]) -> list[str]:
+    """What is wrong with a command of ours: its verb, its options."""
+    options = [word.split("=")[0] for word in words if re.match(r"--?[a-z]", word)]
+    if not words or words[0].startswith("-"):
+        return [option for option in options if option not in EVERYWHERE]
+    verb = words[0]
+    if verb == "VERB":
+        return []
+    if verb not in COMMANDS:
+        return [verb] if verb not in OLD else []
+    wrong = [f"{verb} {option}" for option in options if option not in options_of(verb)]
+    return [fault for fault in wrong if fault not in OLD]
+
+
+def faults_of_code(code: str) -> list[str]:
+    """What is wrong with inline code that names options without the program."""
+    words = words_of(code)
+    if not words:
+        return []
+    if words[0] in COMMANDS and any(word.startswith("--") for word in words):
+        return faults_of_command(words)
+    if words[0].startswith("--"):
+        options = [w.split("=")[0] for w in words if w.startswith("--")]
+        return [option for option in options if option not in ALL_OPTIONS]
+    return []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_verb_and_option_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    wrong = [fault for words in mentioned(text) for fault in faults_of_command(words)]
+    wrong += [fault for code in inline_code(text) for fault in faults_of_code(code)]
+    assert not wrong
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert not [link for link in links(text) if not leads(page, link)]
+
+
+def leads(page: Path, link: str) -> bool:
+    """Whether a link's file and heading are there; the world outside is not asked."""
+    if re.match(r"[a-z]+:", link):
+        return link.startswith("https://")
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    if not target.exists() or not target.is_relative_to(ROOT):
+        return False
+    return not anchor or anchor in anchors(target.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_in_code_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    wrong = [code for code in inline_code(text) if is_path(code) and not list(found(code))]
+    assert not wrong
+
+
+def is_path(code: str) -> bool:
+    """Whether inline code is a path of the repository; with <...> it is a pattern for writers."""
+    return code.split("/")[0] in FOLDERS and "/" in code and not re.search(r"[<> ]", code)
+
+
+def found(code: str) -> list[Path]:
+    """The files of a path, which may hold a star."""
+    return list(ROOT.glob(code.rstrip("/").split("::")[0]))
+
+
+def test_every_public_name_has_a_row_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
+    named = {code.split("(")[0].removeprefix("kv.") for code in inline_code(text)}
+    assert not [name for name in kv.__all__ if name not in named]
+
+
+def test_every_verb_has_a_section_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    visible = [verb for verb, command in COMMANDS.items() if not command.hidden]
+    assert not [verb for verb in visible if verb not in anchors(text)]
+
+
+@pytest.mark.parametrize("verb", [v for v, command in COMMANDS.items() if not command.hidden])
+def test_every_option_of_a_verb_is_in_its_section(verb: str) -> None:
+    text = (ROOT / "docs" / "reference" / "command-line.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^## {verb}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    shown = [p for p in COMMANDS[verb].params if not getattr(p, "hidden", False)]
+    first = [next((o for o in p.opts if o.startswith("--")), "--help") for p in shown]
+    assert not [option for option in first if option != "--help" and f"`{option}`" not in section]
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    contents = ROOT / "docs" / "README.md"
+    listed = {
+        (contents.parent / link.split("#")[0]).resolve() for link in links(contents.read_text())
+    }
+    pages = set((ROOT / "docs").rglob("*.md")) - {contents}
+    assert pages <= listed
+
+
+def test_no_page_names_a_machine() -> None:
+    """Neither a folder of somebody's machine, nor the address of a package index or of a host."""
+    private = re.compile(
+        r"/(?:home|root|work|Users|tmp)/\w|\b\d+\.\d+\.\d+\.\d+\b|pypi\.org|index-url"
+    )
+    found = [
+        f"{path.relative_to(ROOT)}: {match[0]}"
+        for path in [*PAGES, *(ROOT / "examples").glob("*.py"), *(ROOT / ".github").rglob("*.yml")]
+        for match in private.finditer(path.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
+def test_docstrings_cite_the_paper_by_title() -> None:
+    """Readers of the paper's page see titles and equations, and no numbers of sections."""
+    numbered = re.compile(r"(?i)\bsection \d|\bappendix [A-Z]\b")
+    files = sorted((ROOT / "kvlingo_mlx").rglob("*.py"))
+    assert not [file.name for file in files if numbered.search(file.read_text(encoding="utf-8"))]
+
+
+# ---- that the tests can fail ----------------------------------------------------------------
+
+
+def test_what_is_not_there_is_noticed() -> None:
+    page = ROOT / "README.md"
+    assert not leads(page, "docs/nowhere.md") and not leads(page, "docs/README.md#nothing")
+    assert not leads(page, "../../etc/passwd") and not leads(page, "http://example.com")
+    assert leads(page, "docs/README.md") and leads(page, "https://arxiv.org/")
+    assert faults_of_command(["generte", "--prompt", "x"]) == ["generte"]
+    assert faults_of_command(["generate", "--promt", "x"]) == ["generate --promt"]
+    assert faults_of_code("fit --no-such 3") == ["fit --no-such"]
+    assert faults_of_code("--no-such-option") == ["--no-such-option"]
+    assert not faults_of_command(["generate", "-p", "hi", "--max-tokens=3"])
+    assert is_path("kvlingo_mlx/nothing.py") and not found("kvlingo_mlx/nothing.py")
+    (block,) = blocks("```console\n$ kvlingo-mlx show x\noutput\n```\n")
+    assert block.commands == ["kvlingo-mlx show x"]
+
+
+def test_the_version_follows_the_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    headings = re.findall(r"^## \[([^\]]+)\](?: - (\S+))?$", text, re.MULTILINE)
+    assert headings[0] == ("Unreleased", "")
+    newest, date = headings[1]
+    assert kv.__version__ == newest
+    assert re.fullmatch(r"\d{4}-\d{2}-\d{2}", date)
+    numbers = [tuple(map(int, version.split("."))) for version, _ in headings[1:]]
+    assert numbers == sorted(numbers, reverse=True)
+
+
+def test_every_make_target_exists() -> None:
+    targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    files = [*PAGES, *(ROOT / ".github").rglob("*.yml")]
+    named = {n for f in files for n in re.findall(r"(?:^|`|run: )make (\w+)", f.read_text(), re.M)}
+    assert {"demo", "test"} <= named <= targets
+
+
+def test_workflows_are_sound() -> None:
+    yaml = pytest.importorskip("yaml")
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        jobs = yaml.safe_load(path.read_text())["jobs"]
+        for job in jobs.values():
+            assert {needed for needed in [job.get("needs")] if needed} <= set(jobs)
+            used = [step["uses"] for step in job.get("steps", ()) if "uses" in step]
+            assert all(re.fullmatch(r"[\w-]+/[\w-]+@[\w/.]+", name) for name in used)
+            scripts = re.findall(r"python (\w+/\S+\.py)", str(job))
+            assert all((ROOT / script).exists() for script in scripts)
+            if "uses" in job:
+                assert (ROOT / job["uses"]).exists()
+
+
+def test_the_release_check_refuses_another_tag() -> None:
+    """What the release workflow runs before it builds."""
+    command = [sys.executable, str(ROOT / "tools" / "check_release.py")]
+    right = subprocess.run([*command, f"v{kv.__version__}"], capture_output=True, text=True)
+    assert right.returncode == 0, right.stderr
+    wrong = subprocess.run([*command, "v99.0.0"], capture_output=True, text=True)
+    assert wrong.returncode == 1 and "99.0.0" in wrong.stderr

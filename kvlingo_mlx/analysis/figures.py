@@ -92,8 +92,12 @@ def heads(report: Report) -> Any:
                 ylabel="target head",
             )
             pictures.whole_numbers(axes.xaxis, axes.yaxis)
-    bar = figure.colorbar(image, ax=list(panels.flat), shrink=0.8,
-                          label="share of the source head's map (white line: chance)")  # fmt: skip
+    bar = figure.colorbar(
+        image,
+        ax=list(panels.flat),
+        shrink=0.8,
+        label="share of the source head's map (white line: chance)",
+    )
     bar.ax.axhline(1 / found.grid.shape[1], color="white", linewidth=2)
     return figure
 

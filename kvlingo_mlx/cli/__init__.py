@@ -23,9 +23,23 @@ from kvlingo_mlx.errors import KVLingoError, tell_new_name
 from kvlingo_mlx.version import __version__
 
 VERBS = (
-    "generate", "chat", "demo", "fit", "train", "import", "list", "remove", "publish", "show",
-    "verify", "doctor", "eval", "tune", "analyze", "bench",
-)  # fmt: skip
+    "generate",
+    "chat",
+    "demo",
+    "fit",
+    "train",
+    "import",
+    "list",
+    "remove",
+    "publish",
+    "show",
+    "verify",
+    "doctor",
+    "eval",
+    "tune",
+    "analyze",
+    "bench",
+)
 OLD_VERBS = {"profile": "tune"}  # by their new names, for one release
 
 

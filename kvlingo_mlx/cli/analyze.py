@@ -111,8 +111,10 @@ def _print(report: Report) -> None:
 def _print_layers(report: Report, side: str) -> None:
     """A row for each target layer: what it resembles, and how much of it can be predicted."""
     columns = ["layer", "reads", *(["CKA", "most alike"] if report.cka else [])]
-    scores = {kind: [getattr(fit, kind) for fit in report.linearity[side]]
-              for kind in ("linear", "affine", "mlp")}  # fmt: skip
+    scores = {
+        kind: [getattr(fit, kind) for fit in report.linearity[side]]
+        for kind in ("linear", "affine", "mlp")
+    }
     if scores["mlp"][0] is None:
         del scores["mlp"]
     if report.translator:
@@ -126,8 +128,11 @@ def _print_layers(report: Report, side: str) -> None:
         rows.append(row + [f"{values[layer]:.3f}" for values in scores.values()])
     means = [f"{sum(values) / len(values):.3f}" for values in scores.values()]
     title = f"{side.capitalize()}: target layers from source layers, held-out R2"
-    table(title, columns + ["MLP" if kind == "mlp" else kind for kind in scores],
-          [*rows, ["mean", *[""] * (len(columns) - 1), *means]])  # fmt: skip
+    table(
+        title,
+        columns + ["MLP" if kind == "mlp" else kind for kind in scores],
+        [*rows, ["mean", *[""] * (len(columns) - 1), *means]],
+    )
     if report.cka:
         found = report.cka[side].summary
         say(
@@ -142,11 +147,13 @@ def _print_rank(report: Report) -> None:
         for side in SIDES:
             layers = sides[side]
             shown = (layers[0], layers[len(layers) // 2], layers[-1])
-            rows.append([
-                f"{model} {side}",
-                *(f"{layer.effective:.1f}" for layer in shown),
-                *(f"{layer.top_share:.2f}" for layer in (shown[0], shown[-1])),
-            ])  # fmt: skip
+            rows.append(
+                [
+                    f"{model} {side}",
+                    *(f"{layer.effective:.1f}" for layer in shown),
+                    *(f"{layer.top_share:.2f}" for layer in (shown[0], shown[-1])),
+                ]
+            )
     columns = ["", "first", "middle", "last", "top, first", "top, last"]
     table("Effective rank, and the top direction's share of variance", columns, rows)
 
@@ -157,16 +164,24 @@ def _print_heads(report: Report) -> None:
         for name, sides in report.heads.items()
         for side, a in sides.items()
     ]
-    table("Share of a source head's map in its own target head", ["map", "share", "permuted", "p"],
-          rows)  # fmt: skip
+    table(
+        "Share of a source head's map in its own target head",
+        ["map", "share", "permuted", "p"],
+        rows,
+    )
 
 
 def _print_positions(report: Report) -> None:
     rows = [
-        [f"{b.start} to {b.stop - 1}", str(b.fitted), str(b.scored),
-         *(f"{sum(b.r2[side]) / len(b.r2[side]):.3f}" for side in SIDES)]
-        for b in report.positions if b.r2 is not None
-    ]  # fmt: skip
+        [
+            f"{b.start} to {b.stop - 1}",
+            str(b.fitted),
+            str(b.scored),
+            *(f"{sum(b.r2[side]) / len(b.r2[side]):.3f}" for side in SIDES),
+        ]
+        for b in report.positions
+        if b.r2 is not None
+    ]
     if rows:
         columns = ["positions", "tokens fitted", "held out", "R2 keys", "R2 values"]
         table("Linear map by position, mean over layers", columns, rows)

@@ -12,8 +12,17 @@ if TYPE_CHECKING:
     from kvlingo_mlx.timing.memory_budget import Cell
 
 TITLE = "Decoding under a memory budget (paper, app. of that name): {}, random weights and cache"
-COLUMNS = ["context", "batch", "full (tokens/s)", "narrowed", "narrowed + translator",
-           "translator's share", "full (GB)", "narrowed", "narrowed + translator"]  # fmt: skip
+COLUMNS = [
+    "context",
+    "batch",
+    "full (tokens/s)",
+    "narrowed",
+    "narrowed + translator",
+    "translator's share",
+    "full (GB)",
+    "narrowed",
+    "narrowed + translator",
+]
 
 
 def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence[int]) -> None:
@@ -55,5 +64,11 @@ def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence
 def _row(cell: Cell) -> list[str]:
     peaks = [f"{cell.peak[way] / 1e9:.2f}" for way in ("full", "narrowed", "folded")]
     gains = [f"{cell.gain(way):+.0%}" for way in ("narrowed", "folded")]
-    return [f"{cell.context}", f"{cell.batch}", f"{cell.rate('full'):.2f}", *gains,
-            f"{cell.share:.1%}", *peaks]  # fmt: skip
+    return [
+        f"{cell.context}",
+        f"{cell.batch}",
+        f"{cell.rate('full'):.2f}",
+        *gains,
+        f"{cell.share:.1%}",
+        *peaks,
+    ]

@@ -171,8 +171,11 @@ def _beside(
         return
     title = "Reference (ms)"
     if not alike:
-        whose = [who for who, of in (("this machine's", layers), ("its own", reference.layers))
-                 if of is not None]  # fmt: skip
+        whose = [
+            who
+            for who, of in (("this machine's", layers), ("its own", reference.layers))
+            if of is not None
+        ]
         title += f", at full depth: {' and '.join(whose)} extrapolated, not measured"
     table(title, ["prompt tokens", *map(str, lengths)], rows)
     say(f"reference: {reference.name}; in brackets how many times as long this machine takes")

@@ -163,8 +163,11 @@ class Chat:
         word, _, rest = (part.strip() for part in line.strip().partition(" "))
         with_word: dict[str, Callable[[str], None]] = {"/use": self._use, "/save": self._save}
         alone: dict[str, Callable[[], None]] = {
-            "/undo": self._undo, "/stats": self._stats, "/help": self._help, "/exit": self._exit,
-        }  # fmt: skip
+            "/undo": self._undo,
+            "/stats": self._stats,
+            "/help": self._help,
+            "/exit": self._exit,
+        }
         if word in with_word:
             with_word[word](rest)
         elif word not in alone:

@@ -15,10 +15,17 @@ COLUMNS = ["model", "tokens", "own", "translated", "cache (MB)", "for others (MB
 def print_lines(stats: Stats) -> None:
     """A row a model, and the memory of all."""
     rows = [
-        [line.name, str(line.tokens), str(line.native), str(line.translated),
-         _mb(line.cache_bytes), _mb(line.recording_bytes), line.where]
+        [
+            line.name,
+            str(line.tokens),
+            str(line.native),
+            str(line.translated),
+            _mb(line.cache_bytes),
+            _mb(line.recording_bytes),
+            line.where,
+        ]
         for line in stats.lines
-    ]  # fmt: skip
+    ]
     table("Tokens in each model's cache, written by itself or translated", COLUMNS, rows)
     facts(
         {

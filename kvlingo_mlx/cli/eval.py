@@ -205,10 +205,14 @@ def _print(outcome: Outcome) -> None:
     for group in groups:
         first = next(iter(tables.values()))[group]
         count = max(mean.count for mean in first.values())
-        table(f"{title} ({group}), {count} items", ["cache", *metrics], [
-            [name, *(_cell(found[group][metric]) for metric in metrics)]
-            for name, found in tables.items()
-        ])  # fmt: skip
+        table(
+            f"{title} ({group}), {count} items",
+            ["cache", *metrics],
+            [
+                [name, *(_cell(found[group][metric]) for metric in metrics)]
+                for name, found in tables.items()
+            ],
+        )
 
 
 def _cell(mean: Mean) -> str:

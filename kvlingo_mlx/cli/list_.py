@@ -18,8 +18,13 @@ def command(options: Options) -> None:
         here = [s for s in found if s.embedded == embedded and s.problem is None]
         say(printable(title if here else f"{title} none yet; `kvlingo-mlx import` puts one there"))
         for s in here:
-            facts = (f"{s.source} to {s.target}", _grade(s.grade, s.recovered), s.kind,
-                     s.date or "no date", f"{s.nbytes / 1e6:,.2f} MB")  # fmt: skip
+            facts = (
+                f"{s.source} to {s.target}",
+                _grade(s.grade, s.recovered),
+                s.kind,
+                s.date or "no date",
+                f"{s.nbytes / 1e6:,.2f} MB",
+            )
             say(printable(f"  {s.path.name}"))
             say(printable(f"      {'; '.join(facts)}"))
     for s in found:

@@ -397,9 +397,12 @@ class Conversation:
             )
 
     def _answered(
-        self, base: Transcript, turn: Turn, parts: Sequence[tuple[str, int | None, str | None]],
+        self,
+        base: Transcript,
+        turn: Turn,
+        parts: Sequence[tuple[str, int | None, str | None]],
         reader: str | None,
-    ) -> Generator[GenerationResponse, None, str]:  # fmt: skip
+    ) -> Generator[GenerationResponse, None, str]:
         """An answer by its writers: who, how many tokens at most, until which mark.
 
         It joins ``base``, which is then the conversation. ``reader`` reads the prompt before they
@@ -422,9 +425,12 @@ class Conversation:
         return latest
 
     def _begun(
-        self, message: str | Sequence[Message] | None, messages: Sequence[Message] | None,
-        enable_thinking: bool | None, tools: Sequence[Mapping[str, Any]] | None,
-    ) -> tuple[Transcript, list[Message]]:  # fmt: skip
+        self,
+        message: str | Sequence[Message] | None,
+        messages: Sequence[Message] | None,
+        enable_thinking: bool | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> tuple[Transcript, list[Message]]:
         """What of the conversation stands before the messages that are to be answered, and these.
 
         Raises:
@@ -501,9 +507,13 @@ class Conversation:
         return base, new
 
     def _turn(
-        self, base: Transcript, names: Sequence[str], new: list[Message], max_tokens: int,
+        self,
+        base: Transcript,
+        names: Sequence[str],
+        new: list[Message],
+        max_tokens: int,
         decoding: Decoding,
-    ) -> Turn:  # fmt: skip
+    ) -> Turn:
         """An answer to ``new`` by some models, the first of which gives the template."""
         models = [self.exchange.line(n).model for n in names]
         if isinstance(self.exchange, CrossExchange):

@@ -93,9 +93,14 @@ def check_room(lengths: Mapping[str, int], lines: Mapping[str, Line]) -> None:
 def _line(line: Line) -> LineStats:
     native = sum(span.stop - span.start for span in line.spans if not span.passes)
     return LineStats(
-        line.name, len(line), native, len(line) - native, line.cache_bytes,
-        line.native.nbytes, line.where,
-    )  # fmt: skip
+        line.name,
+        len(line),
+        native,
+        len(line) - native,
+        line.cache_bytes,
+        line.native.nbytes,
+        line.where,
+    )
 
 
 def _nbytes(model: nn.Module) -> int:

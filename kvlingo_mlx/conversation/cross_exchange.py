@@ -95,9 +95,13 @@ class CrossExchange(Exchange):
         return given, missing if self.rules.on_missing == "error" else []
 
     def _plan(
-        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None,
+        self,
+        line: Line,
+        tokens: Sequence[int],
+        begun: int,
+        origin: str | None,
         known: Known | None = None,
-    ) -> list[Step]:  # fmt: skip
+    ) -> list[Step]:
         """Where everything from position ``begun`` on comes from.
 
         Raises:
@@ -112,9 +116,14 @@ class CrossExchange(Exchange):
         return steps
 
     def _step(
-        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None,
-        given: Sequence[Offer], missing: Sequence[Offer],
-    ) -> Step:  # fmt: skip
+        self,
+        line: Line,
+        tokens: Sequence[int],
+        begun: int,
+        origin: str | None,
+        given: Sequence[Offer],
+        missing: Sequence[Offer],
+    ) -> Step:
         """Where what begins at a position comes from, and how far."""
         refused: MissingTranslatorError | None = None
         step = Step(None, begun)

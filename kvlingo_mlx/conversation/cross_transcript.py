@@ -33,9 +33,12 @@ class CrossTranscript(Transcript):
     """
 
     def __init__(
-        self, messages: Sequence[Message] = (), *, verbatim: bool = False,
+        self,
+        messages: Sequence[Message] = (),
+        *,
+        verbatim: bool = False,
         switches: Mapping[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(messages, verbatim=verbatim, switches=switches)
         self.readings: dict[str, Reading] = {}
         self.latest: str | None = None
@@ -156,14 +159,20 @@ class CrossTranscript(Transcript):
                     number = len(listed) - 1
                     last[key] = number, reading
                 numbers[key] = number
-            states.append({
-                **by_difference(state.messages, self.messages), "latest": state.latest,
-                "readings": numbers,
-            })  # fmt: skip
+            states.append(
+                {
+                    **by_difference(state.messages, self.messages),
+                    "latest": state.latest,
+                    "readings": numbers,
+                }
+            )
         return {
-            "messages": self.messages, "verbatim": self.verbatim, "switches": self.switches,
-            "readings": listed, "states": states,
-        }  # fmt: skip
+            "messages": self.messages,
+            "verbatim": self.verbatim,
+            "switches": self.switches,
+            "readings": listed,
+            "states": states,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
@@ -180,9 +189,10 @@ class CrossTranscript(Transcript):
         later: Self | None = None
         for state in data["states"]:
             made = cls(
-                from_difference(state, data["messages"]), verbatim=data["verbatim"],
+                from_difference(state, data["messages"]),
+                verbatim=data["verbatim"],
                 switches=data["switches"],
-            )  # fmt: skip
+            )
             made.readings = {key: readings[n] for key, n in state["readings"].items()}
             made.held = max((reading.messages for reading in made.readings.values()), default=0)
             made._believe(state["latest"])
@@ -208,9 +218,14 @@ class CrossTranscript(Transcript):
             held = one.messages[: one.held]
             parts = [part for m in held for part in content_parts(m.get("content"))]
             reading = Reading(
-                text, list(one.tokens), ends, (None,) * len(parts), one.held,
-                list(one.boundaries), own=len(one.tokens),
-            )  # fmt: skip
+                text,
+                list(one.tokens),
+                ends,
+                (None,) * len(parts),
+                one.held,
+                list(one.boundaries),
+                own=len(one.tokens),
+            )
             made.readings = {model.tokenizer_fingerprint: reading}
             made._believe(model.tokenizer_fingerprint)
         made.held = one.held

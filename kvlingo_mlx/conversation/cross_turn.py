@@ -28,9 +28,14 @@ class CrossTurn(Turn):
     """
 
     def __init__(
-        self, exchange: CrossExchange, transcript: CrossTranscript, messages: Sequence[Message],
-        names: Sequence[str], max_tokens: int, decoding: Decoding,
-    ) -> None:  # fmt: skip
+        self,
+        exchange: CrossExchange,
+        transcript: CrossTranscript,
+        messages: Sequence[Message],
+        names: Sequence[str],
+        max_tokens: int,
+        decoding: Decoding,
+    ) -> None:
         self._across, self._transcript = exchange, transcript
         self._readings: dict[str, Reading] = {}
         self._marks: dict[str, int | None] = {}
@@ -55,11 +60,14 @@ class CrossTurn(Turn):
     def _begin(self, name: str) -> tuple[list[int], Switch]:
         key = self._across.key(name)
         reading = self._readings[key] = self._reading(name)
-        known = Known(reading, {
-            other: [r for r in (self._readings.get(other), before.get(other)) if r is not None]
-            for before in [self._transcript.readings]
-            for other in {*self._readings, *before}
-        })  # fmt: skip
+        known = Known(
+            reading,
+            {
+                other: [r for r in (self._readings.get(other), before.get(other)) if r is not None]
+                for before in [self._transcript.readings]
+                for other in {*self._readings, *before}
+            },
+        )
         tokens = reading.tokens
         return tokens, self._across.bring(name, tokens[:-1], self._marks[key], known)
 

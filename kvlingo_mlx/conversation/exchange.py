@@ -156,9 +156,14 @@ class Exchange:
         return self.last
 
     def _grow(
-        self, line: Line, plan: Sequence[Step], tokens: Sequence[int], mark: int | None,
-        *, wait: bool = False,
-    ) -> tuple[float, float]:  # fmt: skip
+        self,
+        line: Line,
+        plan: Sequence[Step],
+        tokens: Sequence[int],
+        mark: int | None,
+        *,
+        wait: bool = False,
+    ) -> tuple[float, float]:
         """Let a line grow by a plan, with marks where it begins and at ``mark``.
 
         ``wait`` for each step's results: the seconds of translation and of reading are true then.
@@ -200,9 +205,13 @@ class Exchange:
         )
 
     def _plan(
-        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None,
+        self,
+        line: Line,
+        tokens: Sequence[int],
+        begun: int,
+        origin: str | None,
         known: Known | None = None,
-    ) -> list[Step]:  # fmt: skip
+    ) -> list[Step]:
         """Where everything from position ``begun`` on comes from."""
         steps = []
         while begun < len(tokens):

@@ -92,15 +92,19 @@ def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transc
             for index, (name, line) in enumerate(exchange.lines.items())
         }
         facts = {
-            "format": FORMAT, "version": VERSION, "software": f"kvlingo-mlx {__version__}",
-            "strategy": exchange.rules.switching, "active": exchange.active,
+            "format": FORMAT,
+            "version": VERSION,
+            "software": f"kvlingo-mlx {__version__}",
+            "strategy": exchange.rules.switching,
+            "active": exchange.active,
             "models": {name: describe(line.model) for name, line in exchange.lines.items()},
             "translators": [
                 {"source": source, "target": target, "sha256": translator.digest}
                 for (source, target), translator in sorted(exchange.directions.loaded.items())
             ],
-            "transcript": transcript.to_json(), "lines": lines,
-        }  # fmt: skip
+            "transcript": transcript.to_json(),
+            "lines": lines,
+        }
         _replace(folder / FACTS, json.dumps(facts, indent=1) + "\n")
     except BaseException:
         for path in written:

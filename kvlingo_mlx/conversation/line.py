@@ -304,9 +304,16 @@ class Line:
 
     @unit
     def take_over(
-        self, tokens: Sequence[int], states: KVStates, source: Line, translator: Translator,
-        step_size: int, *, native_layers: int = 0, keep: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        tokens: Sequence[int],
+        states: KVStates,
+        source: Line,
+        translator: Translator,
+        step_size: int,
+        *,
+        native_layers: int = 0,
+        keep: bool = False,
+    ) -> None:
         """Append what another line's model wrote of ``tokens``, translated; lazily.
 
         ``states`` begin where this line ends. The first ``native_layers`` read the tokens

@@ -87,9 +87,13 @@ class PositionedLine(Line):
 
     @unit
     def take_across(
-        self, tokens: Sequence[int], alignment: TokenAlignment, source: Line,
-        translator: Translator, step_size: int,
-    ) -> None:  # fmt: skip
+        self,
+        tokens: Sequence[int],
+        alignment: TokenAlignment,
+        source: Line,
+        translator: Translator,
+        step_size: int,
+    ) -> None:
         """Append what a model of another tokenizer wrote of a text, translated; lazily.
 
         Args:

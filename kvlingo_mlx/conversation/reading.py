@@ -94,9 +94,13 @@ class Reading:
             whole += tokenizer.decode(ids[-1:], skip_special_tokens=False)
             ends = np.append(ends, len(whole))
         return replace(
-            self, text=whole, tokens=[*self.tokens, *ids], answer=answer, said=said,
+            self,
+            text=whole,
+            tokens=[*self.tokens, *ids],
+            answer=answer,
+            said=said,
             ends=np.concatenate([self.ends[: self.own], ends]),
-        )  # fmt: skip
+        )
 
     def told(self, tokenizer: Any, said: str, gap: str) -> Reading:
         """With more of the answer, which a model of another tokenizer wrote.
@@ -120,9 +124,14 @@ class Reading:
         """With the answer as one of its ``messages``."""
         boundaries = sorted({*self.boundaries, len(self.tokens)})
         return replace(
-            self, asked=self.contents, messages=messages, boundaries=boundaries, answer=None,
-            said="", own=len(self.tokens),
-        )  # fmt: skip
+            self,
+            asked=self.contents,
+            messages=messages,
+            boundaries=boundaries,
+            answer=None,
+            said="",
+            own=len(self.tokens),
+        )
 
     def shortened(self, tokenizer: Any, ids: Sequence[int], content: str, left: str) -> Reading:
         """With what is ``left`` of the last answer, whose text was ``content``.
@@ -132,9 +141,14 @@ class Reading:
         begin = self.boundaries[-2]
         start, parts = self.end(begin), len(content_parts(content))
         prompt = replace(
-            self, text=self.text[:start], tokens=self.tokens[:begin], ends=self.ends[:begin],
-            asked=self.asked[: len(self.asked) - parts], boundaries=self.boundaries[:-1], own=begin,
-        )  # fmt: skip
+            self,
+            text=self.text[:start],
+            tokens=self.tokens[:begin],
+            ends=self.ends[:begin],
+            asked=self.asked[: len(self.asked) - parts],
+            boundaries=self.boundaries[:-1],
+            own=begin,
+        )
         grown = prompt.wrote(tokenizer, ids, ()) if ids else prompt
         if not left.startswith(grown.said):
             grown = prompt
@@ -155,10 +169,14 @@ class Reading:
         tokens, text = _shared(self.tokens, before.tokens), _shared(self.text, before.text)
         ends = _shared(self.ends.tolist(), before.ends.tolist())
         return {
-            "messages": self.messages, "boundaries": self.boundaries, "contents": self.asked,
-            "shared": [tokens, ends, text], "tokens": self.tokens[tokens:],
-            "ends": self.ends[ends:].tolist(), "text": self.text[text:],
-        }  # fmt: skip
+            "messages": self.messages,
+            "boundaries": self.boundaries,
+            "contents": self.asked,
+            "shared": [tokens, ends, text],
+            "tokens": self.tokens[tokens:],
+            "ends": self.ends[ends:].tolist(),
+            "text": self.text[text:],
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], before: Reading) -> Self:
@@ -169,11 +187,13 @@ class Reading:
         """
         tokens, places, text = data["shared"]
         made = cls(
-            before.text[:text] + data["text"], before.tokens[:tokens] + list(data["tokens"]),
+            before.text[:text] + data["text"],
+            before.tokens[:tokens] + list(data["tokens"]),
             np.append(before.ends[:places], np.array(data["ends"], np.int64)),
             tuple(None if span is None else (span[0], span[1]) for span in data["contents"]),
-            data["messages"], list(data["boundaries"]),
-        )  # fmt: skip
+            data["messages"],
+            list(data["boundaries"]),
+        )
         ends = made.ends[made.ends != NO_END]
         if len(made.tokens) != len(made.ends) or ends[-1:].tolist() != [len(made.text)]:
             raise ValueError(f"{len(made.tokens)} tokens do not end with their text")

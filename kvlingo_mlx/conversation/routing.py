@@ -23,9 +23,16 @@ NUMBERS = ("min_characters", "max_characters", "after_turn")
 CONDITIONS = ("pattern", *NUMBERS)
 # What running a stranger's file can raise: a missing module, a slip of the pen, a missing key.
 BROKEN_IMPORT = (
-    ImportError, SyntaxError, OSError, ValueError, TypeError, LookupError, NameError,
-    AttributeError, RuntimeError,
-)  # fmt: skip
+    ImportError,
+    SyntaxError,
+    OSError,
+    ValueError,
+    TypeError,
+    LookupError,
+    NameError,
+    AttributeError,
+    RuntimeError,
+)
 
 
 def load_route(text: str, names: Sequence[str]) -> Route:

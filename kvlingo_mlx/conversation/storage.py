@@ -25,8 +25,10 @@ from kvlingo_mlx.loading.translators import store
 PLACES = ("8bit", "disk")
 GROUP = 64  # numbers that share a scale, as mlx-lm quantises a cache
 DTYPES: dict[mx.Dtype, DType] = {
-    mx.float32: "float32", mx.float16: "float16", mx.bfloat16: "bfloat16"
-}  # fmt: skip
+    mx.float32: "float32",
+    mx.float16: "float16",
+    mx.bfloat16: "bfloat16",
+}
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 Arrays = Mapping[str, mx.array]
 

@@ -110,9 +110,14 @@ class Transcript:
         raise AssertionError("every text begins with no token")
 
     def _spell(
-        self, model: LanguageModel, text: str, begun: int, tokens: list[int],
-        messages: Sequence[Message], known: int,
-    ) -> list[int]:  # fmt: skip
+        self,
+        model: LanguageModel,
+        text: str,
+        begun: int,
+        tokens: list[int],
+        messages: Sequence[Message],
+        known: int,
+    ) -> list[int]:
         """All tokens of ``text``, of which ``tokens`` are the first ``begun`` characters.
 
         Of the rest, answers that a model wrote are in the tokens in which it wrote them; those of
@@ -239,16 +244,26 @@ class Transcript:
         earlier, later = [], self.tokens
         for state in self._history():
             shared = common_prefix(state.tokens, later)
-            earlier.append({
-                **by_difference(state.messages, self.messages), "held": state.held,
-                "shared": shared, "tokens": state.tokens[shared:], "boundaries": state.boundaries,
-            })  # fmt: skip
+            earlier.append(
+                {
+                    **by_difference(state.messages, self.messages),
+                    "held": state.held,
+                    "shared": shared,
+                    "tokens": state.tokens[shared:],
+                    "boundaries": state.boundaries,
+                }
+            )
             later = state.tokens
         return {
-            "messages": self.messages, "tokens": self.tokens, "boundaries": self.boundaries,
-            "verbatim": self.verbatim, "switches": self.switches, "held": self.held,
-            "spelled": self.spelled, "earlier": earlier,
-        }  # fmt: skip
+            "messages": self.messages,
+            "tokens": self.tokens,
+            "boundaries": self.boundaries,
+            "verbatim": self.verbatim,
+            "switches": self.switches,
+            "held": self.held,
+            "spelled": self.spelled,
+            "earlier": earlier,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Transcript:
@@ -260,9 +275,10 @@ class Transcript:
         state = made
         for fact in data["earlier"]:
             before = cls(
-                from_difference(fact, made.messages), verbatim=made.verbatim,
+                from_difference(fact, made.messages),
+                verbatim=made.verbatim,
                 switches=made.switches,
-            )  # fmt: skip
+            )
             before.tokens = state.tokens[: fact["shared"]] + fact["tokens"]
             before.boundaries, before.spelled = list(fact["boundaries"]), made.spelled
             before.held = int(fact.get("held", len(before.messages) if before.tokens else 0))

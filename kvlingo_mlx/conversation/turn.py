@@ -72,9 +72,14 @@ class Turn:
     """
 
     def __init__(
-        self, exchange: Exchange, messages: Sequence[Message], prompt: Sequence[int],
-        mark: int | None, max_tokens: int, decoding: Decoding,
-    ) -> None:  # fmt: skip
+        self,
+        exchange: Exchange,
+        messages: Sequence[Message],
+        prompt: Sequence[int],
+        mark: int | None,
+        max_tokens: int,
+        decoding: Decoding,
+    ) -> None:
         self.messages, self.prompt, self.mark = list(messages), list(prompt), mark
         self.answer: list[int] = []
         self.text, self.ended, self._parts = "", False, 0
@@ -237,9 +242,15 @@ class Turn:
         if not self.answer:
             choice.begin()
         return mlx_stream_generate(
-            line.model.model, line.model.tokenizer, tokens[-1:], max_tokens=most,
-            prompt_cache=cache, sampler=choice.sampler, logits_processors=processors, **options,
-        )  # fmt: skip
+            line.model.model,
+            line.model.tokenizer,
+            tokens[-1:],
+            max_tokens=most,
+            prompt_cache=cache,
+            sampler=choice.sampler,
+            logits_processors=processors,
+            **options,
+        )
 
     def _booked(
         self, response: MLXResponse, switch: Switch, used: Sequence[Translator]

@@ -57,11 +57,12 @@ class Memory:
             *(
                 torch.empty(
                     (len(spec.layers), geometry.kv_heads, capacity, geometry.head_dim(side)),
-                    dtype=dtype, device=device,
+                    dtype=dtype,
+                    device=device,
                 )
                 for side in SIDES
             )
-        )  # fmt: skip
+        )
 
     def cache(self, num_tokens: int) -> Cache:
         """A cache to decode from, which holds the first ``num_tokens`` of this and grows in it."""

@@ -25,8 +25,9 @@ def fused(
     norm, eps, table = None, 0.0, None
     if finish is not None:
         norm, eps, table = finish.norm, finish.eps, table_of(finish, start, tokens)
-    kernels.translate(out, states, maps.weight, maps.bias, maps.sources, maps.heads_there,
-                      norm, eps, table, tile)  # fmt: skip
+    kernels.translate(
+        out, states, maps.weight, maps.bias, maps.sources, maps.heads_there, norm, eps, table, tile
+    )
 
 
 def products(

@@ -99,9 +99,13 @@ def translated(
         if isinstance(prefix, AlignedPrefix):
             return filled(plan_of(source, target, translator, prefix))
         return hand_over(
-            source, target, prefix, translator=translator, native_layers=native_layers,
+            source,
+            target,
+            prefix,
+            translator=translator,
+            native_layers=native_layers,
             allow_mismatch=allow_mismatch,
-        )  # fmt: skip
+        )
 
     return make
 
@@ -127,9 +131,13 @@ def folded(
     """
     check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
     return lambda prefix: folded_hand_over(
-        source, target, target_ids(prefix), translator=translator, native_layers=0,
+        source,
+        target,
+        target_ids(prefix),
+        translator=translator,
+        native_layers=0,
         allow_mismatch=allow_mismatch,
-    )  # fmt: skip
+    )
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:

@@ -43,8 +43,14 @@ def _scores(axes: Any, outcome: Outcome, times: Mapping[str, Sequence[float]]) -
 
 def _line_across(axes: Any, value: float, label: str) -> None:
     axes.axhline(value, linestyle=":", linewidth=1, color="grey")
-    axes.annotate(label, (1, value), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                  fontsize="small")  # fmt: skip
+    axes.annotate(
+        label,
+        (1, value),
+        xycoords=("axes fraction", "data"),
+        ha="right",
+        va="bottom",
+        fontsize="small",
+    )
 
 
 def quality_by_layers(points: Sequence[Point]) -> Any:
@@ -60,8 +66,13 @@ def quality_by_layers(points: Sequence[Point]) -> Any:
         at = [1e3 * (point.time or 0.0) for point in timed]
         axes.plot(at, [point.kl.value for point in timed], marker="o", label=way)
         for x, point in zip(at, timed, strict=True):
-            axes.annotate(str(point.layers), (x, point.kl.value), textcoords="offset points",
-                          xytext=(3, 3), fontsize="small")  # fmt: skip
+            axes.annotate(
+                str(point.layers),
+                (x, point.kl.value),
+                textcoords="offset points",
+                xytext=(3, 3),
+                fontsize="small",
+            )
     axes.set_yscale("symlog", linthresh=1e-3)
     axes.yaxis.set_major_formatter(pictures.in_full)
     axes.legend(fontsize="small")

@@ -91,9 +91,14 @@ def native(target: LanguageModel) -> Condition:
 
 
 def translated(
-    name: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator],
-    native_layers: int | str | None = 0, *, allow_mismatch: bool = False,
-) -> Condition:  # fmt: skip
+    name: str,
+    source: LanguageModel,
+    target: LanguageModel,
+    translators: Sequence[Translator],
+    native_layers: int | str | None = 0,
+    *,
+    allow_mismatch: bool = False,
+) -> Condition:
     """Translated from the source's cache; several translators are seeds of one method.
 
     The target reads its first ``native_layers`` itself, as in :func:`hand_over`, where None and
@@ -125,9 +130,12 @@ def _layers_of(parts: Sequence[Native]) -> dict[str, Any]:
 
 
 def folded(
-    source: LanguageModel, target: LanguageModel, translator: Translator, *,
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    *,
     allow_mismatch: bool = False,
-) -> Condition:  # fmt: skip
+) -> Condition:
     """Nothing is translated: the target reads the source's own cache (folded decoding)."""
 
     def at_switch(prefix: Prefix) -> Action:
@@ -146,9 +154,14 @@ def folded(
 
 
 def baseline(
-    spec: str, source: LanguageModel, target: LanguageModel, translators: Sequence[Translator],
-    native_layers: int | str | None = 0, *, allow_mismatch: bool = False,
-) -> Condition:  # fmt: skip
+    spec: str,
+    source: LanguageModel,
+    target: LanguageModel,
+    translators: Sequence[Translator],
+    native_layers: int | str | None = 0,
+    *,
+    allow_mismatch: bool = False,
+) -> Condition:
     """A control or an alternative, by name.
 
     Args:

@@ -30,17 +30,54 @@ NOUNS = (
     "spring stone summer table temple thunder tiger tower valley velvet village violin "
     "wagon walnut whistle willow window winter"
 ).split()
-SUBJECTS = ("The baker", "A traveller", "Our neighbour", "The old clock", "Every student",
-            "The gardener", "A small boat", "The library", "Her brother", "The morning train",
-            "A group of painters", "The council")  # fmt: skip
-VERBS = ("waited near", "had often admired", "was seen beside", "once described",
-         "moved slowly past", "was thinking about", "never spoke of", "returned to")  # fmt: skip
-OBJECTS = ("the market square", "a row of apple trees", "the river bank", "an unfinished letter",
-           "the harbour lights", "a narrow staircase", "the long winter", "a map of the coast",
-           "the quiet garden", "an open window", "the last chapter", "a wooden table")  # fmt: skip
-ENDINGS = ("before the rain came.", "in the early evening.", "without saying a word.",
-           "for most of the afternoon.", "as it did every year.", "and then went home.",
-           "while the others slept.", "because there was still time.")  # fmt: skip
+SUBJECTS = (
+    "The baker",
+    "A traveller",
+    "Our neighbour",
+    "The old clock",
+    "Every student",
+    "The gardener",
+    "A small boat",
+    "The library",
+    "Her brother",
+    "The morning train",
+    "A group of painters",
+    "The council",
+)
+VERBS = (
+    "waited near",
+    "had often admired",
+    "was seen beside",
+    "once described",
+    "moved slowly past",
+    "was thinking about",
+    "never spoke of",
+    "returned to",
+)
+OBJECTS = (
+    "the market square",
+    "a row of apple trees",
+    "the river bank",
+    "an unfinished letter",
+    "the harbour lights",
+    "a narrow staircase",
+    "the long winter",
+    "a map of the coast",
+    "the quiet garden",
+    "an open window",
+    "the last chapter",
+    "a wooden table",
+)
+ENDINGS = (
+    "before the rain came.",
+    "in the early evening.",
+    "without saying a word.",
+    "for most of the afternoon.",
+    "as it did every year.",
+    "and then went home.",
+    "while the others slept.",
+    "because there was still time.",
+)
 
 
 @dataclass(frozen=True)

@@ -301,9 +301,14 @@ def find_needles(
         for variant in variants:
             for index in range(limit):
                 item = needles.make_item(
-                    index, needles.VARIANTS[variant], length, count, seed=seed,
-                    style=needles.STYLES[style], text=text,
-                )  # fmt: skip
+                    index,
+                    needles.VARIANTS[variant],
+                    length,
+                    count,
+                    seed=seed,
+                    style=needles.STYLES[style],
+                    text=text,
+                )
                 prefix = tuple(encode(target, list(item.messages), thinking))
                 question = f"{variant}/{seed}/{index}"
                 name, group = f"{question}/{length}", f"{variant}, {length}"

@@ -60,8 +60,13 @@ class Point:
     def as_json(self) -> dict[str, Any]:
         """All of it, raw seconds included."""
         recall = None if self.recall is None else self.recall.as_json()
-        return {"way": self.way, "layers": self.layers, "kl": self.kl.as_json(),
-                "recall": recall, "seconds": list(self.seconds)}  # fmt: skip
+        return {
+            "way": self.way,
+            "layers": self.layers,
+            "kl": self.kl.as_json(),
+            "recall": recall,
+            "seconds": list(self.seconds),
+        }
 
 
 # ---- what is tuned, and by what ----------------------------------------------------------------

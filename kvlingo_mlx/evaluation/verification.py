@@ -105,9 +105,13 @@ def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def agreement(
-    source: LanguageModel, target: LanguageModel, translator: Translator, native_layers: int = 0,
-    *, allow_mismatch: bool = False,
-) -> Agreement | None:  # fmt: skip
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    native_layers: int = 0,
+    *,
+    allow_mismatch: bool = False,
+) -> Agreement | None:
     """How well the target continues the bundled conversations from a translated cache.
 
     It reads its first ``native_layers`` itself, whatever `tune` has chosen since: as many as
@@ -127,8 +131,9 @@ def agreement(
     same = np.concatenate([ways[0].best == ways[1].best for ways in found])
     hits = [
         [spelled(way.best.tolist(), sample, value) for way in ways]
-        for ways, (sample, value) in zip(found, asked, strict=True) if value
-    ]  # fmt: skip
+        for ways, (sample, value) in zip(found, asked, strict=True)
+        if value
+    ]
     receipt = Receipt(kl, float(same.mean()), native_layers, hidden, recall_of(hits))
     return Agreement(receipt, len(asked), same.size)
 

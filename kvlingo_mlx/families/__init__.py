@@ -16,19 +16,18 @@ from kvlingo_mlx.families.refused import reason
 
 # What each is called in config.json. Norms of keys, biases, widths of values, partial and
 # traditional rotations, scaled ones, windows and mixtures of experts are all read off the model.
-PLAIN = (
-    "Klear", "apertus", "cohere", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe",
-    "gemma", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "helium",
-    "internlm3", "iquestcoder", "llama", "mimo", "minicpm", "minimax", "minimax_m2", "mistral",
-    "mixtral", "nemotron", "olmo2", "olmoe", "phimoe", "pixtral", "qwen2", "qwen2_moe",
-    # Beside a vision tower, which mlx-lm leaves out.
-    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
-    "seed_oss", "smollm3", "solar_open", "starcoder2", "telechat3", "xverse",
-)  # fmt: skip
+PLAIN = """
+    Klear apertus cohere deepseek dots1 ernie4_5 ernie4_5_moe gemma glm glm4 glm4_moe granite
+    granitemoe helium internlm3 iquestcoder llama mimo minicpm minimax minimax_m2 mistral
+    mixtral nemotron olmo2 olmoe phimoe pixtral qwen2 qwen2_moe seed_oss smollm3 solar_open
+    starcoder2 telechat3 xverse
+""".split()
+# Beside a vision tower, which mlx-lm leaves out.
+WITH_TOWERS = "qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe".split()
 # Soft caps, casts or sinks of their own.
 OWN_ATTENTION = ("gemma2", "gpt_oss", "phi", "stablelm")
 ROWS: dict[str, Family] = {
-    **{name: Plain(name) for name in PLAIN},
+    **{name: Plain(name) for name in (*PLAIN, *WITH_TOWERS)},
     **{name: Plain(name, quantised_cache=False) for name in OWN_ATTENTION},
     "afmoe": Plain("afmoe", rotated_if="is_local_attention"),
     "exaone4": Plain("exaone4", rotated_if="use_rope"),
@@ -45,13 +44,18 @@ ROWS: dict[str, Family] = {
 }
 # Those with a file of their own: its ``FAMILY``, or the one there by that name.
 FILES = {
-    "cohere2": "cohere2", "gemma3_text": "gemma3_text", "gemma4_text": "gemma4_text",
-    "hunyuan_v1_dense": "hunyuan_v1_dense", "minicpm3": "minicpm3", "ministral3": "ministral3",
-    "mistral3": "mistral3", "olmo3": "olmo3", "phi3": "phi3",
+    **{
+        name: name
+        for name in """
+            cohere2 gemma3_text gemma4_text hunyuan_v1_dense minicpm3 ministral3 mistral3 olmo3 phi3
+        """.split()
+    },
     # The same with towers or other encoders, which mlx-lm leaves out.
-    "gemma3": "gemma3_text", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_text",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "gemma4_unified": "gemma4_text",
     "llava": "mistral3",
-}  # fmt: skip
+}
 
 
 def known_families() -> list[str]:

@@ -90,9 +90,14 @@ class Part:
         words, scales, biases = self.arrays
         group_size, bits = self.packing or (0, 0)
         return mx.quantized_matmul(
-            rows.astype(scales.dtype), words, scales, biases,
-            transpose=transpose, group_size=group_size, bits=bits,
-        )  # fmt: skip
+            rows.astype(scales.dtype),
+            words,
+            scales,
+            biases,
+            transpose=transpose,
+            group_size=group_size,
+            bits=bits,
+        )
 
 
 @dataclass(frozen=True)

@@ -129,12 +129,16 @@ def fold_caches(
     mx.eval([part.arrays for part in parts.values()])
     length = ends.pop()
     return [
-        FoldedCache(_fold(translator, parts, layer, geometry.window, length), length, suffix,
-                    geometry.window)
+        FoldedCache(
+            _fold(translator, parts, layer, geometry.window, length),
+            length,
+            suffix,
+            geometry.window,
+        )
         for layer, (suffix, geometry) in enumerate(
             zip(caches.empty(target, STEP), target.geometry.layers, strict=True)
         )
-    ]  # fmt: skip
+    ]
 
 
 def _fold(

@@ -118,9 +118,11 @@ def choice_of(
     temperature, penalty = options.get("temperature"), options.get("repetition_penalty")
     if sampler is None and temperature:
         sampler = make_sampler(
-            temperature, options.get("top_p", 1.0), options.get("min_p", 0.0),
+            temperature,
+            options.get("top_p", 1.0),
+            options.get("min_p", 0.0),
             top_k=options.get("top_k", 0),
-        )  # fmt: skip
+        )
     processors = list(logits_processors or ())
     if penalty not in (None, *OFF["repetition_penalty"]):
         processors += make_logits_processors(repetition_penalty=penalty)

@@ -108,15 +108,22 @@ def key_of(
     """
     config = maps.config
     form = {
-        "form": config.form, "nu": config.nu, "capture": config.capture, "bits": maps.bits,
-        "dtype": maps.dtype, "flops_per_token": maps.flops_per_token,
-    }  # fmt: skip
+        "form": config.form,
+        "nu": config.nu,
+        "capture": config.capture,
+        "bits": maps.bits,
+        "dtype": maps.dtype,
+        "flops_per_token": maps.flops_per_token,
+    }
     own: dict[str, Any] = {} if native in (None, Native()) else {"native": asdict(native)}
     if step_size != USUAL_STEP:
         own["prefill_step_size"] = step_size
     return {
-        "source": _model(source), "target": _model(target), "maps": form, "machine": machine(),
-    } | own  # fmt: skip
+        "source": _model(source),
+        "target": _model(target),
+        "maps": form,
+        "machine": machine(),
+    } | own
 
 
 def _model(model: LanguageModel) -> dict[str, Any]:
@@ -152,10 +159,11 @@ def write(timings: Timings) -> Path:
     """
     path = _path(timings.key)
     facts = {
-        "profile_version": VERSION, "key": dict(timings.key),
+        "profile_version": VERSION,
+        "key": dict(timings.key),
         "prompt_tokens": list(timings.prompt_tokens),
         "seconds": {way: list(times) for way, times in timings.seconds.items()},
-    }  # fmt: skip
+    }
     wrong = _fault(facts, timings.key)
     if wrong is not None:
         raise ValueError(f"these times cannot be kept: {wrong}")

@@ -41,18 +41,29 @@ WANTED = {
 }
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PROBLEMS = (
-    HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RevisionResolutionError, OSError,
-)  # fmt: skip
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RevisionResolutionError,
+    OSError,
+)
 # The first that fits; a gated repository is also one that is not found.
 REASONS: tuple[tuple[type[BaseException], str], ...] = (
-    (GatedRepoError, "it is gated; accept its licence at https://huggingface.co/{name}, then "
-                     "`hf auth login`"),
-    (RepositoryNotFoundError, "no such repository, or it is private; check the name, or "
-                              "`hf auth login`"),
+    (
+        GatedRepoError,
+        "it is gated; accept its licence at https://huggingface.co/{name}, then `hf auth login`",
+    ),
+    (
+        RepositoryNotFoundError,
+        "no such repository, or it is private; check the name, or `hf auth login`",
+    ),
     (RevisionNotFoundError, "it has no such revision"),
-    (OfflineModeIsEnabled, "offline (HF_HUB_OFFLINE), and it is not in the cache; run "
-                           "`hf download {name}` when online"),
-)  # fmt: skip
+    (
+        OfflineModeIsEnabled,
+        "offline (HF_HUB_OFFLINE), and it is not in the cache; run "
+        "`hf download {name}` when online",
+    ),
+)
 
 
 def resolve(
@@ -96,8 +107,10 @@ def resolve(
         )
     except PROBLEMS as problem:
         wanted = name if revision is None else f"{name} at revision {revision}"
-        raise error(f"there is no folder {name}, and the Hub did not give {wanted}: "
-                    f"{_reason(name, problem)}") from None  # fmt: skip
+        raise error(
+            f"there is no folder {name}, and the Hub did not give {wanted}: "
+            f"{_reason(name, problem)}"
+        ) from None
     return Path(snapshot), Path(snapshot).name
 
 

@@ -179,9 +179,11 @@ class LanguageModel:
             bad = next(t for t in tokens if not 0 <= t < rows)
             raise ValueError(f"token id {bad} is outside the {rows} ids of {self.name}")
         if len(tokens) > self.context_length:
-            window = "" if self.ignored_window is None else (
-                ", its sliding window, which mlx-lm leaves out"
-            )  # fmt: skip
+            window = (
+                ""
+                if self.ignored_window is None
+                else (", its sliding window, which mlx-lm leaves out")
+            )
             raise ValueError(
                 f"the prompt has {len(tokens)} tokens, the context of {self.name} "
                 f"is {self.context_length}{window}; shorten the prompt"

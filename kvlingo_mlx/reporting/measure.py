@@ -82,9 +82,12 @@ def grown_bytes(action: Callable[[], Any]) -> int:
 def machine() -> dict[str, Any]:
     """What times depend on besides models: the device, and what computes on it."""
     return {
-        "device": _device(), "chip": _chip(), "cores": os.cpu_count(),
-        "fast_blas": fast_blas(), "mlx": version("mlx"),
-    }  # fmt: skip
+        "device": _device(),
+        "chip": _chip(),
+        "cores": os.cpu_count(),
+        "fast_blas": fast_blas(),
+        "mlx": version("mlx"),
+    }
 
 
 def environment() -> dict[str, Any]:

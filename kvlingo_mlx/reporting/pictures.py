@@ -62,8 +62,9 @@ def check_folder(folder: str) -> None:
 
 def pair(source: str, target: str) -> str:
     """What stands over a picture of two models: their names, without the folders they lie in."""
-    return " to ".join(Path(name).name if Path(name).is_absolute() else name
-                       for name in (source, target))  # fmt: skip
+    return " to ".join(
+        Path(name).name if Path(name).is_absolute() else name for name in (source, target)
+    )
 
 
 def save(drawn: Any, picture: str | os.PathLike[str], title: str = "") -> None:

@@ -62,12 +62,16 @@ def _described(folder: Path, embedded: bool) -> Stored:
         return Stored(folder, embedded, size, problem=str(problem))
     receipt, date = receipt_of(config), config.provenance.get("date")
     return Stored(
-        folder, embedded, size, config.source.name, config.target.name,
+        folder,
+        embedded,
+        size,
+        config.source.name,
+        config.target.name,
         f"{config.form}, {config.capture}, nu {config.nu}",
         UNGRADED if receipt is None else receipt.grade,
         None if receipt is None else receipt.recovered,
         date if isinstance(date, str) else None,
-    )  # fmt: skip
+    )
 
 
 def find(name: str) -> Path:

@@ -95,10 +95,12 @@ def publish(
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
         done = api.create_commit(
-            repo, operations, revision=revision,
+            repo,
+            operations,
+            revision=revision,
             commit_message=f"KV-Lingo translator, {title}",
             commit_description=f"sha256 {upload.digest}",
-        )  # fmt: skip
+        )
     except (HTTPError, OSError, ValueError) as problem:
         raise PublishingError(f"the Hub did not take {repo}: {_reason(problem)}") from None
     return done.commit_url

@@ -30,9 +30,14 @@ class Batch(Paths):
     """As :class:`Paths`, for ``batch`` prompts: that of ``tokens``, begun at other places."""
 
     def __init__(
-        self, source: LanguageModel, target: LanguageModel, translators: Mapping[str, Translator],
-        tokens: Sequence[int], step_size: int, batch: int,
-    ) -> None:  # fmt: skip
+        self,
+        source: LanguageModel,
+        target: LanguageModel,
+        translators: Mapping[str, Translator],
+        tokens: Sequence[int],
+        step_size: int,
+        batch: int,
+    ) -> None:
         rows = [[*tokens[i % len(tokens) :], *tokens[: i % len(tokens)]] for i in range(batch)]
         self.ids, self.batch = mx.array(rows), batch  # (B, T)
         super().__init__(source, target, translators, tokens, step_size)

@@ -121,8 +121,9 @@ class Costs:
 
         MLX evaluates no more than that; what else the last layer has, and the head, is not run.
         """
-        dense, experts = ([m for m in of if id(m) not in self.behind]
-                          for of in (self.dense, self.experts))  # fmt: skip
+        dense, experts = (
+            [m for m in of if id(m) not in self.behind] for of in (self.dense, self.experts)
+        )
         work = self._pass(dense, experts, count, touched)
         return work + self._attention(self.model.geometry.layers[:-1], count, 0)
 

@@ -56,9 +56,11 @@ def speedups(timing: Timing) -> dict[str, float]:
     """How many times sooner each way reaches the first token than the target's own prefill."""
     native = timing.median("native") if "native" in timing.samples else None
     ways = {
-        "switch": "switch", "eager switch": "eager_switch", "accelerator": "accelerator",
+        "switch": "switch",
+        "eager switch": "eager_switch",
+        "accelerator": "accelerator",
         "source first token": "source_step",
-    }  # fmt: skip
+    }
     return {
         way: native / timing.median(phase)
         for way, phase in ways.items()

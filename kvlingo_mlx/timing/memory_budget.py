@@ -99,9 +99,11 @@ class Cell:
         """Everything, with what is derived."""
         gains = {way: self.gain(way) for way in WAYS[1:]}
         return {
-            **asdict(self), "summary": summary({**self.samples, "maps": self.maps}),
-            "gain": gains, "translator_share": self.share,
-        }  # fmt: skip
+            **asdict(self),
+            "summary": summary({**self.samples, "maps": self.maps}),
+            "gain": gains,
+            "translator_share": self.share,
+        }
 
 
 def setup(layers: int | None, precision: str = "4bit") -> Setup:

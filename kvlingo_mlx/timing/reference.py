@@ -141,8 +141,13 @@ def _paper() -> Reference:
         length: {phase: values[i] / 1e3 for phase, values in _PAPER.items()}
         for i, length in enumerate(_LENGTHS)
     }
-    config = {"source": "Qwen3-4B", "target": "Qwen3-30B-A3B", "layers": None, "batch": 1,
-              "precision": "bfloat16"}  # fmt: skip
+    config = {
+        "source": "Qwen3-4B",
+        "target": "Qwen3-30B-A3B",
+        "layers": None,
+        "batch": 1,
+        "precision": "bfloat16",
+    }
     sheets = dict.fromkeys(_TABLES, times)
     name = "paper, M3 Ultra, Qwen3-4B to Qwen3-30B-A3B in bfloat16"
     return Reference(name, config, sheets, sheets)

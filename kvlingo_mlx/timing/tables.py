@@ -51,8 +51,18 @@ TABLES = {
     "moe-switch": Table(
         "Prefill, translation and first token (paper, app. Dense-to-MoE)",
         (64, 128, 256, 512, 1024),
-        ("source_prefill", "native", "native_single", "translate", "target_step", "source_step",
-         "switch", "eager_switch", "accelerator", *SPEEDS),
+        (
+            "source_prefill",
+            "native",
+            "native_single",
+            "translate",
+            "target_step",
+            "source_step",
+            "switch",
+            "eager_switch",
+            "accelerator",
+            *SPEEDS,
+        ),
         ("native", "switch", "accelerator"),
     ),
     "switch": Table(
@@ -61,9 +71,12 @@ TABLES = {
         ("translate", "target_step", "switch", "eager_switch", "native"),
     ),
     "quant": Table(
-        "The translation by the form of its maps", (64, 256, 1024), ("translate",), (),
+        "The translation by the form of its maps",
+        (64, 256, 1024),
+        ("translate",),
+        (),
     ),
-}  # fmt: skip
+}
 
 
 FIRST_TOKENS = Table("Time to first token", (512,), ("native", "switch", "accelerator"), ())

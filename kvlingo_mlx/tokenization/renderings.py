@@ -84,9 +84,10 @@ def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
     """Messages, each content by :func:`joined_parts`."""
     return [
         {**message, "content": joined_parts(message["content"])}
-        if "content" in message else dict(message)
+        if "content" in message
+        else dict(message)
         for message in messages
-    ]  # fmt: skip
+    ]
 
 
 def plain(tokenizer: Any, text: str) -> Rendering:

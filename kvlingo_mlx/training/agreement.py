@@ -20,14 +20,21 @@ ROPES = {
     "default": set(),
     "linear": {"factor"},
     "yarn": {
-        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", *MSCALES,
+        "factor",
+        "original_max_position_embeddings",
+        "beta_fast",
+        "beta_slow",
+        *MSCALES,
         "llama_4_scaling_beta",  # of queries alone, in the family that has it
     },
     "proportional": {"partial_rotary_factor"},
     "llama3": {
-        "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
     },
-}  # fmt: skip
+}
 
 
 def check_agreement(family: TorchFamily, model: Any, config: Mapping[str, Any], name: str) -> None:

@@ -181,14 +181,21 @@ class Checkpoints:
         for index, run in enumerate(training.runs):
             tensors.update(_tensors_of(run, f"{index}/"))
         facts = {
-            "settings": dict(self.settings), "step": training.step, "tokens": training.tokens,
-            "seconds": training.seconds, "told": sorted(training.told),
+            "settings": dict(self.settings),
+            "step": training.step,
+            "tokens": training.tokens,
+            "seconds": training.seconds,
+            "told": sorted(training.told),
             "runs": [
-                {"diverged_at": run.diverged_at, "kl_sum": run.kl_sum, "kl_steps": run.kl_steps,
-                 "held_out": run.held_out if math.isfinite(run.held_out) else None}
+                {
+                    "diverged_at": run.diverged_at,
+                    "kl_sum": run.kl_sum,
+                    "kl_steps": run.kl_steps,
+                    "held_out": run.held_out if math.isfinite(run.held_out) else None,
+                }
                 for run in training.runs
             ],
-        }  # fmt: skip
+        }
         what = f"step {training.step}"
         if entry is None:
             write_state(self.folder / LATEST, what, tensors, facts)

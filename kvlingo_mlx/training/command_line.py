@@ -139,9 +139,18 @@ def train(
     group = distributed.join(str(target.device))
     try:
         training = Training(
-            source, target, stream, whole, Path(out), group, progress, options.settings(stream),
-            warn, notes=[str(stream.survey)] if stream.survey.falls_short else [], force=force,
-        )  # fmt: skip
+            source,
+            target,
+            stream,
+            whole,
+            Path(out),
+            group,
+            progress,
+            options.settings(stream),
+            warn,
+            notes=[str(stream.survey)] if stream.survey.falls_short else [],
+            force=force,
+        )
         before = training.finished()
         folder = training.run()
     finally:

@@ -139,11 +139,18 @@ class Stream:
         records = sum(map(len, walks.values()))
         listed = sum(len(source.sizes) for source in self._library.sources)
         return Survey(
-            records, listed - records - self.reserved, self.reserved, self._planned,
-            len(natural[0] | lifted[0]), natural[1] + lifted[1],
-            max((walk.longest for walk in walks.values()), default=0), int(wanted),
-            round(tokens), share, asked.packed_share if isinstance(asked, Mixture) else 0.0,
-        )  # fmt: skip
+            records,
+            listed - records - self.reserved,
+            self.reserved,
+            self._planned,
+            len(natural[0] | lifted[0]),
+            natural[1] + lifted[1],
+            max((walk.longest for walk in walks.values()), default=0),
+            int(wanted),
+            round(tokens),
+            share,
+            asked.packed_share if isinstance(asked, Mixture) else 0.0,
+        )
 
     def sample(self, index: int) -> Sample:
         """Training sample ``index`` (see :meth:`draw`)."""

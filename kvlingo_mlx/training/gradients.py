@@ -103,9 +103,13 @@ def conversation_loss(
     with torch.set_grad_enabled(learns):
         student = _student(target, sample, cache)
     loss = loss_of(
-        objective, target.logits, student, reading.teacher, sample.continuation,
+        objective,
+        target.logits,
+        student,
+        reading.teacher,
+        sample.continuation,
         with_gradient=learns,
-    )  # fmt: skip
+    )
     if loss.gradient is not None and leaves:
         student.backward(loss.gradient * scale)
         _pull_back(target, translator, reading, leaves, starts, first)

@@ -136,8 +136,7 @@ class Library:
         self.per_token = {n: self._scale(n) for n in range(len(self.sources))}
         held = [self._shelf(n, shares[n], np.flatnonzero(k)) for n, k in enumerate(kept)]
         known = self._openings(held)
-        shelves = [self._shelf(n, shares[n], np.flatnonzero(~k), known)
-                   for n, k in enumerate(kept)]  # fmt: skip
+        shelves = [self._shelf(n, shares[n], np.flatnonzero(~k), known) for n, k in enumerate(kept)]
         for shelf, other in zip(shelves, held, strict=True):
             if not len(shelf.records) + len(other.records):
                 raise self._useless(shelf.source)
@@ -182,8 +181,9 @@ class Library:
         low, high = self._limits
         near = any(
             limit / UNSURE < length < limit * UNSURE
-            for length in found.lengths for limit in (low, high)
-        )  # fmt: skip
+            for length in found.lengths
+            for limit in (low, high)
+        )
         return self._measure(record, self._counted) if near else found
 
     def _measure(self, record: dict[str, Any], tokens: Callable[[str], float]) -> Measured:
@@ -234,9 +234,14 @@ class Library:
             traces += measured.traces
         starts = np.concatenate([[0], np.cumsum(counts, dtype=int)]).astype(int)
         return Shelf(
-            number, share, np.array(rows, int), np.array(whole, float), starts,
-            np.array(lengths, float), np.array(traces, bool),
-        )  # fmt: skip
+            number,
+            share,
+            np.array(rows, int),
+            np.array(whole, float),
+            starts,
+            np.array(lengths, float),
+            np.array(traces, bool),
+        )
 
     def _openings(self, kept: Iterable[Shelf]) -> frozenset[str]:
         """Questions that open a reserved record: Nemotron has many twice, with and without

@@ -88,8 +88,9 @@ class Orders:
         rows = [np.flatnonzero(shelf.whole <= most) for shelf in shelves]
         self.refills = {
             shelf.source: Refill(kept, shelf.whole[kept], key_of(seed, "packed", shelf.source))
-            for shelf, kept in zip(shelves, rows, strict=True) if len(kept)
-        }  # fmt: skip
+            for shelf, kept in zip(shelves, rows, strict=True)
+            if len(kept)
+        }
 
     @property
     def tokens(self) -> float:

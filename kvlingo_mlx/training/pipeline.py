@@ -182,12 +182,15 @@ class Training:
         models = {
             f"{role}'s {fact}": value
             for role, spec, model in (
-                ("source", config.source, self.source), ("target", config.target, self.target)
+                ("source", config.source, self.source),
+                ("target", config.target, self.target),
             )
             for fact, value in {
-                "name": spec.name, **spec.fingerprint, "weights": model.weights_fingerprint
+                "name": spec.name,
+                **spec.fingerprint,
+                "weights": model.weights_fingerprint,
             }.items()
-        }  # fmt: skip
+        }
         return {**plan, **self.settings, **models}
 
     def _identity(self, config: TranslatorConfig) -> str:
@@ -233,8 +236,11 @@ class Training:
             config, arrays, provenance = self._stage1(config, held_out, stop)
             if self.group.leads:
                 tensors = {n: torch.tensor(a, dtype=torch.float32) for n, a in arrays.items()}
-                facts = {"settings": self._settings(config), "provenance": provenance,
-                         "assignment": config.assignment.to_json()}  # fmt: skip
+                facts = {
+                    "settings": self._settings(config),
+                    "provenance": provenance,
+                    "assignment": config.assignment.to_json(),
+                }
                 write_state(self._initial, "stage 1", tensors, facts)
                 shutil.rmtree(self.partial / "stage1", ignore_errors=True)
             self.group.wait()
@@ -280,9 +286,14 @@ class Training:
         if kept.exists():
             sums.restore(load_file(kept), self._check(kept, config)["counts"])
         return stage1.closed_form(
-            linear, self.source, self.target, self._fit_samples(sums.read), norm=self.plan.norm,
-            sums=sums, hooks=self._hooks("stage 1", self._keeper(kept, config, stop)),
-        )  # fmt: skip
+            linear,
+            self.source,
+            self.target,
+            self._fit_samples(sums.read),
+            norm=self.plan.norm,
+            sums=sums,
+            hooks=self._hooks("stage 1", self._keeper(kept, config, stop)),
+        )
 
     def _hooks(self, what: str, keep: Callable[..., None]) -> stage1.Hooks:
         """Who is told of ``what``; each solved map too, since nothing else is to be seen then."""
@@ -305,9 +316,15 @@ class Training:
             sums.restore(load_file(kept), counts, self.target.device)
         keep = self._keeper(kept, config, stop)
         assignment, arrays, provenance = stage1.select(
-            linear, self.source, self.target, self._fit_samples(sums.read), plan.assignment,
-            norm=plan.norm, sums=sums, hooks=self._hooks("selection", keep),
-        )  # fmt: skip
+            linear,
+            self.source,
+            self.target,
+            self._fit_samples(sums.read),
+            plan.assignment,
+            norm=plan.norm,
+            sums=sums,
+            hooks=self._hooks("selection", keep),
+        )
         keep(sums, at_once=True)  # a killed run goes on after the choice, not before it
         return dataclasses.replace(config, assignment=assignment), arrays, provenance
 
@@ -345,9 +362,18 @@ class Training:
     ) -> Distillation:
         runs = start_runs(config, arrays, recipe.learning_rates, self.target.device)
         return Distillation(
-            self.source, self.target, runs, self.data, held_out, recipe, checkpoints, self.group,
-            self.keep_every, stop, self.warn,
-        )  # fmt: skip
+            self.source,
+            self.target,
+            runs,
+            self.data,
+            held_out,
+            recipe,
+            checkpoints,
+            self.group,
+            self.keep_every,
+            stop,
+            self.warn,
+        )
 
     def _reporter(self, checkpoints: Checkpoints) -> Callable[[Report], None]:
         return lambda report: self.progress(checkpoints.folder.name, report)
@@ -367,22 +393,36 @@ class Training:
         data = {"data": self.settings["data"]} if "data" in self.settings else {}
         if self.plan.native_layers:
             data |= {"native_layers": self.plan.native_layers}
-        trained = {} if best is None else {
-            "objective": recipe.objective, "steps": recipe.steps, "batch": recipe.batch,
-            "learning_rate": best.rate, "best_step": best.step,
-            "held_out": len(held_out), "held_out_kl": best.held_out,
-            "held_out_kl_at_first": min(curve[0]["held_out"]),
-        }  # fmt: skip
+        trained = (
+            {}
+            if best is None
+            else {
+                "objective": recipe.objective,
+                "steps": recipe.steps,
+                "batch": recipe.batch,
+                "learning_rate": best.rate,
+                "best_step": best.step,
+                "held_out": len(held_out),
+                "held_out_kl": best.held_out,
+                "held_out_kl_at_first": min(curve[0]["held_out"]),
+            }
+        )
         if found := complaints(curve):
             trained["complaints"] = list(found.values())
         return {
-            "stage": 1 if best is None else 2, **data, **fitted, **trained,
+            "stage": 1 if best is None else 2,
+            **data,
+            **fitted,
+            **trained,
             "longest_prefix": max(prefixes),
             **facts_of_models({"source": self.source, "target": self.target}),
             "assignment": self.plan.assignment,
-            "seed": self.plan.seed, "kvlingo_mlx": __version__, "torch": torch.__version__,
-            "transformers": version("transformers"), "date": time.strftime("%Y-%m-%d"),
-        }  # fmt: skip
+            "seed": self.plan.seed,
+            "kvlingo_mlx": __version__,
+            "torch": torch.__version__,
+            "transformers": version("transformers"),
+            "date": time.strftime("%Y-%m-%d"),
+        }
 
     def _write(
         self,

@@ -125,9 +125,12 @@ def reconstruction(recipe: Recipe, rates: tuple[float, ...], steps: int) -> Reci
     """Stage 1 of an MLP: stage 2's batch and schedule, other steps and rates (appendix "Training
     protocol", MLP translators)."""
     return replace(
-        recipe, objective="reconstruction", ce_weight=1.0, steps=steps,
+        recipe,
+        objective="reconstruction",
+        ce_weight=1.0,
+        steps=steps,
         learning_rates=rates or (MLP_STAGE1_RATE,),
-    )  # fmt: skip
+    )
 
 
 def default_rate(source: str, target: str) -> float:
@@ -167,7 +170,12 @@ def make_config(source: TorchModel, target: TorchModel, plan: TrainingPlan) -> T
         )
     assignment = by_depth(source.geometry.layers, target.geometry.layers, plan.nu)
     return TranslatorConfig(
-        *ends, assignment, kind=plan.kind, head_mixing=plan.head_mixing, joint=plan.joint,
-        capture=capture, alignment=None if one else "minimal_groups",
+        *ends,
+        assignment,
+        kind=plan.kind,
+        head_mixing=plan.head_mixing,
+        joint=plan.joint,
+        capture=capture,
+        alignment=None if one else "minimal_groups",
         provenance={"native_layers": plan.native_layers} if plan.native_layers else {},
-    )  # fmt: skip
+    )

@@ -35,8 +35,9 @@ def receipt(
     kl, _, hidden_kl = (sum(loss.kl for loss in way) / len(asked) for way in ways)
     hits = [
         tuple(spelled(loss.best, sample, value) for loss in ways)
-        for ways, (sample, value) in zip(losses, asked, strict=True) if value
-    ]  # fmt: skip
+        for ways, (sample, value) in zip(losses, asked, strict=True)
+        if value
+    ]
     top1 = sum(translated.agreed for translated, _, _ in losses) / tokens
     layers = translator.config.native_layers
     found = Receipt(kl, top1, layers, hidden_kl, recall_of(hits))
@@ -51,9 +52,13 @@ def _losses(
     kl, config = objective_named("kl"), translator.config
     reading = read(source, target, sample, config.capture, config.native_layers)
     measured = partial(
-        loss_of, kl, target.logits, teacher=reading.teacher, labels=sample.continuation,
+        loss_of,
+        kl,
+        target.logits,
+        teacher=reading.teacher,
+        labels=sample.continuation,
         with_gradient=False,
-    )  # fmt: skip
+    )
     alone = target.hidden((sample.prefix[-1], *sample.continuation[:-1]))
     return (
         conversation_loss(target, translator, reading, kl),

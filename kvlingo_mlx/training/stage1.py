@@ -217,8 +217,10 @@ def select(
 
     def add(read: States, wanted: States, weights: torch.Tensor | None) -> None:
         for side, tiles in sums.tiles.items():
-            xs, ys = ([a.double().to(target.device) for a in states.side(side)]
-                      for states in (read, wanted))  # fmt: skip
+            xs, ys = (
+                [a.double().to(target.device) for a in states.side(side)]
+                for states in (read, wanted)
+            )
             tiles.add(xs, ys, None if weights is None else weights[0])
 
     norm = norm_named(norm)
@@ -273,10 +275,12 @@ def _mass(target: TorchModel, sample: Sample) -> np.ndarray:
 
 def _provenance(norm: str, sums: Sums | TileSums, ranks: Sequence[int]) -> dict[str, object]:
     return {
-        "norm": norm, "samples": sums.used, "prefix_tokens": sums.counts()["tokens"],
+        "norm": norm,
+        "samples": sums.used,
+        "prefix_tokens": sums.counts()["tokens"],
         "lowest_rank": min(ranks),
         "longest_prefix": sums.longest,
-    }  # fmt: skip
+    }
 
 
 def pair(m: Map, read: States, wanted: States) -> tuple[torch.Tensor, torch.Tensor]:

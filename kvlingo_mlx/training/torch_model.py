@@ -353,9 +353,13 @@ def load(
     config, tokenizer = _read_config(path_or_hf_repo, path)
     with _damage(path_or_hf_repo), _no_progress_bar():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="sdpa",
-            use_safetensors=True, ignore_mismatched_sizes=True, output_loading_info=True,
-        )  # fmt: skip
+            path,
+            dtype=dtype,
+            attn_implementation="sdpa",
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
         model, report = loaded
         _check_weights(path_or_hf_repo, report)
         family = family_of(config["model_type"])
@@ -386,8 +390,9 @@ def _check_weights(name: str, report: Mapping[str, Collection[Any]]) -> None:
     What a tied or a derived tensor (a second head, RoPE's frequencies) leaves over or out is
     not in its report.
     """
-    shapes = [f"{n} {tuple(found)}, not {tuple(wanted)}"
-              for n, found, wanted in report["mismatched_keys"]]  # fmt: skip
+    shapes = [
+        f"{n} {tuple(found)}, not {tuple(wanted)}" for n, found, wanted in report["mismatched_keys"]
+    ]
     kinds = ("missing", report["missing_keys"]), ("unexpected", report["unexpected_keys"])
     for what, names in (*kinds, ("misshapen", shapes)):
         if names:

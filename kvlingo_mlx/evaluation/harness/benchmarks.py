@@ -50,11 +50,15 @@ def evaluate(
         facts = identity_of(target) | condition.identity
         runs[condition.name] = [
             running.run(
-                target, make, tasks, condition=canonical_json(facts | {"seed": seed}),
-                progress=partial(progress, condition.name), **options,
+                target,
+                make,
+                tasks,
+                condition=canonical_json(facts | {"seed": seed}),
+                progress=partial(progress, condition.name),
+                **options,
             )
             for seed, make in enumerate(condition.makers)
-        ]  # fmt: skip
+        ]
     if judge is not None:
         ask = judge()
         for name, found in runs.items():
@@ -121,13 +125,15 @@ def _group(
     """A weighted mean over tasks, whose items are disjoint sets."""
     tables: dict[str, Table] = {}
     for condition in next(iter(outcomes.values())).tables:
-        tables[condition] = {ALL: {
-            metric: over_sets(
-                [outcomes[task].tables[condition][ALL][metric] for task in shares],
-                list(shares.values()),
-            )
-            for metric, shares in weights.items()
-        }}  # fmt: skip
+        tables[condition] = {
+            ALL: {
+                metric: over_sets(
+                    [outcomes[task].tables[condition][ALL][metric] for task in shares],
+                    list(shares.values()),
+                )
+                for metric, shares in weights.items()
+            }
+        }
     parts = [outcomes[task] for task in {task for shares in weights.values() for task in shares}]
     length = statistics.median_low([part.prefix_tokens for part in parts])
     return Outcome(name, tuple(weights), sum(p.count for p in parts), length, tables, {})

@@ -32,33 +32,33 @@ class Template:
 
 ABILITIES = {
     "CM": "Context memory: does the reply recall what was said earlier wherever that matters, and "
-          "stay consistent with it? Where nothing had to be recalled, do not hold that against it.",
+    "stay consistent with it? Where nothing had to be recalled, do not hold that against it.",
     "AR": "Anaphora resolution: does the reply understand what the user's references to earlier "
-          "turns stand for, and answer correctly in that sense?",
+    "turns stand for, and answer correctly in that sense?",
     "SI": "Separate input: the first turn names a task without its content, later turns bring the "
-          "content alone. A first reply should ask or wait for the content; a later one should "
-          "carry out the task on it, correctly.",
+    "content alone. A first reply should ask or wait for the content; a later one should "
+    "carry out the task on it, correctly.",
     "TS": "Topic shift: does the reply follow the user to a new topic, complete and to the point, "
-          "without being drawn back to the old one?",
+    "without being drawn back to the old one?",
     "CC": "Content confusion: earlier questions look like the current one and mean something "
-          "else. Is the reply true, and about the current question alone?",
+    "else. Is the reply true, and about the current question alone?",
     "CR": "Content rephrasing: does the rewritten text keep the meaning of the first reply, and "
-          "meet what the user now asks of the wording?",
+    "meet what the user now asks of the wording?",
     "FR": "Format rephrasing: does the rewritten text keep the meaning of the first reply, and "
-          "have the form that the user now asks for?",
+    "have the form that the user now asks for?",
     "SC": "Self-correction: the user points out a mistake in an earlier reply. Does this reply "
-          "examine it, admit it and give a corrected, accurate answer?",
+    "examine it, admit it and give a corrected, accurate answer?",
     "SA": "Self-affirmation: the user wrongly disputes an earlier, correct reply. Does this reply "
-          "take up the objection, and hold to the right answer with sound reasons?",
+    "take up the objection, and hold to the right answer with sound reasons?",
     "MR": "Mathematical reasoning: is the result that of the reference solution, and is every step "
-          "sound, complete and clear, with what earlier turns provide?",
+    "sound, complete and clear, with what earlier turns provide?",
     "GR": "General reasoning: is the conclusion that of the reference solution, and is the "
-          "argument sound, complete and clear, with what earlier turns provide?",
+    "argument sound, complete and clear, with what earlier turns provide?",
     "IC": "Instruction clarification: where the request is vague, does the reply ask for what is "
-          "missing, and where it is clear, answer it in full?",
+    "missing, and where it is clear, answer it in full?",
     "PI": "Proactive interaction: besides answering, does the reply carry the conversation on with "
-          "fitting questions or suggestions, without taking it over?",
-}  # fmt: skip
+    "fitting questions or suggestions, without taking it over?",
+}
 
 RATING = (
     "You are an impartial judge. Below is a conversation; everything up to the user's last "

@@ -102,8 +102,11 @@ def _group(group: Any, values: Mapping[str, Any], means: Mapping[str, Means]) ->
             if not comma or metric != config.metric:
                 continue
             name = _name(metric, kind)
-            parts = {t.task_name: means[t.task_name][name] for t in group.get_all_tasks()
-                     if name in means[t.task_name]}  # fmt: skip
+            parts = {
+                t.task_name: means[t.task_name][name]
+                for t in group.get_all_tasks()
+                if name in means[t.task_name]
+            }
             weights = {t: part.count if config.weight_by_size else 1 for t, part in parts.items()}
             whole = over_sets(list(parts.values()), list(weights.values()))
             mean = Mean(float(values[key]), whole.error, whole.count)

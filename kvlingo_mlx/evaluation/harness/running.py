@@ -125,10 +125,14 @@ def run(
         own = {"samples": numbers or None, "confirm_run_unsafe_code": unsafe_code}
         evaluated = _evaluated(model, loaded, **own, **asked)
     settings = asked | {
-        "items": numbers or None, "seed": seed, "num_fewshot": num_fewshot, "data": files,
-        "enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks,
+        "items": numbers or None,
+        "seed": seed,
+        "num_fewshot": num_fewshot,
+        "data": files,
+        "enable_thinking": enable_thinking,
+        "max_gen_toks": max_gen_toks,
         "max_length": model.max_length,
-    }  # fmt: skip
+    }
     named = {"condition": condition, "target": target.name, "settings": settings}
     return named | collect(model, loaded, evaluated)
 

@@ -128,8 +128,11 @@ def _longmemeval(record: Record) -> list[Document]:
     name = record["question_id"]
     kind = "abstention" if name.endswith("_abs") else record["question_type"]
     judge = _judge(f"longmemeval/{kind}", {"question": question, "reference": answer}, "yes")
-    return [_document(name, [{"role": "user", "content": text}], subset=kind,
-                      references=[answer], judge=judge)]  # fmt: skip
+    return [
+        _document(
+            name, [{"role": "user", "content": text}], subset=kind, references=[answer], judge=judge
+        )
+    ]
 
 
 def _repliqa(record: Record, rubric: str) -> list[Document]:
@@ -139,9 +142,16 @@ def _repliqa(record: Record, rubric: str) -> list[Document]:
     text = f"{REPLIQA_INSTRUCTION}\n\n{record['document_extracted']}\n\nQuestion: {question}"
     fields = {"question": question, "reference": answer}
     judge = _judge(f"repliqa/{rubric}", fields, "yes" if rubric == "correct" else None)
-    return [_document(record["question_id"], [{"role": "user", "content": text}],
-                      cluster=record["document_id"], subset=record["document_topic"],
-                      references=[answer], judge=judge)]  # fmt: skip
+    return [
+        _document(
+            record["question_id"],
+            [{"role": "user", "content": text}],
+            cluster=record["document_id"],
+            subset=record["document_topic"],
+            references=[answer],
+            judge=judge,
+        )
+    ]
 
 
 def _multichallenge(record: Record) -> list[Document]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,8 +77,8 @@ def _answers(
     """A row of answers, decoded greedily."""
     options: dict[str, Any] = {"max_tokens": 24}
 
-    def own(messages: list) -> str:
-        tokens = encode(target, messages, False)
+    def own(messages: Sequence[dict[str, str]]) -> str:
+        tokens = encode(target, list(messages), False)
         responses = mlx_stream_generate(target.model, target.tokenizer, tokens, **options)
         return "".join(response.text for response in responses)
 

@@ -611,7 +611,7 @@ def test_what_stands_beside_a_reference(capsys: pytest.CaptureFixture[str]) -> N
     assert "translation, stored, beside translation, bfloat16 │ 1.7 (2.0x)" in text
     text = beside(capsys, paper, None, "switch", nothing=1.0)
     assert "has nothing in common with this table: it holds 64, 128, 256, 512, 1024 tokens" in text
-    assert "expected 64 tokens (nothing)" in text and "│" not in text
+    assert "this table holds 64 tokens (nothing)" in text and "│" not in text
     alone = Reference("file", {}, {"quant": {64: {"switch": 1.0}}}, {})
     text = beside(capsys, alone, None, "moe-switch", switch=1.0)
     assert "it holds no such table; this table holds 64 tokens (switch)" in text

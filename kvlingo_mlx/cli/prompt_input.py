@@ -28,7 +28,7 @@ def read_prompt(prompt: str | None, messages_file: str | None) -> str | list[dic
             raise ValueError("--prompt and --messages are both given; leave out one of them")
         return _messages(_read(messages_file), messages_file)
     if prompt is None:
-        raise ValueError("no prompt is given; add --prompt TEXT, or --messages FILE")
+        raise ValueError("no prompt is given; give --prompt TEXT, or --messages FILE")
     text = prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = _stdin("--prompt") if prompt == "-" else text
     if not text.strip():

@@ -2,13 +2,20 @@
 PYTHON ?= python3
 WITH ?=
 
-.PHONY: demo test clean
+.PHONY: demo test check clean
 
 demo: .venv/ready
 	.venv/bin/kvlingo-mlx demo
 
 test: .venv-test/ready
 	.venv-test/bin/python -m pytest --numprocesses 2 --dist worksteal
+
+# Format and lint, types, import circles and directions, the shapes of functions.
+check: .venv-test/ready
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/ruff check .
+	.venv-test/bin/mypy kvlingo_mlx
+	.venv-test/bin/python -m pytest tests/package/test_conventions.py
 
 # pip is upgraded first: old ones do not read the markers that choose MLX's build.
 .venv/ready: pyproject.toml

@@ -23,8 +23,8 @@ import numpy as np
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.alignment import Cuts, TokenAlignment, align, token_ends
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))  # tests are no package
-from languages import CORPUS, TEXTS, byte_level, sentencepiece
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests are not installed
+from tests.support.languages import CORPUS, TEXTS, byte_level, sentencepiece
 
 Offsets = list[tuple[int, int]]
 

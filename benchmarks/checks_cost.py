@@ -24,8 +24,9 @@ from translation_cost import model_of_shape, random_translator
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.handover.fill import Clock, translated_cache
-from kvlingo_mlx.handover.generation import check_numbers
+from kvlingo_mlx.handover.fill import filled
+from kvlingo_mlx.handover.plan import Plan
+from kvlingo_mlx.handover.responses import check_numbers
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
@@ -48,7 +49,7 @@ def run(
     tokens = [rng.randrange(5, 1000) for _ in range(length)]
 
     def hand_over() -> list:  # the random models have no tokenizer to be compared
-        return translated_cache(source, target, tokens, translator, 2048, Clock())
+        return filled(Plan(source, target, tokens, translator))
 
     cache = hand_over()
     response = cast(Any, SimpleNamespace(logprobs=mx.random.normal((VOCABULARY,))))

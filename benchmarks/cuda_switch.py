@@ -43,7 +43,9 @@ from kvlingo_mlx.cuda.memory import Memory
 from kvlingo_mlx.cuda.tile import Tile
 from kvlingo_mlx.format.assignment import relative_depth
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.translator_config import SIDES, ModelSpec, TranslatorConfig, maps_of
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.training.torch_model import TorchModel
 

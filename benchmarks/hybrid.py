@@ -36,6 +36,7 @@ from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.evaluation.conditions import CacheMaker
 from kvlingo_mlx.fitting import fit
 from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.reporting import measure
@@ -108,7 +109,7 @@ def run_time(args: argparse.Namespace) -> dict[str, Any]:
     translator = random_translator(source, target, 1)
     tokens = np.random.default_rng(0).integers(0, 1000, args.tokens).tolist()
     actions = {
-        f"j = {j}": translation(source, target, translator, tokens, native=Native(j))
+        f"j = {j}": translation(Plan(source, target, tokens, translator, Native(j)))
         for j in range(0, args.layers + 1, args.every)
     }
     runs = {

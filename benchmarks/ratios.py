@@ -187,10 +187,9 @@ def _measure_timings(
     source: LanguageModel, target: LanguageModel, translator: Translator, trials: int
 ) -> None:
     table = tables.FIRST_TOKENS
-    measured, _ = tables.run_table(
-        source, target, {"float32": translator}, table, [64, 256, 1024], text=False,
-        trials=trials, clock=tables.Clock(None),
-    )  # fmt: skip
+    effort = tables.Effort(text=False, trials=trials, clock=tables.Clock(None))
+    maps = {"float32": translator}
+    measured, _ = tables.run_table(source, target, maps, table, [64, 256, 1024], effort)
     timings.write(saving.timings_of(source, target, translator, measured))
 
 

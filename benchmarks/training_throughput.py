@@ -24,7 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from kvlingo_mlx.format.assignment import relative_depth
-from kvlingo_mlx.format.translator_config import TranslatorConfig, maps_of
+from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.distill import Distillation

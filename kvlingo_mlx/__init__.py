@@ -31,9 +31,9 @@ if TYPE_CHECKING:  # what checkers and editors know of the names
     from kvlingo_mlx.folding import folded_hand_over as folded_hand_over
     from kvlingo_mlx.folding import folded_stream_generate as folded_stream_generate
     from kvlingo_mlx.handover.fill import hand_over as hand_over
-    from kvlingo_mlx.handover.generation import GenerationResponse as GenerationResponse
     from kvlingo_mlx.handover.generation import generate as generate
     from kvlingo_mlx.handover.generation import stream_generate as stream_generate
+    from kvlingo_mlx.handover.responses import GenerationResponse as GenerationResponse
     from kvlingo_mlx.loading.models import load as load
     from kvlingo_mlx.loading.translators import load_translator as load_translator
     from kvlingo_mlx.models.language_model import LanguageModel as LanguageModel
@@ -41,8 +41,7 @@ if TYPE_CHECKING:  # what checkers and editors know of the names
 
 from kvlingo_mlx import blas
 from kvlingo_mlx import errors as _errors
-
-__version__ = "0.1.0"
+from kvlingo_mlx.version import __version__ as __version__
 
 _HOMES = {
     "load": "loading.models",
@@ -51,7 +50,7 @@ _HOMES = {
     "generate": "handover.generation",
     "stream_generate": "handover.generation",
     "hand_over": "handover.fill",
-    "GenerationResponse": "handover.generation",
+    "GenerationResponse": "handover.responses",
     "folded_generate": "folding",
     "folded_stream_generate": "folding",
     "folded_hand_over": "folding",

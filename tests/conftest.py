@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from pathlib import Path
 
-from kvlingo_mlx.backend import mx, nn
+# Before any of them is loaded. Where workers share the cores, the threads of their libraries
+# wait for one another: on two cores that cost three times as much as all there was to compute.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import plain_models
+from kvlingo_mlx.backend import mx
+
 import pytest
-import tiny
-from mlx_lm.utils import save_config
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.models.language_model import LanguageModel
+
+pytest.register_assert_rewrite("tests.support")  # before it is imported
+
+from tests.support import plain_models, tiny  # noqa: E402
+from tests.support.opened import Opener, quantised  # noqa: E402
 
 SHAPES = {
     "dense": ("qwen3", 1, 3, 2, 32),
@@ -42,20 +50,6 @@ def models(folders: dict[str, Path]) -> dict[str, LanguageModel]:
     return {name: kv.load(folder) for name, folder in folders.items()}
 
 
-def quantised(model: LanguageModel, folder: Path, bits: int = 4) -> LanguageModel:
-    """A copy of a model in few bits, through a folder as a user would have it."""
-    copy = kv.load(model.path)
-    nn.quantize(copy.model, group_size=32, bits=bits)
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in model.path.iterdir():
-        if file.suffix == ".json":
-            (folder / file.name).write_bytes(file.read_bytes())
-    copy.model.save_weights(str(folder / "model.safetensors"))
-    config = {**copy.config, "quantization": {"group_size": 32, "bits": bits}}
-    save_config(config, folder / "config.json")
-    return kv.load(folder)
-
-
 @pytest.fixture(scope="session")
 def quantised_models(
     models: dict[str, LanguageModel], tmp_path_factory: pytest.TempPathFactory
@@ -63,9 +57,6 @@ def quantised_models(
     """4-bit copies of "dense" and "moe"."""
     root = tmp_path_factory.mktemp("quantised")
     return {name: quantised(models[name], root / name) for name in ("dense", "moe")}
-
-
-Opener = Callable[[str], LanguageModel]
 
 
 @pytest.fixture(scope="session")

@@ -116,10 +116,10 @@ def test_strategy_of_a_conversation(models: dict[str, LanguageModel]) -> None:
     with pytest.warns(kv.KVLingoWarning, match="^strategy is now called switching;") as told:
         talk = kv.Conversation({"a": model, "b": model}, strategy="reprefill")
     assert len(told) == 1 and told[0].filename == __file__
-    assert talk.exchange.switching == "reprefill"
+    assert talk.exchange.rules.switching == "reprefill"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert kv.Conversation({"a": model, "b": model}).exchange.switching == "alternated"
+        assert kv.Conversation({"a": model, "b": model}).exchange.rules.switching == "alternated"
     with pytest.warns(kv.KVLingoWarning), pytest.raises(ValueError, match="switching is 'fast'"):
         kv.Conversation({"a": model, "b": model}, strategy="fast")
     with pytest.raises(TypeError, match="strategy and switching are one argument"):

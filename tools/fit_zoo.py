@@ -31,12 +31,12 @@ from kvlingo_mlx.store.importing import import_translator
 from kvlingo_mlx.training import torch_model
 from kvlingo_mlx.training.distill import Report
 from kvlingo_mlx.training.pipeline import Training
-from kvlingo_mlx.training.plan import MLP_STAGE1_RATE, Plan
+from kvlingo_mlx.training.plan import MLP_STAGE1_RATE, TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
 
 
 def train(
-    source: str, target: str, more: Path, facts: list[int] | None, turns: bool, plan: Plan,
+    source: str, target: str, more: Path, facts: list[int] | None, turns: bool, plan: TrainingPlan,
     work: Path, out: Path,
 ) -> None:  # fmt: skip
     """One pair, both stages, into a folder of ``out``."""
@@ -97,7 +97,7 @@ def main() -> None:
         objective="reconstruction", steps=args.steps, batch=args.batch,
         learning_rates=(MLP_STAGE1_RATE,),
     )  # fmt: skip
-    plan = Plan(
+    plan = TrainingPlan(
         kind=args.kind, capture=args.capture, head_mixing=not args.head_wise, hidden=args.hidden,
         nu=args.nu, norm=args.norm, fit_samples=args.dialogues, held_out=16, recipe=recipe,
         native_layers=args.native_layers, stage1_recipe=first,

@@ -1,4 +1,4 @@
-"""Write the golden files of tests/test_parity.py from the PyTorch reference.
+"""Write the golden files of tests/handover/test_parity.py from the PyTorch reference.
 
     python tools/make_golden.py          # two pairs of tiny random models
     python tools/make_golden.py --zoo    # every embedded pair, on the start of a dialogue
@@ -20,11 +20,9 @@ from transformers import AutoTokenizer
 
 from kvlingo_mlx.embedded import dialogues
 
-TESTS = Path(__file__).parents[1] / "tests"
-sys.path.insert(0, str(TESTS))  # the reference is a test, and tests are no package
+sys.path.insert(0, str(Path(__file__).parents[1]))  # the tests are not installed
 
-import reference  # noqa: E402
-import tiny  # noqa: E402
+from tests.support import reference, tiny
 
 ZOO_TOKENS = 40
 

@@ -118,7 +118,7 @@ def alignment() -> str:
     return "\n".join([
         "## Two tokenizers\n",
         "Minimal groups of two tokenizers trained on the same small corpus, over texts in all the\n"
-        "languages of `tests/languages.py`; the last column is English alone.\n",
+        "languages of `tests/support/languages.py`; the last column is English alone.\n",
         table(["", "groups", *ALIGNMENT.values(), "one to one, English"], rows),
         f"A text of {max(results['tokens'].values())} tokens, medians in ms: {times}.\n",
         source(found[-1]),

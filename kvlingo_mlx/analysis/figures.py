@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.analysis.report import Report
-from kvlingo_mlx.format.translator_config import SIDES
+from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.reporting import pictures
 
 PANEL = 3.4  # inches

@@ -9,7 +9,7 @@ import numpy as np
 from kvlingo_mlx.analysis.states import States
 from kvlingo_mlx.analysis.statistics import HeadAlignment, head_alignment
 from kvlingo_mlx.format.geometry import CacheGeometry
-from kvlingo_mlx.format.translator_config import SIDES
+from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.stage1.closed_form import Moments, solve
 from kvlingo_mlx.translators.base import Translator
 

@@ -14,7 +14,7 @@ from kvlingo_mlx.analysis.corpus import Corpus
 from kvlingo_mlx.analysis.network import Recipe, fit_correction
 from kvlingo_mlx.analysis.states import States
 from kvlingo_mlx.analysis.statistics import fit_linear, r2
-from kvlingo_mlx.format.translator_config import SIDES
+from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.translators.base import Translator
 

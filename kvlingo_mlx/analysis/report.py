@@ -39,7 +39,8 @@ from kvlingo_mlx.analysis.statistics import (
     top_share,
 )
 from kvlingo_mlx.format.assignment import by_depth, relative_depth
-from kvlingo_mlx.format.translator_config import CAPTURES, SIDES, capture_point
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.translator_config import CAPTURES, capture_point
 from kvlingo_mlx.loading.pairing import check_pair, check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator

@@ -21,7 +21,7 @@ import numpy as np
 
 from kvlingo_mlx.analysis.corpus import Corpus
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.format.translator_config import SIDES
+from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.language_model import LanguageModel
 

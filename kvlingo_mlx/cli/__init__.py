@@ -17,10 +17,10 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from kvlingo_mlx import __version__
 from kvlingo_mlx.cli.needs import Checked
 from kvlingo_mlx.cli.output import complain, warn
 from kvlingo_mlx.errors import KVLingoError, tell_new_name
+from kvlingo_mlx.version import __version__
 
 VERBS = (
     "generate", "chat", "demo", "fit", "train", "import", "list", "remove", "publish", "show",

@@ -102,7 +102,7 @@ def _assignment(text: str, source: LanguageModel, target: LanguageModel) -> Assi
         return text
     from pathlib import Path
 
-    from kvlingo_mlx.format.translator_config import parse_assignment, parse_json
+    from kvlingo_mlx.format.config_reading import parse_assignment, parse_json
 
     path = Path(text)
     try:

@@ -70,7 +70,9 @@ def command(options: GenerateOptions) -> None:
     asked = read_prompt(options.prompt, options.messages_file)
 
     from kvlingo_mlx.folding import folded_stream_generate
-    from kvlingo_mlx.handover.generation import check_strategy, stream_generate, summary
+    from kvlingo_mlx.handover.generation import stream_generate
+    from kvlingo_mlx.handover.plan import check_strategy
+    from kvlingo_mlx.handover.responses import summary
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.translators.quantised import check_bits
 

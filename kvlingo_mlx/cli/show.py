@@ -45,7 +45,8 @@ def command(options: ShowOptions) -> None:
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
     from kvlingo_mlx.format import translator_folder
-    from kvlingo_mlx.format.translator_config import OF_MODELS, flops_of, unfoldable
+    from kvlingo_mlx.format.maps import flops_of
+    from kvlingo_mlx.format.translator_config import OF_MODELS, unfoldable
     from kvlingo_mlx.loading.grading import said_of
 
     config, weights = translator_folder.read(folder)

@@ -24,8 +24,10 @@ from kvlingo_mlx.conversation.accounting import Stats, check_room, stats_of
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.cross_turn import CrossTurn
-from kvlingo_mlx.conversation.exchange import Exchange, Given, Switch
+from kvlingo_mlx.conversation.directions import Given
+from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.rules import Rules
 from kvlingo_mlx.conversation.transcript import (
     Transcript,
     same_message,
@@ -35,13 +37,8 @@ from kvlingo_mlx.conversation.transcript import (
 from kvlingo_mlx.conversation.turn import Decoding, Turn, thought_end
 from kvlingo_mlx.conversation.use import Use, claiming
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.handover.generation import (
-    DECODE_OPTIONS,
-    GenerationResponse,
-    Model,
-    check_drafting,
-    check_max_tokens,
-)
+from kvlingo_mlx.handover.generation import DECODE_OPTIONS, check_drafting, check_max_tokens
+from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import (
     DecodingOptions,
     LogitsProcessor,
@@ -49,7 +46,7 @@ from kvlingo_mlx.handover.sampling import (
     choice_of,
     given,
 )
-from kvlingo_mlx.loading.models import load, load_together
+from kvlingo_mlx.loading.models import Model, load, load_together
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, check_tools
 from kvlingo_mlx.tokenization.renderings import with_joined_parts
@@ -163,12 +160,11 @@ class Conversation:
             _check_json(tools)
         loaded = _loaded(models)
         several = len(_by_tokenizer(loaded.values())) > 1
-        self.exchange = (CrossExchange if several else Exchange)(
-            loaded, translators,
-            switching=switching, on_missing=on_missing, offload=offload,
-            step_size=prefill_step_size, allow_mismatch=allow_mismatch, quantize=quantize,
-            native_layers=native_layers,
-        )  # fmt: skip
+        rules = Rules(
+            *(switching, on_missing, offload, prefill_step_size, allow_mismatch),
+            *(quantize, native_layers),
+        )
+        self.exchange = (CrossExchange if several else Exchange)(loaded, translators, rules)
         self.eager, self._use, self._compared = eager, Use(), False
         self.on_full = on_full
         start = [{"role": "system", "content": system}] if system is not None else []
@@ -276,7 +272,7 @@ class Conversation:
 
     def _compare_templates(self) -> None:
         """Tell, once, of templates under which nothing can be handed over."""
-        alternated = self.exchange.switching != "reprefill" and not self.transcript.verbatim
+        alternated = self.exchange.rules.switching != "reprefill" and not self.transcript.verbatim
         if self._compared or not alternated:
             return
         self._compared = True
@@ -536,7 +532,7 @@ class Conversation:
             base.cut_answer(models, characters)
         self.transcript = base
         try:
-            turn.follow(base, eager=self.eager and self.exchange.switching == "alternated")
+            turn.follow(base, eager=self.eager and self.exchange.rules.switching == "alternated")
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # What was said stands. A switch will translate, or tell why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)

@@ -65,10 +65,10 @@ def stats_of(exchange: Exchange) -> Stats:
     lines = tuple(_line(line) for line in exchange.lines.values())
     models = {id(line.model.model): line.model.model for line in exchange.lines.values()}
     weights = sum(_nbytes(model) for model in models.values())
-    translators = {id(t): t.nbytes for t in exchange.translators.values()}
+    translators = {id(t): t.nbytes for t in exchange.directions.loaded.values()}
     total = weights + sum(translators.values())
     total += sum(line.cache_bytes + line.recording_bytes for line in lines)
-    used = {f"{one} to {other}": t.name for (one, other), t in exchange.translators.items()}
+    used = {f"{one} to {other}": t.name for (one, other), t in exchange.directions.loaded.items()}
     return Stats(lines, weights, sum(translators.values()), total, mx.get_active_memory(), used)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
@@ -25,12 +24,10 @@ from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
-from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
-from kvlingo_mlx.translators.base import Translator
 
 Wanted = Mapping[str, Reading | None]  # by tokenizer; None where it cannot be told
 
@@ -41,23 +38,7 @@ class CrossExchange(Exchange):
     Lines of one tokenizer give each other what they have token by token. Lines of two share the
     messages' contents: each keeps its own model's rendering, whose boilerplate that model reads
     itself.
-
-    Raises:
-        ValueError: ``switching`` or ``native_layers`` has no meaning here.
     """
-
-    def __init__(self, models: Mapping[str, LanguageModel], *args: Any, **options: Any) -> None:
-        if options["switching"] == "naive":
-            raise ValueError(
-                "switching is 'naive', but the models have different tokenizers, and a translation "
-                "has no tokens of its own to be translated again; use alternated"
-            )
-        if options.get("native_layers") not in (None, 0):
-            raise ValueError(
-                "native_layers cannot be used between two tokenizers, where a model reads what is "
-                "not translated already; leave it out"
-            )
-        super().__init__(models, *args, **options)
 
     def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
         try:
@@ -85,18 +66,6 @@ class CrossExchange(Exchange):
     def _alike(self, a: Line, b: Line) -> bool:
         return a.model.tokenizer_fingerprint == b.model.tokenizer_fingerprint
 
-    def _check_kind(self, translator: Translator) -> None:
-        """Any kind may be given; whether it is a pair's own kind is told with the pair."""
-
-    def _native(self, config: TranslatorConfig) -> int:
-        return super()._native(config) if config.alignment is None else 0
-
-    def _stored(self, source: str, target: str) -> Translator | Path | None:
-        across = not self._alike(self.lines[source], self.lines[target])
-        if across and not isinstance(self.lines[target], PositionedLine):
-            return None
-        return super()._stored(source, target)
-
     # ---- switching ------------------------------------------------------------------------
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
@@ -112,18 +81,18 @@ class CrossExchange(Exchange):
         """
         given: list[Offer] = []
         missing: list[Offer] = []
-        if known is None or self.switching == "reprefill":
+        if known is None or self.rules.switching == "reprefill":
             return given, missing
         target = known.target.rendering(length)
         for other in self.lines.values():
             if self._alike(line, other):
                 continue
-            found = self._stored(other.name, line.name) is not None
+            found = self.directions.stored(other.name, line.name) is not None
             for reading in known.others.get(self.key(other.name), ()):
                 runs = recorded(other) if found else wrote_itself(other)
                 more = offered(other, reading, target, begun, runs)
                 (given if found else missing).extend(more)
-        return given, missing if self.on_missing == "error" else []
+        return given, missing if self.rules.on_missing == "error" else []
 
     def _plan(
         self, line: Line, tokens: Sequence[int], begun: int, origin: str | None,
@@ -174,11 +143,15 @@ class CrossExchange(Exchange):
             super()._take(line, step, tokens)
             return
         assert step.source is not None and isinstance(line, PositionedLine)
-        translator = self.translator(step.source.name, line.name)
+        translator = self.directions.translator(step.source.name, line.name)
         assert translator is not None
         tell_of_length(translator.config, step.stop + 1)
         line.take_across(
-            tokens[len(line) : step.stop], step.alignment, step.source, translator, self.step_size
+            tokens[len(line) : step.stop],
+            step.alignment,
+            step.source,
+            translator,
+            self.rules.step_size,
         )
 
     # ---- after an answer ------------------------------------------------------------------
@@ -220,7 +193,7 @@ class CrossExchange(Exchange):
         for line in self.lines.values():
             needed = []
             for other in self.lines.values():
-                if other is line or self._stored(line.name, other.name) is None:
+                if other is line or self.directions.stored(line.name, other.name) is None:
                     continue
                 if self._alike(line, other):
                     needed.append(other.kept(other.common(line.tokens)))

@@ -11,7 +11,7 @@ from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.conversation.turn import Decoding, Turn
-from kvlingo_mlx.handover.generation import GenerationResponse
+from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message
 

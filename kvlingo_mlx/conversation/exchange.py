@@ -4,37 +4,28 @@ from __future__ import annotations
 
 import copy
 import itertools
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
+from kvlingo_mlx.conversation.directions import Directions, Given
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.offers import Known
+from kvlingo_mlx.conversation.rules import Rules
 from kvlingo_mlx.conversation.spans import wrote
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.conversation.transcript import Transcript
-from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
-from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.format.translator_folder import read_config
-from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.errors import MissingTranslatorError
 from kvlingo_mlx.loading.notes import tell_of_length
-from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_pair, matches
-from kvlingo_mlx.loading.translators import find_translator, load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.translators.base import Translator
-
-SWITCHING = ("alternated", "naive", "reprefill")
-ON_MISSING = ("error", "reprefill")
-Given = Translator | str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -82,31 +73,17 @@ class Exchange:
     """
 
     def __init__(
-        self, models: Mapping[str, LanguageModel], translators: Iterable[Given], *,
-        switching: str, on_missing: str, offload: str | None, step_size: int, allow_mismatch: bool,
-        quantize: int | None = None, native_layers: int | str | None = None,
-    ) -> None:  # fmt: skip
-        _check(models, switching, on_missing, offload, step_size, native_layers)
-        records = len(models) > 1 and switching != "reprefill"
+        self, models: Mapping[str, LanguageModel], translators: Iterable[Given], rules: Rules
+    ) -> None:
+        rules.check(models)
+        self.rules = rules
+        records = len(models) > 1 and rules.switching != "reprefill"
         self.lines = {name: self._open(name, m, records) for name, m in models.items()}
-        self.switching, self.on_missing, self.offload = switching, on_missing, offload
-        self.step_size, self.allow_mismatch, self.quantize = step_size, allow_mismatch, quantize
-        self.native_layers = native_layers
         self.last: Switch | None = None
         self._brought: list[int] = []
         self.active: str | None = None
         self._from: str | None = None
-        self._found: dict[tuple[str, str], Translator | Path | None] = {}
-        translators = list(translators)
-        loaded = [
-            given if isinstance(given, Translator) else load_translator(given, quantize=quantize)
-            for given in translators
-        ]
-        for translator in loaded:
-            self._assign(translator, exact=True)
-        for translator in loaded:
-            self._assign(translator, exact=False)
-        self._check_stored(any(not isinstance(given, Translator) for given in translators))
+        self.directions = Directions(models, translators, rules)
 
     @unit
     def copy(self) -> Exchange:
@@ -133,103 +110,11 @@ class Exchange:
         """
         return Transcript.from_json(data)
 
-    # ---- translators ----------------------------------------------------------------------
-
-    def _assign(self, translator: Translator, *, exact: bool) -> None:
-        """Give a translator the directions that it serves; those made for them come first."""
-        config = translator.config
-        self._check_kind(translator)
-        tolerance = self.allow_mismatch and not exact
-        pairs = [
-            (a.name, b.name)
-            for a, b in itertools.permutations(self.lines.values(), 2)
-            if matches(config.source, a.model, allow_mismatch=tolerance)
-            and matches(config.target, b.model, allow_mismatch=tolerance)
-        ]
-        if not pairs and not exact:
-            raise IncompatibleTranslatorError(
-                f"the translator from {config.source.name} to {config.target.name} fits no two "
-                f"of this conversation's models: {', '.join(self.lines)}"
-            )
-        for source, target in pairs:
-            if exact or (source, target) not in self._found:
-                self._use(translator, source, target, allow_mismatch=tolerance)
-
-    def _use(
-        self, translator: Translator, source: str, target: str, *, allow_mismatch: bool
-    ) -> None:
-        """Let a translator serve a direction, once it was found fit for that."""
-        models = self.lines[source].model, self.lines[target].model
-        check_pair(translator.config, *models, allow_mismatch=allow_mismatch)
-        self._check_naive(translator)
-        self._native(translator.config)
-        self._found[source, target] = translator
-
-    def _check_kind(self, translator: Translator) -> None:
-        """Refuse a translator between two tokenizers, where all models share one."""
-        check_one_tokenizer(translator.config, "a conversation of one tokenizer")
-
-    def _check_naive(self, translator: Translator) -> None:
-        """Refuse what naive switching cannot chain: a translation is translated again."""
-        points = {t.config.capture for t in self.translators.values()} | {translator.config.capture}
-        if self.switching == "naive" and len(points) > 1:
-            raise IncompatibleTranslatorError(
-                "switching is 'naive', but the translators read keys at "
-                f"{' and '.join(sorted(points))}: what one makes another could not read; give "
-                "translators of one capture point"
-            )
-
-    def _stored(self, source: str, target: str) -> Translator | Path | None:
-        """The translator of a direction or where the local store, searched once, has it."""
-        if (source, target) not in self._found:
-            models = self.lines[source].model, self.lines[target].model
-            try:
-                path = find_translator(*models, allow_mismatch=self.allow_mismatch)
-            except MissingTranslatorError:
-                path = None
-            self._found[source, target] = path
-        return self._found[source, target]
-
-    def translator(self, source: str, target: str) -> Translator | None:
-        """The translator of a direction, loaded, or None."""
-        found = self._stored(source, target)
-        if isinstance(found, Path):
-            found = load_translator(found, quantize=self.quantize)
-            self._use(found, source, target, allow_mismatch=self.allow_mismatch)
-        return found
-
-    def _native(self, config: TranslatorConfig) -> int:
-        """How many layers read what a translator brings; what means nothing is refused."""
-        asked = 0 if self.switching == "naive" else self.native_layers
-        return native_part(config, asked).layers
-
-    def _check_stored(self, read: bool) -> None:
-        """Refuse (ValueError) now what would mean nothing for a stored translator at a switch.
-
-        ``read``: some translator was loaded here. The store is searched only for numbers given.
-        """
-        if self.native_layers is None and (self.quantize is None or read):
-            return
-        stored = [found for pair in itertools.permutations(self.lines, 2)
-                  if isinstance(found := self._stored(*pair), Path)]  # fmt: skip
-        for path in stored:
-            self._native(read_config(path))
-        if self.quantize is not None and not read and not stored:
-            raise ValueError(
-                "quantize has no effect, since no translator is read here: those given are loaded, "
-                "and none is stored for another direction; give quantize to load_translator"
-            )
-
-    @property
-    def translators(self) -> dict[tuple[str, str], Translator]:
-        """Those in use, by direction."""
-        return {names: t for names, t in self._found.items() if isinstance(t, Translator)}
-
     def used_by(self, name: str) -> tuple[Translator, ...]:
         """Those into a line that holds translated entries."""
         if not any(span.passes for span in self.line(name).spans):
             return ()
-        return tuple(t for (_, target), t in self.translators.items() if target == name)
+        return tuple(t for (_, target), t in self.directions.loaded.items() if target == name)
 
     # ---- switching ------------------------------------------------------------------------
 
@@ -248,7 +133,7 @@ class Exchange:
         started = time.perf_counter()
         line = self.line(name)
         switched = self.active not in (None, name)
-        whole = switched and self.switching != "alternated"
+        whole = switched and self.rules.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
         origin = self.active if switched else self._from
         plan = self._plan(line, tokens, kept, origin, known)
@@ -298,16 +183,21 @@ class Exchange:
         """Let a line grow by a step."""
         begun, source = len(line), step.source
         if source is None:
-            line.read(tokens[begun : step.stop], self.step_size)
+            line.read(tokens[begun : step.stop], self.rules.step_size)
             return
-        translator = self.translator(source.name, line.name)
+        translator = self.directions.translator(source.name, line.name)
         assert translator is not None
         tell_of_length(translator.config, step.stop + 1)
         states = source.native.read(begun, step.stop)
         line.take_over(
-            tokens[begun : step.stop], states, source, translator, self.step_size,
-            native_layers=self._native(translator.config), keep=self.switching == "naive",
-        )  # fmt: skip
+            tokens[begun : step.stop],
+            states,
+            source,
+            translator,
+            self.rules.step_size,
+            native_layers=self.directions.native(translator.config),
+            keep=self.rules.switching == "naive",
+        )
 
     def _plan(
         self, line: Line, tokens: Sequence[int], begun: int, origin: str | None,
@@ -328,7 +218,7 @@ class Exchange:
         for other in self._sources(line, origin):
             shared = other.common(tokens)
             reach = min(other.native.reach(begun), shared)
-            if self._stored(other.name, line.name) is None:
+            if self.directions.stored(other.name, line.name) is None:
                 missing = other if wrote(other.spans, begun, shared) else missing
             elif reach > best.stop:
                 best = Step(other, reach)
@@ -336,16 +226,16 @@ class Exchange:
                 later = min(later, following)
         if best.source is not None:
             return best
-        if missing is not None and self.on_missing == "error":
+        if missing is not None and self.rules.on_missing == "error":
             raise no_translator(missing, line)
         return Step(None, later)
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
         """The lines to translate from: all others, or the one that was active before."""
-        if self.switching == "reprefill":
+        if self.rules.switching == "reprefill":
             return []
         others = [other for other in self.lines.values() if other is not line]
-        return [o for o in others if self.switching == "alternated" or o.name == origin]
+        return [o for o in others if self.rules.switching == "alternated" or o.name == origin]
 
     @unit
     def follow(self, tokens: Sequence[int], mark: int | None = None) -> None:
@@ -366,13 +256,13 @@ class Exchange:
 
     def _forget(self) -> None:
         """Let go of states that every line that could take them has."""
-        if self.switching == "naive":
+        if self.rules.switching == "naive":
             return
         for line in self.lines.values():
             others = [
                 other.kept(other.common(line.tokens))
                 for other in self.lines.values()
-                if other is not line and self._stored(line.name, other.name) is not None
+                if other is not line and self.directions.stored(line.name, other.name) is not None
             ]
             line.native.forget(min(others, default=len(line)))
 
@@ -399,11 +289,11 @@ class Exchange:
 
         A disk that cannot be written is tried once more at the next switch.
         """
-        if self.offload is None:
+        if self.rules.offload is None:
             return
         for line in self.lines.values():
             if line.name != name:
-                line.put_away(self.offload)
+                line.put_away(self.rules.offload)
 
     def measure_reprefill(self) -> float:
         """Seconds that the last switch's model takes to read all of its prompt anew, but one token.
@@ -415,7 +305,7 @@ class Exchange:
             raise ValueError("nobody has answered since this was opened: nothing to compare with")
         fresh = Line(self.last.name, self.line(self.last.name).model, records=False)
         started = time.perf_counter()
-        fresh.read(self._brought, self.step_size)
+        fresh.read(self._brought, self.rules.step_size)
         return time.perf_counter() - started
 
 
@@ -426,37 +316,3 @@ def no_translator(source: Line, target: Line) -> MissingTranslatorError:
         "or let the model read what is missing with on_missing='reprefill' "
         "(--on-missing reprefill)"
     )
-
-
-def _check(
-    models: Mapping[str, LanguageModel], switching: str, on_missing: str, offload: str | None,
-    step_size: int, native_layers: int | str | None,
-) -> None:  # fmt: skip
-    for what, value, allowed in (
-        ("switching", switching, SWITCHING),
-        ("on_missing", on_missing, ON_MISSING),
-        ("offload", offload, (None, *PLACES)),
-    ):
-        if value not in allowed:
-            listed = ", ".join(map(str, allowed))
-            raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
-    if switching == "naive" and native_layers not in (None, 0):
-        raise ValueError(
-            f"native_layers is {native_layers!r}, but switching 'naive' translates every layer; "
-            "leave one of them out"
-        )
-    if step_size < 1:
-        raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
-    deep = max(models.values(), key=lambda model: len(model.geometry.layers))
-    most = len(deep.geometry.layers)
-    if isinstance(native_layers, int) and not 0 <= native_layers <= most:
-        raise ValueError(
-            f"native_layers is {native_layers}; give a number from 0 to {most}, the cache layers "
-            f"of {deep.name}, or 'auto'"
-        )
-    for model in models.values():
-        if switching == "naive" and any(g.window is not None for g in model.geometry.layers):
-            raise ValueError(
-                f"switching is 'naive', but {model.name} has windows: its local layers keep too "
-                "little of a translated prefix to be translated again; use alternated"
-            )

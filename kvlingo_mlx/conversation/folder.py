@@ -22,7 +22,6 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from kvlingo_mlx import __version__
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.storage import from_weights, read_file, to_weights, write_file
@@ -36,6 +35,7 @@ from kvlingo_mlx.errors import (
 from kvlingo_mlx.format.atomic import sync_file
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
+from kvlingo_mlx.version import __version__
 
 FORMAT, VERSION = "kvlingo-conversation", 2  # 2: other digests of translators
 FACTS = "conversation.json"
@@ -93,11 +93,11 @@ def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transc
         }
         facts = {
             "format": FORMAT, "version": VERSION, "software": f"kvlingo-mlx {__version__}",
-            "strategy": exchange.switching, "active": exchange.active,
+            "strategy": exchange.rules.switching, "active": exchange.active,
             "models": {name: describe(line.model) for name, line in exchange.lines.items()},
             "translators": [
                 {"source": source, "target": target, "sha256": translator.digest}
-                for (source, target), translator in sorted(exchange.translators.items())
+                for (source, target), translator in sorted(exchange.directions.loaded.items())
             ],
             "transcript": transcript.to_json(), "lines": lines,
         }  # fmt: skip
@@ -253,7 +253,7 @@ class Saved:
             return exchange.transcript(self._facts["transcript"])
 
     def _check_translator(self, exchange: Exchange, source: str, target: str, sha256: str) -> None:
-        found = exchange.translator(source, target)
+        found = exchange.directions.translator(source, target)
         if found is None or found.digest != sha256:
             what = "none is given or stored" if found is None else "this one has other weights"
             raise IncompatibleTranslatorError(

@@ -19,7 +19,7 @@ from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.handover.answers import AnswerReader, first_stop
 from kvlingo_mlx.handover.fill import PHASES
-from kvlingo_mlx.handover.generation import (
+from kvlingo_mlx.handover.responses import (
     Counts,
     GenerationResponse,
     check_numbers,
@@ -205,7 +205,7 @@ class Turn:
         if drafting is not None:
             with working():
                 drafting.trim(min(drafting.common(tokens), len(tokens) - 1))
-            drafting.read(tokens[len(drafting) : -1], self._exchange.step_size)
+            drafting.read(tokens[len(drafting) : -1], self._exchange.rules.step_size)
             cache += drafting.cache
         found: list[int] = []
         decoded = in_turn(self._responses(line, tokens, most, cache, processors))
@@ -217,9 +217,9 @@ class Turn:
                     found.append(int(response.token))
                     yield response
         except GeneratorExit:
-            line.read([tokens[-1], *found], self._exchange.step_size)
+            line.read([tokens[-1], *found], self._exchange.rules.step_size)
             raise
-        line.read([tokens[-1], *found], self._exchange.step_size)
+        line.read([tokens[-1], *found], self._exchange.rules.step_size)
 
     def _responses(
         self,

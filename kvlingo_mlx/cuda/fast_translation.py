@@ -28,7 +28,8 @@ from kvlingo_mlx.cuda.memory import Memory, alike
 from kvlingo_mlx.cuda.products import MIN_WIDTH, fused, products
 from kvlingo_mlx.cuda.tile import Tile
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.training.families import TorchFamily
 from kvlingo_mlx.training.families.llama import Llama
 from kvlingo_mlx.training.torch_model import TorchModel
@@ -75,7 +76,7 @@ class FastTranslation:
                 something else to its keys.
             ValueError: The translator is not linear, or joint.
         """
-        if config.kind != "linear" or config.joint:
+        if not config.spec.folds or config.joint:
             raise ValueError(f"only linear maps a side can be stacked; this is {config.form}")
         if config.alignment is not None:
             raise ValueError(

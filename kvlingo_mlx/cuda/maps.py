@@ -10,7 +10,8 @@ import torch
 
 from kvlingo_mlx.cuda.finish import Finish, in_pairs
 from kvlingo_mlx.format.assignment import Layers
-from kvlingo_mlx.format.translator_config import TranslatorConfig, head_map_of
+from kvlingo_mlx.format.maps import head_map_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 
 
 @dataclass(frozen=True)

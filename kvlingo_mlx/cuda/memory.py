@@ -10,7 +10,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.translator_config import SIDES, ModelSpec
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.translator_config import ModelSpec
 
 
 class Filled(DynamicLayer):

@@ -11,7 +11,6 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx import __version__
 from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters
 from kvlingo_mlx.evaluation.journal import Journal, Scores
@@ -20,6 +19,7 @@ from kvlingo_mlx.evaluation.needles import prose
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.paths import switch_times
+from kvlingo_mlx.version import __version__
 
 NATIVE = "native"
 ALL = "mean"

@@ -1,7 +1,7 @@
 """Ways to fill a target's cache with a prefix: native, translated, baselines and controls.
 
 Each is a function of the prefix that returns a cache of all its tokens but the last, which the
-target runs itself. A prefix is its token ids; between two tokenizers it is a ``Handover``. The
+target runs itself. A prefix is its token ids; between two tokenizers it is a ``AlignedPrefix``. The
 controls give a measurement its meaning: if hiding the prefix, or shuffling the translator's
 layers, costs little, the data do not need the prefix and show nothing.
 """
@@ -20,28 +20,43 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.folding import check_foldable, folded_hand_over
 from kvlingo_mlx.format.geometry import layer_differences
+from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import maps_of
 from kvlingo_mlx.handover import hybrid
-from kvlingo_mlx.handover.fill import hand_over, hand_over_across
+from kvlingo_mlx.handover.fill import filled, hand_over
+from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 
-Prefix = Sequence[int] | Handover
+Prefix = Sequence[int] | AlignedPrefix
 CacheMaker = Callable[[Prefix], list]
 
 
 def target_ids(prefix: Prefix) -> Sequence[int]:
     """A prefix as the target reads it."""
-    return prefix.target_ids if isinstance(prefix, Handover) else prefix
+    return prefix.target_ids if isinstance(prefix, AlignedPrefix) else prefix
 
 
 def source_ids(prefix: Prefix) -> Sequence[int]:
     """A prefix as the source reads it."""
-    return prefix.source_ids if isinstance(prefix, Handover) else prefix
+    return prefix.source_ids if isinstance(prefix, AlignedPrefix) else prefix
+
+
+def plan_of(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    prefix: Prefix,
+    part: Native | None = None,
+) -> Plan:
+    """The hand-over of a prefix; ``part`` is what the target reads itself."""
+    aligned = prefix if isinstance(prefix, AlignedPrefix) else None
+    ids = list(target_ids(prefix))
+    return Plan(source, target, ids, translator, part or Native(), aligned)
 
 
 def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
@@ -81,8 +96,8 @@ def translated(
     """
 
     def make(prefix: Prefix) -> list:
-        if isinstance(prefix, Handover):
-            return hand_over_across(source, target, translator, prefix)
+        if isinstance(prefix, AlignedPrefix):
+            return filled(plan_of(source, target, translator, prefix))
         return hand_over(
             source, target, prefix, translator=translator, native_layers=native_layers,
             allow_mismatch=allow_mismatch,
@@ -93,7 +108,7 @@ def translated(
 
 def canonical(make: CacheMaker) -> CacheMaker:
     """Control: keys of another tokenizer rotated by where their entries stand, not assigned."""
-    return lambda prefix: make(prefix.canonical() if isinstance(prefix, Handover) else prefix)
+    return lambda prefix: make(prefix.canonical() if isinstance(prefix, AlignedPrefix) else prefix)
 
 
 def folded(

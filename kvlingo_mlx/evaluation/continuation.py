@@ -14,9 +14,9 @@ from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.renderings import bare
 from kvlingo_mlx.tokenization.samples import Sample, between, cut, other_tokenizer
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,19 @@ class RecallSample:
         continuation: Answers and further questions; no fact is asked twice.
         recalled: For each question, the continuation indices of the value's tokens.
         answers: For each question, the continuation index at which its answer begins.
-        handover: The prefix as either of two tokenizers cuts it; None where there is one.
+        aligned: The prefix as either of two tokenizers cuts it; None where there is one.
     """
 
     prefix: tuple[int, ...]
     continuation: tuple[int, ...]
     recalled: tuple[tuple[int, ...], ...]
     answers: tuple[int, ...] = (0,)
-    handover: Handover | None = field(default=None, compare=False, repr=False)
+    aligned: AlignedPrefix | None = field(default=None, compare=False, repr=False)
 
     @property
     def read(self) -> Prefix:
         """What conditions fill a cache with."""
-        return self.prefix if self.handover is None else self.handover
+        return self.prefix if self.aligned is None else self.aligned
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,18 @@ def recall_sample(
     )
     answers = tuple(int(np.flatnonzero(read.ends > begin)[0]) for begin in begins)
     prefix = encode(model, dialogue.messages, enable_thinking=False)
-    handover = _handover(model, dialogue, source)
-    return RecallSample(tuple(prefix), tuple(read.ids.tolist()), recalled, answers, handover)
+    aligned = _aligned_prefix(model, dialogue, source)
+    return RecallSample(tuple(prefix), tuple(read.ids.tolist()), recalled, answers, aligned)
 
 
-def _handover(
+def _aligned_prefix(
     model: LanguageModel, dialogue: Dialogue, source: LanguageModel | None
-) -> Handover | None:
+) -> AlignedPrefix | None:
     """A dialogue's prefix as two tokenizers cut it, where ``source`` has another one."""
     if source is None or other_tokenizer(source.tokenizer, model.tokenizer) is None:
         return None
     ends = source.tokenizer, model.tokenizer
-    return between(dialogue.messages, *ends, enable_thinking=False).handover
+    return between(dialogue.messages, *ends, enable_thinking=False).aligned
 
 
 def _said(model: LanguageModel, question: str, answer: str) -> str:
@@ -156,7 +156,7 @@ class DialogueStream:
         sample = recall_sample(self.model, talk, self.source)
         cut = random.Random(index).choice(sample.answers) if self.turns else 0
         prefix, rest = sample.prefix + sample.continuation[:cut], sample.continuation[cut:]
-        return Sample(prefix, rest, sample.handover)
+        return Sample(prefix, rest, sample.aligned)
 
 
 def score(

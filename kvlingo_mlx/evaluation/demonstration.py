@@ -6,15 +6,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.embedded.dialogues import Dialogue
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
-from kvlingo_mlx.handover.generation import generate, mlx_stream_generate
+from kvlingo_mlx.handover.generation import generate
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.models.prompts import Message, encode
 from kvlingo_mlx.timing import tables
 from kvlingo_mlx.translators.base import Translator
 
@@ -57,16 +61,9 @@ def demonstrate(
         "hidden": conditions.hidden(target),
     }
     scores = quality.score(target, samples, makers, progress)
-    timings, _ = tables.run_table(
-        source,
-        target,
-        {"stored": translator},
-        tables.FIRST_TOKENS,
-        [512],
-        text=True,
-        trials=3,
-        clock=tables.Clock(None),
-    )
+    effort = tables.Effort(text=True, trials=3, clock=tables.Clock(None))
+    stored = {"stored": translator}
+    timings, _ = tables.run_table(source, target, stored, tables.FIRST_TOKENS, [512], effort)
     answers = [_answers(talk, source, target, translator) for talk in talks[:SHOWN]]
     return Demonstration(scores, timings[0], answers)
 
@@ -77,8 +74,8 @@ def _answers(
     """A row of answers, decoded greedily."""
     options: dict[str, Any] = {"max_tokens": 24}
 
-    def own(messages: Sequence[dict[str, str]]) -> str:
-        tokens = encode(target, list(messages), False)
+    def own(messages: Sequence[Message]) -> str:
+        tokens = encode(target, messages, False)
         responses = mlx_stream_generate(target.model, target.tokenizer, tokens, **options)
         return "".join(response.text for response in responses)
 

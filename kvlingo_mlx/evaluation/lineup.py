@@ -112,7 +112,9 @@ def translated(
             for t, p in pairs
         ),
         identity | _layers_of(parts),
-        lambda prefix: translation(source, target, translators[0], prefix, native=parts[0]),
+        lambda prefix: translation(
+            conditions.plan_of(source, target, translators[0], prefix, parts[0])
+        ),
     )
 
 

@@ -22,11 +22,11 @@ from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.continuation import RecallSample, hits_of, recall_sample
 from kvlingo_mlx.evaluation.journal import Scores
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities, per_token
-from kvlingo_mlx.handover.cross_tokenizer import plan
+from kvlingo_mlx.handover.plan import align
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, reasons, to_samples
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
 
 Scorer = Callable[[CacheMaker | None], Scores]
 
@@ -162,7 +162,7 @@ def continuation(
 
 def _recall(spans: tuple[tuple[int, ...], ...], sample: Sample) -> RecallSample:
     """A sample with the places of what is recalled in its continuation."""
-    return RecallSample(sample.prefix, sample.continuation, spans, handover=sample.handover)
+    return RecallSample(sample.prefix, sample.continuation, spans, aligned=sample.aligned)
 
 
 def marked(
@@ -246,12 +246,12 @@ class Needle:
     cluster: str
     prefix: tuple[int, ...]
     references: tuple[str, ...]
-    handover: Handover | None = field(default=None, compare=False, repr=False)
+    aligned: AlignedPrefix | None = field(default=None, compare=False, repr=False)
 
     @property
     def read(self) -> Prefix:
         """What conditions fill a cache with."""
-        return self.prefix if self.handover is None else self.handover
+        return self.prefix if self.aligned is None else self.aligned
 
 
 def find_needles(
@@ -307,7 +307,8 @@ def find_needles(
                 prefix = tuple(encode(target, list(item.messages), thinking))
                 question = f"{variant}/{seed}/{index}"
                 name, group = f"{question}/{length}", f"{variant}, {length}"
-                both = plan(two, target, list(item.messages), thinking) if two else None
+                messages = list(item.messages)
+                both = align(two, target, messages, enable_thinking=thinking) if two else None
                 items.append(Needle(name, group, question, prefix, item.references, both))
 
     def scorer(target: LanguageModel, item: Needle) -> Scorer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,10 @@ from kvlingo_mlx.embedded.bundled import bundled, spelled
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import Map, maps_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import SIDES, Map, TranslatorConfig, maps_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import GRADES, Receipt, recall_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
@@ -57,8 +58,7 @@ def map_error(config: TranslatorConfig, weights: Weights, device: mx.Device) -> 
     expected = translator_folder.selftest(config, weights)
     errors = []
     for m in maps_of(config):
-        sides = SIDES if config.joint else (m.name.split(".")[0],)
-        ours = [np.array(found.side(side)[m.layer][0, m.layer]) for side in sides]
+        ours = [np.array(found.side(side)[m.layer][0, m.layer]) for side in m.writes]
         errors.append(
             _relative_error(np.concatenate(ours), _expected(m, config, weights, expected))
         )
@@ -76,7 +76,7 @@ def _probe_states(config: TranslatorConfig) -> KVStates:
     }
     for m in maps_of(config):
         values, begin = translator_folder.probe(m.inputs), 0
-        for side, s in _reads(m, config):
+        for side, s in m.reads:
             layer = config.source.layers[s]
             copies = 1 if m.heads is None else layer.kv_heads
             width = layer.width(side) // copies
@@ -87,22 +87,13 @@ def _probe_states(config: TranslatorConfig) -> KVStates:
     return KVStates(keys, values_, config.capture, 0)
 
 
-def _reads(m: Map, config: TranslatorConfig) -> Iterator[tuple[str, int]]:
-    """Side and layer of the source that a map reads, in order."""
-    sides = SIDES if config.joint else (m.name.split(".")[0],)
-    for side in sides:
-        yield from ((side, s) for s in config.assignment.side(side)[m.layer])
-
-
 def _expected(
     m: Map, config: TranslatorConfig, weights: Weights, probes: dict[str, np.ndarray]
 ) -> np.ndarray:
     """A map's output on its probe; the format's own probes leave a linear map's bias out."""
-    if config.kind != "linear":
-        return probes[f"{m.name}.probe_out"].reshape(-1)
-    out = probes[f"{m.name}.weight.probe_out"].reshape(-1)
-    bias = f"{m.name}.bias"
-    return out + weights.as_float32(bias) if bias in weights.arrays else out
+    out, bias = probes[f"{m.name}.{config.spec.probe}"].reshape(-1), f"{m.name}.bias"
+    left_out = config.spec.folds and bias in weights.arrays
+    return out + weights.as_float32(bias) if left_out else out
 
 
 def _relative_error(found: np.ndarray, expected: np.ndarray) -> float:
@@ -148,7 +139,7 @@ def _compared(
     """A conversation from a translated cache, from the target's own, and from none."""
 
     def predicted(make: conditions.CacheMaker) -> list[mx.array]:
-        cache, last = make(sample.handover or sample.prefix), sample.prefix[-1]
+        cache, last = make(sample.aligned or sample.prefix), sample.prefix[-1]
         return list(log_probabilities(target, cache, last, sample.continuation))
 
     native = predicted(conditions.native(target))

@@ -36,3 +36,5 @@ class Mistral3(Plain):
 
 
 FAMILY = Mistral3("mistral3", relative_positions=False)  # perhaps a Ministral-3, or windows
+# LLaVA is run by this file, too, by Llama's inside.
+FAMILIES = {"llava": Mistral3("llava", relative_positions=False)}

@@ -1,7 +1,7 @@
-"""Families whose attention is mlx-lm's common block: a table, since nothing else sets them apart.
+"""Families whose attention is mlx-lm's common block, with nothing else to set them apart.
 
 Their facts and their rotation are read off the model that mlx-lm built, which leaves out what it
-does not know of a config. ``tests/test_families.py`` runs every row.
+does not know of a config.
 """
 
 from __future__ import annotations
@@ -88,25 +88,3 @@ class Plain(Family):
         """The layer's own where it keeps it, else the usual one."""
         names = [name for name in ("scale", "sm_scale") if hasattr(attention, name)]
         return getattr(attention, names[0]) if names else self.key_dim(attention) ** -0.5
-
-
-# What each is called in config.json. Norms of keys, biases, widths of values, partial and
-# traditional rotations, scaled ones, windows and mixtures of experts are all read off the model.
-SAME = (
-    "Klear", "apertus", "cohere", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe",
-    "gemma", "glm", "glm4", "glm4_moe", "granite", "granitemoe", "helium",
-    "internlm3", "iquestcoder", "llama", "mimo", "minicpm", "minimax", "minimax_m2", "mistral",
-    "mixtral", "nemotron", "olmo2", "olmoe", "phimoe", "pixtral", "qwen2", "qwen2_moe",
-    # Beside a vision tower, which mlx-lm leaves out.
-    "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
-    "seed_oss", "smollm3", "solar_open", "starcoder2", "telechat3", "xverse",
-)  # fmt: skip
-# Soft caps, casts or sinks of their own.
-OWN_ATTENTION = ("gemma2", "gpt_oss", "phi", "stablelm")
-FAMILIES = {
-    **{name: Plain(name) for name in SAME},
-    **{name: Plain(name, quantised_cache=False) for name in OWN_ATTENTION},
-    "afmoe": Plain("afmoe", rotated_if="is_local_attention"),
-    "exaone4": Plain("exaone4", rotated_if="use_rope"),
-    "exaone_moe": Plain("exaone_moe", rotated_if="use_rope"),
-}

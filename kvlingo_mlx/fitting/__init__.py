@@ -17,23 +17,19 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
-from kvlingo_mlx import __version__
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
 from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
+from kvlingo_mlx.format.config_reading import parse_assignment
 from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import check_head_ratio
 from kvlingo_mlx.format.projections import facts_of_models
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import (
-    SIDES,
-    TranslatorConfig,
-    capture_point,
-    check_head_ratio,
-    parse_assignment,
-)
+from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.capture import move, prefill
@@ -48,10 +44,11 @@ from kvlingo_mlx.stage1.closed_form import (
 )
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.stage1.selection import METHODS, Candidates, Tiles, candidates, choose, tile_bytes
+from kvlingo_mlx.tokenization.aligned_prefix import check_capture
 from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples
-from kvlingo_mlx.tokenization.two_tokenizers import check_capture
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.version import __version__
 
 Progress = Callable[[int, int | None], None]
 # Called with both models' states of a span, and the tokens' weights (layers or 1, tokens).
@@ -111,27 +108,16 @@ def fit(
         samples = read_jsonl(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
-    capture = capture_point(source, target, capture)
-    alignment = _alignment(source, target, capture)
-    if not head_mixing:
-        check_head_ratio(source.spec(), target.spec())
-    ends = source.geometry.layers, target.geometry.layers
-    check_windows(*ends)
     method = assignment if isinstance(assignment, str) else None
     if method not in (None, "relative_depth", *METHODS):
         raise ValueError(
             f"assignment is {method!r}; it must be relative_depth, {' or '.join(METHODS)}, or an "
             "Assignment"
         )
-    specs = source.spec(), target.spec()
-    if isinstance(assignment, Assignment):
-        chosen = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
-    else:
-        chosen = by_depth(*ends, nu)
-    config = TranslatorConfig(
-        *specs, chosen, head_mixing=head_mixing, capture=capture, alignment=alignment
-    )
-    reader = _Reader(source, target, samples, config.capture, norm, progress, solving, alignment)
+    capture = capture_point(source, target, capture)
+    explicit = assignment if isinstance(assignment, Assignment) else None
+    config = _config(source, target, explicit, nu, head_mixing, capture)
+    reader = _Reader(source, target, samples, capture, norm, progress, solving, config.alignment)
     weights: dict[str, np.ndarray] = {}
     ranks: list[int] = []
     if method in METHODS:
@@ -144,9 +130,7 @@ def fit(
         "stage": 1,
         "norm": norm,
         "assignment": method or ("explicit" if assignment else "relative_depth"),
-        "samples": reader.used,
-        "prefix_tokens": reader.tokens,
-        "longest_prefix": reader.longest,
+        **reader.facts(),
         "lowest_rank": min(ranks),
         "kvlingo_mlx": __version__,
         "mlx": version("mlx"),
@@ -157,6 +141,29 @@ def fit(
     if (left := _receipt(source, target, fitted)) is not None:
         provenance["receipt"] = left
     return dataclasses.replace(fitted, config=dataclasses.replace(config, provenance=provenance))
+
+
+def _config(
+    source: LanguageModel,
+    target: LanguageModel,
+    assignment: Assignment | None,
+    nu: int,
+    head_mixing: bool,
+    capture: str,
+) -> TranslatorConfig:
+    """The facts of the translator to come, checked; source layers by depth unless given."""
+    alignment = _alignment(source, target, capture)
+    specs, ends = (source.spec(), target.spec()), (source.geometry.layers, target.geometry.layers)
+    if not head_mixing:
+        check_head_ratio(*specs)
+    check_windows(*ends)
+    if assignment is None:
+        chosen = by_depth(*ends, nu)
+    else:
+        chosen = parse_assignment(Path("assignment"), assignment.to_json(), *specs)
+    return TranslatorConfig(
+        *specs, chosen, head_mixing=head_mixing, capture=capture, alignment=alignment
+    )
 
 
 def _receipt(
@@ -195,6 +202,14 @@ class _Reader:
     tokens: int = 0
     longest: int = 0
     solved: int = 0
+
+    def facts(self) -> dict[str, int]:
+        """What a provenance keeps of what was read."""
+        return {
+            "samples": self.used,
+            "prefix_tokens": self.tokens,
+            "longest_prefix": self.longest,
+        }
 
     def tell_solved(self) -> None:
         """One more map is solved: of keys and of values, one a target layer."""
@@ -239,16 +254,16 @@ class _Reader:
     def _check(self, sample: Sample) -> None:
         """Refuse tokens that a model does not know."""
         self.target.check_tokens((*sample.prefix, *sample.continuation))
-        if sample.handover is None:
+        if sample.aligned is None:
             self.source.check_tokens((*sample.prefix, *sample.continuation))
         else:
             self.source.check_tokens(sample.source_prefix)
 
     def _add(self, sample: Sample, weights: np.ndarray | None, add: AddSpan) -> None:
         """Hand one sample's states to ``add``, and the tokens' weights (layers or 1, T)."""
-        if sample.handover is not None:
-            pair = aligned_states(self.source, self.target, sample.handover, self.capture)
-            add(*pair, None if weights is None else sample.handover.spread(weights))
+        if sample.aligned is not None:
+            pair = aligned_states(self.source, self.target, sample.aligned, self.capture)
+            add(*pair, None if weights is None else sample.aligned.spread(weights))
             return
         with contextlib.closing(_spans(self.source, self.target, sample.prefix)) as spans:
             for read, wanted in spans:

@@ -9,11 +9,11 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 
 
 def aligned_states(
-    source: LanguageModel, target: LanguageModel, handover: Handover, capture: str
+    source: LanguageModel, target: LanguageModel, aligned: AlignedPrefix, capture: str
 ) -> tuple[KVStates, KVStates]:
     """Translated tokens as the source wrote them, beside the mean of their target groups.
 
@@ -22,11 +22,11 @@ def aligned_states(
     Returns:
         Two spans of S tokens at the point ``capture``, a row for each translated source token.
     """
-    rows = mx.array(handover.rows)
-    read = _whole(source, handover.source_ids[: handover.num_read], capture).gathered(rows, 0)
-    own = _whole(target, handover.target_ids[:-1], capture)
+    rows = mx.array(aligned.rows)
+    read = _whole(source, aligned.source_ids[: aligned.num_read], capture).gathered(rows, 0)
+    own = _whole(target, aligned.target_ids[:-1], capture)
     keys, values = (
-        tuple(_means(array, handover) for array in side) for side in (own.keys, own.values)
+        tuple(_means(array, aligned) for array in side) for side in (own.keys, own.values)
     )
     return read, KVStates(keys, values, capture, 0)
 
@@ -41,10 +41,10 @@ def _whole(model: LanguageModel, tokens: Sequence[int], capture: str) -> KVState
     return KVStates(keys, values, capture, 0)
 
 
-def _means(array: mx.array, handover: Handover) -> mx.array:
+def _means(array: mx.array, aligned: AlignedPrefix) -> mx.array:
     """(B, S, d) the mean over each entry's group of (B, T, d), in float32."""
-    entries, tokens = (mx.array(side) for side in handover.pairs)
-    counts = mx.array(handover.groups[:, 1] - handover.groups[:, 0])[:, None]
+    entries, tokens = (mx.array(side) for side in aligned.pairs)
+    counts = mx.array(aligned.groups[:, 1] - aligned.groups[:, 0])[:, None]
     batch, _, width = array.shape
-    sums = mx.zeros((batch, len(handover.rows), width))
+    sums = mx.zeros((batch, len(aligned.rows), width))
     return sums.at[:, entries].add(array[:, tokens].astype(mx.float32)) / counts

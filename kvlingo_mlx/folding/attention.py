@@ -23,8 +23,8 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
+from kvlingo_mlx.format.maps import Read
 from kvlingo_mlx.translators.base import LinearMap
-from kvlingo_mlx.translators.products import Read
 
 
 @dataclass(frozen=True)

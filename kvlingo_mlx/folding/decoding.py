@@ -6,46 +6,37 @@ source reads the prompt as it always does, and its maps are applied to the targe
 
 from __future__ import annotations
 
-import os
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generation_stream
-from mlx_lm.generate import stream_generate as mlx_stream_generate
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_groups
-from kvlingo_mlx.caches.memory import check_caches
-from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.folding.folds import check_foldable, check_whole, fold_caches
-from kvlingo_mlx.format.translator_config import unfoldable
-from kvlingo_mlx.handover.answers import AnswerReader
-from kvlingo_mlx.handover.fill import Clock, check_tokens
-from kvlingo_mlx.handover.generation import (
-    Counts,
-    GenerationResponse,
-    Model,
-    answered,
-    check_max_tokens,
-    check_numbers,
-    joined,
-    with_prefix,
+from kvlingo_mlx.format.translator_config import TranslatorConfig, unfoldable
+from kvlingo_mlx.handover.fill import Clock
+from kvlingo_mlx.handover.generation import check_max_tokens
+from kvlingo_mlx.handover.plan import (
+    AnyTranslator,
+    Asked,
+    Plan,
+    begin,
+    check_tokens,
+    prepare_whole,
 )
-from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.handover.responses import GenerationResponse, decoded, joined
 from kvlingo_mlx.handover.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
-from kvlingo_mlx.loading.models import load_pair
-from kvlingo_mlx.loading.notes import tell_of_length
-from kvlingo_mlx.loading.translators import find_translator, resolve_translator
+from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Prompt, as_ids, check_tools, encode
-from kvlingo_mlx.threads import wired, working
+from kvlingo_mlx.models.prompts import Prompt, as_ids
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
-
-AnyTranslator = Translator | str | os.PathLike[str] | None
 
 
 class FoldedOptions(AnswerOptions, total=False):
@@ -77,58 +68,58 @@ def prefill(model: LanguageModel, rows: Sequence[Sequence[int]], step_size: int)
     return cache
 
 
+@dataclass(frozen=True)
+class Bits:
+    """How a prefix is quantised once it is read: mlx-lm's ``kv_bits`` and ``kv_group_size``."""
+
+    bits: int | None
+    group_size: int
+
+
+def _prepare(
+    prefill_model: Model,
+    decode_model: Model,
+    prompt: Prompt,
+    asked: Asked,
+    quantised: Bits,
+) -> Plan:
+    """Everything loaded and checked; no translator where a single token leaves no prefix."""
+    plan = begin(prefill_model, decode_model, prompt, asked, count=False)
+    plan = replace(plan, way="folded")
+    source, target = plan.source, plan.target
+    check_tokens((source, target), plan.tokens, plan.step_size)
+    if quantised.bits is not None:
+        check_groups(source, quantised.bits, quantised.group_size)
+    if len(plan.tokens) == 1:
+        return plan
+
+    def check(translator: Translator) -> None:
+        check_foldable(source, target, translator, allow_mismatch=asked.allow_mismatch)
+        check_whole(translator.config, asked.native_layers)
+
+    def suits(config: TranslatorConfig) -> bool:
+        return unfoldable(config) is None and not asked.native(config).layers
+
+    return prepare_whole(plan, asked, suits, check)
+
+
 def _folded(
-    source: LanguageModel,
-    target: LanguageModel,
-    rows: Sequence[Sequence[int]],
-    translator: Translator | None,
-    step_size: int,
-    allow_mismatch: bool,
-    kv_bits: int | None,
-    kv_group_size: int,
-    clock: Clock,
+    plan: Plan, rows: Sequence[Sequence[int]], asked: Asked, quantised: Bits, clock: Clock
 ) -> list[Any]:
     """The target's folded caches of all but the last token of each row."""
-    if translator is None:
-        return make_prompt_cache(target.model)
+    if plan.translator is None:
+        return make_prompt_cache(plan.target.model)
     with mx.stream(generation_stream):
-        cache = prefill(source, [row[:-1] for row in rows], step_size)
+        cache = prefill(plan.source, [row[:-1] for row in rows], plan.step_size)
         with working():
-            if kv_bits is not None:
-                caches.quantise(cache, kv_bits, kv_group_size)
+            if quantised.bits is not None:
+                caches.quantise(cache, quantised.bits, quantised.group_size)
         clock.lap("prefill")
+        pair = plan.source, plan.target, plan.translator
         with working():
-            folded = fold_caches(cache, source, target, translator, allow_mismatch=allow_mismatch)
+            folded = fold_caches(cache, *pair, allow_mismatch=asked.allow_mismatch)
         clock.lap("translate")
     return folded
-
-
-def _resolve(
-    translator: AnyTranslator,
-    source: LanguageModel,
-    target: LanguageModel,
-    tokens: Sequence[int],
-    allow_mismatch: bool,
-    kv_bits: int | None,
-    kv_group_size: int,
-    native_layers: int | None,
-) -> Translator | None:
-    """The translator to fold, everything checked; None where a single token leaves no prefix."""
-    if kv_bits is not None:
-        check_groups(source, kv_bits, kv_group_size)
-    if len(tokens) < 2:
-        return None
-    check_caches((source,), len(tokens))
-    if translator is None:
-        translator = find_translator(
-            source, target, allow_mismatch=allow_mismatch,
-            suits=lambda c: unfoldable(c) is None and not native_part(c, native_layers).layers,
-        )  # fmt: skip
-    found = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
-    tell_of_length(found.config, len(tokens))
-    check_foldable(source, target, found, allow_mismatch=allow_mismatch)
-    check_whole(found.config, native_layers)
-    return found
 
 
 @checked
@@ -171,13 +162,18 @@ def folded_hand_over(
             why), or is for another pair.
         MissingTranslatorError: None was given and none is stored.
     """
-    source, target = load_pair(prefill_model, decode_model)
     rows = _rows(tokens)
-    for row in rows:
-        check_tokens(source, target, row, prefill_step_size)
-    options = allow_mismatch, kv_bits, kv_group_size
-    found = _resolve(translator, source, target, rows[0], *options, native_layers)
-    return _folded(source, target, rows, found, prefill_step_size, *options, Clock())
+    asked = Asked(
+        translator,
+        prefill_step_size=prefill_step_size,
+        native_layers=native_layers,
+        allow_mismatch=allow_mismatch,
+    )
+    quantised = Bits(kv_bits, kv_group_size)
+    plan = _prepare(prefill_model, decode_model, rows[0], asked, quantised)
+    for row in rows[1:]:
+        check_tokens((plan.source, plan.target), row, plan.step_size)
+    return _folded(plan, rows, asked, quantised, Clock())
 
 
 def _rows(tokens: Any) -> list[list[int]]:
@@ -245,33 +241,19 @@ def folded_stream_generate(
     choice = choice_of(known, sampler, logits_processors)
     check_max_tokens(max_tokens)
     _check_single(prompt)
-    source, target = load_pair(prefill_model, decode_model)
-    clock = Clock()
     tools = known.get("tools")
-    check_tools(target, prompt, tools)
-    tokens = encode(target, prompt, enable_thinking, tools=tools)
-    check_tokens(source, target, tokens, prefill_step_size)
-    quantised = allow_mismatch, kv_bits, kv_group_size
-    found = _resolve(translator, source, target, tokens, *quantised, native_layers)
-    clock.lap("prepare")
-    with wired(target.model):
-        cache = _folded(source, target, [tokens], found, prefill_step_size, *quantised, clock)
-        choice.begin()
-        processors = with_prefix(choice.logits_processors, tokens[:-1])
-        responses = mlx_stream_generate(
-            target.model,
-            target.tokenizer,
-            tokens[-1:],
-            max_tokens=room_for(target, len(tokens), max_tokens),
-            prompt_cache=cache,
-            sampler=choice.sampler,
-            logits_processors=processors,
-        )
-        reader = AnswerReader(target.tokenizer, tokens, choice.stop, tools)
-        yield from answered(
-            responses, reader, clock, Counts.of(len(tokens), len(tokens) - 1), "folded",
-            lambda first: check_numbers(first, source, target, cache, processors), found,
-        )  # fmt: skip
+    asked = Asked(
+        *(translator, "accelerator", prefill_step_size, enable_thinking, tools, native_layers),
+        allow_mismatch=allow_mismatch,
+    )
+    quantised = Bits(kv_bits, kv_group_size)
+    plan = _prepare(prefill_model, decode_model, prompt, asked, quantised)
+
+    def start(clock: Clock) -> dict[str, Any]:
+        cache = _folded(plan, [plan.tokens], asked, quantised, clock)
+        return {"prompt": plan.tokens[-1:], "prompt_cache": cache}
+
+    yield from decoded(plan, choice, start, max_tokens, tools)
 
 
 @checked

@@ -12,7 +12,9 @@ from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelErro
 from kvlingo_mlx.families.base import LATENT
 from kvlingo_mlx.folding.attention import Fold, Part, Rows, Side
 from kvlingo_mlx.folding.cache import FoldedCache
-from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig, head_map_of, unfoldable
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import head_map_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig, unfoldable
 from kvlingo_mlx.handover.hybrid import native_part
 from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.models.language_model import LanguageModel

@@ -1,7 +1,7 @@
 """Configs that mlx-lm runs otherwise than their models were trained, without a word: one table.
 
 The fault is mlx-lm's; a model that is named here would answer, and wrongly. Both runtimes ask,
-since what is trained in the other one is meant for mlx-lm. ``tests/test_misread.py`` holds the
+since what is trained in the other one is meant for mlx-lm. ``test_misread.py`` holds the
 table against transformers, family by family and both ways: what disagrees must be here, what
 agrees must not.
 """

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from kvlingo_mlx.errors import malformed
 from kvlingo_mlx.format.atomic import sync_file
-from kvlingo_mlx.format.translator_config import no_duplicates
+from kvlingo_mlx.format.config_reading import no_duplicates
 
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_FILE_BYTES = 16 * 2**30  # a stranger's file must not fill the memory; ours are below 3 GB

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from kvlingo_mlx.errors import MalformedTranslatorError, malformed
 from kvlingo_mlx.format import atomic
+from kvlingo_mlx.format.config_reading import MAX_CONFIG_BYTES, parse_config, parse_json
 from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.maps import expected_shapes, maps_of
 from kvlingo_mlx.format.tensor_file import (
     PICKLE,
     PICKLE_SUFFIXES,
@@ -31,16 +31,7 @@ from kvlingo_mlx.format.tensor_file import (
     regular_file,
     write_tensors,
 )
-from kvlingo_mlx.format.translator_config import (
-    MAX_CONFIG_BYTES,
-    OF_MODELS,
-    Map,
-    TranslatorConfig,
-    expected_shapes,
-    maps_of,
-    parse_config,
-    parse_json,
-)
+from kvlingo_mlx.format.translator_config import OF_MODELS, TranslatorConfig
 
 CONFIG_FILE = "translator_config.json"
 WEIGHTS_FILE = "translator.safetensors"
@@ -69,27 +60,10 @@ def selftest(config: TranslatorConfig, weights: Weights) -> dict[str, np.ndarray
             for name in weights.arrays
             if name.startswith(f"{m.name}.")
         }
-        suffix = ".weight.probe_out" if config.kind == "linear" else ".probe_out"
         with np.errstate(over="ignore", invalid="ignore"):  # a saturated gate is no fault
-            out[m.name + suffix] = _apply_map(tensors, probe(m.inputs), m).astype(np.float32)
+            found = config.spec.apply(tensors, probe(m.inputs))
+        out[f"{m.name}.{config.spec.probe}"] = found.astype(np.float32)
     return out
-
-
-def _apply_map(tensors: Mapping[str, np.ndarray], x: np.ndarray, m: Map) -> np.ndarray:
-    """One map on one vector; a linear map's bias is left out, as the format says."""
-    y = np.zeros((m.heads or 1, m.outputs) if m.heads else m.outputs)
-    if "weight" in tensors:
-        y = y + tensors["weight"] @ x
-    if "w1" in tensors:
-        hidden = tensors["w1"] @ x + tensors["b1"]
-        hidden = 0.5 * hidden * (1.0 + np.vectorize(math.erf)(hidden / math.sqrt(2.0)))
-        y = y + (tensors["w2"] @ hidden[..., None])[..., 0] + tensors["b2"]
-    if "gate" in tensors:
-        gate = 1.0 / (1.0 + np.exp(-tensors["gate"]))
-        y = (y.reshape(len(gate), -1) * gate[:, None]).reshape(y.shape)
-    if "w1" in tensors and "bias" in tensors:
-        y = y + tensors["bias"].reshape(y.shape)
-    return y
 
 
 def _check_selftest(path: Path, config: TranslatorConfig, weights: Weights) -> None:
@@ -208,7 +182,7 @@ def check_sizes(folder: str | os.PathLike[str], config: TranslatorConfig, weight
         MalformedTranslatorError: With the tensor, and what was found in it.
     """
     path = Path(folder) / WEIGHTS_FILE
-    last = {"linear": ".weight", "mlp": ".w2", "linear_mlp": ".weight"}[config.kind]
+    last = f".{config.spec.nonzero}"
     for name in weights.arrays:
         largest = float(np.abs(weights.as_float32(name)).max())
         if largest > LARGEST:

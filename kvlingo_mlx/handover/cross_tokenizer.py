@@ -14,67 +14,41 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import prefill_between
 from kvlingo_mlx.caches.entries import pin
+from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Prompt, rendering
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
-from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 
 
-def plan(
-    source: LanguageModel,
-    target: LanguageModel,
-    prompt: Prompt,
-    enable_thinking: bool | None = None,
-    **switches: Any,
-) -> Handover:
-    """A prompt as both models read it.
-
-    Raises:
-        ValueError: It is empty, or token ids; more than a model's context; or a model has no
-            template for messages.
-    """
-    both = (rendering(model, prompt, enable_thinking, **switches) for model in (source, target))
-    found = Handover.of(*both)
-    source.check_tokens(found.source_ids)
-    target.check_tokens(found.target_ids)
-    return found
-
-
-def take_over(
+def filled_across(
+    plan: Plan,
+    aligned: AlignedPrefix,
     spans: Iterable[KVStates],
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    handover: Handover,
-    step_size: int = 2048,
-    lap: Callable[[str], None] = lambda phase: None,
+    lap: Callable[[str], None],
 ) -> list[Any]:
     """The target's cache of a text but for its last token, from what the source wrote of it.
 
     Args:
+        plan: Its pair, and the tokens per chunk that the target prefills.
+        aligned: What is translated and where it goes.
         spans: What the source wrote, in order; each is let go of once translated.
-        source: Who wrote that.
-        target: Whose cache is wanted.
-        translator: Of this pair.
-        handover: What is translated and where it goes.
-        step_size: Tokens per chunk that the target prefills.
         lap: Is told of each phase that has ended.
 
     Returns:
         Stock mlx-lm caches, evaluated, their offset the number of entries; those whose entries are
         not one a token cannot be trimmed into.
     """
-    positions = mx.array(handover.positions + handover.shift)
-    cache = caches.allocate(target, handover.num_entries)
+    assert plan.translator is not None
+    source, target, translator = plan.source, plan.target, plan.translator
+    positions = mx.array(aligned.positions + aligned.shift)
+    cache = caches.allocate(target, aligned.num_entries)
     for states in spans:
         lap("prefill")
-        slots = handover.between(states.start, states.end)
+        slots = aligned.between(states.start, states.end)
         if slots.start < slots.stop:
             moved = capture.move(states, source, translator.config.capture)
-            rows = mx.array(handover.rows[slots] - states.start)
+            rows = mx.array(aligned.rows[slots] - states.start)
             translated = translator(moved.gathered(rows, slots.start))
             caches.write(cache, translated, target, positions[slots])
             del moved, translated
@@ -82,9 +56,9 @@ def take_over(
         with working():
             mx.eval(caches.arrays(cache))
         lap("translate")
-    ids = [handover.target_ids[position] for position in handover.own]
-    places = (handover.own + handover.shift).tolist()
-    visible = mx.array(handover.visible)
-    prefill_between(target, cache, ids, places, visible, step_size)
+    ids = [aligned.target_ids[position] for position in aligned.own]
+    places = (aligned.own + aligned.shift).tolist()
+    visible = mx.array(aligned.visible)
+    prefill_between(target, cache, ids, places, visible, plan.step_size)
     lap("native")
-    return cache if handover.is_identity else pin(cache)
+    return cache if aligned.is_identity else pin(cache)

@@ -1,4 +1,4 @@
-"""From what a source writes to a target's cache: hand-overs, whoever decodes afterwards.
+"""From what a source writes to a target's cache: a plan is carried out, whoever decodes then.
 
 The prefix comes chunk by chunk: captured, taken to the translator's capture point, translated,
 written. Some of it the target may read itself (:mod:`.hybrid`); two tokenizers have their own path
@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -21,29 +21,25 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
-from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.handover import cross_tokenizer, hybrid
-from kvlingo_mlx.handover.hybrid import Native, native_part
-from kvlingo_mlx.loading.models import Model, load_pair
-from kvlingo_mlx.loading.notes import tell_of_length
-from kvlingo_mlx.loading.translators import resolve_translator
+from kvlingo_mlx.handover.plan import Asked, Plan, prepare
+from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Prompt, check_tools, encode
+from kvlingo_mlx.models.prompts import Prompt
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
 from kvlingo_mlx.translators.base import Translator
 
 PHASES = ("prefill", "translate", "native")
 
 
 class Clock:
-    """Seconds by phase: each ``lap`` books the time since the last one."""
+    """Seconds by phase since ``started``: each ``lap`` books the time since the last one."""
 
-    def __init__(self) -> None:
-        self.started = self._last = time.perf_counter()
+    def __init__(self, started: float | None = None) -> None:
+        self.started = self._last = time.perf_counter() if started is None else started
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
 
     def lap(self, phase: str) -> None:
@@ -70,109 +66,66 @@ def translate_span(
     caches.write(cache, translator(states, target.geometry.first_kept(num_tokens)), target)
 
 
-def translated_cache(
-    source: LanguageModel,
-    target: LanguageModel,
-    tokens: Sequence[int],
-    translator: Translator | None,
-    native: Native,
-    step_size: int,
-    clock: Clock,
+def filled(
+    plan: Plan,
+    clock: Clock | None = None,
     source_cache: list[Any] | None = None,
     held: KVStates | None = None,
 ) -> list[Any]:
-    """The target's cache of ``tokens[:-1]``: translated chunk by chunk, evaluated.
+    """The target's cache of a plan's prefix: translated chunk by chunk, evaluated.
 
     The map is token-wise, so each chunk's capture is dropped once translated. After the
     last prefill chunk there is one synchronisation, for all layers together. The source's own
     cache is dropped too, unless ``source_cache`` is given to be filled; what that holds already
     is ``held``.
+
+    Returns:
+        Stock mlx-lm caches. Between two tokenizers their ``offset`` is the number of entries, which
+        need not be that of tokens, and they cannot be trimmed into what was handed over.
     """
-    prefix = tokens[:-1]
-    if not prefix:
-        return make_prompt_cache(target.model)
-    assert translator is not None
-    span = native.translated(len(prefix), len(target.attentions))
-    read = prefix if source_cache is not None else prefix[: span.stop]
+    if plan.translator is None or not plan.prefix:
+        return make_prompt_cache(plan.target.model)
+    read = plan.read if source_cache is None else plan.prefix
     first: Iterator[KVStates] = iter(())
     begun = 0
     if held is not None:
-        begun, starts = held.end, range(held.start, held.end, step_size)
-        first = (held.part(start, min(start + step_size, held.end)) for start in starts)
-    with (
-        mx.stream(generation_stream),
-        contextlib.closing(capture.prefill(source, read, step_size, source_cache, begun)) as rest,
-    ):
-        spans = itertools.chain(first, rest)
-        return take_over(spans, source, target, translator, prefix, native, step_size, clock)
+        begun, starts = held.end, range(held.start, held.end, plan.step_size)
+        first = (held.part(start, min(start + plan.step_size, held.end)) for start in starts)
+    prefilled = capture.prefill(plan.source, read, plan.step_size, source_cache, begun)
+    with mx.stream(generation_stream), contextlib.closing(prefilled) as rest:
+        return take_over(plan, itertools.chain(first, rest), clock)
 
 
-def hand_over_across(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    handover: Handover,
-    step_size: int = 2048,
-    clock: Clock | None = None,
-) -> list[Any]:
-    """The target's cache of what two models with two tokenizers read, as ``handover`` has it.
+def take_over(plan: Plan, spans: Iterable[KVStates], clock: Clock | None = None) -> list[Any]:
+    """The target's cache of a plan's prefix whose source states are at hand, or come span by span.
 
     Args:
-        source: Reads its own rendering, up to the last token that is translated.
-        target: Whose cache is wanted; prefills the rest of its rendering, but for the last token.
-        translator: Of this pair, ``alignment`` minimal_groups.
-        handover: Both renderings, and what of them is translated.
-        step_size: Tokens per prefill chunk.
-        clock: Is told of each phase.
-
-    Returns:
-        Stock mlx-lm caches, evaluated, whose ``offset`` is the number of their entries, which need
-        not be that of tokens. They cannot be trimmed into what was handed over.
-    """
-    read = handover.source_ids[: handover.num_read]
-    lap = (clock or Clock()).lap
-    with (
-        mx.stream(generation_stream),
-        contextlib.closing(capture.prefill(source, read, step_size)) as spans,
-    ):
-        cache = cross_tokenizer.take_over(
-            spans, source, target, translator, handover, step_size, lap
-        )
-    validate_cache(cache, target, handover.num_entries)
-    return cache
-
-
-def take_over(
-    spans: Iterable[KVStates],
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    prefix: Sequence[int],
-    native: Native,
-    step_size: int = 2048,
-    clock: Clock | None = None,
-) -> list[Any]:
-    """The target's cache of a prefix whose source states are at hand, or come span by span.
-
-    Args:
-        spans: What the source wrote of it, in order; each is let go of once translated.
-        source: Who wrote that.
-        target: Whose cache is wanted.
-        translator: Of this pair.
-        prefix: The tokens.
-        native: What the target reads itself.
-        step_size: Tokens per chunk that it reads.
+        plan: Has a translator.
+        spans: What the source wrote of the prefix, in order; each is let go of once translated.
         clock: Is told of each phase.
 
     Returns:
         Stock mlx-lm caches, evaluated.
     """
     lap = (clock or Clock()).lap
-    span = native.translated(len(prefix), len(target.attentions))
-    upper = translator.above(native.layers)
-    cache = hybrid.allocate(target, prefix[: span.stop], native, step_size)
+    if plan.aligned is not None:
+        cache = cross_tokenizer.filled_across(plan, plan.aligned, spans, lap)
+        validate_cache(cache, plan.target, plan.aligned.num_entries)
+    else:
+        cache = _take_over(plan, spans, lap)
+        validate_cache(cache, plan.target, len(plan.prefix))
+    return cache
+
+
+def _take_over(plan: Plan, spans: Iterable[KVStates], lap: Callable[[str], None]) -> list[Any]:
+    """The same, of one tokenizer."""
+    assert plan.translator is not None
+    source, target, prefix, span = plan.source, plan.target, plan.prefix, plan.span
+    layers, step_size = plan.native.layers, plan.step_size
+    upper = plan.translator.above(layers)
+    cache = hybrid.allocate(target, prefix[: span.stop], plan.native, step_size)
     lap("native")
-    wanted = target.geometry.first_kept(span.stop)[native.layers :]
+    wanted = target.geometry.first_kept(span.stop)[layers:]
     done = max(span.start, min(wanted, default=0))
     for states in spans:
         lap("prefill")
@@ -184,7 +137,7 @@ def take_over(
         done = max(done, states.end)
         start, stop = max(states.start, span.start), min(states.end, span.stop)
         if start < stop:
-            hybrid.read_layers(target, prefix[start:stop], cache, step_size, native.layers)
+            hybrid.read_layers(target, prefix[start:stop], cache, step_size, layers)
             lap("native")
         with working():
             if start < stop:
@@ -194,41 +147,7 @@ def take_over(
         lap("translate")
     hybrid.read_layers(target, prefix[span.stop :], cache, step_size)
     lap("native")
-    validate_cache(cache, target, len(prefix))
     return cache
-
-
-def check_tokens(
-    source: LanguageModel, target: LanguageModel, tokens: Sequence[int], step_size: int
-) -> None:
-    """Refuse (ValueError) a prompt that one of two models cannot read, or chunks of no tokens."""
-    if not tokens:
-        raise ValueError("the prompt is empty; give some text")
-    if step_size < 1:
-        raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
-    if source.tokenizer_fingerprint == target.tokenizer_fingerprint:  # else it has its own ids
-        source.check_tokens(tokens)
-    target.check_tokens(tokens)
-
-
-def across_plan(
-    source: LanguageModel,
-    target: LanguageModel,
-    prompt: Prompt,
-    translator: Translator,
-    native: Native,
-    enable_thinking: bool | None = None,
-    **switches: Any,
-) -> Handover | None:
-    """The prompt as both models read it, for a translator between two tokenizers; else None."""
-    if translator.config.alignment is None:
-        return None
-    if native != Native():
-        raise ValueError(
-            "native_layers, native_head and native_tail cannot be used between two tokenizers, "
-            "where the decode model reads what is not translated already; leave them out"
-        )
-    return cross_tokenizer.plan(source, target, prompt, enable_thinking, **switches)
 
 
 @checked
@@ -284,27 +203,23 @@ def hand_over(
         MissingTranslatorError: None was given and none is stored.
         UnsupportedModelError: A ``prompt_cache`` does not hold what the translator reads.
     """
-    source, target = load_pair(prefill_model, decode_model, tokens, translator=translator)
-    check_tools(target, tokens, tools)
-    prompt, tokens = tokens, encode(target, tokens, enable_thinking, tools=tools)
-    check_tokens(source, target, tokens, prefill_step_size)
-    check_caches((source, target), len(tokens))
-    resolved, native = None, Native()
-    if len(tokens) > 1:  # a single token leaves nothing to translate
-        resolved = resolve_translator(translator, source, target, allow_mismatch=allow_mismatch)
-        native = native_part(resolved.config, native_layers, native_head, native_tail)
-        tell_of_length(resolved.config, len(tokens))
-        if across := across_plan(
-            source, target, prompt, resolved, native, enable_thinking, tools=tools
-        ):
-            if prompt_cache is not None:
-                raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
-            return hand_over_across(source, target, resolved, across, prefill_step_size)
+    asked = Asked(
+        translator,
+        prefill_step_size=prefill_step_size,
+        enable_thinking=enable_thinking,
+        tools=tools,
+        native_layers=native_layers,
+        native_head=native_head,
+        native_tail=native_tail,
+        allow_mismatch=allow_mismatch,
+    )
+    plan = prepare(prefill_model, decode_model, tokens, asked)
     held = None
-    if prompt_cache is not None and resolved is not None:
-        held = _held(prompt_cache, source, resolved, len(tokens) - 1)
-    options = prefill_step_size, Clock(), prompt_cache, held
-    return translated_cache(source, target, tokens, resolved, native, *options)
+    if prompt_cache is not None and plan.translator is not None:
+        if plan.aligned is not None:
+            raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
+        held = _held(prompt_cache, plan.source, plan.translator, len(plan.prefix))
+    return filled(plan, source_cache=prompt_cache, held=held)
 
 
 def _held(

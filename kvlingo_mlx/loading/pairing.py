@@ -8,7 +8,7 @@ from kvlingo_mlx.format.geometry import layer_differences
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.loading.notes import tell_of_pair
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.two_tokenizers import check_capture, check_layers
+from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
 
 
 def matches(spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = False) -> bool:

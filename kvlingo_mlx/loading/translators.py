@@ -17,8 +17,9 @@ from kvlingo_mlx.errors import (
     MissingTranslatorError,
 )
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.maps import flops_of
 from kvlingo_mlx.format.tensor_file import MAX_FILE_BYTES
-from kvlingo_mlx.format.translator_config import TranslatorConfig, flops_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES, WEIGHTS_FILE
 from kvlingo_mlx.loading.grading import receipt_of
 from kvlingo_mlx.loading.hub import resolve

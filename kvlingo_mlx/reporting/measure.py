@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx import __version__, blas
+from kvlingo_mlx import blas
+from kvlingo_mlx.version import __version__
 
 SCHEMA = 1
 PACKAGES = ("mlx", "mlx-lm", "numpy", "torch", "transformers")

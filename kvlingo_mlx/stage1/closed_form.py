@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig, head_map_of, maps_of
+from kvlingo_mlx.format.maps import head_map_of, maps_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 
 RELATIVE_TOLERANCE = 1e-8
 # Tokens for each unknown of one regression, the width of what a map reads. Measured on the zoo
@@ -99,16 +100,13 @@ def objective(moments: Moments, weight: np.ndarray) -> float:
 
 def moment_widths(config: TranslatorConfig) -> dict[str, tuple[int, int]]:
     """Widths of x and y, all heads included, of every map by its name in the format."""
-    target = config.target.layers
-    if config.joint:
-        return {m.name: (m.inputs, m.outputs) for m in maps_of(config)}
+    source, target = config.source.layers, config.target.layers
     return {
-        f"{side}.{t}": (
-            sum(config.source.layers[s].width(side) for s in config.assignment.side(side)[t]),
-            target[t].width(side),
+        m.name: (
+            sum(source[s].width(side) for side, s in m.reads),
+            sum(target[m.layer].width(side) for side in m.writes),
         )
-        for side in SIDES
-        for t in range(len(target))
+        for m in maps_of(config)
     }
 
 

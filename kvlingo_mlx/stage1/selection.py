@@ -14,7 +14,7 @@ import numpy as np
 
 from kvlingo_mlx.format.assignment import Assignment, attention_groups
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.translator_config import SIDES
+from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.stage1.closed_form import RELATIVE_TOLERANCE, Moments
 
 METHODS = ("r2", "greedy")

@@ -17,12 +17,12 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.translator_config import SIDES, flops_of
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import Read, flops_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.timing.paths import text_of
 from kvlingo_mlx.translators.base import Translator
-from kvlingo_mlx.translators.products import Read
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)
 DENSE = (nn.Linear, nn.QuantizedLinear)

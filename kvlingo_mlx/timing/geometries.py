@@ -14,8 +14,9 @@ from mlx_lm.utils import load_tokenizer
 
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.format.assignment import by_depth
+from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
-from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig, maps_of
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import LinearTranslator

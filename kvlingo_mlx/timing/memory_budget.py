@@ -21,8 +21,9 @@ from mlx.utils import tree_flatten
 from kvlingo_mlx import caches
 from kvlingo_mlx.folding import FoldedCache, fold_caches
 from kvlingo_mlx.format.assignment import identity
+from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import TranslatorConfig, maps_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.timing.geometries import FLOATS, GEOMETRIES, random_model, spec_of

@@ -18,14 +18,13 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.handover import cross_tokenizer
 from kvlingo_mlx.handover.fill import hand_over, take_over, translate_span
 from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting.measure import seconds
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
 from kvlingo_mlx.translators.base import Translator
 
 MAX_WARM_UP = 5
@@ -138,10 +137,15 @@ class Paths:
         """A switch at which the target reads its first ``layers`` cache layers itself."""
         translator = next(iter(self.translators.values()))
         with mx.stream(generation_stream):
-            cache = take_over(
-                self._recorded, self.source, self.target, translator, self.tokens[:-1],
-                Native(layers), self.step_size,
-            )  # fmt: skip
+            plan = Plan(
+                self.source,
+                self.target,
+                self.tokens,
+                translator,
+                Native(layers),
+                step_size=self.step_size,
+            )
+            cache = take_over(plan, self._recorded)
         return first_token(self.target, self.tokens[-1:], cache)
 
     def accelerator(self) -> None:
@@ -214,49 +218,18 @@ def translated(
     return cache
 
 
-def translation(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    tokens: Sequence[int] | Handover,
-    step_size: int = 2048,
-    native: Native | None = None,
-) -> Callable[[], list[Any]]:
-    """What is left to do at a switch once the source has read ``tokens[:-1]``: to translate.
-
-    Or what it reads of a ``Handover`` between two tokenizers.
+def translation(plan: Plan) -> Callable[[], list[Any]]:
+    """What is left to do at a switch once the source has read the prompt: to translate.
 
     Returns:
         A function that fills a fresh cache of the target from the recorded states, but for what
         the target reads itself.
     """
-    if isinstance(tokens, Handover):
-        return _across(source, target, translator, tokens, step_size)
-    recorded = list(capture.prefill(source, tokens[:-1], step_size))
-    part, prefix = native or Native(), tokens[:-1]
+    recorded = list(capture.prefill(plan.source, plan.read, plan.step_size))
 
     def run() -> list[Any]:
         with mx.stream(generation_stream):
-            return take_over(recorded, source, target, translator, prefix, part, step_size)
-
-    return run
-
-
-def _across(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    handover: Handover,
-    step_size: int,
-) -> Callable[[], list[Any]]:
-    read = handover.source_ids[: handover.num_read]
-    recorded = list(capture.prefill(source, read, step_size))
-
-    def run() -> list[Any]:
-        with mx.stream(generation_stream):
-            return cross_tokenizer.take_over(
-                recorded, source, target, translator, handover, step_size
-            )
+            return take_over(plan, recorded)
 
     return run
 

@@ -91,12 +91,7 @@ def run(pair: Pair, asked: Asked, clock: Clock, bar: Bar) -> Iterator[Ran]:
         lengths = [n for n in asked.lengths or own.lengths if n <= room]
         shown = tables.with_hybrids(tables.batched(own, asked.batch), asked.native_layers)
         with bar(f"timing {name}", len(lengths) * asked.trials) as step:
-            timings, over = tables.run_table(
-                pair.source,
-                pair.target,
-                pair.translators,
-                shown,
-                lengths,
+            effort = tables.Effort(
                 text=asked.text,
                 trials=asked.trials,
                 clock=clock.part(len(asked.tables) - index),
@@ -104,6 +99,9 @@ def run(pair: Pair, asked: Asked, clock: Clock, bar: Bar) -> Iterator[Ran]:
                 progress=step,
                 before=before,
                 batch=asked.batch,
+            )
+            timings, over = tables.run_table(
+                pair.source, pair.target, pair.translators, shown, lengths, effort
             )
         before = timings[0] if timings else before
         rates = rates.best(measured_rates())

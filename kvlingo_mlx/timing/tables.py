@@ -222,39 +222,54 @@ def _least(table: Table, length: int, before: Timing) -> float:
     return RUNS * sum(each) + took.get("source_prefill", 0.0)
 
 
+@dataclass(frozen=True)
+class Effort:
+    """How a table is measured.
+
+    Attributes:
+        text: Whether prompts are text, not random ids.
+        trials: Rounds at each length, where time allows.
+        clock: How much time there is.
+        step_size: Tokens per prefill chunk.
+        progress: Called after each round.
+        before: What another table has measured, to tell how long a length takes.
+        batch: How many prompts of one length at once.
+    """
+
+    text: bool
+    trials: int
+    clock: Clock
+    step_size: int = 2048
+    progress: Callable[[], None] = lambda: None
+    before: Timing | None = None
+    batch: int = 1
+
+
 def run_table(
     source: LanguageModel,
     target: LanguageModel,
     translators: Mapping[str, Translator],
     table: Table,
     lengths: Sequence[int],
-    *,
-    text: bool,
-    trials: int,
-    clock: Clock,
-    step_size: int = 2048,
-    progress: Callable[[], None] = lambda: None,
-    before: Timing | None = None,
-    batch: int = 1,
+    effort: Effort,
 ) -> tuple[list[Timing], list[int]]:
     """A table's columns, shortest prompt first; and the lengths that time did not allow.
 
     A length is left out where it would take more than all the time that is left, going by the
-    tokens of the length before: of this table, or ``before`` of another one. Without either it is
-    measured, whatever it takes. Rounds beyond the first share the time evenly among the lengths
-    that are yet to come, as far as one is.
+    tokens of the length before: of this table, or ``effort.before`` of another one. Without either
+    it is measured, whatever it takes. Rounds beyond the first share the time evenly among the
+    lengths that are yet to come, as far as one is.
     """
+    clock, trials = effort.clock, effort.trials
     done: list[Timing] = []
     lengths = sorted(lengths)
     for index, length in enumerate(lengths):
-        known = done[-1] if done else before
+        known = done[-1] if done else effort.before
         if known is not None and _least(table, length, known) > clock.left():
             return done, lengths[index:]
-        tokens = prompt_of(source, target, length, text=text)
-        if batch == 1:
-            paths = Paths(source, target, translators, tokens, step_size)
-        else:
-            paths = Batch(source, target, translators, tokens, step_size, batch)
+        tokens = prompt_of(source, target, length, text=effort.text)
+        arguments = source, target, translators, tokens, effort.step_size
+        paths = Paths(*arguments) if effort.batch == 1 else Batch(*arguments, effort.batch)
         share = clock.part(len(lengths) - index)
 
         def enough(found: Timing, index: int = index, share: Clock = share) -> bool:
@@ -262,7 +277,8 @@ def run_table(
             follows = any(_least(table, n, found) <= clock.left() for n in more)
             return (share if follows else clock).over()
 
-        done.append(measure_length(paths, table, trials=trials, enough=enough, progress=progress))
+        told = effort.progress
+        done.append(measure_length(paths, table, trials=trials, enough=enough, progress=told))
         del paths
         mx.clear_cache()
     return done, []

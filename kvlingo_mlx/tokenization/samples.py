@@ -18,9 +18,9 @@ import numpy as np
 from jinja2 import TemplateError
 
 from kvlingo_mlx.format.geometry import vocabulary_fingerprint
+from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.alignment import NO_END
 from kvlingo_mlx.tokenization.renderings import chat, joined_parts, text_ids, text_of
-from kvlingo_mlx.tokenization.two_tokenizers import Handover
 
 MAX_PREFIX, MAX_CONTINUATION = 16_384, 2048
 ROLES = ("system", "user", "assistant", "tool")
@@ -30,23 +30,23 @@ ROLES = ("system", "user", "assistant", "tool")
 class Sample:
     """A prefix whose cache is translated, and what follows it (may be empty).
 
-    Both are the target's tokens, and the source's too unless ``handover`` has the prefix as
+    Both are the target's tokens, and the source's too unless ``aligned`` has the prefix as
     either of two tokenizers cuts it.
     """
 
     prefix: tuple[int, ...]
     continuation: tuple[int, ...]
-    handover: Handover | None = field(default=None, compare=False)
+    aligned: AlignedPrefix | None = field(default=None, compare=False)
 
     @property
     def source_prefix(self) -> tuple[int, ...]:
         """The prefix as the source reads it."""
-        return self.prefix if self.handover is None else self.handover.source_ids
+        return self.prefix if self.aligned is None else self.aligned.source_ids
 
     @property
     def num_translated(self) -> int:
         """How many tokens of the prefix can be fitted on."""
-        return len(self.prefix) if self.handover is None else len(self.handover.rows)
+        return len(self.prefix) if self.aligned is None else len(self.aligned.rows)
 
     @property
     def num_read(self) -> int:
@@ -159,7 +159,7 @@ def to_samples(
         if not isinstance(record, Sample):
             record = checked_record(record, f"record {number}")
             record = tokenise(record, tokenizer, source_tokenizer=source_tokenizer)
-        if source_tokenizer is not None and record.handover is None:
+        if source_tokenizer is not None and record.aligned is None:
             raise ValueError(
                 f"sample {number} has the tokens of one tokenizer, and this pair has two; give "
                 "records of text or messages"
@@ -224,7 +224,7 @@ def between(
         chat(tokenizer, partial(_render, tokenizer, opens=True, **switch), messages)
         for tokenizer in (source, target)
     )
-    found = Handover.of(*both)
+    found = AlignedPrefix.of(*both)
     return Sample(found.target_ids, (), found)
 
 
@@ -236,7 +236,7 @@ def _text_of_two(text: str, source: Any, target: Any) -> Sample:
     whole = text_of(target, text)
     ends = np.flatnonzero(whole.ends[: (len(whole.ids) + 1) // 2] != NO_END)
     last = int(ends[-1]) if len(ends) else len(whole.ids) - 1
-    found = Handover.of(*(text_of(t, text[: whole.ends[last]]) for t in (source, target)))
+    found = AlignedPrefix.of(*(text_of(t, text[: whole.ends[last]]) for t in (source, target)))
     return Sample(found.target_ids, tuple(whole.ids[last + 1 :].tolist()), found)
 
 

@@ -20,7 +20,7 @@ from kvlingo_mlx.training import distributed, torch_model
 from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.pipeline import Progress, Training
-from kvlingo_mlx.training.plan import Plan, default_rate, reconstruction
+from kvlingo_mlx.training.plan import TrainingPlan, default_rate, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
 
 SHOWN = 480  # samples of a run that its histogram is made of
@@ -128,7 +128,7 @@ def train(
     first: dict[str, Any] = {}
     if stage1 is not None:
         first["stage1_recipe"] = reconstruction(stage2, **stage1)
-    whole = Plan(**plan, **first, seed=options.seed, recipe=stage2)
+    whole = TrainingPlan(**plan, **first, seed=options.seed, recipe=stage2)
     source, target = options.load(options.source), options.load(options.target)
     stream = options.stream(
         target.tokenizer,

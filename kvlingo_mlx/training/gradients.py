@@ -59,11 +59,11 @@ NO_STATES = States((), ())
 
 def _source_states(source: TorchModel, sample: Sample, capture: str) -> States:
     """Those that are translated: of ``prefix[:-1]``, or of the tokens of two tokenizers' groups."""
-    if sample.handover is None:
+    if sample.aligned is None:
         return source.states(sample.prefix[:-1], capture) if len(sample.prefix) > 1 else NO_STATES
     if not sample.num_translated:
         return NO_STATES
-    return translated_rows(source, sample.handover, capture)
+    return translated_rows(source, sample.aligned, capture)
 
 
 def _to(states: States, target: TorchModel) -> States:
@@ -125,8 +125,8 @@ def _entry(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's cache entries from position ``start`` on, translated."""
     keys, values = translator.layer(layer, reading.states, start)
-    handover = reading.sample.handover
-    at = start if handover is None else torch.tensor(handover.positions, device=keys.device)
+    aligned = reading.sample.aligned
+    at = start if aligned is None else torch.tensor(aligned.positions, device=keys.device)
     return target.entry(layer, keys, values, translator.config.capture, at)
 
 
@@ -137,15 +137,15 @@ def _student(target: TorchModel, sample: Sample, cache: DynamicCache) -> torch.T
     translated, then those, then the last prefix token and the continuation.
     """
     following = (sample.prefix[-1], *sample.continuation[:-1])
-    handover = sample.handover
-    if handover is None:
+    aligned = sample.aligned
+    if aligned is None:
         return target.hidden(following, cache)
-    own = [sample.prefix[position] for position in handover.own]
+    own = [sample.prefix[position] for position in aligned.own]
     last = len(sample.prefix) - 1
-    positions = np.concatenate([handover.own, np.arange(last, last + len(following))])
-    before = handover.num_entries
+    positions = np.concatenate([aligned.own, np.arange(last, last + len(following))])
+    before = aligned.num_entries
     visible = np.tril(np.ones((len(positions), before + len(following)), bool), before - len(own))
-    visible[: len(own), :before] = handover.visible
+    visible[: len(own), :before] = aligned.visible
     return target.hidden_between((*own, *following), cache, positions, visible)[len(own) :]
 
 

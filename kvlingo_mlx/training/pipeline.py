@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from kvlingo_mlx import __version__
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
@@ -42,13 +41,14 @@ from kvlingo_mlx.training.checkpoints import (
 from kvlingo_mlx.training.distill import Distillation, Report
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.interruption import Interruption, postponed
-from kvlingo_mlx.training.plan import Plan, make_config
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.receipt import receipt
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import Best, start_runs
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp
 from kvlingo_mlx.training.watch import complaints
+from kvlingo_mlx.version import __version__
 
 
 class Data(Protocol):
@@ -74,7 +74,7 @@ class Training:
     source: TorchModel
     target: TorchModel
     data: Data
-    plan: Plan
+    plan: TrainingPlan
     out: Path
     group: Group = field(default_factory=Group)
     progress: Progress = lambda stage, report: None
@@ -251,7 +251,8 @@ class Training:
         provenance: dict[str, Any] = {}
         if plan.assignment in METHODS:
             config, arrays, provenance = self._select(config, stop)
-        if plan.kind == "mlp":
+        spec = config.spec
+        if not spec.solved:
             arrays = {}
         elif not arrays:
             arrays, provenance = self._closed_form(config, stop)
@@ -259,11 +260,10 @@ class Training:
             seen = provenance["prefix_tokens"], provenance["lowest_rank"]
             if short := shortage(config, *seen):
                 self.warn(short)
-        if plan.kind != "linear":
-            branch = plan.kind == "linear_mlp"
-            gated = plan.gated and not branch
-            arrays |= initial_mlp(config, plan.hidden, plan.seed, zero=branch, gated=gated)
-        if plan.kind == "mlp":
+        if spec.has_hidden:  # beside a solved map it starts as nothing
+            gated = plan.gated and "gate" in spec.optional
+            arrays |= initial_mlp(config, plan.hidden, plan.seed, zero=spec.solved, gated=gated)
+        if not spec.solved:
             recipe = plan.stage1_recipe
             checkpoints = self._checkpoints("stage1", config, recipe)
             training = self._distill(checkpoints, config, arrays, held_out, recipe, stop)
@@ -283,14 +283,17 @@ class Training:
             sums.restore(load_file(kept), self._check(kept, config)["counts"])
         return stage1.closed_form(
             linear, self.source, self.target, self._fit_samples(sums.read), norm=self.plan.norm,
-            progress=lambda done: self.progress("stage 1", done), sums=sums,
-            keep=self._keeper(kept, config, stop), solved=self._count_solved(),
+            sums=sums, hooks=self._hooks("stage 1", self._keeper(kept, config, stop)),
         )  # fmt: skip
 
-    def _count_solved(self) -> Callable[[], None]:
-        """A function to call after each map: nothing else is to be seen while they are solved."""
+    def _hooks(self, what: str, keep: Callable[..., None]) -> stage1.Hooks:
+        """Who is told of ``what``; each solved map too, since nothing else is to be seen then."""
         numbers = itertools.count(1)
-        return lambda: self.progress("stage 1, maps solved", next(numbers))
+        return stage1.Hooks(
+            lambda used: self.progress(what, used),
+            keep,
+            lambda: self.progress("stage 1, maps solved", next(numbers)),
+        )
 
     def _select(
         self, config: TranslatorConfig, stop: Interruption
@@ -305,8 +308,7 @@ class Training:
         keep = self._keeper(kept, config, stop)
         assignment, arrays, provenance = stage1.select(
             linear, self.source, self.target, self._fit_samples(sums.read), plan.assignment,
-            plan.nu, norm=plan.norm, progress=lambda done: self.progress("selection", done),
-            sums=sums, keep=keep, solved=self._count_solved(),
+            norm=plan.norm, sums=sums, hooks=self._hooks("selection", keep),
         )  # fmt: skip
         keep(sums, at_once=True)  # a killed run goes on after the choice, not before it
         return dataclasses.replace(config, assignment=assignment), arrays, provenance

@@ -6,16 +6,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvlingo_mlx.format.assignment import by_depth, check_windows
-from kvlingo_mlx.format.translator_config import (
-    CAPTURES,
-    KINDS,
-    TranslatorConfig,
-    capture_point,
-    check_head_ratio,
-)
+from kvlingo_mlx.format.kinds import KindSpec, kind_named
+from kvlingo_mlx.format.maps import check_head_ratio
+from kvlingo_mlx.format.translator_config import CAPTURES, TranslatorConfig, capture_point
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.selection import METHODS
-from kvlingo_mlx.tokenization.two_tokenizers import check_capture, check_layers
+from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe, require
 from kvlingo_mlx.training.torch_model import TorchModel
@@ -42,7 +38,7 @@ DEFAULT_RATE, MLP_STAGE1_RATE = 1e-4, 3e-3
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """What to train and how; the defaults are the paper's.
 
     Attributes:
@@ -87,40 +83,38 @@ class Plan:
 
     def __post_init__(self) -> None:
         choices = (
-            ("kind", self.kind, KINDS),
             ("capture", self.capture or CAPTURES[0], CAPTURES),
             ("assignment", self.assignment, ("relative_depth", *METHODS)),
         )
         for name, value, allowed in choices:
             if value not in allowed:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+        spec = kind_named(self.kind, self.joint, self.head_mixing)
         norm_named(self.norm)
         objective_named(self.recipe.objective, self.recipe.ce_weight)
-        self._check_work()
+        self._check_work(spec)
         require("source layers per target layer (--nu)", self.nu, 1)
         require("conversations for the closed form (--fit-samples)", self.fit_samples, 1)
         require("held-out conversations (--held-out)", self.held_out, 1)
         require("an MLP's hidden width (--hidden)", self.hidden, 1)
         require("layers of the target's own (--native-layers)", self.native_layers, 0)
         require("the seed (--seed)", self.seed, 0, 2**63 - 1)
-        if self.joint and (self.kind != "linear" or not self.head_mixing):
-            raise ValueError("a joint map is linear and mixes heads; drop one of the options")
         if self.joint and self.assignment in METHODS:
             raise ValueError(
                 f"{self.assignment} chooses for keys and values apart, a joint map reads both; use "
                 "relative_depth"
             )
 
-    def _check_work(self) -> None:
+    def _check_work(self, spec: KindSpec) -> None:
         """Refuse (ValueError) a plan after which an MLP is as it was before any data."""
-        if self.recipe.steps:
+        if self.recipe.steps or not spec.has_hidden:
             return
-        if self.kind == "linear_mlp":
+        if spec.solved:
             raise ValueError(
                 "stage 2's steps (--steps) are 0, and stage 1 does not train the MLP of a "
-                "linear_mlp, which starts as nothing; give steps, or --kind linear"
+                f"{self.kind}, which starts as nothing; give steps, or --kind linear"
             )
-        if self.kind == "mlp" and not self.stage1_recipe.steps:
+        if not self.stage1_recipe.steps:
             raise ValueError(
                 "neither stage has steps (--stage1-steps, --steps), and an MLP starts at random: "
                 "give one of them some"
@@ -141,7 +135,7 @@ def default_rate(source: str, target: str) -> float:
     return RATES.get((Path(source).name, Path(target).name), DEFAULT_RATE)
 
 
-def make_config(source: TorchModel, target: TorchModel, plan: Plan) -> TranslatorConfig:
+def make_config(source: TorchModel, target: TorchModel, plan: TrainingPlan) -> TranslatorConfig:
     """The facts of the translator to train.
 
     Raises:

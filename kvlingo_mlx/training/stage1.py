@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from kvlingo_mlx.format.assignment import Assignment
-from kvlingo_mlx.format.translator_config import SIDES, Map, TranslatorConfig, maps_of
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import Map, maps_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.closed_form import Moments, check_tokens, moment_widths, solve_maps
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.stage1.selection import Tiles, assignment_of, candidates, choose
@@ -22,7 +24,6 @@ from kvlingo_mlx.training.torch_model import States, TorchModel, tapped
 
 PARTS = ("xx", "xy", "yy")
 SCORE_NUMBERS = 2**28  # most attention scores alive at once: 1 GB in float32
-Progress = Callable[[int], None]
 
 
 class TorchMoments:
@@ -138,6 +139,21 @@ class TileSums:
         self.longest = counts.get("longest", 0)  # older ones do not tell
 
 
+@dataclass(frozen=True)
+class Hooks:
+    """Who is told how a fit goes on.
+
+    Attributes:
+        progress: Called with the samples used so far, after each.
+        keep: Called with the sums, after each sample.
+        solved: Called after each map.
+    """
+
+    progress: Callable[[int], None] = lambda used: None
+    keep: Callable[[Any], None] = lambda sums: None
+    solved: Callable[[], None] = lambda: None
+
+
 def closed_form(
     config: TranslatorConfig,
     source: TorchModel,
@@ -145,15 +161,12 @@ def closed_form(
     samples: Iterable[Sample],
     *,
     norm: str = "frobenius",
-    progress: Progress | None = None,
     sums: Sums | None = None,
-    keep: Callable[[Sums], None] = lambda sums: None,
-    solved: Callable[[], None] = lambda: None,
+    hooks: Hooks | None = None,
 ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     """Fit linear maps in closed form (section 3.2, stage 1).
 
-    ``sums`` are those of the samples before ``samples``; ``keep`` is called after each sample,
-    ``solved`` after each map.
+    ``sums`` are those of the samples before ``samples``.
 
     Returns:
         The maps (float64) by their names in the format, and the provenance of the fit.
@@ -161,19 +174,19 @@ def closed_form(
     Raises:
         ValueError: No such norm, or no usable sample.
     """
-    sums = Sums.start(config, target.device) if sums is None else sums
+    sums, hooks = sums or Sums.start(config, target.device), hooks or Hooks()
 
     def add(read: States, wanted: States, weights: torch.Tensor | None) -> None:
         for m in maps_of(config):
-            x, y = pair(config, m, read, wanted)
+            x, y = pair(m, read, wanted)
             own = None if weights is None else weights[m.layer % len(weights)]
             sums.moments[m.name].add(x, y, own)
 
     norm = norm_named(norm)
-    _read(config, source, target, samples, norm, sums, add, progress, keep)
+    _read((source, target), config.capture, samples, norm, sums, add, hooks)
     check_tokens(config, sums.counts()["tokens"])
     moments = {name: m.to_numpy() for name, m in sums.moments.items()}
-    arrays, ranks = solve_maps(config, moments, solved)
+    arrays, ranks = solve_maps(config, moments, hooks.solved)
     return arrays, _provenance(norm, sums, ranks)
 
 
@@ -183,15 +196,12 @@ def select(
     target: TorchModel,
     samples: Iterable[Sample],
     method: str,
-    nu: int,
     *,
     norm: str = "frobenius",
-    progress: Progress | None = None,
     sums: TileSums | None = None,
-    keep: Callable[[TileSums], None] = lambda sums: None,
-    solved: Callable[[], None] = lambda: None,
+    hooks: Hooks | None = None,
 ) -> tuple[Assignment, dict[str, np.ndarray], dict[str, object]]:
-    """Choose source layers from data ("r2" or "greedy"), and solve the maps that read them.
+    """Choose ``config.nu`` source layers from data ("r2" or "greedy"), and solve their maps.
 
     Under an attention norm, which weighs tokens otherwise in each layer, every token counts
     alike in the choice, and the maps are left to :func:`closed_form`. The sums of 36 layers of
@@ -203,7 +213,7 @@ def select(
     Raises:
         ValueError: No such norm or method, or no usable sample.
     """
-    sums = TileSums.start(config) if sums is None else sums
+    sums, hooks = sums or TileSums.start(config), hooks or Hooks()
 
     def add(read: States, wanted: States, weights: torch.Tensor | None) -> None:
         for side, tiles in sums.tiles.items():
@@ -213,10 +223,10 @@ def select(
 
     norm = norm_named(norm)
     shared = norm not in ATTENTION_NORMS
-    _read(config, source, target, samples, norm if shared else "frobenius", sums, add,
-          progress, keep)  # fmt: skip
+    read_by = norm if shared else "frobenius"
+    _read((source, target), config.capture, samples, read_by, sums, add, hooks)
     check_tokens(config, sums.counts()["tokens"])
-    chosen = {side: choose(tiles, method, nu) for side, tiles in sums.tiles.items()}
+    chosen = {side: choose(tiles, method, config.nu) for side, tiles in sums.tiles.items()}
     config = dataclasses.replace(config, assignment=assignment_of(chosen))
     arrays: dict[str, np.ndarray] = {}
     ranks = [0]
@@ -226,35 +236,33 @@ def select(
             for side in SIDES
             for t, layers in chosen[side].items()
         }
-        arrays, ranks = solve_maps(config, moments, solved)
+        arrays, ranks = solve_maps(config, moments, hooks.solved)
     return config.assignment, arrays, _provenance(norm, sums, ranks)
 
 
 @torch.no_grad()
 def _read(
-    config: TranslatorConfig,
-    source: TorchModel,
-    target: TorchModel,
+    pair: tuple[TorchModel, TorchModel],
+    capture: str,
     samples: Iterable[Sample],
     norm: str,
     sums: Any,
     add: Callable[[States, States, torch.Tensor | None], None],
-    progress: Progress | None,
-    keep: Callable[[Any], None],
+    hooks: Hooks,
 ) -> None:
     """Hand both models' states of every usable prefix, and its weights, to ``add``."""
     for sample in samples:
         sums.read += 1
         if sample.num_translated and (sample.continuation or norm not in ATTENTION_NORMS):
-            read, wanted = paired_states(source, target, sample, config.capture)
+            read, wanted = paired_states(*pair, sample, capture)
+            target = pair[1]
             mass = partial(_mass, target, sample)
             weights = paired_weights(sample, token_weights(norm, len(sample.prefix), mass))
             add(read, wanted, None if weights is None else torch.tensor(weights).to(target.device))
             sums.used += 1
             sums.longest = max(sums.longest, len(sample.prefix))
-        if progress is not None:
-            progress(sums.used)
-        keep(sums)
+        hooks.progress(sums.used)
+        hooks.keep(sums)
     if sums.used == 0:
         raise ValueError("the data hold no usable sample: every prefix is empty")
 
@@ -271,14 +279,10 @@ def _provenance(norm: str, sums: Sums | TileSums, ranks: Sequence[int]) -> dict[
     }  # fmt: skip
 
 
-def pair(
-    config: TranslatorConfig, m: Map, read: States, wanted: States
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pair(m: Map, read: States, wanted: States) -> tuple[torch.Tensor, torch.Tensor]:
     """What a map reads (T, in) and what it should give (T, out), all heads side by side."""
-    sides = SIDES if config.joint else (m.name.split(".")[0],)
-    layers = config.assignment.side(sides[0])[m.layer]
-    goal = torch.cat([wanted.side(side)[m.layer] for side in sides], dim=-1)
-    inputs = torch.cat([read.side(side)[s] for side in sides for s in layers], dim=-1)
+    goal = torch.cat([wanted.side(side)[m.layer] for side in m.writes], dim=-1)
+    inputs = torch.cat([read.side(side)[s] for side, s in m.reads], dim=-1)
     return inputs.to(goal.device), goal
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 
+from kvlingo_mlx.format.maps import Map, head_map_of, maps_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
-from kvlingo_mlx.format.translator_config import SIDES, Map, TranslatorConfig, head_map_of, maps_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.training.torch_model import States
 
 GATE_START = 4.0  # sigmoid(4) = 0.98 (appendix "Training protocol", MLP translators)
@@ -44,42 +47,33 @@ class TorchTranslator:
 
         Those of the tokens from ``start`` on alone.
         """
-        config = self.config
-        if config.joint:
-            layers = config.assignment.keys[t]
-            sides = [states.side(side)[s][start:] for side in SIDES for s in layers]
-            both = self._apply(f"joint.{t}", torch.cat(sides, dim=-1))
-            keys, values = both.split(
-                [config.target.layers[t].key_width, config.target.layers[t].value_width], dim=-1
-            )
-            return keys, values
-        keys, values = (
-            self._apply(f"{side}.{t}", self._inputs(side, t, states.side(side), start))
-            for side in SIDES
-        )
-        return keys, values
+        found: dict[str, torch.Tensor] = {}
+        for m in self._maps[t]:
+            both = self._apply(m, self._inputs(m, states, start))
+            widths = [self.config.target.layers[t].width(side) for side in m.writes]
+            found |= zip(m.writes, both.split(widths, dim=-1), strict=True)
+        return found["keys"], found["values"]
 
-    def _inputs(
-        self, side: str, t: int, arrays: Sequence[torch.Tensor], start: int
-    ) -> torch.Tensor:
+    @cached_property
+    def _maps(self) -> dict[int, list[Map]]:
+        found: dict[int, list[Map]] = defaultdict(list)
+        for m in maps_of(self.config):
+            found[m.layer].append(m)
+        return found
+
+    def _inputs(self, m: Map, states: States, start: int) -> torch.Tensor:
         """The layers read, concatenated: (T, in), or for head-wise maps (H, T, in)."""
-        read = [arrays[s][start:] for s in self.config.assignment.side(side)[t]]
-        if self.config.head_mixing:
+        read = [states.side(side)[s][start:] for side, s in m.reads]
+        if m.heads is None:
             return read[0] if len(read) == 1 else torch.cat(read, dim=-1)
         layers = self.config.source.layers
         heads = [r.view(len(r), layers[0].kv_heads, -1) for r in read]
         return torch.cat(heads, dim=-1).transpose(0, 1)[list(head_map_of(self.config))]
 
-    def _apply(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def _apply(self, m: Map, x: torch.Tensor) -> torch.Tensor:
         """One map on (T, in) or (H, T, in); returns (T, width) in the inputs' dtype."""
-        get = self._tensors_of(name, x.dtype)
-        y: torch.Tensor | float = 0.0
-        if "weight" in get:
-            y = x @ get["weight"].mT
-        if "w1" in get:
-            hidden = torch.nn.functional.gelu(x @ get["w1"].mT + get["b1"].unsqueeze(-2))
-            y = y + (hidden @ get["w2"].mT + get["b2"].unsqueeze(-2))
-        assert isinstance(y, torch.Tensor)  # every kind has a weight or a w1
+        get = self._tensors_of(m.name, x.dtype)
+        y = self.config.spec.formula(get, x, torch.nn.functional.gelu)
         y = y if y.ndim == 2 else y.transpose(0, 1).flatten(1)
         if "gate" in get:
             gate = torch.sigmoid(get["gate"])[:, None]

@@ -9,13 +9,6 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.quantised import check_bits, check_fits
 
-KINDS = {
-    "linear": ("linear", "LinearTranslator"),
-    "mlp": ("mlp", "MLPTranslator"),
-    "linear_mlp": ("linear_mlp", "LinearMLPTranslator"),
-    "joint": ("joint", "JointTranslator"),
-}
-
 
 def build(
     config: TranslatorConfig,
@@ -38,6 +31,6 @@ def build(
     check_bits(quantize)
     if quantize is not None:
         check_fits(weights, quantize)
-    module, name = KINDS["joint" if config.joint else config.kind]
+    module, name = config.spec.device
     kind = getattr(importlib.import_module(f"{__name__}.{module}"), name)
     return kind.build(config, weights, batched=batched, bits=quantize)

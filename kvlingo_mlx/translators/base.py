@@ -17,11 +17,13 @@ import numpy as np
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import Read, flops_of, head_map_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
-from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig, flops_of, head_map_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.threads import working
-from kvlingo_mlx.translators.products import Group, Read, plan
+from kvlingo_mlx.translators.products import Group, plan
 from kvlingo_mlx.translators.quantised import Quantised
 
 

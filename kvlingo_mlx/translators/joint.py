@@ -11,8 +11,9 @@ from typing import Self
 
 import numpy as np
 
+from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.linear import LinearTranslator
 
 

@@ -9,8 +9,9 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 
+from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import SIDES, TranslatorConfig
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.base import LinearMap, Translator
 from kvlingo_mlx.translators.products import Group
 

@@ -33,13 +33,12 @@ from kvlingo_mlx.backend import mx, on_gpu
 
 import numpy as np
 
+from kvlingo_mlx.format.kinds import TENSORS
+from kvlingo_mlx.format.maps import Read, head_map_of, maps_of
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import MATRICES, SIDES, TranslatorConfig, head_map_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.quantised import Quantised, fits
 
-Read = tuple[str, int]  # a side and a source layer
-HIDDEN = ("w1", "b1")  # tensors whose rows are hidden units
-OVER_STATES = ("weight", "w1")  # matrices over a source's states
 # Hidden numbers a token of one group: half a gigabyte in float32 for a chunk of 2048 tokens.
 MAX_HIDDEN = 2**16
 BLOCK = 256  # tokens: as fast as one product for all; 32 take a third longer on a CPU
@@ -120,7 +119,7 @@ class Group:
                 result = product if result is None else result + product
                 continue
             matrix = part.swapaxes(-1, -2)
-            if self.segmented and name in OVER_STATES:
+            if self.segmented and TENSORS[name].reads_states:
                 product = _segmented(array, matrix)
                 result = product if result is None else result + product
                 continue
@@ -156,8 +155,8 @@ class Group:
             joined = _join(floats).astype(mx.float32)
             for index, layer in enumerate(self.layers):
                 array = np.array(joined[index, 0])  # (heads, rows, in) or (heads, 1, numbers)
-                if name not in MATRICES:
-                    flat = head_mixing or name in ("gate", "bias")
+                if not TENSORS[name].is_matrix:
+                    flat = head_mixing or not TENSORS[name].by_head
                     array = array.reshape(-1) if flat else array[:, 0]
                 elif head_mixing:
                     array = array.reshape(-1, array.shape[-1])
@@ -185,9 +184,10 @@ def plan(
 
     ``bits`` quantises what can be.
     """
+    reads = {m.layer: m.reads for m in maps_of(config) if side in m.writes}
     alike: dict[tuple, list[int]] = defaultdict(list)
     for layer, geometry in enumerate(config.target.layers):
-        widths = tuple(_width(config, read) for read in _reads(config, side, layer))
+        widths = tuple(_width(config, read) for read in reads[layer])
         hidden = _hidden(weights, side, layer)
         shape = (geometry.kv_heads, geometry.head_dim(side), geometry.window, widths, hidden)
         alike[shape if batched else (layer,)].append(layer)
@@ -196,14 +196,8 @@ def plan(
         most = max(1, MAX_HIDDEN // max(1, _hidden(weights, side, layers[0])))
         for start in range(0, len(layers), most):
             cut = layers[start : start + most]
-            groups.append(_group(config, weights, side, cut, batched, bits))
+            groups.append(_group(config, weights, side, {n: reads[n] for n in cut}, batched, bits))
     return tuple(groups)
-
-
-def _reads(config: TranslatorConfig, side: str, layer: int) -> tuple[Read, ...]:
-    """What the map to one side of a target layer reads, in the order of its columns."""
-    sides = SIDES if config.joint else (side,)
-    return tuple((s, source) for s in sides for source in config.assignment.side(s)[layer])
 
 
 def _width(config: TranslatorConfig, read: Read) -> int:
@@ -222,11 +216,12 @@ def _group(
     config: TranslatorConfig,
     weights: Weights,
     side: str,
-    layers: list[int],
+    reads_of: dict[int, tuple[Read, ...]],
     batched: bool,
     bits: int | None,
 ) -> Group:
-    reads = [_reads(config, side, layer) for layer in layers]
+    """Target layers that are alike; ``reads_of`` is what the map to each one's side reads."""
+    layers, reads = list(reads_of), list(reads_of.values())
     widths = [_width(config, read) for read in reads[0]]
     # A row that is whole groups is not cut within one: then it is not cut at all.
     crossing = bits is not None and fits(sum(widths)) and not all(map(fits, widths))
@@ -245,15 +240,16 @@ def _group(
     tensors: dict[str, tuple[mx.array | Quantised, ...]] = {}
     for name in (n.removeprefix(prefix) for n in weights.arrays if n.startswith(prefix)):
         own = [f"{side}.{layer}.{name}" for layer in layers]
-        lead = (len(layers), 1, 1 if config.head_mixing and name in HIDDEN else heads)
-        if name not in MATRICES:
+        lead = (len(layers), 1, 1 if config.head_mixing and TENSORS[name].of_hidden else heads)
+        if not TENSORS[name].is_matrix:
             rows = np.stack([weights.as_float32(n) for n in own])
             tensors[name] = (mx.array(rows.reshape(*lead, 1, -1)),)
             continue
         stacked = np.stack([weights.arrays[n] for n in own])
         stacked = stacked.reshape(*lead, -1, stacked.shape[-1])
-        parts = [stacked] if name == "w2" else np.split(stacked, edges, axis=-1)
-        if segmented and name in OVER_STATES:
+        own_edges = edges if TENSORS[name].reads_states else []
+        parts = np.split(stacked, own_edges, axis=-1)
+        if segmented and TENSORS[name].reads_states:
             tensors[name] = tuple(_by_columns(p, weights) for p in parts)
             continue
         packed = bits if fits(stacked.shape[-1]) else None

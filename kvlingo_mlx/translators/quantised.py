@@ -14,8 +14,8 @@ from typing import Self
 
 from kvlingo_mlx.backend import mx
 
+from kvlingo_mlx.format.kinds import MATRICES
 from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import MATRICES
 
 BITS = (8, 4)
 GROUP = 64

@@ -22,8 +22,7 @@ from mlx_lm.generate import generate
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items
 from kvlingo_mlx.evaluation.harness.judge_prompts import TEMPLATES
 from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
-from kvlingo_mlx.handover.generation import Model
-from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.loading.models import Model, load
 from kvlingo_mlx.models.prompts import encode
 
 Ask = Callable[[str], str]

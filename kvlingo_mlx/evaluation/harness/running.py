@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,6 @@ def run(
     """
     _check_extra()
     _check(tasks, condition, limit, items, data)
-    from lm_eval.evaluator import evaluate
-
     from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
     from kvlingo_mlx.evaluation.harness.results import collect
     from kvlingo_mlx.evaluation.harness.task_loading import load_tasks
@@ -117,27 +115,29 @@ def run(
     with _quiet(), _seeded(seed):
         loaded = load_tasks(tasks, include_path, files, seed, metadata or {})
         numbers = _check_tasks(loaded["tasks"], items or {}, unsafe_code)
-        for task in loaded["tasks"].values():
-            _set_examples(task, num_fewshot, seed)
-        evaluated = evaluate(
-            lm=model,
-            task_dict=loaded,
-            limit=limit,
-            samples=numbers or None,
-            bootstrap_iters=0,  # resampling starts processes; errors over items come after
-            system_instruction=system_instruction,
-            apply_chat_template=model.use_chat_template,
-            fewshot_as_multiturn=fewshot_as_multiturn,
-            confirm_run_unsafe_code=unsafe_code,
-        )
-    settings = {
-        "limit": limit, "items": numbers or None, "seed": seed, "num_fewshot": num_fewshot,
-        "apply_chat_template": model.use_chat_template, "enable_thinking": enable_thinking,
-        "fewshot_as_multiturn": fewshot_as_multiturn, "system_instruction": system_instruction,
-        "max_gen_toks": max_gen_toks, "max_length": model.max_length, "data": files,
+        _set_examples(loaded["tasks"].values(), num_fewshot, seed)
+        asked = {
+            "limit": limit,
+            "system_instruction": system_instruction,
+            "apply_chat_template": model.use_chat_template,
+            "fewshot_as_multiturn": fewshot_as_multiturn,
+        }
+        own = {"samples": numbers or None, "confirm_run_unsafe_code": unsafe_code}
+        evaluated = _evaluated(model, loaded, **own, **asked)
+    settings = asked | {
+        "items": numbers or None, "seed": seed, "num_fewshot": num_fewshot, "data": files,
+        "enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks,
+        "max_length": model.max_length,
     }  # fmt: skip
-    found = collect(model, loaded, evaluated)
-    return {"condition": condition, "target": target.name, "settings": settings, **found}
+    named = {"condition": condition, "target": target.name, "settings": settings}
+    return named | collect(model, loaded, evaluated)
+
+
+def _evaluated(model: Any, loaded: Mapping[str, Any], **options: Any) -> Any:
+    """lm-eval's findings, without its bootstrap: that starts processes; our errors come after."""
+    from lm_eval.evaluator import evaluate
+
+    return evaluate(lm=model, task_dict=loaded, bootstrap_iters=0, **options)
 
 
 def _check_extra() -> None:
@@ -190,14 +190,15 @@ def _check_tasks(
     return {name: sorted(set(numbers)) for name, numbers in items.items()}
 
 
-def _set_examples(task: Any, num_fewshot: int | None, seed: int) -> None:
+def _set_examples(tasks: Iterable[Any], num_fewshot: int | None, seed: int) -> None:
     """What lm-eval's own front end does with the number of examples."""
-    default = task.get_config("num_fewshot")
-    if num_fewshot is not None and default != 0:
-        task.set_config(key="num_fewshot", value=num_fewshot)
-    elif default is None:
-        task.set_config(key="num_fewshot", value=0)
-    task.set_fewshot_seed(seed=seed)
+    for task in tasks:
+        default = task.get_config("num_fewshot")
+        if num_fewshot is not None and default != 0:
+            task.set_config(key="num_fewshot", value=num_fewshot)
+        elif default is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=seed)
 
 
 @contextlib.contextmanager

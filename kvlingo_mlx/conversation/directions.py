@@ -1,0 +1,141 @@
+"""Which translator serves which direction between a conversation's models."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from kvlingo_mlx.conversation.rules import Rules
+from kvlingo_mlx.errors import (
+    IncompatibleTranslatorError,
+    MissingTranslatorError,
+    UnsupportedModelError,
+)
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.format.translator_folder import read_config
+from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_pair, check_positions, matches
+from kvlingo_mlx.loading.translators import find_translator, load_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators.base import Translator
+
+Given = Translator | str | os.PathLike[str]
+
+
+class Directions:
+    """A translator, or where the local store has it, for each ordered pair of models.
+
+    Raises:
+        ValueError: An option that would mean nothing for the stored translators.
+        IncompatibleTranslatorError: One that was given fits no direction.
+        UnsupportedModelError: It is for a model that cannot take over from another tokenizer.
+    """
+
+    def __init__(
+        self, models: Mapping[str, LanguageModel], translators: Iterable[Given], rules: Rules
+    ) -> None:
+        self._models, self._rules = models, rules
+        self._found: dict[tuple[str, str], Translator | Path | None] = {}
+        translators = list(translators)
+        loaded = [
+            g if isinstance(g, Translator) else load_translator(g, quantize=rules.quantize)
+            for g in translators
+        ]
+        for exact in (True, False):
+            for translator in loaded:
+                self._assign(translator, exact=exact)
+        self._check_stored(any(not isinstance(given, Translator) for given in translators))
+
+    def _assign(self, translator: Translator, *, exact: bool) -> None:
+        """Give a translator the directions that it serves; those made for them come first."""
+        config = translator.config
+        if len({model.tokenizer_fingerprint for model in self._models.values()}) == 1:
+            check_one_tokenizer(config, "a conversation of one tokenizer")
+        tolerance = self._rules.allow_mismatch and not exact
+        pairs = [
+            (a, b)
+            for a, b in itertools.permutations(self._models, 2)
+            if matches(config.source, self._models[a], allow_mismatch=tolerance)
+            and matches(config.target, self._models[b], allow_mismatch=tolerance)
+        ]
+        if not pairs and not exact:
+            raise IncompatibleTranslatorError(
+                f"the translator from {config.source.name} to {config.target.name} fits no two "
+                f"of this conversation's models: {', '.join(self._models)}"
+            )
+        for pair in pairs:
+            if exact or pair not in self._found:
+                self._use(translator, pair, allow_mismatch=tolerance)
+
+    def _use(self, translator: Translator, pair: tuple[str, str], *, allow_mismatch: bool) -> None:
+        """Let a translator serve a direction, once it was found fit for that."""
+        models = (self._models[name] for name in pair)
+        check_pair(translator.config, *models, allow_mismatch=allow_mismatch)
+        self._check_naive(translator)
+        self.native(translator.config)
+        self._found[pair] = translator
+
+    def _check_naive(self, translator: Translator) -> None:
+        """Refuse what naive switching cannot chain: a translation is translated again."""
+        points = {t.config.capture for t in self.loaded.values()} | {translator.config.capture}
+        if self._rules.switching == "naive" and len(points) > 1:
+            raise IncompatibleTranslatorError(
+                "switching is 'naive', but the translators read keys at "
+                f"{' and '.join(sorted(points))}: what one makes another could not read; give "
+                "translators of one capture point"
+            )
+
+    def stored(self, source: str, target: str) -> Translator | Path | None:
+        """The translator of a direction or where the local store, searched once, has it.
+
+        None where there is none, or where the target cannot take over from another tokenizer.
+        """
+        if (source, target) not in self._found:
+            models = self._models[source], self._models[target]
+            try:
+                if models[0].tokenizer_fingerprint != models[1].tokenizer_fingerprint:
+                    check_positions(models[1])
+                path = find_translator(*models, allow_mismatch=self._rules.allow_mismatch)
+            except (MissingTranslatorError, UnsupportedModelError):
+                path = None
+            self._found[source, target] = path
+        return self._found[source, target]
+
+    def translator(self, source: str, target: str) -> Translator | None:
+        """The translator of a direction, loaded, or None."""
+        found = self.stored(source, target)
+        if isinstance(found, Path):
+            found = load_translator(found, quantize=self._rules.quantize)
+            self._use(found, (source, target), allow_mismatch=self._rules.allow_mismatch)
+        return found
+
+    def native(self, config: TranslatorConfig) -> int:
+        """How many layers read what a translator brings; what means nothing is refused."""
+        if config.alignment is not None:
+            return 0
+        return native_part(config, self._rules.asked_layers).layers
+
+    def _check_stored(self, read: bool) -> None:
+        """Refuse (ValueError) now what would mean nothing for a stored translator at a switch.
+
+        ``read``: some translator was loaded here. The store is searched only for numbers given.
+        """
+        quantize = self._rules.quantize
+        if self._rules.native_layers is None and (quantize is None or read):
+            return
+        pairs = itertools.permutations(self._models, 2)
+        stored = [found for pair in pairs if isinstance(found := self.stored(*pair), Path)]
+        for path in stored:
+            self.native(read_config(path))
+        if quantize is not None and not read and not stored:
+            raise ValueError(
+                "quantize has no effect, since no translator is read here: those given are loaded, "
+                "and none is stored for another direction; give quantize to load_translator"
+            )
+
+    @property
+    def loaded(self) -> dict[tuple[str, str], Translator]:
+        """Those in use, by direction."""
+        return {names: t for names, t in self._found.items() if isinstance(t, Translator)}

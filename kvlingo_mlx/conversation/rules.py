@@ -1,0 +1,83 @@
+"""What a conversation was opened with: how its models take over from one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvlingo_mlx.conversation.storage import PLACES
+from kvlingo_mlx.models.language_model import LanguageModel
+
+SWITCHING = ("alternated", "naive", "reprefill")
+ON_MISSING = ("error", "reprefill")
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The arguments of :class:`~kvlingo_mlx.conversation.Conversation` by which lines grow."""
+
+    switching: str = "alternated"
+    on_missing: str = "error"
+    offload: str | None = None
+    step_size: int = 2048
+    allow_mismatch: bool = False
+    quantize: int | None = None
+    native_layers: int | str | None = None
+
+    @property
+    def asked_layers(self) -> int | str | None:
+        """Native layers at a switch: naive switching translates every layer."""
+        return 0 if self.switching == "naive" else self.native_layers
+
+    def check(self, models: Mapping[str, LanguageModel]) -> None:
+        """Refuse (ValueError) what means nothing, or nothing for these models."""
+        for what, value, allowed in (
+            ("switching", self.switching, SWITCHING),
+            ("on_missing", self.on_missing, ON_MISSING),
+            ("offload", self.offload, (None, *PLACES)),
+        ):
+            if value not in allowed:
+                listed = ", ".join(map(str, allowed))
+                raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
+        if self.step_size < 1:
+            raise ValueError(f"prefill_step_size is {self.step_size}; it must be at least 1")
+        if len({model.tokenizer_fingerprint for model in models.values()}) > 1:
+            self._check_across()
+        self._check_layers(models)
+        if self.switching == "naive":
+            self._check_naive(models)
+
+    def _check_layers(self, models: Mapping[str, LanguageModel]) -> None:
+        layers = self.native_layers
+        deep = max(models.values(), key=lambda model: len(model.geometry.layers))
+        most = len(deep.geometry.layers)
+        if isinstance(layers, int) and not 0 <= layers <= most:
+            raise ValueError(
+                f"native_layers is {layers}; give a number from 0 to {most}, the cache layers "
+                f"of {deep.name}, or 'auto'"
+            )
+
+    def _check_naive(self, models: Mapping[str, LanguageModel]) -> None:
+        if self.native_layers not in (None, 0):
+            raise ValueError(
+                f"native_layers is {self.native_layers!r}, but switching 'naive' translates every "
+                "layer; leave one of them out"
+            )
+        for model in models.values():
+            if any(g.window is not None for g in model.geometry.layers):
+                raise ValueError(
+                    f"switching is 'naive', but {model.name} has windows: its local layers keep "
+                    "too little of a translated prefix to be translated again; use alternated"
+                )
+
+    def _check_across(self) -> None:
+        if self.switching == "naive":
+            raise ValueError(
+                "switching is 'naive', but the models have different tokenizers, and a translation "
+                "has no tokens of its own to be translated again; use alternated"
+            )
+        if self.native_layers not in (None, 0):
+            raise ValueError(
+                "native_layers cannot be used between two tokenizers, where a model reads what is "
+                "not translated already; leave it out"
+            )

@@ -1,0 +1,236 @@
+"""Reading ``translator_config.json`` strictly: whatever the format does not allow is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Set
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.errors import malformed
+from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.kinds import NAMES, SIDES, kind_named
+from kvlingo_mlx.format.translator_config import (
+    CAPTURES,
+    FORMAT_VERSION,
+    ModelSpec,
+    TranslatorConfig,
+)
+
+MAX_CONFIG_BYTES = 2**20
+MAX_LAYERS, MAX_HEADS, MAX_DIM, MAX_WINDOW = 1024, 1024, 65536, 2**31
+
+
+def parse_json(path: Path, blob: bytes) -> Any:
+    """The value of strict JSON: no repeated keys, no NaN or Inf, no lone surrogates."""
+    if len(blob) > MAX_CONFIG_BYTES:
+        raise malformed(path, f"is too large; a config has at most {MAX_CONFIG_BYTES} bytes")
+    try:
+        data = json.loads(
+            blob.decode("utf-8"),
+            object_pairs_hook=no_duplicates,
+            parse_constant=_finite,
+            parse_float=_finite,
+        )
+        json.dumps(data, ensure_ascii=False).encode("utf-8")
+    except (ValueError, RecursionError) as error:
+        raise malformed(path, f"is not valid JSON: {error}") from None
+    return data
+
+
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in data:
+            raise ValueError(f"key {key!r} appears twice")
+        data[key] = value
+    return data
+
+
+def _finite(text: str) -> float:
+    value = float(text)  # "NaN" and "Infinity" too
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
+
+
+def parse_config(path: Path, data: Any) -> TranslatorConfig:
+    if not isinstance(data, dict):
+        raise malformed(path, f"holds a {type(data).__name__}, expected an object")
+    version = data.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise malformed(
+            path,
+            f"format version {version!r:.60}, this kvlingo-mlx reads {FORMAT_VERSION}; upgrade",
+        )
+    known = {f.name for f in fields(TranslatorConfig)} | {"format_version"}
+    _check_keys(path, data, known, optional={"head_map"})
+    source = _parse_model(path, "source", data["source"])
+    target = _parse_model(path, "target", data["target"])
+    config = TranslatorConfig(
+        source=source,
+        target=target,
+        assignment=parse_assignment(path, data["assignment"], source, target),
+        kind=_one_of(path, "kind", data["kind"], NAMES),
+        head_mixing=_typed(path, "head_mixing", data["head_mixing"], bool),
+        joint=_typed(path, "joint", data["joint"], bool),
+        capture=_one_of(path, "capture", data["capture"], CAPTURES),
+        alignment=_one_of(path, "alignment", data["alignment"], (None, "minimal_groups")),
+        provenance=_typed(path, "provenance", data["provenance"], dict),
+    )
+    if "native_layers" in config.provenance:
+        layers = config.provenance["native_layers"]
+        _integer(path, "provenance.native_layers", layers, 0, len(target.layers))
+    _check_kind(path, config)
+    _check_latent(path, config)
+    if config.head_mixing and "head_map" in data:
+        raise malformed(path, "head_map belongs to head-wise translators only")
+    if not config.head_mixing:
+        config = replace(config, head_map=_parse_head_map(path, data.get("head_map"), config))
+    return config
+
+
+def _check_keys(path: Path, data: dict, known: set[str], optional: Set[str] = frozenset()) -> None:
+    for key in sorted(known - optional - set(data)):
+        raise malformed(path, f"lacks the key {key!r}")
+    for key in sorted(set(data) - known):
+        raise malformed(path, f"has the unknown key {key!r}")
+
+
+def _typed(path: Path, key: str, value: Any, kind: type) -> Any:
+    if not isinstance(value, kind):
+        raise malformed(path, f"{key} is {value!r:.60}, expected a {kind.__name__}")
+    return value
+
+
+def _one_of(path: Path, key: str, value: Any, allowed: tuple) -> Any:
+    if not any(value is a or (isinstance(value, str) and value == a) for a in allowed):
+        raise malformed(path, f"{key} is {value!r:.60}, expected one of {list(allowed)}")
+    return value
+
+
+def _integer(path: Path, key: str, value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise malformed(path, f"{key} is {value!r:.60}, expected an integer {low} to {high}")
+    return value
+
+
+def _parse_model(path: Path, side: str, data: Any) -> ModelSpec:
+    _typed(path, side, data, dict)
+    _check_keys(path, data, {f.name for f in fields(ModelSpec)})
+    fingerprint = _typed(path, f"{side}.fingerprint", data["fingerprint"], dict)
+    _check_keys(path, fingerprint, {"geometry", "norms", "tokenizer"})
+    for tier, digest in fingerprint.items():
+        if digest is not None and not _is_sha256(digest):
+            raise malformed(path, f"{side}.fingerprint.{tier} is no sha256 in hex")
+    revision = data["revision"]
+    if revision is not None:
+        _typed(path, f"{side}.revision", revision, str)
+    layers = _typed(path, f"{side}.layers", data["layers"], list)
+    _integer(path, f"number of {side} layers", len(layers), 1, MAX_LAYERS)
+    return ModelSpec(
+        name=_typed(path, f"{side}.name", data["name"], str),
+        revision=revision,
+        model_type=_typed(path, f"{side}.model_type", data["model_type"], str),
+        fingerprint=dict(fingerprint),
+        layers=tuple(_parse_layer(path, f"{side}.layers", layer) for layer in layers),
+    )
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and len(value) == 64 and set(value) <= set("0123456789abcdef")
+
+
+def _parse_layer(path: Path, key: str, data: Any) -> LayerGeometry:
+    _typed(path, key, data, dict)
+    _check_keys(path, data, {f.name for f in fields(LayerGeometry)})
+    window = data["window"]
+    if window is not None:
+        _integer(path, f"{key}.window", window, 1, MAX_WINDOW)
+    attention = _one_of(path, f"{key}.attention", data["attention"], ("full", "sliding", "latent"))
+    if (attention == "sliding") != (window is not None):
+        raise malformed(path, f"{key}: attention {attention!r} with window {window}")
+    return LayerGeometry(
+        layer=_integer(path, f"{key}.layer", data["layer"], 0, MAX_LAYERS),
+        kv_heads=_integer(path, f"{key}.kv_heads", data["kv_heads"], 1, MAX_HEADS),
+        key_dim=_integer(path, f"{key}.key_dim", data["key_dim"], 1, MAX_DIM),
+        value_dim=_integer(path, f"{key}.value_dim", data["value_dim"], 1, MAX_DIM),
+        attention=attention,
+        window=window,
+    )
+
+
+def parse_assignment(path: Path, data: Any, source: ModelSpec, target: ModelSpec) -> Assignment:
+    """The assignment that ``path`` holds as JSON; every list is checked."""
+    _typed(path, "assignment", data, dict)
+    _check_keys(path, data, set(SIDES))
+    sides = {side: _parse_side(path, side, data[side], source, target) for side in SIDES}
+    return Assignment(**sides)
+
+
+def _parse_side(
+    path: Path, side: str, data: Any, source: ModelSpec, target: ModelSpec
+) -> tuple[tuple[int, ...], ...]:
+    _typed(path, f"assignment.{side}", data, list)
+    if len(data) != len(target.layers):
+        raise malformed(
+            path, f"assignment.{side} has {len(data)} lists for {len(target.layers)} target layers"
+        )
+    lengths: dict[str, int] = {}
+    for t, layers in enumerate(data):
+        key = f"assignment.{side}[{t}]"
+        _typed(path, key, layers, list)
+        for s in layers:
+            _integer(path, key, s, 0, len(source.layers) - 1)
+        if not layers or len(set(layers)) != len(layers):
+            raise malformed(path, f"{key} is {layers}, expected distinct source layers")
+        group = target.layers[t].attention
+        crossing = [s for s in layers if source.layers[s].attention != group]
+        if crossing:
+            raise malformed(
+                path, f"{key} crosses attention groups: source layer {crossing[0]} is not {group}"
+            )
+        if lengths.setdefault(group, len(layers)) != len(layers):
+            raise malformed(path, f"{key} has {len(layers)} layers, others {lengths[group]}")
+    return tuple(tuple(layers) for layers in data)
+
+
+def _check_kind(path: Path, config: TranslatorConfig) -> None:
+    try:
+        spec = kind_named(config.kind, config.joint, config.head_mixing)
+    except ValueError as error:
+        raise malformed(path, str(error)) from None
+    if spec.joint and config.assignment.keys != config.assignment.values:
+        raise malformed(path, "joint is true, but keys and values have different assignments")
+
+
+def _check_latent(path: Path, config: TranslatorConfig) -> None:
+    for end, spec in (("source", config.source), ("target", config.target)):
+        for layer in spec.layers:
+            if (layer.attention == "latent") != (config.capture == "latent"):
+                raise malformed(
+                    path,
+                    f"capture is {config.capture!r}, but layer {layer.layer} of the {end} has "
+                    f"{layer.attention} attention: latents are captured at 'latent' alone",
+                )
+
+
+def _parse_head_map(path: Path, data: Any, config: TranslatorConfig) -> tuple[int, ...] | None:
+    targets = {layer.kv_heads for layer in config.target.layers}
+    sources = {layer.kv_heads for layer in config.source.layers}
+    if len(targets) > 1 or len(sources) > 1:
+        raise malformed(path, "head-wise maps need one KV-head count per model")
+    heads, source_heads = targets.pop(), sources.pop()
+    if data is None:
+        if heads % source_heads:
+            raise malformed(
+                path, f"{heads} target heads from {source_heads} source heads need head_map"
+            )
+        return None
+    _typed(path, "head_map", data, list)
+    if len(data) != heads:
+        raise malformed(path, f"head_map has {len(data)} entries for {heads} target heads")
+    return tuple(_integer(path, "head_map", h, 0, source_heads - 1) for h in data)

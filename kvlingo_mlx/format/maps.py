@@ -1,0 +1,111 @@
+"""What a config says about its tensors: every map, what it reads and writes, names and shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvlingo_mlx.format.kinds import MATRICES, TENSORS
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+
+Read = tuple[str, int]  # a side and a source layer
+
+
+@dataclass(frozen=True)
+class Map:
+    """One map of a translator: its name in the file and the shape it computes.
+
+    Attributes:
+        name: ``keys.0``, say.
+        layer: The target layer.
+        reads: Sides and source layers, in the order of its columns.
+        writes: The target's sides, in the order of its rows.
+        heads: Target heads of a head-wise map, else None.
+        inputs: Columns of one matrix over a source's states.
+        outputs: Rows of one matrix.
+    """
+
+    name: str
+    layer: int
+    reads: tuple[Read, ...]
+    writes: tuple[str, ...]
+    heads: int | None
+    inputs: int
+    outputs: int
+
+
+def maps_of(config: TranslatorConfig) -> list[Map]:
+    """Every map that ``config`` promises, in layer order, keys before values."""
+    layers = range(len(config.target.layers))
+    return [_map(config, writes, t) for writes in config.spec.written for t in layers]
+
+
+def _map(config: TranslatorConfig, writes: tuple[str, ...], t: int) -> Map:
+    target, mixing = config.target.layers[t], config.head_mixing
+    reads = tuple((side, s) for side in writes for s in config.assignment.side(side)[t])
+    read = [(config.source.layers[s], side) for side, s in reads]
+    return Map(
+        name=f"{writes[0] if len(writes) == 1 else 'joint'}.{t}",
+        layer=t,
+        reads=reads,
+        writes=writes,
+        heads=None if mixing else target.kv_heads,
+        inputs=sum(s.width(side) if mixing else s.head_dim(side) for s, side in read),
+        outputs=sum(target.width(side) if mixing else target.head_dim(side) for side in writes),
+    )
+
+
+def head_map_of(config: TranslatorConfig) -> tuple[int, ...]:
+    """The source head that each target head reads, of a head-wise translator."""
+    heads, sources = config.target.layers[0].kv_heads, config.source.layers[0].kv_heads
+    if config.head_map is not None:
+        return config.head_map
+    return tuple(head // (heads // sources) for head in range(heads))
+
+
+def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
+    """Refuse (ValueError) head counts that new head-wise maps cannot pair evenly."""
+    for spec in (source, target):
+        counts = sorted({layer.kv_heads for layer in spec.layers})
+        if len(counts) > 1:
+            raise ValueError(
+                f"head-wise maps need one KV-head count per model, {spec.name} has layers of "
+                f"{' and '.join(map(str, counts))}; use head-mixing ones"
+            )
+    heads, sources = target.layers[0].kv_heads, source.layers[0].kv_heads
+    if heads % sources:
+        raise ValueError(
+            f"head-wise maps need target heads ({heads}) to be a multiple of source heads "
+            f"({sources}); use head-mixing ones"
+        )
+
+
+def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str, tuple]:
+    """Name and shape of every tensor a file of this config holds.
+
+    ``names`` are those found in the file: they decide about biases and gates, which
+    every layer has or none, and the first one about a hidden width (-1 stands for it).
+    """
+    lasts = {name.rsplit(".", 1)[-1] for name in names}
+    spec = config.spec
+    present = (*spec.tensors, *(name for name in spec.optional if name in lasts))
+    shapes: dict[str, tuple] = {}
+    for m in maps_of(config):
+        sizes = {
+            "outputs": m.outputs, "inputs": m.inputs, "hidden": -1,
+            "heads": config.target.layers[m.layer].kv_heads, "all": m.outputs * (m.heads or 1),
+        }  # fmt: skip
+        for name in present:
+            tensor = TENSORS[name]
+            lead = (m.heads,) if m.heads is not None and tensor.by_head else ()
+            shapes[f"{m.name}.{name}"] = (*lead, *(sizes[axis] for axis in tensor.axes))
+    return shapes
+
+
+def flops_of(sizes: Iterable[tuple[str, int]]) -> int:
+    """Floating-point operations per token of tensors given by name and size.
+
+    Two for every number of a matrix (appendix "Computational gains"); what biases, gates
+    and GELU add is not counted.
+    """
+    return 2 * sum(size for name, size in sizes if name.rsplit(".", 1)[-1] in MATRICES)

@@ -1,0 +1,271 @@
+"""An answer's responses: mlx-lm's, with the tokens and times of a hand-over."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import GenerationResponse as MLXResponse
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+
+from kvlingo_mlx.caches.validation import first_bad, room_for
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.handover.answers import AnswerReader, ToolCall
+from kvlingo_mlx.handover.fill import PHASES, Clock
+from kvlingo_mlx.handover.plan import Plan
+from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.threads import in_turn, wired, working
+from kvlingo_mlx.translators.base import Translator
+
+
+@dataclass
+class GenerationResponse(MLXResponse):
+    """mlx-lm's response, with what its text says and the times and tokens of a hand-over.
+
+    ``text`` is all that was written, marks included. ``content``, ``reasoning`` and ``tool_calls``
+    are what has come with this response: joined, those of all responses are the whole. What may
+    yet be part of a mark, or of a stop text, comes with a later response.
+
+    Attributes:
+        content: Text for the user.
+        reasoning: Text between the tokenizer's think marks.
+        tool_calls: Calls that are complete, as OpenAI's clients read them. A call that cannot be
+            parsed is content.
+        cached_tokens: Tokens of the prompt that the decode model's cache held before. (Where
+            another model has begun the answer, these three count its tokens too.)
+        translated_tokens: Those that went through the translator.
+        read_tokens: Those that the decode model read itself, the last one among them.
+        prefill_s: Seconds the prefill model took for the prompt; the decode model where it read
+            the prompt itself (0 if it has a draft model as well: mlx-lm does not tell).
+        translate_s: Seconds the translation took, cache write included.
+        native_s: Seconds the decode model took for what it read itself of the prompt, but for
+            its last token.
+        ttft_s: Seconds from the call (models loaded) to the first token in hand.
+        strategy: How the prompt was read: ``accelerator``, ``native`` or ``folded``; ``switch``
+            in a conversation, whose own ``last_switch`` tells more.
+        translator: The folder of the translator that was used, "made in this process" if it has
+            none; None where nothing was translated. A conversation's can be several.
+        translator_digest: What it computes, as a sha256 (``Translator.digest``).
+    """
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    cached_tokens: int = 0
+    translated_tokens: int = 0
+    read_tokens: int = 0
+    prefill_s: float = 0.0
+    translate_s: float = 0.0
+    native_s: float = 0.0
+    ttft_s: float = 0.0
+    strategy: str = "switch"
+    translator: str | None = None
+    translator_digest: str | None = None
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Where the tokens before an answer come from.
+
+    Attributes:
+        prompt: Those of the prompt.
+        cached: Those that the model's cache held before.
+        translated: Those that went through the translator.
+        read: Those that the model read itself, the last one among them.
+    """
+
+    prompt: int
+    cached: int
+    translated: int
+    read: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Counts:
+        """Of a prompt of which the target's cache held nothing."""
+        prompt, translated = len(plan.tokens), plan.num_translated
+        return cls(prompt, 0, translated, prompt - translated)
+
+
+def decoded(
+    plan: Plan,
+    choice: Choice,
+    start: Callable[[Clock], dict[str, Any]],
+    max_tokens: int,
+    tools: Sequence[Mapping[str, Any]] | None,
+    **options: Any,
+) -> Generator[GenerationResponse, None, None]:
+    """What a plan's target answers, a response a token, up to a stop text.
+
+    Args:
+        plan: How the prompt is read.
+        choice: How tokens are chosen.
+        start: Reads the prompt, books the time, and gives what mlx-lm starts from.
+        max_tokens: Most tokens; -1 for what room there is.
+        tools: What the template has announced.
+        options: mlx-lm's own, of decoding.
+    """
+    target, clock = plan.target, Clock(plan.loaded_at)
+    room = min(
+        room_for(model, len(plan.tokens), max_tokens) for model in (target, plan.draft or target)
+    )
+    clock.lap("prepare")
+    with wired(target.model):
+        started = start(clock)
+        choice.begin()
+        prefix = plan.tokens[: -len(started["prompt"])]
+        processors = with_prefix(choice.logits_processors, prefix)
+        responses = mlx_stream_generate(
+            target.model,
+            target.tokenizer,
+            max_tokens=room,
+            sampler=choice.sampler,
+            logits_processors=processors,
+            **started,
+            **options,
+        )
+        reader = AnswerReader(target.tokenizer, plan.tokens, choice.stop, tools)
+        counts, used = Counts.of(plan), () if plan.translator is None else (plan.translator,)
+        ttft = None
+        with contextlib.closing(in_turn(responses)) as steps:
+            for response in steps:
+                if ttft is None:
+                    ttft = time.perf_counter() - clock.started
+                    held = started.get("prompt_cache", ())
+                    check_numbers(response, plan.source, target, held, processors)
+                booked = timed(response, counts, ttft, clock.seconds, plan.way, used)
+                told = reader.take(booked)
+                yield told
+                if told.finish_reason is not None:
+                    return
+
+
+class Sound:
+    """Whether a model's own logits are numbers, before any logits processor has them.
+
+    It stands before a user's processors and changes nothing. It listens until the first response is
+    checked, since a draft model's logits may come first.
+    """
+
+    def __init__(self) -> None:
+        self._bad: list[mx.array] | None = []
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._bad is not None:
+            self._bad.append(mx.isnan(logits).any())
+        return logits
+
+    def told(self) -> bool:
+        """Whether all were numbers so far; the last question."""
+        bad, self._bad = self._bad, None
+        return bad is not None and len(bad) > 0 and not any(flag.item() for flag in bad)
+
+
+def check_numbers(
+    response: MLXResponse,
+    source: LanguageModel,
+    target: LanguageModel,
+    cache: Sequence[Any],
+    processors: Sequence[LogitsProcessor] | None = None,
+) -> None:
+    """Refuse a first prediction that is not a number: decoding would go on with token 0.
+
+    ``cache`` is what it was made from; it is searched for the place only then. ``processors`` are
+    :func:`with_prefix`'s, one of which may be to blame.
+    """
+    sound = processors[0] if processors else None
+    with working():
+        blameless = isinstance(sound, Sound) and sound.told()
+        bad = mx.isnan(response.logprobs).any().item()
+        place = first_bad(cache, target) if bad and not blameless else None
+    if bad:
+        if blameless:
+            raise ValueError(
+                "logits_processors made the first prediction not a number, while the logits of "
+                f"{target.name} are numbers: one of them returns NaN, or rules out every token "
+                "(-inf everywhere); leave a token to choose"
+            )
+        raise KVLingoError(
+            f"the first prediction of {target.name} after the hand-over from {source.name} is not "
+            "a number: the translator's output overflows, or the model's weights are damaged"
+            + (f" (NaN or Inf first in {place})" if place else "")
+        )
+
+
+def with_prefix(
+    processors: list[LogitsProcessor] | None, prefix: Sequence[int]
+) -> list[LogitsProcessor] | None:
+    """Processors that see the whole prompt, though mlx-lm is only given its last token.
+
+    The first of them is a :class:`Sound` of ours.
+    """
+    if not processors:
+        return None
+    head = mx.array(list(prefix))
+
+    def whole(processor: LogitsProcessor) -> LogitsProcessor:
+        return lambda tokens, logits: processor(mx.concatenate([head, tokens]), logits)
+
+    return [Sound(), *(map(whole, processors) if prefix else processors)]
+
+
+def timed(
+    response: MLXResponse,
+    counts: Counts,
+    ttft_s: float,
+    seconds: Mapping[str, float],
+    strategy: str = "switch",
+    used: Sequence[Translator] = (),
+) -> GenerationResponse:
+    """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase.
+
+    ``used`` are the translators that it came by.
+    """
+    values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
+    values |= {"prompt_tokens": counts.prompt}
+    values |= {"prompt_tps": (counts.translated + counts.read) / ttft_s}
+    values |= {"cached_tokens": counts.cached, "translated_tokens": counts.translated}
+    values |= {"read_tokens": counts.read}
+    values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
+    if used:
+        values["translator"] = ", ".join(str(t.path or "made in this process") for t in used)
+        values["translator_digest"] = ", ".join(t.digest for t in used)
+    return GenerationResponse(**values, ttft_s=ttft_s, strategy=strategy)
+
+
+def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
+    """The text of an answer; ``verbose`` writes it as it comes, and the times at the end."""
+    text, response = "", None
+    for response in responses:
+        text += response.text
+        if verbose:
+            sys.stdout.write(response.text)
+            sys.stdout.flush()
+    if verbose and response is not None:
+        sys.stdout.write(f"\n{'=' * 10}\n{summary(response)}\n")
+    return text
+
+
+def summary(response: GenerationResponse) -> str:
+    """The times and rates of a finished generation, in lines; of phases, those that took time."""
+    phases = {
+        "prefill": response.prefill_s,
+        "the decode model's own part": response.native_s,
+        "translation": response.translate_s,
+    }
+    spent = ", ".join(f"{name} {s:.3f} s" for name, s in phases.items() if s >= 0.0005)
+    digest = response.translator_digest
+    used = "" if digest is None else f"Translator: {response.translator} (sha256 {digest[:12]})\n"
+    return (
+        f"Prompt: {response.prompt_tokens} tokens ({response.strategy}), "
+        f"first token after {response.ttft_s:.3f} s{spent and f' ({spent})'}\n"
+        f"{used}Generation: {response.generation_tokens} tokens, "
+        f"{response.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {response.peak_memory:.3f} GB"
+    )

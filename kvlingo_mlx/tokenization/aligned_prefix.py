@@ -1,0 +1,167 @@
+"""How a target's cache comes about where two models cut a text into other tokens.
+
+Section "Cross-tokenizer cache translation" and its appendix. Some tokens of the source are
+translated, each to be rotated at the position of the target token assigned to it; what stands
+between, the target prefills itself. The device and the CUDA path share this one room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.tokenization.alignment import TokenAlignment
+from kvlingo_mlx.tokenization.renderings import Rendering, stretches
+
+
+@dataclass(frozen=True, eq=False)
+class AlignedPrefix:
+    """A text as two models read it, and what the target's cache of it holds.
+
+    The cache has one entry for each translated source token, in the source's order, then one for
+    each token that the target prefills: attention does not depend on the order of entries if
+    a mask says who sees whom. The target's last token has none, since it is run in decoding.
+
+    Attributes:
+        source_ids: What the source reads.
+        target_ids: What the target would read.
+        rows: (S,) the source tokens that are translated, ascending.
+        positions: (S,) the target position that each one's keys are rotated at.
+        groups: (S, 2) the target tokens of each one's minimal group: first, one past the last.
+        own: (B,) the target tokens that it prefills itself, ascending.
+    """
+
+    source_ids: tuple[int, ...]
+    target_ids: tuple[int, ...]
+    rows: np.ndarray
+    positions: np.ndarray
+    groups: np.ndarray
+    own: np.ndarray
+
+    @classmethod
+    def of(cls, source: Rendering, target: Rendering) -> AlignedPrefix:
+        """From one text or the same messages, rendered for both.
+
+        Raises:
+            ValueError: The renderings are of different messages, or hold no token.
+        """
+        last = len(target.ids) - 1
+        if last < 0:
+            raise ValueError("the prompt is empty; give some text")
+        found = stretches(source, target, stop=last)
+        aligned = [stretch.alignment for stretch in found if stretch.alignment is not None]
+        native = [(s.start, min(s.stop, last)) for s in found if s.alignment is None]
+        rows = _joined([np.arange(*a.source) for a in aligned])
+        order = np.argsort(rows)  # a template may move a content, and the source is read in order
+        return cls(
+            tuple(source.ids.tolist()),
+            tuple(target.ids.tolist()),
+            rows[order],
+            _joined([a.assigned for a in aligned])[order],
+            _joined([_spans(a) for a in aligned]).reshape(-1, 2)[order],
+            _joined([np.arange(*span) for span in native]),
+        )
+
+    @property
+    def num_read(self) -> int:
+        """How many tokens the source must read: up to the last one that is translated."""
+        return int(self.rows[-1]) + 1 if len(self.rows) else 0
+
+    @property
+    def num_entries(self) -> int:
+        """Entries of the target's cache before it runs its last token."""
+        return len(self.rows) + len(self.own)
+
+    @property
+    def shift(self) -> int:
+        """What is added to every position, so that the next one is the number of entries.
+
+        Rotations are relative: a stock cache, whose next position is its length, then serves.
+        """
+        return self.num_entries - (len(self.target_ids) - 1)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the cache has an entry for every token, in order and at its own position."""
+        return not len(self.own) and np.array_equal(
+            self.positions, np.arange(len(self.target_ids) - 1)
+        )
+
+    @property
+    def visible(self) -> np.ndarray:
+        """(B, S + B) whether a token that the target prefills sees an entry: what is before it."""
+        translated = self.groups[:, 1] <= self.own[:, None]
+        return np.concatenate([translated, self.own <= self.own[:, None]], axis=1)
+
+    @property
+    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+        """(K,) translated entries and (K,) target tokens: each entry with all of its group."""
+        counts = self.groups[:, 1] - self.groups[:, 0]
+        entries = np.repeat(np.arange(len(self.rows)), counts)
+        first = self.groups[:, 0] - (np.cumsum(counts) - counts)
+        return entries, np.arange(len(entries)) + np.repeat(first, counts)
+
+    def spread(self, weights: np.ndarray) -> np.ndarray:
+        """Weights of the target's tokens (L, T) as those of translated entries, (L, S).
+
+        A group's weight is the sum of its target tokens', split evenly over its source tokens.
+        """
+        entries, tokens = self.pairs
+        _, group, sizes = np.unique(self.groups[:, 0], return_inverse=True, return_counts=True)
+        sums = [np.bincount(entries, row[tokens], len(self.rows)) for row in weights]
+        return np.stack(sums) / sizes[group]
+
+    def between(self, start: int, stop: int) -> slice:
+        """Which translated entries are of the source's tokens from ``start`` to ``stop``."""
+        return slice(*np.searchsorted(self.rows, [start, stop]).tolist())
+
+    def canonical(self) -> AlignedPrefix:
+        """Control: translated keys rotated by where their entries stand in the text, 0, 1, ...
+
+        The next token keeps the target's own position, so the last entries' distance to it is
+        wrong by as many tokens as the two models differ in (the appendix's mismatch).
+        """
+        order = np.argsort(np.concatenate([self.groups[:, 0], self.own]), kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        return replace(self, positions=place[: len(self.rows)])
+
+
+def check_capture(capture: str) -> None:
+    """Refuse a capture point at which keys of another tokenizer's tokens cannot be taken over.
+
+    Raises:
+        IncompatibleTranslatorError: Keys are rotated there, by the source's own positions.
+    """
+    if capture == "post_rope":
+        raise IncompatibleTranslatorError(
+            "between two tokenizers keys are rotated at the target's positions, but those captured "
+            "post_rope are rotated at the source's; use capture pre_norm or post_norm"
+        )
+
+
+def check_layers(layers: Sequence[LayerGeometry], name: str) -> None:
+    """Refuse a target whose layers keep windows.
+
+    Raises:
+        UnsupportedModelError: One does; ``name`` is the target's.
+    """
+    windows = [layer.window for layer in layers if layer.window is not None]
+    if windows:
+        raise UnsupportedModelError(
+            f"{name} cannot take over from a model of another tokenizer: it keeps windows of "
+            f"{windows[0]} tokens, which count entries; choose another target"
+        )
+
+
+def _spans(alignment: TokenAlignment) -> np.ndarray:
+    """(S, 2) target start and stop of the group of each translated source token."""
+    return alignment.groups[alignment.group_of][:, 2:]
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)

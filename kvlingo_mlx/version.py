@@ -1,0 +1,3 @@
+"""The version, which follows CHANGELOG.md; here, so that writing it down imports nothing else."""
+
+__version__ = "0.1.0"

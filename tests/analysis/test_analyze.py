@@ -1,0 +1,484 @@
+"""Analysis of two models' caches: planted relations, mlx-lm's own caches, and the verb."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.analysis import corpus as texts
+from kvlingo_mlx.analysis import report as reports
+from kvlingo_mlx.analysis import states as collecting
+from kvlingo_mlx.analysis.corpus import Corpus
+from kvlingo_mlx.analysis.heads import closed_form_alignment, translator_alignment
+from kvlingo_mlx.analysis.linearity import by_position, fit_layer, translator_r2
+from kvlingo_mlx.analysis.network import Recipe
+from kvlingo_mlx.analysis.random_init import randomly_initialised
+from kvlingo_mlx.analysis.report import Settings, analyze, compare
+from kvlingo_mlx.analysis.states import States, collect
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import tiny
+
+SIDES = ("keys", "values")
+
+
+def corpus_of(lengths: list[int], held_out: set[int]) -> Corpus:
+    documents = tuple(tuple(tiny.random_tokens(n, seed=i)) for i, n in enumerate(lengths))
+    return Corpus(documents, frozenset(held_out))
+
+
+def r2_by_hand(predicted: np.ndarray, y: np.ndarray, fitted: np.ndarray) -> float:
+    """One less residual over variance around the fitted tokens' mean, number by number."""
+    residual = variance = 0.0
+    for row in range(len(y)):
+        for column in range(y.shape[1]):
+            residual += float(y[row, column] - predicted[row, column]) ** 2
+            variance += float(y[row, column] - fitted[:, column].mean()) ** 2
+    return 1 - residual / variance
+
+
+# ---- text -------------------------------------------------------------------------------
+
+
+def test_documents_are_cut_alike_and_split_whole() -> None:
+    words = [list(range(n)) for n in (3, 10, 10, 7, 10, 10, 10, 10, 10, 10)]
+    corpus = texts.split(words, seed=3)
+    assert len(corpus.held_out) == 2
+    assert corpus.positions.tolist() == [i for document in words for i in document]
+    owners = np.repeat(np.arange(10), [len(d) for d in words])
+    assert set(owners[corpus.scored]) == corpus.held_out
+    assert set(owners[~corpus.scored]).isdisjoint(corpus.held_out)
+    assert texts.split(words, seed=3) == corpus and texts.split(words, seed=4) != corpus
+    assert texts.split(words[:2], seed=0).scored.any()
+    with pytest.raises(ValueError, match=r"hold 1 usable document\(s\); at least 2"):
+        texts.split(words[:1], seed=0)
+
+
+def test_records_are_read_whole(models: dict[str, LanguageModel]) -> None:
+    """Texts from end to end, conversations through their last reply, empty ones passed over."""
+    tokenizer = models["dense"].tokenizer
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Good day"}]
+    records = [{"text": "abc " * 50}, {"text": ""}, {"messages": talk}, {"text": "unread"}]
+    found = texts.read(records, tokenizer, documents=2, tokens=200, context_length=512)
+    assert found[0] == tuple(tokenizer.encode("abc " * 50))[:100]
+    rendered = tokenizer.decode(list(found[1]))
+    assert "Hi" in rendered and "Good day" in rendered
+    short = texts.read(records, tokenizer, documents=2, tokens=200, context_length=20)
+    assert [len(ids) for ids in short] == [20, 20]
+    alone = texts.read(records[:1], tokenizer, documents=64, tokens=120, context_length=512)
+    assert len(alone[0]) == 120  # the allowance of documents that are not there
+
+
+# ---- states -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_states_are_the_models_own_cache(models: dict[str, LanguageModel], name: str) -> None:
+    model, corpus = models[name], corpus_of([5, 9], {1})
+    found = {point: collect(model, corpus, point) for point in ("pre_norm", "post_rope")}
+    start = 0
+    for document in corpus.documents:
+        cache = make_prompt_cache(model.model)
+        model.model(mx.array([document]), cache=cache)
+        rows = slice(start, start := start + len(document))
+        for layer, own in enumerate(cache):
+            for side, stored in zip(SIDES, (own.keys, own.values), strict=True):
+                heads = np.array(stored)[0, :, : len(document)]
+                expected = heads.swapaxes(0, 1).reshape(len(document), -1)
+                states = found["post_rope"].side(side)[layer][rows]
+                assert states == pytest.approx(expected, abs=1e-5)
+    middle, raw = collect(model, corpus, "post_norm"), found["pre_norm"]
+    for layer, attention in enumerate(model.attentions):
+        heads = raw.keys[layer].astype(np.float64).reshape(14, attention.n_kv_heads, -1)
+        size = np.sqrt((heads**2).mean(axis=-1, keepdims=True) + model.config["rms_norm_eps"])
+        normed = heads / size * np.array(attention.k_norm.weight)
+        assert middle.keys[layer] == pytest.approx(normed.reshape(14, -1), abs=1e-4)
+        assert np.array_equal(middle.values[layer], raw.values[layer])
+
+
+def test_states_that_are_not_finite(folders: dict[str, Path]) -> None:
+    model = kv.load(folders["dense"])
+    weight = model.attentions[1].v_proj.weight
+    model.attentions[1].v_proj.weight = weight * float("inf")
+    with pytest.raises(kv.KVLingoError, match="values of layer 1 of .* NaN or Inf"):
+        collect(model, corpus_of([4, 4], {0}), "pre_norm")
+
+
+def test_memory_is_checked_first(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = (models["dense"], models["moe"])
+    # 3 and 4 layers of 2 heads of 32, keys and values, float32: 3584 bytes a token.
+    pages = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": 2 * 100 * 3584}
+    monkeypatch.setattr(collecting.os, "sysconf", pages.__getitem__)
+    collecting.check_memory(pair, 100)
+    with pytest.raises(ValueError, match="lower --tokens"):
+        collecting.check_memory(pair, 101)
+
+
+def test_random_weights(
+    models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel]
+) -> None:
+    trained = dict(tree_flatten(models["moe"].model.parameters()))
+    before = {name: np.array(array) for name, array in trained.items()}
+    one, again, other = (randomly_initialised(models["moe"], seed) for seed in (1, 1, 2))
+    weights = [dict(tree_flatten(m.model.parameters())) for m in (one, again, other)]
+    for name, array in weights[0].items():
+        drawn = np.array(array)
+        assert np.array_equal(drawn, np.array(weights[1][name]))
+        if drawn.ndim == 1:
+            assert (drawn == 1).all()
+            continue
+        assert not np.array_equal(drawn, np.array(weights[2][name]))
+        assert drawn.std() == pytest.approx(0.02, rel=0.2) and abs(drawn.mean()) < 2e-3
+    assert all(np.array_equal(before[name], np.array(a)) for name, a in trained.items())
+    plain = randomly_initialised(quantised_models["dense"], 1)
+    assert plain.geometry == models["dense"].geometry
+    assert collect(plain, corpus_of([6, 6], {0}), "post_norm").keys[0].shape == (12, 64)
+
+
+# ---- linearity --------------------------------------------------------------------------
+
+
+def test_linear_r2_is_held_out() -> None:
+    """Against normal equations solved here; scored tokens leave no trace in the fit."""
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(90, 5)), rng.normal(size=(90, 4)) + 2
+    y[:, :3] += x[:, :3]
+    scored = rng.random(90) < 0.3
+    a, b = x[~scored], y[~scored]
+    ridge = 1e-3 * np.mean(np.diag(a.T @ a)) * np.eye(5)
+    weight = np.linalg.inv(a.T @ a + ridge) @ a.T @ b
+    found = fit_layer(x, y, scored, None)
+    assert found.linear == pytest.approx(r2_by_hand(x[scored] @ weight, y[scored], b))
+    assert found.affine > found.linear + 0.3 and found.mlp is None
+    y[scored] = 100 * x[scored, :4]
+    assert fit_layer(x, y, scored, None).linear < 0.1
+
+
+def test_planted_relations_of_a_pair() -> None:
+    """Linear keys, values beyond a linear map: R2 says which is which, layer by layer."""
+    rng = np.random.default_rng(2)
+    corpus = corpus_of([100] * 20, {3, 8, 15, 17})
+    source = [rng.normal(size=(2000, 12)) for _ in range(3)]
+    maps = [rng.normal(size=(12, 12)) for _ in range(3)]
+    keys = [x @ m for x, m in zip(source, maps, strict=True)]
+    values = [np.maximum(x @ m, 0) + 0.3 * x for x, m in zip(source, maps, strict=True)]
+    settings = Settings(epochs=6, hidden=64)
+    pair = States(source, source), States(keys, values)
+    report = compare(*pair, corpus, settings, ({3}, {3}))
+    assert report.source_layers == [0, 1, 2]
+    assert report.fitted == 1600 and report.scored == 400
+    for fit in report.linearity["keys"]:
+        assert fit.linear > 1 - 1e-5 and fit.affine > 1 - 1e-5 and fit.mlp >= fit.linear
+    for fit in report.linearity["values"]:
+        assert 0.2 < fit.linear < 0.9 and fit.mlp > fit.linear + 0.1
+        assert fit.mlp == fit.network and fit.epochs > 0
+    again = compare(*pair, corpus, settings, ({3}, {3}))
+    assert json.dumps(again.to_json()) == json.dumps(report.to_json())
+    # Layers in reverse: nothing left to predict, and CKA says where it went.
+    turned = compare(
+        States(source, source),
+        States(keys[::-1], values[::-1]),
+        corpus,
+        Settings(mlp=False, heads=False),
+        ({3}, {3}),
+    )
+    assert abs(turned.linearity["keys"][0].linear) < 0.1
+    assert turned.linearity["keys"][1].linear > 1 - 1e-5
+    assert turned.cka["keys"].cka.argmax(axis=1).tolist() == [2, 1, 0]
+    assert turned.cka["keys"].summary.offset == pytest.approx(4 / 3)
+    assert turned.heads == {} and turned.linearity["keys"][0].mlp is None
+
+
+@pytest.mark.parametrize("noise", range(3))
+def test_an_mlp_never_counts_for_less_than_its_linear_map(noise: int) -> None:
+    """Few tokens and nothing but noise to learn: the network can only overfit."""
+    rng = np.random.default_rng(noise)
+    x = rng.normal(size=(120, 10))
+    y = x @ rng.normal(size=(10, 6)) + 3 * rng.normal(size=(120, 6))
+    fit = fit_layer(x, y, np.arange(120) >= 80, Recipe(hidden=128, epochs=20, seed=noise))
+    assert fit.network is not None and fit.mlp == max(fit.linear, fit.network)
+    if fit.epochs == 0:
+        assert fit.network == pytest.approx(fit.linear)
+
+
+def test_a_translators_own_maps(
+    folders: dict[str, Path], models: dict[str, LanguageModel], tmp_path: Path
+) -> None:
+    """R2 of random maps over two source layers, against the products written out."""
+    folder = tiny.write_random_translator(
+        tmp_path / "random", folders["dense"], folders["moe"], nu=2, bias=True
+    )
+    translator = kv.load_translator(folder)
+    corpus = corpus_of([30, 20, 25], {1})
+    source, target = (collect(models[name], corpus, "pre_norm") for name in ("dense", "moe"))
+    found = translator_r2(translator, source, target, corpus.scored)
+    weights = translator.to_weights().arrays
+    rows = corpus.scored
+    for side in SIDES:
+        for layer, read in enumerate(translator.config.assignment.side(side)):
+            x = np.concatenate([source.side(side)[s] for s in read], axis=1)[rows]
+            predicted = x @ weights[f"{side}.{layer}.weight"].T + weights[f"{side}.{layer}.bias"]
+            y = target.side(side)[layer].astype(np.float64)
+            expected = r2_by_hand(predicted, y[rows], y[~rows])
+            assert found[side][layer] == pytest.approx(expected, rel=1e-4)
+
+
+# ---- positions --------------------------------------------------------------------------
+
+
+def test_every_bucket_has_a_map_of_its_own() -> None:
+    """Another relation before and after position 256, and too few tokens after 1024."""
+    rng = np.random.default_rng(3)
+    corpus = corpus_of([1040, 600, 200, 600, 700], {0, 3})
+    x, late = rng.normal(size=(corpus.num_tokens, 8)), corpus.positions >= 256
+    first, second = rng.normal(size=(2, 8, 8))
+    y = np.where(late[:, None], x @ second, x @ first)
+    source, target = States([x], [x]), States([y], [x @ first])
+    found = by_position(source, target, corpus, [0], seed=0)
+    assert [(b.start, b.stop) for b in found] == [(0, 256), (256, 1024), (1024, 4096)]
+    assert [b.available for b in found] == [256 + 200 + 256, 344 + 444, 0]
+    assert [b.scored for b in found] == [2 * 256, 768 + 344, 16]
+    assert [b.fitted for b in found] == [712, 712, 0]  # as many tokens for either
+    for bucket in found[:2]:
+        assert bucket.r2 is not None
+        assert bucket.r2["keys"][0] > 1 - 1e-5 and bucket.r2["values"][0] > 1 - 1e-5
+    assert found[2].r2 is None
+    settings = Settings(mlp=False, cka=False, heads=False)
+    report = compare(source, target, corpus, settings, ({1}, {1}))
+    assert report.linearity["keys"][0].linear < 0.9  # one map cannot be both
+    assert report.notes == [
+        "no R2 for positions 1024 to 4095: 0 tokens to fit on and 16 to score are too few; "
+        "raise --tokens or lower --documents"
+    ]
+
+
+# ---- heads ------------------------------------------------------------------------------
+
+
+def test_a_permutation_of_heads_is_found() -> None:
+    """Target head j reads source head order[j]; keys also hold values, in another order."""
+    rng = np.random.default_rng(4)
+    heads, width = 4, 3
+    order, crossed = [2, 0, 3, 1], [1, 2, 3, 0]
+    keys, values = rng.normal(size=(2, 800, heads, width))
+    mixed = keys[:, order] @ np.linalg.qr(rng.normal(size=(width, width)))[0]
+    target = mixed + 5 * values[:, crossed]
+    flat = [a.reshape(800, -1) for a in (keys, values, target, values)]
+    source, wanted = States([flat[0]], [flat[1]]), States([flat[2]], [flat[3]])
+    found = closed_form_alignment(source, wanted, [0], (heads, heads), seed=0)
+    expected = np.zeros((heads, heads))
+    expected[order, range(heads)] = 1
+    assert found["keys"].grid == pytest.approx(expected, abs=1e-6)
+    assert found["keys"].diagonal == pytest.approx(0, abs=1e-6) and found["keys"].p > 0.9
+    assert found["values"].grid == pytest.approx(np.eye(heads), abs=1e-6)
+    assert found["values"].p == pytest.approx(1 / 24, abs=0.01)
+
+
+def test_heads_of_a_translator_that_reads_two_layers(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tiny.write_random_translator(
+        tmp_path / "random", folders["wide"], folders["moe"], nu=2
+    )
+    translator = kv.load_translator(folder)
+    found = translator_alignment(translator, (4, 2), seed=0)
+    for side in SIDES:
+        grid = np.zeros((4, 2))
+        for layer in range(4):
+            weight = translator.to_weights().arrays[f"{side}.{layer}.weight"]
+            for i in range(4):
+                for j in range(2):
+                    rows = weight[32 * j : 32 * (j + 1)]
+                    parts = [rows[:, 64 * n + 16 * i : 64 * n + 16 * (i + 1)] for n in range(2)]
+                    grid[i, j] += np.sqrt(sum((part**2).sum() for part in parts))
+        expected = grid / grid.sum(axis=1, keepdims=True)
+        assert found[side].grid == pytest.approx(expected, rel=1e-5)
+
+
+# ---- the whole report -------------------------------------------------------------------
+
+
+def test_training_aligns_the_keys_of_the_zoo() -> None:
+    """Diagonal contrast of a trained pair's keys, above that of random weights.
+
+    Keys alone: with 4 layers and a vocabulary of 1024, random values are about as peaked.
+    """
+    pair = [kv.load(kv.zoo(name)) for name in ("tiny-qwen3-s", "tiny-qwen3-l")]
+    contrast = {}
+    for random_init in (False, True):
+        settings = Settings(
+            documents=16, tokens=2048, random_init=random_init, mlp=False, heads=False
+        )
+        report = analyze(*pair, texts.bundled(16), settings)
+        contrast[random_init] = report.cka["keys"].summary.contrast
+    assert contrast[False] > contrast[True] + 0.05
+
+
+def test_heads_that_cannot_be_aligned(
+    models: dict[str, LanguageModel], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tiny.write_random_translator(
+        tmp_path / "headwise", folders["dense"], folders["moe"], head_mixing=False
+    )
+    settings = Settings(documents=4, tokens=200, mlp=False, cka=False)
+    pair, records = (models["dense"], models["moe"]), [{"text": "abc def " * 40}] * 4
+    report = analyze(*pair, records, settings, translator=kv.load_translator(folder))
+    assert list(report.heads) == ["closed form"] and len(report.translator["keys"]) == 4
+    assert "no head alignment of the translator: it is head-wise" in report.notes
+    assert any("few for inputs 64 wide" in note for note in report.notes)
+    corpus = corpus_of([20, 20], {0})
+    states = collect(models["dense"], corpus, "pre_norm")
+    report = compare(states, states, corpus, settings, ({2, 4}, {2}))
+    assert report.heads == {} and any("differ in their KV heads" in n for n in report.notes)
+
+
+# ---- the verb ---------------------------------------------------------------------------
+
+
+ZOO = ["analyze", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-moe"]
+SMALL = ["--documents", "16", "--tokens", "2048", "--epochs", "1", "--hidden", "16"]
+FIGURES = ["cka.png", "heads.png", "positions.png", "r2.png", "rank.png"]
+
+
+def fails(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command exits with 2 and one line that starts with "error:"."""
+    capsys.readouterr()
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert message in error
+
+
+def test_verb_on_the_zoo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    translator = str(kv.zoo("tiny-qwen3-s").parents[1] / "translators/tiny-qwen3-s--tiny-qwen3-moe")
+    out = tmp_path / "deep" / "figures"
+    more = ["--translator", translator, "--json", "-", "--plot", str(out)]
+    assert run([*ZOO, *SMALL, *more]) == 0
+    captured = capsys.readouterr()
+    entry = json.loads(captured.out)
+    assert "bundled dialogues" in captured.err and "Linear map by position" in captured.err
+    assert "best after their last epoch (1)" in captured.err
+    assert "4 source heads have no counterparts of their own among 2" in captured.err
+    assert entry["kind"] == "analyze" and entry["config"]["data"].startswith("bundled dialogues")
+    results = entry["results"]
+    assert results["source_layers"] == [0, 1, 1, 2, 2, 3]  # 4 layers for 6, halves deeper
+    assert results["fitted"] + results["scored"] == 2048
+    for side in SIDES:
+        assert np.shape(results["cka"][side]["cka"]) == (6, 4)
+        for fit in results["linearity"][side]:
+            assert 0 < fit["linear"] <= fit["mlp"] <= 1
+        assert len(results["translator"][side]) == 6
+        assert np.shape(results["heads"]["translator"][side]["grid"]) == (4, 2)
+        assert len(results["rank"]["source"][side]) == 4
+        assert 1 < results["rank"]["target"][side][5]["effective"] < 128
+        assert len(results["positions"][0]["r2"][side]) == 6
+    assert sorted(path.name for path in out.iterdir()) == FIGURES
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.iterdir())
+
+
+def test_verb_on_a_file(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, record = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    data.write_text((json.dumps({"text": "One two three four five. " * 20}) + "\n") * 5)
+    pair = ["--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    given = ["analyze", *pair, "--data", str(data), "--capture", "post_rope", "--tokens", "500"]
+    parts = ["--no-mlp", "--no-cka", "--no-heads", "--json", str(record), "--random-init"]
+    assert run([*given, *parts]) == 0
+    out = capsys.readouterr().out
+    assert "5 documents of" in out and "random weights" in out and "MLP" not in out
+    results = json.loads(record.read_text())["results"]
+    assert results["cka"] == {} and results["heads"] == {} and results["capture"] == "post_rope"
+    data.write_text(json.dumps({"text": "alone"}) + "\n")
+    fails(given, "hold 1 usable document(s)", capsys)
+
+
+def test_bad_input_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def unreachable(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("work began")
+
+    monkeypatch.setattr("kvlingo_mlx.loading.models.load", unreachable)
+    (tmp_path / "file").write_text("mine")
+    fails(["analyze", "--source", "x"], "--target", capsys)
+    fails([*ZOO, "--capture", "middle"], "capture is 'middle'", capsys)
+    fails([*ZOO, "--documents", "1"], "documents is 1", capsys)
+    fails([*ZOO, "--tokens", "63"], "tokens is 63", capsys)
+    fails([*ZOO, "--hidden", "0"], "hidden is 0", capsys)
+    fails([*ZOO, "--epochs", "0"], "epochs is 0", capsys)
+    fails([*ZOO, "--seed", "-1"], "seed is -1", capsys)
+    fails([*ZOO, "--data", str(tmp_path / "absent")], "cannot be read", capsys)
+    fails([*ZOO, "--translator", str(tmp_path / "absent")], "does not exist", capsys)
+    fails([*ZOO, "--plot", str(tmp_path / "file")], "which is a file", capsys)
+    fails([*ZOO, "--plot", str(tmp_path / "file" / "x")], "cannot be written", capsys)
+    fails([*ZOO, "--json", str(tmp_path)], "--json is", capsys)
+    fails([*ZOO, "--json", str(tmp_path / "absent" / "x")], "--json is", capsys)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    fails([*ZOO, "--plot", str(tmp_path / "out")], 'pip install "kvlingo-mlx[plot]"', capsys)
+
+
+def test_pairs_and_translators_that_do_not_fit(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(reports, "collect", None)  # nothing may be run
+    pair = ["analyze", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    folder = tiny.write_random_translator(
+        tmp_path / "translator", folders["dense"], folders["moe"], capture="post_norm"
+    )
+    given = [*pair, "--translator", str(folder)]
+    fails([*given, "--capture", "pre_norm"], "reads and writes post_norm keys", capsys)
+    fails([*given, "--random-init"], "says nothing about random weights", capsys)
+    swapped = ["analyze", "--source", str(folders["moe"]), "--target", str(folders["dense"])]
+    fails([*swapped, "--translator", str(folder)], "the other way round", capsys)
+    foreign = tmp_path / "foreign"
+    shutil.copytree(folders["moe"], foreign)
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
+    tokenizer["added_tokens"] = tokenizer["added_tokens"][:-1]
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
+    fails([*pair[:3], "--target", str(foreign)], "the tokenizers of", capsys)
+
+
+def test_interrupt_leaves_nothing(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Ctrl-C in the middle, and as the second figure is drawn: no folder, no record."""
+    pytest.importorskip("matplotlib")
+    from kvlingo_mlx.reporting import pictures
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    out, record = tmp_path / "figures", tmp_path / "out.jsonl"
+    pair = ["analyze", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    small = ["--documents", "4", "--tokens", "100", "--no-mlp", "--no-heads"]
+    given = [*pair, *small, "--plot", str(out), "--json", str(record)]
+
+    def interrupted(*arguments: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+    for module, name in ((reports, "fit_layer"), (pictures, "_drawn")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, interrupted)
+            assert run(given) == 130
+        assert list(tmp_path.iterdir()) == []
+    assert "Traceback" not in capsys.readouterr().err
+    assert run(given) == 0 and record.exists()

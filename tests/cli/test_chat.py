@@ -1,0 +1,783 @@
+"""The chat verb, run as a user runs it: from a pipe, and in a terminal of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import kvlingo_mlx.backend
+
+import pytest
+from mlx_lm.generate import stream_generate as mlx_stream_generate
+
+import kvlingo_mlx.conversation
+from kvlingo_mlx.cli import chat_input, run
+from kvlingo_mlx.cli.chat_input import Stop
+from kvlingo_mlx.conversation import Conversation, Switch
+from kvlingo_mlx.conversation.accounting import LineStats, Stats
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure
+from tests.support.identity import identity_of
+from tests.support.processes import WITHOUT_TORCH
+
+NEW = 6
+HEADER = "<|im_start|>assistant\n"
+
+
+def turn(question: str) -> str:
+    """The tiny models' template, by hand."""
+    return f"<|im_start|>user\n{question}<|im_end|>\n{HEADER}"
+
+
+def says(*turns: tuple[LanguageModel, str], before: str = "", most: int = NEW) -> list[str]:
+    """What mlx-lm answers to each turn when the model reads all that was said from the start."""
+    ids: list[int] = []
+    answers = []
+    for model, question in turns:
+        text = turn(question)
+        if ids:
+            ended = ids[-1] in model.tokenizer.eos_token_ids
+            text = ("\n" if ended else "<|im_end|>\n") + text
+        ids = ids + model.tokenizer.encode(before + text, add_special_tokens=False)
+        responses = list(mlx_stream_generate(model.model, model.tokenizer, ids, max_tokens=most))
+        answers.append("".join(response.text for response in responses))
+        ids, before = ids + [int(response.token) for response in responses], ""
+    return answers
+
+
+@pytest.fixture(autouse=True)
+def keyboard() -> Iterator[None]:
+    """Ctrl-C as in a terminal, even where the tests run in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@dataclass
+class Chats:
+    """Runs chats; what the last one printed."""
+
+    models: list[str]
+    monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str]
+    out: str = ""
+    err: str = ""
+
+    def __call__(self, *lines: str, options: tuple[str, ...] = (), status: int = 0) -> str:
+        """Standard output of a chat in which these lines are typed into a pipe."""
+        self.capsys.readouterr()
+        self.monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        arguments = ["chat", *self.models, "--max-tokens", str(NEW), "--verbatim", *options]
+        if "--resume" in options:
+            arguments.remove("--verbatim")
+        assert run(arguments) == status
+        self.out, self.err = self.capsys.readouterr()
+        return self.out
+
+
+@pytest.fixture
+def one(models: dict[str, LanguageModel]) -> LanguageModel:
+    """The model that answers under both names in ``chats``."""
+    return models["dense"]
+
+
+@pytest.fixture
+def chats(
+    one: LanguageModel,
+    folders: dict[str, Path],
+    store: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Chats:
+    """Chats with "a" and "b", one model twice, and a translator in the store that adds nothing."""
+    identity_of(one).save(store / "same")
+    named = [f"--model={name}={folders['dense']}" for name in "ab"]
+    return Chats(named, monkeypatch, capsys)
+
+
+@pytest.fixture
+def two(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Chats:
+    """Chats with two models that differ, and no translator."""
+    named = ["--model", f"small={folders['dense']}", "--model", f"large={folders['moe']}"]
+    return Chats(named, monkeypatch, capsys)
+
+
+# ---- turns ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eager", ["--eager", "--no-eager"])
+def test_every_model_goes_on_where_the_other_ended(
+    chats: Chats, one: LanguageModel, eager: str
+) -> None:
+    questions = ("hi there", "is it on?", "and you")
+    out = chats(
+        questions[0], "/use b", "", questions[1], "  ", "/use a", f"  {questions[2]}",
+        options=(eager,),
+    )  # fmt: skip
+    expected = says(*((one, question) for question in questions))
+    assert out == "".join(f"{answer}\n" for answer in expected)
+    assert chats.err == "" and len(set(expected)) == 3
+
+
+def test_the_model_that_is_asked_answers(two: Chats, models: dict[str, LanguageModel]) -> None:
+    out = two(
+        "hi there", "/use small", "and you",
+        options=("--use", "large", "--on-missing", "reprefill", "--system-prompt", "be brief"),
+    )  # fmt: skip
+    system = "<|im_start|>system\nbe brief<|im_end|>\n"
+    turns = (models["moe"], "hi there"), (models["dense"], "and you")
+    assert out == "".join(f"{answer}\n" for answer in says(*turns, before=system))
+
+
+def test_undo(chats: Chats, one: LanguageModel) -> None:
+    out = chats("hi there", "and you", "/undo", "is it on?", "/undo", "/undo", "/undo", "and you")
+    first, second = says((one, "hi there"), (one, "and you"))
+    other = says((one, "hi there"), (one, "is it on?"))[1]
+    took = "took back the last message and its answer"
+    fresh = says((one, "and you"))[0]
+    assert out.splitlines() == "\n".join(
+        [first, second, took, other, took, took, fresh]
+    ).splitlines()  # fmt: skip
+    assert chats.err == "error: there is nothing to undo: nobody has answered yet\n"
+
+
+def test_a_reply_that_fails_leaves_the_conversation(
+    two: Chats, models: dict[str, LanguageModel]
+) -> None:
+    out = two("hi there", "/use large", "is it on?", "/use small", "x" * 600, "a\udcff", "and you")
+    expected = says((models["dense"], "hi there"), (models["dense"], "and you"))
+    assert out == "".join(f"{answer}\n" for answer in expected)
+    errors = two.err.splitlines()
+    assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
+    assert "no translator from small" in errors[0] and "--on-missing reprefill" in errors[0]
+    assert "the context of" in errors[1] and "not valid Unicode" in errors[2]
+
+
+def test_translators_are_held_in_few_bits(
+    chats: Chats, one: LanguageModel, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Conversation] = []
+
+    class Seen(Conversation):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            made.append(self)
+
+    monkeypatch.setattr(kvlingo_mlx.conversation, "Conversation", Seen)
+    chats("hi there", options=("--quantize", "8"))  # the store's
+    (store / "same").rename(tmp_path / "same")
+    chats("hi there", options=("--quantize", "8", "--translator", str(tmp_path / "same")))
+    whole = identity_of(one).nbytes
+    found = [list(talk.exchange.directions.loaded.values()) for talk in made]
+    # Those of the store are loaded once they are wanted, those given at once and both ways.
+    assert [len(translators) for translators in found] == [1, 2]
+    assert all(t.nbytes < whole / 2 for translators in found for t in translators)
+    chats(options=("--quantize", "7"), status=2)
+    assert chats.err.startswith("error: ") and "7" in chats.err and len(made) == 2
+
+
+# ---- routes ---------------------------------------------------------------------------------
+
+
+def test_a_route_chooses_until_the_user_does(
+    chats: Chats, one: LanguageModel, tmp_path: Path
+) -> None:
+    route = tmp_path / "route.toml"
+    route.write_text('default = "a"\n[[rule]]\nuse = "b"\npattern = "ON"\n')
+    questions = ("hi there", "is it on?", "is it on?", "so on")
+    out = chats(
+        *questions[:2], "/use a", questions[2], "/use auto", questions[3],
+        options=("--route", str(route)),
+    )  # fmt: skip
+    w, x, y, z = says(*((one, question) for question in questions))
+    assert out == f"[a]\n{w}\n[b]\n{x}\n{y}\n[b]\n{z}\n"
+    route.write_text('default = "c"')
+    chats(options=("--route", str(route)), status=2)
+    assert "default is 'c'; give one of a, b" in chats.err
+
+
+def test_a_route_of_the_users_own(chats: Chats, one: LanguageModel, tmp_path: Path) -> None:
+    code = tmp_path / "own.py"
+    code.write_text(
+        "def route(messages, names):\n"
+        "    last = messages[-1]\n"
+        "    assert last['role'] == 'user' and len(messages) % 2 == 1\n"
+        "    return names[1] if len(messages) == 1 else last['content']\n"
+    )
+    out = chats("hi there", "c", "a", options=("--route", f"{code}:route"))
+    first, second = says((one, "hi there"), (one, "a"))
+    assert out == f"[b]\n{first}\n[a]\n{second}\n"
+    assert re.fullmatch(r"error: the route \S+:route chose 'c'; .* one of a, b\n", chats.err)
+
+
+# ---- commands -------------------------------------------------------------------------------
+
+
+def test_bad_commands_cost_a_line(chats: Chats, one: LanguageModel) -> None:
+    lines = ("/frobnicate", "/use", "/use c", "/use auto", "/undo 3", "/save", "/", "hi there")
+    assert chats(*lines) == says((one, "hi there"))[0] + "\n"
+    expected = [
+        "there is no /frobnicate; there are /use, /save, /undo, /stats, /help, /exit",
+        "/use is followed by ''; give one of a, b",
+        "/use is followed by 'c'; give one of a, b",
+        "/use is followed by 'auto'; give one of a, b",
+        "/undo stands alone; found '3' after it",
+        "/save needs a folder: /save FOLDER",
+        "there is no /; there are",
+    ]
+    found = chats.err.splitlines()
+    assert len(found) == len(expected)
+    assert all(f.startswith(f"error: {e}") for f, e in zip(found, expected, strict=True))
+
+
+def test_help_and_exit(chats: Chats) -> None:
+    out = chats("/help", "/exit", "hi there")
+    words = [line.split()[0] for line in out.splitlines()]
+    assert words == ["/use", "/use", "/undo", "/save", "/stats", "/help", "/exit"]
+    assert chats() == ""
+
+
+class Recorder(Conversation):
+    """Notes how it was made and saved, and has figures to tell."""
+
+    made: tuple[Any, ...] = ()
+    saved: list[Any]
+    measured = 0
+
+    def __init__(self, models: Any, translators: Any = (), **options: Any) -> None:
+        Recorder.made = (dict(options),)
+        super().__init__(models, translators, **options)
+        Recorder.saved, Recorder.measured = [], 0
+
+    @classmethod
+    def resume(cls, folder: Any, models: Any, translators: Any = (), **options: Any) -> Recorder:
+        talk = cls(models, translators, verbatim=True)
+        talk.reply("a", "hi there", max_tokens=NEW)
+        Recorder.made = (folder, options)
+        return talk
+
+    def save(self, folder: Any) -> Path:
+        if str(folder).endswith("full"):
+            raise OSError("no space left")
+        Recorder.saved.append((folder, len(self.messages)))
+        return Path(folder)
+
+    def stats(self) -> Stats:
+        lines = (LineStats("a", 12, 7, 5, 3_000_000, 40_000, "8bit"),
+                 LineStats("b", 0, 0, 0, 0, 0, "empty"))  # fmt: skip
+        return Stats(lines, 11_000_000, 2_500_000, 1_234_567_890, 13_000_000)
+
+    def measure_reprefill(self) -> float:
+        Recorder.measured += 1
+        if self.messages[0]["content"] == "slow":
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)
+            raise AssertionError("Ctrl-C was not heard")
+        return 0.5
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
+    monkeypatch.setattr(kvlingo_mlx.conversation, "Conversation", Recorder)
+    return Recorder
+
+
+def test_save_and_resume(
+    chats: Chats, one: LanguageModel, recorder: type[Recorder], tmp_path: Path
+) -> None:
+    here, there = str(tmp_path / "here"), str(tmp_path / "x" / "there")
+    out = chats("hi there", f"/save {here}", "/save", options=("--save", there))
+    answer = says((one, "hi there"))[0]
+    assert out == f"{answer}\nsaved to {here}\nsaved to {there}\nsaved to {there}\n"
+    assert recorder.saved == [(here, 2), (there, 2), (there, 2)]
+    chats(options=("--save", there))
+    assert recorder.saved == []  # nothing was said
+    chats("hi there", "/save full", "/save")
+    assert recorder.saved == [] and chats.err.count("error: ") == 2
+    chats("hi there", options=("--save", str(tmp_path / "full")), status=2)
+    assert chats.err == "error: no space left\n"
+    out = chats(
+        "and you", "/save",
+        options=("--resume", here, "--offload", "8bit", "--no-eager", "--prefill-step-size", "9"),
+    )  # fmt: skip
+    assert out == says((one, "hi there"), (one, "and you"))[1] + f"\nsaved to {here}\n"
+    options = {"offload": "8bit", "eager": False, "prefill_step_size": 9,
+               "on_missing": "error", "allow_mismatch": False, "quantize": None,
+               "native_layers": None}  # fmt: skip
+    assert recorder.made == (here, options) and recorder.saved == [(here, 4)]
+
+
+def test_the_conversation_is_made_as_asked(chats: Chats, recorder: type[Recorder]) -> None:
+    asked = ("--offload", "disk", "--no-thinking", "--system-prompt", "x", "--allow-mismatch")
+    chats(options=asked)
+    (options,) = recorder.made
+    wanted = {"offload": "disk", "enable_thinking": False, "system": "x", "allow_mismatch": True,
+              "verbatim": True, "eager": True, "on_missing": "error"}  # fmt: skip
+    assert wanted.items() <= options.items()
+
+
+def test_stats(chats: Chats, recorder: type[Recorder]) -> None:
+    rows = chats("/stats").splitlines()
+    cells = [re.findall(r"[^\s\u2502\u2503]+", row) for row in rows]
+    assert ["a", "12", "7", "5", "3.00", "0.04", "8bit"] in cells
+    assert ["b", "0", "0", "0", "0.00", "0.00", "empty"] in cells
+    assert ["models", "(MB)", "11.00"] in cells and ["total", "(MB)", "1,234.57"] in cells
+    assert ["translators", "(MB)", "2.50"] in cells and cells[-1][:2] == ["nobody", "has"]
+    out = chats("hi there", "/use b", "and you", "/stats", "/stats", "hi there", "/stats")
+    assert recorder.measured == 2  # once for each of two switches
+    assert re.search(r"reading \d+ tokens anew with b to compare; Ctrl-C skips", out)
+    assert re.search(r"last switch +to b\n", out) and re.search(r"reading all anew .* 500\n", out)
+    told = "Not measured on Apple hardware"
+    assert out.count(told) == (0 if measure.is_apple() else 3)
+
+
+def test_stats_whose_measurement_is_skipped(chats: Chats, recorder: type[Recorder]) -> None:
+    out = chats("slow", "/stats", "/stats", "and you")
+    assert recorder.measured == 2
+    assert len(re.findall(r"reading all anew .* not measured\n", out)) == 2
+
+
+def test_the_last_switch_is_told(chats: Chats, recorder: type[Recorder]) -> None:
+    def known(self: Recorder) -> Stats:
+        self.exchange.last = Switch("b", 101, 23, 4, 0.0123)
+        return Stats((), 0, 0, 0, 0)
+
+    recorder.stats, before = known, recorder.stats  # type: ignore[method-assign]
+    try:
+        cells = [line.split() for line in chats("hi there", "/stats").splitlines()]
+    finally:
+        recorder.stats = before  # type: ignore[method-assign]
+    assert "reading 128 tokens anew with b to compare; Ctrl-C skips".split() in cells
+    for row in ("last switch to b", "tokens kept 101", "tokens translated 23", "tokens read 4",
+                "took (ms) 12.3", "reading all anew (ms) 500"):  # fmt: skip
+        assert row.split() in cells
+
+
+# ---- at the start ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--model", "c"), "--model is 'c'; give NAME=MODEL"),
+        (("--model", "=c"), "give NAME=MODEL"),
+        (("--model", "c="), "give NAME=MODEL"),
+        (("--model", "a=x"), "the name 'a' is taken"),
+        (("--model", "auto=x"), "the name 'auto' is taken"),
+        (("--model", "c=/no/such/folder"), "does not exist"),
+        (("--translator", "/no/such/folder"), "does not exist"),
+        (("--use", "c"), "--use is 'c'; give one of a, b"),
+        (("--use", "auto"), "--use is 'auto'; give one of a, b"),
+        (("--route", "x"), "give FILE.toml, module:function or path/to/file.py:function"),
+        (("--on-missing", "skip"), "--on-missing is skip; give error or reprefill"),
+        (("--offload", "4bit"), "--offload is 4bit; give 8bit or disk"),
+        (("--max-tokens", "0"), "--max-tokens is 0"),
+        (("--temp", "-1"), "--temp is -1.0"),
+        (("--prefill-step-size", "0"), "--prefill-step-size is 0"),
+        (("--save", "/dev/null/x"), "--save is '/dev/null/x'; name a folder"),
+        (("--resume", "x", "--no-thinking"), "--no-thinking has no effect with --resume x"),
+        (("--resume", "x", "--verbatim"), "--verbatim has no effect with --resume x"),
+        (("--resume", "x", "--system-prompt", "x"), "--system-prompt has no effect with --resume"),
+    ],
+)
+def test_bad_starts(chats: Chats, options: tuple[str, ...], message: str) -> None:
+    asked = ("--verbatim",) if "--verbatim" in options else ()
+    chats("hi there", options=(*options, *asked), status=2)
+    assert chats.out == "" and chats.err.startswith("error: ") and message in chats.err
+    assert chats.err.count("\n") == 1
+
+
+def test_bad_input(chats: Chats, monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    bad = io.TextIOWrapper(io.BytesIO(b"\xff\xfe\n"), encoding="utf-8")
+    for given, message in ((None, "is closed"), (bad, "standard input is not UTF-8 text")):
+        monkeypatch.setattr("sys.stdin", given)
+        assert run(["chat", *chats.models]) == 2
+        assert message in chats.capsys.readouterr().err
+    assert not (store.parent / "chat_history").exists()
+
+
+# ---- Ctrl-C ---------------------------------------------------------------------------------
+
+
+class Interrupted(Conversation):
+    """Has Ctrl-C pressed before the ``moment``-th token of the first answer that is asked for."""
+
+    moment = 0
+    talks: list[Interrupted]
+
+    def stream_reply(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+        responses = super().stream_reply(*arguments, **options)
+        with contextlib.closing(responses):  # type: ignore[type-var]
+            for number, response in enumerate(responses):
+                if number == self.moment and not self.messages and self not in self.talks:
+                    self.talks.append(self)
+                    os.kill(os.getpid(), signal.SIGINT)
+                yield response
+
+
+@pytest.mark.parametrize("moment", [0, 1, 3])
+def test_ctrl_c(
+    chats: Chats, one: LanguageModel, moment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Interrupted, "moment", moment)
+    monkeypatch.setattr(Interrupted, "talks", [], raising=False)
+    monkeypatch.setattr(kvlingo_mlx.conversation, "Conversation", Interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    out = chats("hi there", "and you")
+    assert signal.getsignal(signal.SIGINT) is before and chats.err == ""
+    (talk,) = Interrupted.talks
+    if moment == 0:
+        second = says((one, "and you"))[0]
+        assert out == f"stopped; nothing was kept\n{second}\n"
+        assert [m["content"] for m in talk.messages] == ["and you", second]
+        return
+    ids = one.tokenizer.encode(turn("hi there"), add_special_tokens=False)
+    responses = list(mlx_stream_generate(one.model, one.tokenizer, ids, max_tokens=moment + 2))
+    kept = "".join(response.text for response in responses[: moment + 1])
+    assert out.startswith(f"{kept}\nstopped; what was written is kept\n")
+    assert talk.messages[1]["content"].startswith(kept)  # and what a cut character has so far
+    # What follows is what mlx-lm says after exactly these tokens.
+    ids += [int(response.token) for response in responses[: moment + 1]]
+    ids += one.tokenizer.encode(f"<|im_end|>\n{turn('and you')}", add_special_tokens=False)
+    after = mlx_stream_generate(one.model, one.tokenizer, ids, max_tokens=NEW)
+    assert talk.messages[3]["content"] == "".join(response.text for response in after)
+
+
+def test_ctrl_c_as_the_first_token_arrives(
+    chats: Chats, one: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversation has it already, the chat has not seen it: it is taken back."""
+    pressed: list[bool] = []
+
+    class Late(Stop):
+        def __setattr__(self, name: str, value: bool) -> None:
+            if name == "began" and value and not pressed:
+                pressed.append(True)
+                os.kill(os.getpid(), signal.SIGINT)
+            super().__setattr__(name, value)
+
+    monkeypatch.setattr(chat_input, "Stop", Late)
+    out = chats("hi there", "and you")
+    assert out == f"stopped; nothing was kept\n{says((one, 'and you'))[0]}\n" and pressed
+
+
+# ---- a terminal -----------------------------------------------------------------------------
+
+# In a session of its own, whose terminal turns control-C into a signal; answers take their time.
+LAUNCH = """
+import fcntl, json, os, pathlib, sys, termios, time
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+if os.environ["TERM"] == "no readline":
+    sys.modules["readline"] = None
+import kvlingo_mlx.conversation as conversation
+
+class Slow(conversation.Conversation):
+    def stream_reply(self, *arguments, **options):
+        for response in (replies := super().stream_reply(*arguments, **options)):
+            try:
+                yield response
+            except GeneratorExit:
+                replies.close()
+                facts = {"messages": self.messages, "tokens": self.transcript.tokens}
+                pathlib.Path(sys.argv[1]).write_text(json.dumps(facts))
+                raise
+            time.sleep(0.03)
+
+conversation.Conversation = Slow
+from kvlingo_mlx.cli import run
+sys.exit(run(sys.argv[2:]))
+"""
+
+
+class Terminal:
+    """A child process on a terminal, and all that it wrote there."""
+
+    def __init__(self, arguments: list[str], term: str) -> None:
+        self.end, slave = pty.openpty()
+        environment = {**os.environ, "TERM": term, "PYTHONPATH": os.pathsep.join(sys.path)}
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", WITHOUT_TORCH + LAUNCH, *arguments],
+            stdin=slave, stdout=slave, stderr=slave, start_new_session=True, env=environment,
+        )  # fmt: skip
+        os.close(slave)
+        self.text = ""
+        self._seen = 0
+
+    def wait_for(self, text: str, seconds: float = 600) -> str:
+        """What it writes up to and with ``text``; the limit is for a child that hangs."""
+        until = time.monotonic() + seconds
+        while text not in self.text[self._seen :]:
+            assert time.monotonic() < until, f"no {text!r} in {self.text!r}"
+            if select.select([self.end], [], [], 0.1)[0]:
+                data = os.read(self.end, 4096).decode(errors="replace")
+                self.text += data.replace("\r\n", "\n")
+        start = self._seen
+        self._seen = self.text.index(text, start) + len(text)
+        return self.text[start : self._seen]
+
+    def type(self, text: str) -> None:
+        os.write(self.end, text.encode())
+
+    def settle(self) -> None:
+        """Until it waits for a key.
+
+        Python's readline misses a signal between its prompt and its first look at the keys: it is
+        seen at the next one.
+        """
+        status, calm = Path(f"/proc/{self.process.pid}/stat"), 0
+        while calm < 10:
+            asleep = not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "S"
+            calm = calm + 1 if asleep else 0
+            time.sleep(0.1)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        os.close(self.end)
+
+
+@pytest.fixture
+def terminals(chats: Chats, tmp_path: Path) -> Iterator[Any]:
+    """Starts chats in terminals; an answer that is cut short leaves its facts in ``facts``."""
+    opened: list[Terminal] = []
+
+    def start(*options: str, term: str = "dumb") -> Terminal:
+        begin = [] if "--resume" in options else ["--verbatim"]
+        arguments = [str(tmp_path / "facts"), "chat", *chats.models, *begin, *options]
+        opened.append(Terminal(arguments, term))
+        return opened[-1]
+
+    yield start
+    for terminal in opened:
+        terminal.close()
+
+
+class Keyboard(io.StringIO):
+    """Lines that are typed somewhere where Python's own input() takes them."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_prompts_and_the_end_of_a_terminals_input(
+    chats: Chats, one: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Keyboard("hi there\n/use b\n"))
+    assert run(["chat", *chats.models, "--max-tokens", str(NEW)]) == 0  # Ctrl-D
+    answer = says((one, "hi there"))[0]
+    assert chats.capsys.readouterr().out == f"/help lists the commands\na> {answer}\na> b> \n"
+
+
+def test_a_chat_in_a_terminal(
+    terminals: Any, one: LanguageModel, store: Path, tmp_path: Path
+) -> None:
+    readline = pytest.importorskip("readline")
+    question, history = "is it on?", store.parent / "chat_history"
+    readline.clear_history()
+    readline.add_history(question)
+    readline.write_history_file(history)
+    history.chmod(0o644)
+    ids = one.tokenizer.encode(turn(question), add_special_tokens=False)
+    responses = list(mlx_stream_generate(one.model, one.tokenizer, ids, max_tokens=200))
+    assert len(responses) > 50
+
+    terminal = terminals("--max-tokens", "200")
+    terminal.wait_for("a> ")
+    terminal.type("\x10\n")  # control-P: what an earlier chat was told
+    terminal.wait_for(f"{question}\n")
+    terminal.wait_for(responses[2].text or responses[3].text)  # streamed, long before the end
+    terminal.type("\x03")
+    terminal.wait_for("stopped; what was written is kept\n")
+    facts = json.loads((tmp_path / "facts").read_text())
+    length = len(facts["tokens"]) - len(ids)
+    assert 0 < length < len(responses)
+    assert facts["tokens"] == ids + [int(r.token) for r in responses[:length]]
+    kept = one.tokenizer.decode(facts["tokens"][len(ids) :])
+    assert facts["messages"][1] == {"role": "assistant", "content": kept}
+
+    terminal.wait_for("a> ")
+    # It takes two in a row to leave.
+    for typed in ("/use b\n", "\x03", "/help\n", "\x03"):
+        if typed == "\x03":
+            terminal.settle()
+        terminal.type(typed)
+        terminal.wait_for("another Ctrl-C\nb> " if typed == "\x03" else "b> ")
+    terminal.settle()
+    terminal.type("\x03")
+    assert terminal.process.wait(600) == 130
+    assert stat.S_IMODE(history.stat().st_mode) == 0o600
+    readline.clear_history()
+    readline.read_history_file(history)
+    kept_lines = [readline.get_history_item(i + 1) for i in range(9)]
+    assert kept_lines == [question, "/use b", "/help", *[None] * 6]
+
+
+PASTED = ("is it on?", "", "/use b", "and you")
+MARKED = "\x1b[200~{}\x1b[201~\n"  # as terminals send a paste, if they are asked to
+
+
+def said(record: Path) -> list[str]:
+    """What the user said in the chat that left this record, and each time the answer."""
+    (line,) = record.read_text().splitlines()
+    return [message["content"] for message in json.loads(line)["results"]["messages"]]
+
+
+@pytest.mark.parametrize(
+    ("term", "sent"),
+    [
+        ("xterm", MARKED.format("\r".join(PASTED))),
+        ("xterm", "\n".join(PASTED) + "\n"),
+        ("dumb", "\n".join(PASTED) + "\n"),
+        ("no readline", "\n".join(PASTED) + "\n"),
+        ("no readline", MARKED.format("\n".join(PASTED))),
+    ],
+    ids=["marked", "unmarked", "no marks known", "no readline", "no readline, marked"],
+)
+def test_a_paste_is_one_message(
+    terminals: Any, one: LanguageModel, store: Path, tmp_path: Path, term: str, sent: str
+) -> None:
+    record = tmp_path / "record.jsonl"
+    options = "--max-tokens", str(NEW), "--json", str(record)
+    terminal = terminals(*options, term=term)
+    terminal.wait_for("a> ")
+    terminal.type(sent)
+    answers = says((one, "\n".join(PASTED)), (one, "hi there"))
+    terminal.wait_for(answers[0])
+    terminal.wait_for("a> ")  # nobody was asked to /use b
+    terminal.type("hi there\n")
+    terminal.wait_for(answers[1])
+    terminal.wait_for("a> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0
+    assert said(record) == ["\n".join(PASTED), answers[0], "hi there", answers[1]]
+    history = store.parent / "chat_history"
+    if term == "no readline":
+        assert not history.exists()
+    else:
+        assert [line for line in history.read_text().splitlines() if line[0] != "_"] == ["hi there"]
+        assert stat.S_IMODE(history.stat().st_mode) == 0o600
+
+
+def test_lines_typed_during_an_answer_are_sent_alone(
+    terminals: Any, one: LanguageModel, tmp_path: Path
+) -> None:
+    record = tmp_path / "record.jsonl"
+    terminal = terminals("--max-tokens", "40", "--json", str(record))
+    terminal.wait_for("a> ")
+    first, second = says((one, "is it on?"), (one, "and you"), most=40)
+    terminal.type("is it on?\n")
+    terminal.wait_for(first[:3])
+    terminal.type("/use b\nand you\n")
+    terminal.wait_for("b> ")
+    terminal.wait_for(second)
+    terminal.wait_for("b> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0
+    assert said(record) == ["is it on?", first, "and you", second]
+
+
+def test_no_history(terminals: Any, one: LanguageModel, store: Path) -> None:
+    history = store.parent / "chat_history"
+    history.write_text("and you\n")
+    history.chmod(0o640)
+    terminal = terminals("--max-tokens", str(NEW), "--no-history")
+    terminal.wait_for("a> ")
+    terminal.type("is it on?\n")
+    terminal.wait_for(says((one, "is it on?"))[0])
+    terminal.wait_for("a> ")
+    terminal.type("\x10\x10\n")  # control-P: this chat's own line alone is there
+    terminal.wait_for(says((one, "is it on?"), (one, "is it on?"))[1])
+    terminal.wait_for("a> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(30) == 0
+    assert history.read_text() == "and you\n" and stat.S_IMODE(history.stat().st_mode) == 0o640
+
+
+def test_a_resumed_chat_shows_what_was_said_last(
+    chats: Chats, terminals: Any, one: LanguageModel, tmp_path: Path
+) -> None:
+    folder, long = str(tmp_path / "talk"), "so on " * 50 + "END"
+    asked = ("hi there", long, "is it \x1b[31mon?")
+    chats(*asked, options=("--save", folder, "--system-prompt", "x", "--verbatim"))
+    chats("/exit", options=("--resume", folder))
+    assert chats.out == ""  # from a pipe: the answers alone
+    talk = Conversation.resume(folder, {name: one for name in "ab"})
+    answers = ["".join(c if c.isprintable() or c == "\n" else "?" for c in m["content"])
+               for m in talk.messages if m["role"] == "assistant"]  # fmt: skip
+    terminal = terminals("--resume", folder)
+    shown = terminal.wait_for("a> ")
+    assert shown == (
+        f"user: {long[:300]} ...\nassistant: {answers[1]}\n"
+        f"user: is it ?[31mon?\nassistant: {answers[2]}\n/help lists the commands\na> "
+    )
+
+
+def test_a_chat_leaves_its_record(chats: Chats, one: LanguageModel, tmp_path: Path) -> None:
+    out = chats("hi there", "/use b", "and you", options=("--json", "-"))
+    answers = says((one, "hi there"), (one, "and you"))
+    record = json.loads(out)  # the answers themselves are on standard error
+    assert chats.err == "".join(f"{answer}\n" for answer in answers)
+    found = record["results"]
+    assert [m["content"] for m in found["messages"]] == ["hi there", answers[0], "and you",
+                                                         answers[1]]  # fmt: skip
+    assert record["kind"] == "chat" and found["last_switch"]["name"] == "b"
+    assert [line["name"] for line in found["stats"]["lines"]] == ["a", "b"]
+    assert all(type(line["tokens"]) is int for line in found["stats"]["lines"])
+    chats("hi there", options=("--json", str(tmp_path / "no" / "file")), status=2)
+    assert "--json is" in chats.err and chats.out == ""
+
+
+def test_a_saved_chat_goes_on(chats: Chats, one: LanguageModel, tmp_path: Path) -> None:
+    """Nothing stands in for anything here: saved by one process's chat, resumed by the next."""
+    folder = str(tmp_path / "talk")
+    said = (one, "hi there"), (one, "is it on?"), (one, "and you")
+    answers = says(*said)
+    out = chats("hi there", "/use b", "is it on?", options=("--save", folder, "--offload", "disk"))
+    assert out == f"{answers[0]}\n{answers[1]}\nsaved to {folder}\n"
+    out = chats("and you", "/stats", options=("--resume", folder))
+    assert out.startswith(f"{answers[2]}\n")
+    cells = [re.findall(r"[^\s\u2502\u2503]+", row) for row in out.splitlines()]
+    tokens = {row[0]: row[1] for row in cells if row and row[0] in ("a", "b")}
+    assert len(set(tokens.values())) == 1 and set(tokens) == {"a", "b"}
+    (kept,) = (row[-1] for row in cells if row[:2] == ["tokens", "kept"])
+    assert 0 < int(kept) < int(tokens["a"])  # what was saved was not read again
+    (anew,) = (row[-1] for row in cells if row[:3] == ["reading", "all", "anew"])
+    assert float(anew) > 0
+
+
+def test_too_little_memory_leaves_the_chat_as_it_was(
+    chats: Chats, one: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, left = Conversation.stream_reply, [RuntimeError("[malloc] Unable to allocate 9 bytes."),
+                                             MemoryError(), RuntimeError("a slip")]  # fmt: skip
+
+    def stream_reply(*arguments: Any, **options: Any) -> Any:
+        if left and arguments[2] == "and you":
+            raise left.pop(0)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(Conversation, "stream_reply", stream_reply)
+    out = chats("hi there", "and you", "and you", "is it on?")
+    answers = says((one, "hi there"), (one, "is it on?"))
+    assert out == f"{answers[0]}\n{answers[1]}\n"
+    assert chats.err.count("error: there is not enough memory for this answer") == 2
+    assert chats.err.count("--offload disk") == 2
+    with pytest.raises(RuntimeError, match="a slip"):
+        chats("and you")

@@ -1,0 +1,506 @@
+"""The command line, run as a user runs it: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlingo_mlx import fitting
+from kvlingo_mlx.cli import VERBS, run
+from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.errors import KVLingoError
+from tests.support import tiny
+from tests.support.command_line import RECORD, fails
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text(RECORD * 3)
+    return path
+
+
+@pytest.fixture
+def fitted(folders: dict[str, Path], data: Path, tmp_path: Path) -> Path:
+    """A translator from "dense" to "moe", made by the command itself."""
+    out = tmp_path / "fitted"
+    assert run(fit_arguments(folders, data, out)) == 0
+    return out
+
+
+def fit_arguments(folders: dict[str, Path], data: Path, out: Path) -> list[str]:
+    pair = ["--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    return ["fit", *pair, "--data", str(data), "--out", str(out)]
+
+
+def generate_arguments(folders: dict[str, Path], *more: str) -> list[str]:
+    pair = ["--prefill-model", str(folders["dense"]), "--decode-model", str(folders["moe"])]
+    return ["generate", *pair, "--max-tokens", "5", *more]
+
+
+def test_fit_show_import_generate(
+    folders: dict[str, Path],
+    fitted: Path,
+    store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert sorted(p.name for p in fitted.iterdir()) == [
+        "README.md",
+        "selftest.safetensors",
+        "translator.safetensors",
+        "translator_config.json",
+    ]
+    assert run(["show", str(fitted)]) == 0
+    assert "qwen3_moe, 4 layers, 2 KV heads of 32" in capsys.readouterr().out
+    assert run(["import", str(fitted)]) == 0
+    assert "bfloat16" in capsys.readouterr().out
+    (imported,) = store.iterdir()
+    assert run(["import", str(fitted)]) == 0  # twice is harmless
+    assert list(store.iterdir()) == [imported]
+    record = tmp_path / "out.jsonl"
+    assert run(generate_arguments(folders, "--prompt", "Hello there", "--json", str(record))) == 0
+    out = capsys.readouterr().out
+    assert "first token after" in out and "Generation: " in out
+    entry = json.loads(record.read_text())
+    assert entry["kind"] == "generate" and entry["results"]["ttft_s"] > 0
+
+
+def test_prompt_from_standard_input(
+    folders: dict[str, Path],
+    fitted: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = generate_arguments(folders, "--translator", str(fitted), "--no-verbose")
+    capsys.readouterr()
+    assert run([*given, "--prompt", "Hello"]) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.StringIO(" "))
+    fails([*given, "--prompt", "-"], "the prompt is empty", capsys)
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+    assert run([*given, "--prompt", "-"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_show_model(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["show", str(folders["moe"])]) == 0
+    out = capsys.readouterr().out
+    assert "qwen3_moe" in out and "cache bytes per token  2048" in out
+
+
+def test_bench(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = tmp_path / "bench.jsonl"
+    arguments = ["bench", "--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    arguments += ["--translator", str(fitted), "-p", "8,16", "-n", "2", "--json", str(record)]
+    assert run(arguments) == 0
+    out = capsys.readouterr().out
+    assert "switch, times sooner" in out and "prompt tokens" in out
+    timings = json.loads(record.read_text())["results"]["moe-switch"]["timings"]
+    assert [len(timing["samples"]["switch"]) for timing in timings] == [2, 2]
+    assert timings[0]["peak"]["native"] > 0
+    fails([*arguments[:-4], "-p", "x"], "--prompt-tokens is 'x'", capsys)
+    fails([*arguments, "-p", "9999"], "the context of", capsys)
+
+
+# ---- bad input -------------------------------------------------------------------------
+
+
+def test_bad_prompts(
+    folders: dict[str, Path], fitted: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = generate_arguments(folders, "--translator", str(fitted))
+    fails([*given, "--prompt", ""], "the prompt is empty", capsys)
+    fails([*given, "--prompt", "x" * 600], "the context of", capsys)
+    fails([*given, "--prompt", "a", "--temp", "nan"], "--temp is nan", capsys)
+    fails([*given, "--prompt", "a", "--max-tokens", "0"], "--max-tokens is 0", capsys)
+    fails([*given, "--prompt", "a", "--max-tokens", "many"], "--max-tokens", capsys)
+    drawn = [*given, "--prompt", "a", "--temp", "1"]
+    fails([*drawn, "--seed", "-1"], "--seed is -1", capsys)
+    fails([*drawn, "--seed", "9" * 20], "--seed is 999", capsys)
+    fails([*drawn, "--top-p", "5"], "--top-p is 5.0", capsys)
+    fails([*drawn, "--top-k", "-3"], "--top-k is -3", capsys)
+    fails([*given, "--prompt", "a\udcff"], "not valid Unicode", capsys)
+    fails(["generate", "--prompt", "a"], "--prefill-model", capsys)
+    fails(["translate"], "translate", capsys)
+
+
+def test_bad_models(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_model(folder: Path) -> list[str]:
+        return ["generate", "--prefill-model", str(folder), "--decode-model",
+                str(folders["moe"]), "--prompt", "a"]  # fmt: skip
+
+    fails(with_model(tmp_path / "absent"), "does not exist", capsys)
+    (tmp_path / "empty").mkdir()
+    fails(with_model(tmp_path / "empty"), "config.json", capsys)
+    half = tmp_path / "half"
+    shutil.copytree(folders["dense"], half)
+    weights = (half / "model.safetensors").read_bytes()
+    (half / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    fails(with_model(half), "incomplete", capsys)
+    (half / "model.safetensors").unlink()
+    fails(with_model(half), "model*.safetensors", capsys)
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors"}}
+    (half / "model.safetensors.index.json").write_text(json.dumps(index))
+    fails(with_model(half), "model-00001-of-00002.safetensors is missing", capsys)
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
+    (half / "model.safetensors.index.json").unlink()
+    (half / "model.safetensors").write_bytes(weights)
+    fails(with_model(half), "supported families: ", capsys)
+    (half / "config.json").write_text("{")
+    fails(with_model(half), "not valid JSON", capsys)
+    no_epsilon = {name: value for name, value in config.items() if name != "rms_norm_eps"}
+    (half / "config.json").write_text(json.dumps(no_epsilon))
+    fails(with_model(half), "cannot be loaded", capsys)
+    (half / "config.json").write_text(json.dumps(config))
+    (half / "tokenizer_config.json").write_text('{"a')
+    fails(with_model(half), f"the model {half} cannot be loaded", capsys)
+    (half / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    fails(with_model(half), "no readable weight_map", capsys)
+    fails(with_model(Path("~nobody-of-this-name/x")), "is no folder's name", capsys)
+
+
+def test_bad_translators(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_translator(path: Path) -> list[str]:
+        return generate_arguments(folders, "--translator", str(path), "--prompt", "abc")
+
+    fails(with_translator(tmp_path / "absent"), "does not exist", capsys)
+    fails(with_translator(folders["dense"]), "translator_config.json: is missing", capsys)
+    swapped = ["generate", "--prefill-model", str(folders["moe"]), "--decode-model",
+               str(folders["dense"]), "--prompt", "abc", "--translator", str(fitted)]  # fmt: skip
+    fails(swapped, "the other way round", capsys)
+    other = tmp_path / "other"
+    tiny.write_tiny_model(other, "qwen3", seed=9, layers=3, kv_heads=2, head_dim=32)
+    pair = ["--prefill-model", str(other), "--decode-model", str(folders["moe"])]
+    mismatch = ["generate", *pair, "--prompt", "abc", "--translator", str(fitted), "-m", "3"]
+    fails(mismatch, "norms fingerprint", capsys)
+    assert run([*mismatch, "--allow-mismatch"]) == 0
+    deeper = tmp_path / "deeper"
+    tiny.write_tiny_model(deeper, "qwen3", seed=9, layers=5, kv_heads=2, head_dim=32)
+    pair = ["--prefill-model", str(deeper), "--decode-model", str(folders["moe"])]
+    deep = ["generate", *pair, "--prompt", "abc", "--translator", str(fitted)]
+    fails([*deep, "--allow-mismatch"], "cache layers: 5, expected 3", capsys)
+    pickle = tmp_path / "translator.pt"
+    pickle.write_bytes(b"\x80\x04.")
+    fails(with_translator(pickle), "pickle", capsys)
+    config = json.loads((fitted / "translator_config.json").read_text())
+    (fitted / "translator_config.json").write_text(json.dumps({**config, "format_version": 2}))
+    fails(with_translator(fitted), "format version 2, this kvlingo-mlx reads 1; upgrade", capsys)
+
+
+def test_tokenizers_that_differ(
+    folders: dict[str, Path], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = tmp_path / "foreign"
+    shutil.copytree(folders["moe"], foreign)
+    text = (foreign / "tokenizer.json").read_text()
+    (foreign / "tokenizer.json").write_text(
+        text.replace('"the"', '"xhe"').replace('"h e"', '"x e"')
+    )
+    tokenizer = json.loads((foreign / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    first, second = list(vocabulary)[10:12]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    tokenizer["model"]["merges"] = []
+    (foreign / "tokenizer.json").write_text(json.dumps(tokenizer))
+    out = tmp_path / "out"
+    arguments = ["fit", "--source", str(folders["dense"]), "--target", str(foreign)]
+    arguments += ["--data", str(data), "--out", str(out)]
+    assert run(arguments) == 0
+    path = out / "translator_config.json"
+    facts = json.loads(path.read_text())
+    assert facts["alignment"] == "minimal_groups"
+    path.write_text(json.dumps(facts | {"alignment": None}))
+    capsys.readouterr()
+    pair = ["--prefill-model", str(folders["dense"]), "--decode-model", str(foreign)]
+    asked = ["generate", *pair, "--translator", str(out), "--prompt", "abc"]
+    fails(asked, "cross-tokenizer translator", capsys)
+
+
+def test_bad_data_and_destinations(
+    folders: dict[str, Path],
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out = tmp_path / "out"
+    fails(fit_arguments(folders, tmp_path / "absent.jsonl", out), "cannot be read", capsys)
+    (tmp_path / "bad.jsonl").write_text(RECORD + "not json\n")
+    fails(fit_arguments(folders, tmp_path / "bad.jsonl", out), "bad.jsonl, line 2", capsys)
+    (tmp_path / "void.jsonl").write_text("")
+    fails(fit_arguments(folders, tmp_path / "void.jsonl", out), "holds no records", capsys)
+    assert not out.exists()
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    fails(fit_arguments(folders, data, out), "not a translator folder", capsys)
+    assert [p.name for p in out.iterdir()] == ["thesis.txt"]
+    fails(fit_arguments(folders, data, Path(".")), "the folder you are in", capsys)
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    fails(fit_arguments(folders, data, tmp_path / "x" / "y"), "is read-only", capsys)
+    monkeypatch.undo()
+    fails([*fit_arguments(folders, data, tmp_path / "x"), "--norm", "l7"], "norm is 'l7'", capsys)
+    fails([*fit_arguments(folders, data, tmp_path / "x"), "--assignment", "z"], "'z'", capsys)
+
+
+def test_import_checks_before_it_writes(
+    folders: dict[str, Path],
+    fitted: Path,
+    store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    wrong = ["--source", str(folders["moe"]), "--target", str(folders["dense"])]
+    fails(["import", str(fitted), *wrong], "the other way round", capsys)
+    fails(["import", str(fitted), "--dtype", "int8"], "--dtype is 'int8'", capsys)
+    fails(
+        ["import", str(fitted), "--source", "x"], "--source has no effect without --target", capsys
+    )
+    fails(["import", str(fitted), "--revision", "v1"], "revision is 'v1', but ", capsys)
+    (fitted / "translator.safetensors").write_bytes(b"\0" * 100)
+    fails(["import", str(fitted)], "translator.safetensors", capsys)
+    assert not store.exists()
+
+
+@pytest.mark.parametrize("words", [["--debug", "show", "absent"], ["show", "absent", "--debug"]])
+def test_debug_lets_the_error_through(words: list[str]) -> None:
+    with pytest.raises(KVLingoError, match="absent"):
+        run(words)
+
+
+def test_debug_shows_the_traceback() -> None:
+    command = [sys.executable, "-m", "kvlingo_mlx.cli", "show", "absent", "--debug"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0 and "Traceback" in done.stderr and "absent" in done.stderr
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 0
+    assert "generate" in capsys.readouterr().out
+
+
+# ---- the store --------------------------------------------------------------------------
+
+
+def test_unfinished_folders_block_nobody(
+    folders: dict[str, Path], fitted: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["import", str(fitted)]) == 0
+    (sound,) = store.iterdir()
+    killed = store / f".{sound.name}.abcd"
+    killed.mkdir()
+    shutil.copy(sound / "translator_config.json", killed)
+    shutil.copytree(sound, store / "half")
+    (store / "half" / "translator.safetensors").unlink()
+    capsys.readouterr()
+    assert run(generate_arguments(folders, "--prompt", "abc")) == 0
+
+
+def test_a_translator_of_two_layers_is_shown_imported_and_used(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    mlp = tiny.write_mlp_translator(tmp_path / "mlp", fitted)
+    capsys.readouterr()
+    assert run(["show", str(mlp)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["kind", "mlp,", "head-mixing"] in rows and ["tokenizers", "one"] in rows
+    # Four layers and two sides, 64 numbers to 8 hidden ones to 64; biases and gates aside.
+    assert ["MFLOP", "per", "token", f"{2 * 8 * 2 * 64 * 8 / 1e6:.3g}"] in rows
+    assert run(["import", str(mlp)]) == 0
+    captured = capsys.readouterr()
+    assert "try: kvlingo-mlx generate" in captured.out
+    assert "(mlp, head-mixing, pre_norm, nu = 1, bfloat16)" in captured.out
+    generate = generate_arguments(folders, "--prompt", "abc")
+    assert run(generate) == 0
+    stored = capsys.readouterr().out
+    (imported,) = store.iterdir()
+    assert run([*generate, "--translator", str(imported)]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == stored.splitlines()[0]
+
+
+def test_imports_of_other_models_or_forms_stand_side_by_side(
+    folders: dict[str, Path], data: Path, tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    for number, options in enumerate(([], ["--nu", "2"], ["--capture", "post_rope"])):
+        out = tmp_path / str(number)
+        assert run([*fit_arguments(folders, data, out), *options]) == 0
+        assert run(["import", str(out)]) == 0
+        assert "replaced" not in capsys.readouterr().out
+    assert len(list(store.iterdir())) == 3
+    assert run(["import", str(tmp_path / "1")]) == 0
+    assert capsys.readouterr().out.startswith("nothing to do: found")
+    assert len(list(store.iterdir())) == 3
+
+
+def test_another_translator_is_not_replaced_unasked(
+    folders: dict[str, Path], data: Path, tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Equal models and form, other numbers."""
+    for name, options in (("one", []), ("two", ["--norm", "sink_8"])):
+        assert run([*fit_arguments(folders, data, tmp_path / name), *options]) == 0
+    assert run(["import", str(tmp_path / "one")]) == 0
+    (folder,) = store.iterdir()
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    capsys.readouterr()
+    assert run(["import", str(tmp_path / "two")]) == 2
+    error = capsys.readouterr().err
+    assert f"error: {folder} holds another translator" in error and "--force" in error
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert run(["import", str(tmp_path / "two"), "--force"]) == 0
+    assert "was replaced" in capsys.readouterr().out
+    assert [path.name for path in store.iterdir()] == [folder.name]
+    after = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert after["translator.safetensors"] != before["translator.safetensors"]
+
+
+def test_mismatch_is_allowed_for_the_stores_own_too(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["import", str(fitted)]) == 0
+    other = tiny.write_tiny_model(
+        tmp_path / "other", "qwen3", seed=9, layers=3, kv_heads=2, head_dim=32
+    )
+    pair = ["--prefill-model", str(other), "--decode-model", str(folders["moe"])]
+    fails(["generate", *pair, "--prompt", "abc"], "no translator from", capsys)
+    assert run(["generate", *pair, "--prompt", "abc", "--allow-mismatch", "-m", "3"]) == 0
+
+
+def test_json_alone_on_standard_output(
+    folders: dict[str, Path], data: Path, fitted: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    translator = ["--translator", str(fitted)]
+    pair = ["--source", str(folders["dense"]), "--target", str(folders["moe"])]
+    verbs = {
+        "generate": generate_arguments(folders, *translator, "--prompt", "abc"),
+        "bench": ["bench", *pair, *translator, "-p", "8", "-n", "1"],
+        "fit": fit_arguments(folders, data, tmp_path / "out"),
+        "show_model": ["show", str(folders["moe"])],
+        "show_translator": ["show", str(fitted)],
+        "import": ["import", str(fitted)],
+        "verify": ["verify", str(fitted)],
+    }
+    for kind, arguments in verbs.items():
+        capsys.readouterr()
+        assert run([*arguments, "--json", "-"]) == 0
+        captured = capsys.readouterr()
+        assert json.loads(captured.out)["kind"] == kind
+        assert captured.err != ""
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_a_record(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([verb, "--help"]) == 0
+    assert "--json" in capsys.readouterr().out
+
+
+def test_numbers_are_numbers_in_records(
+    folders: dict[str, Path], fitted: Path, tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    record = tmp_path / "record.jsonl"
+    told = ["--json", str(record)]
+    embedded = str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")
+    pair = ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
+    assert run(["show", str(fitted), "--quantize", "8", *told]) == 0
+    assert run(["show", str(folders["moe"]), *told]) == 0
+    assert run(["verify", embedded, *pair, *told]) == 0
+    assert run(["import", str(fitted), *told]) == 0
+    shown, model, verified, imported = (
+        json.loads(line)["results"] for line in record.read_text().splitlines()
+    )
+    # Four layers and two sides, each of 64 by 64 numbers, in float32; 8 bits, 64 with one scale
+    # and one bias of 4 bytes.
+    numbers = 4 * 2 * 64 * 64
+    assert shown["parameters"] == numbers and shown["MFLOP per token"] == 2 * numbers / 1e6
+    assert shown["source layers per target layer"] == 1 and shown["can be folded"] is False
+    assert shown["in memory, as it is"] == 4 * numbers
+    assert shown["in memory, 8 bits"] == numbers + numbers // 64 * 8
+    assert shown["samples"] == 3 and shown["keys read"] == shown["values read"]
+    assert all(type(s) is int for reads in shown["keys read"] for s in reads)
+    assert model["cache layers"] == 4 and model["cache bytes per token"] == 2048
+    (maps,) = (value for name, value in verified.items() if name.startswith("maps on"))
+    assert 0 <= maps < 1e-2 and verified["sound"] is True
+    assert imported["nu"] == 1 and imported["replaced"] is False
+    assert [imported["folder"]] == [str(folder) for folder in store.iterdir()]
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("", "none"),
+        ("a", "a"),
+        ("a b c", "a, b, c"),
+        ("--source a", "--source a"),
+        ("a --target b", "a, --target b"),
+        ("a b --source a", "a, b, --source a"),
+    ],
+)
+def test_tuning_is_of_two_models(
+    words: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = f"found {found}; give --source A --target B, or A B alone"
+    fails(["tune", *words.split()], message, capsys)
+
+
+def test_a_killed_import_leaves_nothing(fitted: Path, store: Path, tmp_path: Path) -> None:
+    """SIGTERM in the middle of writing: no folder, no temporary folder."""
+    script = (
+        "import os, signal, sys\n"
+        "from kvlingo_mlx import cli\n"
+        "from kvlingo_mlx.format import translator_folder\n"
+        "write = translator_folder.write_tensors\n"
+        "translator_folder.write_tensors = lambda *a: (\n"
+        "    write(*a), os.kill(os.getpid(), signal.SIGTERM))\n"
+        f"sys.argv = ['kvlingo-mlx', 'import', {str(fitted)!r}]\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGTERM and "Traceback" not in done.stderr
+    assert list(store.iterdir()) == []
+
+
+def test_interrupt_leaves_nothing(
+    folders: dict[str, Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Ctrl-C in the middle of a fit: status 130, no folder, no temporary folder."""
+    out, seen = tmp_path / "deep" / "out", []
+    out.parent.mkdir()
+    weigh = fitting.token_weights
+
+    def interrupted(*arguments: Any) -> Any:
+        seen.append(arguments)
+        if len(seen) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return weigh(*arguments)
+
+    monkeypatch.setattr(fitting, "token_weights", interrupted)
+    # A process started in the background ignores Ctrl-C; this one must not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    assert run(fit_arguments(folders, data, out)) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    assert list(out.parent.iterdir()) == []
+    assert len(seen) == 2

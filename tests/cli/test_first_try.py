@@ -1,0 +1,158 @@
+"""The first things that a user types: an answer, or a line that says what to type."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import TRANSLATORS, zoo_pairs
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.command_line import fails
+from tests.support.identity import identity_of
+
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "The home of Ben is Oslo.\u2028The hotel of Emma is Lima."},
+    {"role": "assistant", "content": "Noted."},
+    {"role": "user", "content": "What is the home of Ben?"},
+]
+
+
+@pytest.mark.parametrize("pair", zoo_pairs(), ids="--".join)
+def test_the_question_that_is_suggested_for_the_embedded_models_is_answered(
+    pair: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["generate", "--prefill-model", pair[0], "--decode-model", pair[1], "--no-verbose"]
+    assert run([*given, "--prompt", "hi"]) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"warning: {pair[1]} can only repeat facts") and "--thinking" in line
+    asked = line.split(" Try ")[1].strip("'")
+    assert run([*given, "--prompt", asked]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == "The hotel of Emma is Lima.\n" and captured.err == f"{line}\n"
+    # What was chosen for them is what --no-thinking chooses, and not what --thinking does.
+    assert run([*given, "--prompt", asked, "--no-thinking"]) == 0
+    assert capsys.readouterr() == (captured.out, "")
+    assert run([*given, "--prompt", asked, "--thinking", "--json", "-"]) == 0
+    entry = json.loads(capsys.readouterr().out)
+    header = 4  # <think>, a newline of two, </think>, a newline of two: what thinking leaves out
+    assert run([*given, "--prompt", asked, "--json", "-"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert other["results"]["prompt_tokens"] == entry["results"]["prompt_tokens"] + header
+
+
+def test_what_import_suggests_works(
+    tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["import", str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")]) == 0
+    command = capsys.readouterr().out.split("try: kvlingo-mlx ")[1]
+    assert run([*shlex.split(command), "--no-verbose"]) == 0
+    assert capsys.readouterr() == ("The hotel of Emma is Lima.\n", "")
+
+
+def test_an_answer_that_is_cut_within_its_reasoning(
+    folders: dict[str, Path], models: dict[str, LanguageModel], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A template that opens the trace itself, as those of reasoning models do."""
+    identity_of(models["dense"]).save(tmp_path / "same")
+    opens = shutil.copytree(folders["dense"], tmp_path / "opens")
+    config = json.loads((opens / "tokenizer_config.json").read_text())
+    config["chat_template"] += (
+        "{%- if enable_thinking is not defined or enable_thinking -%}"
+        "{{- '<think>\\n' -}}{%- endif -%}"
+    )
+    (opens / "tokenizer_config.json").write_text(json.dumps(config))
+    pair = ["--prefill-model", str(folders["dense"]), "--decode-model", str(opens)]
+    translator = ["--translator", str(tmp_path / "same")]
+    given = ["generate", *pair, *translator, "--prompt", "hi", "--max-tokens", "3"]
+    capsys.readouterr()
+    assert run(given) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"warning: {opens} was cut while it was reasoning and has not answered yet; give more "
+        "--max-tokens, or --no-thinking"
+    )
+    assert run([*given, "--no-thinking"]) == 0
+    assert capsys.readouterr().err == ""
+    assert run([*given, "--ignore-chat-template"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(CHAT),
+        json.dumps({"messages": CHAT}, indent=1),
+        "\n".join(json.dumps(message, ensure_ascii=False) for message in CHAT) + "\n\n",
+    ],
+    ids=["JSON", "a record", "JSONL"],
+)
+def test_messages_from_a_file(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "messages"
+    file.write_text(text, encoding="utf-8")
+    given = ["generate", "--prefill-model", "tiny-qwen3-s", "--decode-model", "tiny-qwen3-l",
+             "--no-thinking", "--json", "-", "--no-verbose"]  # fmt: skip
+    # By hand, as the template writes it.
+    whole = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT)
+    model = kv.load("tiny-qwen3-l")
+    ids = model.tokenizer.encode(
+        f"{whole}<|im_start|>assistant\n<think>\n\n</think>\n\n", add_special_tokens=False
+    )
+    expected = kv.generate("tiny-qwen3-s", model, ids, max_tokens=100)
+    assert run([*given, "--messages", str(file)]) == 0
+    entry = json.loads(capsys.readouterr().out)
+    assert entry["config"]["prompt"] == CHAT
+    assert entry["results"]["text"] == expected == "The home of Ben is Oslo."
+    assert entry["results"]["prompt_tokens"] == len(ids)
+    monkeypatch.setattr("sys.stdin", io.StringIO(text))
+    assert run([*given, "--messages", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["results"]["text"] == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "holds no messages"),
+        ("[]", "holds no messages"),
+        ('{"messages": []}', "holds no messages"),
+        ('{"messages": "hi"}', "holds 'h'; give messages"),
+        ('{"role": "user", "content": "a"}\n{"role"', "line 2: not JSON"),
+        ('["hi"]', "holds 'hi'; give messages"),
+        ('[{"content": "hi"}]', "give messages"),
+        (json.dumps([{"messages": CHAT}, {"messages": CHAT}]), "2 conversations"),
+        ('[{"role": "bot", "content": "hi"}]', "does not take these messages"),
+    ],
+)
+def test_bad_messages(
+    text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "messages"
+    file.write_text(text)
+    pair = ["--prefill-model", "tiny-qwen3-s", "--decode-model", "tiny-qwen3-l"]
+    fails(["generate", *pair, "--messages", str(file)], message, capsys)
+
+
+def test_one_of_prompt_and_messages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["generate", "--prefill-model", "tiny-qwen3-s", "--decode-model", "tiny-qwen3-l"]
+    file = tmp_path / "messages"
+    file.write_text(json.dumps(CHAT))
+    fails(given, "give --prompt TEXT, or --messages FILE", capsys)
+    fails([*given, "-p", "hi", "--messages", str(file)], "leave out one of them", capsys)
+    fails([*given, "--messages", str(tmp_path / "none")], "No such file", capsys)
+    fails([*given, "--messages", str(file), "--system-prompt", "x"], "--system-prompt", capsys)
+    fails(
+        [*given, "--messages", str(file), "--ignore-chat-template"],
+        "--ignore-chat-template", capsys,
+    )  # fmt: skip
+    file.write_bytes(b"\xff\xfe")
+    fails([*given, "--messages", str(file)], "is not UTF-8 text", capsys)

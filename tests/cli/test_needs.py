@@ -1,0 +1,612 @@
+"""Options and arguments that would do nothing are refused: by one table, over all pairs in it.
+
+Every option of every verb, and every argument of every public function, is in the table or in the
+lists of this file. So whoever adds one decides what it needs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+import typer
+from typer.core import TyperCommand
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import arguments
+from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE, Need
+from kvlingo_mlx.cli import VERBS, app, run
+from kvlingo_mlx.cli import needs as verbs
+from kvlingo_mlx.handover.sampling import DecodingOptions
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode, rendering
+from kvlingo_mlx.tokenization.samples import read_jsonl, to_samples
+from kvlingo_mlx.training.conversations import normalise
+from tests.support import tiny
+from tests.support.command_line import fails
+
+# Options that have an effect whatever the others say.
+ALWAYS = {
+    "generate": "source target prompt messages_file max_tokens temp "
+                "prefill_step_size kv_bits memory_budget verbose json_file",
+    "chat": "model resume save max_tokens temp prefill_step_size keep_history json_file",
+    "demo": "every_pair json_file",
+    "fit": "source target data out norm capture assignment head_mixing memory_gb force json_file",
+    "train": "source target data plain_text seed histogram steps json_file",
+    "import": "path_or_hub_id revision out dtype allow_mismatch force json_file",
+    "list": "json_file",
+    "remove": "translator yes json_file",
+    "publish": "folder repo private revision dry_run json_file",
+    "show": "path_or_hub_id quantize json_file",
+    "verify": "translator json_file",
+    "doctor": "json_file",
+    "eval": "translators source target quantize native_layers compare tasks baselines limit out "
+            "allow_mismatch json_file",
+    "tune": "pair source target translator data max_kl min_recall limit native_layers "
+               "droidspeak trials out plot allow_mismatch json_file",
+    "analyze": "source target data translator capture documents tokens random_init cka mlp heads "
+               "seed plot json_file",
+    "bench": "table_name prompt_tokens num_trials time_limit json_file",
+}  # fmt: skip
+# Texts that stand for the states of an option; others are tried with TEXTS.
+TEXTS = ("x", "x.json")
+STATES = {
+    "kind": ("linear", "mlp"),
+    "objective": ("kl", "ce", "mixed"),
+    "tasks": ("continuation", "needles", "gsm8k", "repliqa", "recall"),
+    "table_name": ("quant", "switch", "moe-switch", "all", "memory-budget"),
+    "strategy": ("native", "accelerator"),
+    "assignment": ("x.json", "relative_depth", "r2"),
+    "task_data": ("quac=x", "gsm8k=x"),
+}
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+ROWS = sorted({(verb, option) for verb, needs in verbs.VERBS.items() for need in needs
+               for option in need.options.split()})  # fmt: skip
+
+
+def annotation(verb: str, name: str) -> str:
+    """What a verb's options say of one of them: int, say."""
+    module = importlib.import_module(f"kvlingo_mlx.cli.{'import_' if verb == 'import' else verb}")
+    hint = get_args(inspect.signature(module.command).parameters[name].annotation)[0]
+    return next((kind.__name__ for kind in (int, float) if kind in (hint, *get_args(hint))), "str")
+
+
+def words(verb: str, parameter: Any) -> list[list[str]]:
+    """The ways to type a parameter of a verb: not at all, and with several values."""
+    if parameter.param_type_name == "argument":
+        return [["x"]]
+    name = parameter.opts[0]
+    if parameter.is_flag:
+        return [[], [name], *([parameter.secondary_opts[0]] for _ in parameter.secondary_opts)]
+    texts = {"int": ("0", "1", "3"), "float": ("0", "0.5")}.get(
+        annotation(verb, parameter.name), STATES.get(parameter.name, TEXTS)
+    )
+    ways = [[name, text] for text in texts]
+    twice = [[name, "a=x", name, "b=y"]] if parameter.multiple else []
+    return ([] if parameter.required else [[]]) + ways + twice
+
+
+def partners(verb: str, option: str) -> set[str]:
+    """What an option needs, and what that needs."""
+    found: set[str] = set()
+    new = {option}
+    while new:
+        needs = [n for n in verbs.VERBS[verb] if new & set(n.options.split())]
+        new = {name for need in needs for name in need.partner.split()} - found
+        found |= new
+    return found
+
+
+def starts(verb: str, option: str) -> Iterator[list[str]]:
+    """Command lines with an option typed, in every state of its partners."""
+    known = {p.name: p for p in COMMANDS[verb].params}
+    others = partners(verb, option) - {option}
+    needed = [words(verb, p)[0] for n, p in known.items()
+              if p.required and n not in {option, *others}]  # fmt: skip
+    typed = [way for way in words(verb, known[option]) if way]
+    mine = typed if option in partners(verb, option) else typed[-1:]
+    for way, *ways in itertools.product(mine, *(words(verb, known[p]) for p in sorted(others))):
+        yield [verb, *itertools.chain(*needed, *ways), *way]
+
+
+@pytest.fixture
+def begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verbs end where they would begin."""
+    monkeypatch.setattr(TyperCommand, "invoke", lambda self, ctx: 0)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_is_decided(verb: str) -> None:
+    """In the table or in the list, not in both; neither names what is not there."""
+    options = {p.name for p in COMMANDS[verb].params} - {"help"}
+    needing = {name for need in verbs.VERBS.get(verb, ()) for name in need.options.split()}
+    always = set(ALWAYS[verb].split())
+    assert needing | always == options and not needing & always
+    for need in verbs.VERBS.get(verb, ()):
+        assert set(need.partner.split()) <= options
+
+
+@pytest.mark.parametrize(("verb", "option"), ROWS, ids=[" ".join(row) for row in ROWS])
+def test_every_pair(
+    verb: str, option: str, begun: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For each of its rows an option is refused in some state of the partners, in a line that names
+    both; in another state it is taken."""
+    errors, taken = [], False
+    for line in starts(verb, option):
+        capsys.readouterr()
+        if run(line) == 0:
+            taken = True
+            continue
+        errors.append(capsys.readouterr().err)
+        assert errors[-1].startswith("error: ") and errors[-1].count("\n") == 1
+        assert " no effect " in errors[-1], errors[-1]
+    assert taken
+    known = {p.name: p for p in COMMANDS[verb].params}
+    for need in (need for need in verbs.VERBS[verb] if option in need.options.split()):
+        both = [(*known[n].opts, *known[n].secondary_opts)
+                for n in (option, need.partner.split()[0])]  # fmt: skip
+        assert any(all(any(n in e for n in names) for names in both) for e in errors), need
+
+
+# ---- as users typed them ---------------------------------------------------------------------
+
+PAIR = ["--source", "/none", "--target", "/none"]
+GENERATE = ["generate", "--prefill-model", "/none", "--decode-model", "/none", "--prompt", "hi"]
+TRAIN = ["train", *PAIR, "--data", "/none", "--out", "/none"]
+EVAL = ["eval", *PAIR, "--tasks", "continuation"]
+FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ([*TRAIN, "--hidden", "64"], "--hidden has no effect with --kind linear"),
+        ([*TRAIN, "--ce-weight", "0.5"], "--ce-weight has no effect with --objective kl"),
+        ([*TRAIN, "--objective", "ce", "--ce-weight", "1"], "no effect with --objective ce"),
+        ([*TRAIN, "--steps", "0", "--lr", "1e-3"], "--lr has no effect with --steps 0"),
+        ([*TRAIN, "--steps", "0", "--objective", "ce"], "--objective has no effect with --steps"),
+        ([*TRAIN, "--steps", "0", "--batch-size", "8"], "--batch-size has no effect with --steps"),
+        ([*TRAIN, "--steps", "0", "--plot", "x.png"], "--plot has no effect with --steps 0"),
+        ([*TRAIN, "--plain-text", "--packed-share", "0.2"], "--packed-share has no effect with --"),
+        ([*TRAIN, "--histogram", "--plot", "x"], "--out, --plot have no effect with --histogram"),
+        ([*TRAIN, "--kind", "mlp", "--norm", "sink_8"], "--norm has no effect with --kind mlp"),
+        ([*EVAL, "--needles", "nonsense"], "--needles has no effect with --tasks continuation"),
+        ([*EVAL, "--lengths", "none"], "--lengths has no effect with --tasks continuation"),
+        ([*EVAL, "--style", "no"], "--style has no effect with --tasks continuation"),
+        ([*EVAL, "--judge", "nobody"], "--judge has no effect with --tasks continuation"),
+        ([*EVAL, "--include-path", "/nowhere"], "--include-path has no effect with --tasks"),
+        ([*EVAL, "--num-shots", "3"], "--num-shots has no effect with --tasks continuation"),
+        ([*EVAL, "--no-thinking"], "--no-thinking has no effect with --tasks continuation"),
+        ([*EVAL, "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),
+        ([*EVAL, "--plot", "x.png"], "--plot has no effect without --compare"),
+        (["eval", *PAIR, "--tasks", "recall", "--data", "x"], "--data has no effect with --tasks"),
+        (["eval", *PAIR, "--tasks", "gsm8k", "--task-data", "quac=x"], "it names no task of --t"),
+        ([*FIT, "--assignment", "a.json", "--nu", "3"], "--nu has no effect with --assignment a.j"),
+        (
+            [*GENERATE, "--strategy", "native", "--translator", "/none", "--quantize", "8"],
+            "--translator, --quantize have no effect with --strategy native",
+        ),
+        ([*GENERATE, "--thinking", "--ignore-chat-template"], "--thinking has no effect with --ig"),
+        ([*GENERATE, "--top-p", "0.1"], "--top-p has no effect with --temp 0.0"),
+        ([*GENERATE, "--kv-group-size", "32"], "no effect without --kv-bits; add --kv-bits 8"),
+        ([*GENERATE, "--num-draft-tokens", "3"], "without --draft-model; add --draft-model MODEL"),
+        ([*GENERATE, "--memory-budget", "--native-head", "3"], "no effect with --memory-budget"),
+        (["analyze", *PAIR, "--no-mlp", "--hidden", "8"], "--hidden has no effect with --no-mlp"),
+        (["import", "/none", "--allow-mismatch"], "no effect where neither"),
+        (["verify", "/none", "--allow-mismatch"], "no effect without --source"),
+        (["verify", "/none", "--target", "x"], "--target has no effect without --source"),
+        (["tune", "a", "b", "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),
+        (["bench", "--table", "quant", "--native-layers", "1"], "no effect with --table quant"),
+        (["bench", "--layers", "2"], "--layers has no effect without --geometry"),
+        (["bench", "--geometry", "a:b", "--source", "x"], "--source has no effect with --geometry"),
+        (["bench", "--batch-sizes", "1,2"], "but with --table memory-budget; give --batch"),
+        (["chat", "--model", "a=x", "--no-eager"], "--no-eager has no effect with one model"),
+    ],
+)  # fmt: skip
+def test_what_did_nothing_is_refused(
+    line: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any model is looked for: there is none of these names."""
+    fails(line, told, capsys)
+
+
+def test_a_value_equal_to_the_default_counts_where_it_is_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fails([*TRAIN, "--hidden", "2048"], "--hidden has no effect with --kind linear", capsys)
+    fails(TRAIN, "/none", capsys)  # and the defaults themselves are no fault
+
+
+# ---- public functions ------------------------------------------------------------------------
+
+
+def public() -> dict[str, Callable[..., Any]]:
+    """What users call by name: functions, and what our classes offer."""
+    found: dict[str, Callable[..., Any]] = {}
+    for name in kv.__all__:
+        value = getattr(kv, name)
+        if inspect.isfunction(value):
+            found[name] = value
+    for cls in (kv.Conversation, kv.Translator):
+        for name, member in vars(cls).items():
+            function = getattr(member, "__func__", member)
+            shown = not name.startswith("_") or (cls is kv.Conversation and name == "__init__")
+            if shown and inspect.isfunction(function):
+                found[f"{cls.__name__}.{name}".removesuffix(".__init__")] = function
+    return found
+
+
+PUBLIC = public()
+# Arguments that have an effect whatever the others say.
+ALWAYS_ARGUMENTS = set(
+    "path_or_hf_repo quantize name prefill_model decode_model prompt tokens translator strategy "
+    "max_tokens sampler logits_processors prefill_step_size native_layers native_head native_tail "
+    "allow_mismatch draft_model kv_bits verbose prompt_cache source target samples capture norm "
+    "assignment head_mixing memory progress models translators system enable_thinking tools "
+    "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
+    "characters overwrite solving".split()
+)
+# They take states, not what users type.
+INNER = ("Translator.build", "Translator.above", "Translator.linear_map")
+FUNCTION_ROWS = [(name, need, option) for name, needs in FUNCTIONS.items() for need in needs
+                 for option in need.options.split()]  # fmt: skip
+
+
+def parameters(name: str) -> list[inspect.Parameter]:
+    every = inspect.signature(PUBLIC[name]).parameters.values()
+    return [p for p in every if p.kind is not p.VAR_KEYWORD and p.name not in ("self", "cls")]
+
+
+@pytest.mark.parametrize("name", sorted(set(PUBLIC) - set(INNER)))
+def test_every_argument_is_decided(name: str) -> None:
+    """What it needs, and what it must be."""
+    needing = {option for need in FUNCTIONS.get(name, ()) for option in need.options.split()}
+    for parameter in parameters(name):
+        assert parameter.name in needing | ALWAYS_ARGUMENTS
+        assert parameter.name in KINDS or parameter.name in READ_ELSEWHERE
+    if parameters(name):
+        assert hasattr(PUBLIC[name], "__wrapped__"), "decorate it with @checked"
+
+
+def test_the_table_names_what_there_is() -> None:
+    for name, needs in FUNCTIONS.items():
+        known = {p.name for p in parameters(name)} | set(get_type_hints(DecodingOptions))
+        for need in needs:
+            assert {*need.options.split(), *need.partner.split()} <= known
+
+
+class LanguageModelDouble:
+    """Known by the name of its class alone."""
+
+
+LanguageModelDouble.__name__ = "LanguageModel"
+AssignmentDouble = type("Assignment", (), {})
+LOADED, LISTED = LanguageModelDouble(), AssignmentDouble()
+SAMPLE: dict[str, Any] = {
+    "translators": ["x"], "switching": "naive", "eager": False, "on_missing": "reprefill",
+    "offload": "disk", "native_layers": 2, "allow_mismatch": True, "lazy": True, "revision": "x",
+    "quantize": 8, "enable_thinking": True, "first_token": "source", "translator": "x",
+    "top_p": 0.5, "min_p": 0.1, "temperature": 0.5,
+}  # fmt: skip
+PARTNERS: dict[str, tuple[Any, ...]] = {
+    "path_or_hf_repo": ("x", LOADED), "kv_bits": (None, 8), "draft_model": (None, "x"),
+    "prompt": ("x", [{"role": "user", "content": "x"}]), "assignment": (None, "r2", LISTED),
+    "models": ({"a": "x"}, {"a": "x", "b": "y"}), "prefill": (None, "a"),
+    "strategy": ("native", "accelerator"),
+    "switching": ("reprefill", "alternated", "naive"),
+    "sampler": (None, len), "temperature": (None, 0, 0.5),
+    "tokens": ([1, 2], [{"role": "user", "content": "x"}]),
+}  # fmt: skip
+NEEDED: dict[str, Any] = {
+    "prefill_model": "x", "decode_model": "x", "source": "x", "target": "x", "samples": [],
+    "prompt": [], "tokens": [], "models": {"a": "x", "b": "y"}, "name": "a", "message": "x",
+    "path_or_hf_repo": "x",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "need", "option"),
+    FUNCTION_ROWS,
+    ids=[f"{f} {o} {n.partner}" for f, n, o in FUNCTION_ROWS],
+)
+def test_every_pair_of_arguments(name: str, need: Need, option: str) -> None:
+    """As for options; the function itself is a stub, since it must not begin."""
+    real = PUBLIC[name].__wrapped__  # type: ignore[attr-defined]
+    stub = arguments.checked(functools.wraps(real)(lambda *args, **options: "begun"))
+    required = {p.name: NEEDED[p.name] for p in parameters(name) if p.default is p.empty}
+    own = () if "." not in name and name != "Conversation" else (None,)
+    told = set()
+    rows = [row for row in FUNCTIONS[name] if option in row.options.split()]
+    assert need in rows
+    partners = sorted({p for row in rows for p in row.partner.split()} - {option})
+    for states in itertools.product(*(PARTNERS[partner] for partner in partners)):
+        states = dict(zip(partners, states, strict=True))
+        given = {**required, **states, option: SAMPLE.get(option, 7)}
+        try:
+            told.add(stub(*own, **given))
+        except ValueError as error:
+            assert " no effect " in str(error)
+            mine = option in str(error).split(" has no effect")[0]
+            told.add("refused" if mine else "a partner refused")
+    assert {"begun", "refused"} <= told
+
+
+def test_arguments_that_did_nothing(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+    """As users wrote them."""
+    pair = models["dense"], models["moe"]
+    made = kv.load_translator(tiny.write_random_translator(tmp_path / "t", *(m.path for m in pair)))
+    records = [{"text": "one two three four five six seven eight nine ten"}]
+    listed = made.config.assignment
+    two = dict(zip("ab", pair, strict=True))
+    for call, told in (
+        (lambda: kv.fit(*pair, records, assignment=listed, nu=99), "nu has no effect beside an A"),
+        (lambda: kv.fit(*pair, records, nu=1.5), "nu is 1.5; give a whole number"),
+        (
+            lambda: kv.generate(*pair, "x", translator=made, kv_group_size=32),
+            "kv_group_size has no effect without kv_bits; add kv_bits=8",
+        ),
+        (
+            lambda: kv.generate(*pair, "x", translator=made, num_draft_tokens=5),
+            "num_draft_tokens has no effect without draft_model",
+        ),
+        (
+            lambda: kv.generate(*pair, "x", strategy="native", translator=made),
+            "translator has no effect with strategy='native'",
+        ),
+        (lambda: kv.load(pair[0], revision="x"), "revision has no effect on a model that is load"),
+        (lambda: kv.Conversation(two, [made], quantize=5), "quantize is 5; give 8 or 4"),
+        (lambda: kv.Conversation(two, [made], quantize=8), "quantize has no effect"),
+        (lambda: kv.Conversation(two, native_layers=-7), "native_layers is -7; give a number from"),
+        (lambda: kv.Conversation([pair[0]]), "give a dict of models by name"),
+        (lambda: kv.Conversation(two, made), "give a list of translators"),
+        (
+            lambda: kv.Conversation(two, native_layers=1, switching="reprefill"),
+            "native_layers has no effect with switching='reprefill'",
+        ),
+        (
+            lambda: kv.Conversation({"a": pair[0]}, eager=False),
+            "eager=False has no effect with one m",
+        ),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert told in str(caught.value)
+
+
+def test_defaults_passed_on_are_no_fault(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+    """A program that hands every option through, as servers do."""
+    pair = models["dense"], models["moe"]
+    made = kv.load_translator(tiny.write_random_translator(tmp_path / "t", *(m.path for m in pair)))
+    passed = {n: p.default for n, p in inspect.signature(kv.stream_generate).parameters.items()
+              if p.default is not p.empty}  # fmt: skip
+    text = kv.generate(*pair, "abc", **{**passed, "translator": made, "max_tokens": 3})
+    assert text == kv.generate(*pair, "abc", translator=made, max_tokens=3)
+
+
+def test_native_layers_of_stored_translators(models: dict[str, LanguageModel], store: Path) -> None:
+    """Told when the conversation is made, not when its second model answers."""
+    pair = {"a": models["dense"], "b": models["moe"]}
+    deep = max(len(m.attentions) for m in pair.values())
+    with pytest.raises(ValueError, match=f"native_layers is 99; give a number from 0 to {deep}"):
+        kv.Conversation(pair, native_layers=99)
+    store.mkdir(parents=True)
+    tiny.write_random_translator(store / "t", models["moe"].path, models["dense"].path)
+    shallow = len(models["dense"].attentions)
+    assert shallow < deep
+    with pytest.raises(ValueError, match=f"give a number from 0 to {shallow}"):
+        kv.Conversation(pair, native_layers=deep)
+    kv.Conversation(pair, native_layers=shallow)
+    with pytest.raises(ValueError, match="has no tuned native layers"):
+        kv.Conversation(pair, native_layers="auto")
+
+
+# ---- what arguments must be ------------------------------------------------------------------
+
+WRONG: tuple[Any, ...] = (
+    "5", "", 5, -1, 5.5, None, True, {}, {"a": 1}, [], [None], b"x", Path("/none"), object(),
+    (1, 2), 1 + 2j, float("nan"), "x\0y",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def calls(models: dict[str, LanguageModel], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """By name: a function, and arguments with which it works."""
+    root = tmp_path_factory.mktemp("calls")
+    pair = {"prefill_model": models["dense"], "decode_model": models["wide"]}
+    ends = models["dense"].path, models["wide"].path
+    made = kv.load_translator(tiny.write_random_translator(root / "t", *ends))
+    asked = {**pair, "prompt": "ab", "translator": made, "max_tokens": 1}
+    records = [{"text": "one two three four five six seven eight nine ten"}]
+    by_name = {"a": models["dense"], "b": models["wide"]}
+
+    def talk(**options: Any) -> Any:
+        return kv.Conversation(**options).reply("a", "hi", max_tokens=1)
+
+    def reply(**options: Any) -> Any:
+        return kv.Conversation(by_name, [made], on_missing="reprefill").reply(**options)
+
+    saved = kv.Conversation(by_name, [made]).save(root / "c")
+    return {
+        "load": (kv.load, {"path_or_hf_repo": str(ends[0])}),
+        "load_translator": (kv.load_translator, {"path_or_hf_repo": str(root / "t")}),
+        "zoo": (kv.zoo, {"name": "tiny-qwen3-s"}),
+        "generate": (kv.generate, asked),
+        "stream_generate": (lambda **options: list(kv.stream_generate(**options)), asked),
+        "hand_over": (kv.hand_over, {**pair, "tokens": [1, 2, 3], "translator": made}),
+        "folded_generate": (kv.folded_generate, {**pair, "prompt": "a", "max_tokens": 1}),
+        "folded_hand_over": (kv.folded_hand_over, {**pair, "tokens": [3]}),
+        "fit": (kv.fit, {"source": models["dense"], "target": models["wide"], "samples": records}),
+        "Conversation": (talk, {"models": by_name}),
+        "Conversation.stream_reply": (reply, {"name": "a", "message": "hi", "max_tokens": 1}),
+        "Conversation.resume": (kv.Conversation.resume, {"folder": saved, "models": by_name}),
+        "Translator.save": (made.save, {"folder": root / "copy"}),
+    }
+
+
+@pytest.mark.parametrize("name", [
+    "load", "load_translator", "zoo", "generate", "hand_over", "folded_generate",
+    "folded_hand_over", "fit", "Conversation", "Conversation.stream_reply", "Conversation.resume",
+    "Translator.save",
+])  # fmt: skip
+def test_wrong_types_are_told(name: str, calls: Any, tmp_path: Path) -> None:
+    """A dozen wrong values for each argument: a result, or our own error in one line."""
+    os.chdir(tmp_path)
+    function, good = calls[name]
+    names = [p.name for p in parameters("stream_generate" if name == "generate" else name)]
+    more = ("kv_bits", "kv_group_size", "quantized_kv_start") if name == "generate" else ()
+    told = 0
+    for argument, value in itertools.product((*names, *more), WRONG):
+        try:
+            function(**{**good, argument: value})
+        except (ValueError, kv.KVLingoError, OSError) as error:
+            told += 1
+            assert "\n" not in str(error) and str(error), (argument, value)
+        except Exception as error:
+            raise AssertionError(f"{name}({argument}={value!r}): {error!r}") from error
+    assert told > 3 * len(names)
+
+
+def test_the_words_of_wrong_types(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+    """Found, expected."""
+    pair = models["dense"], models["moe"]
+    for call, told in (
+        (lambda: kv.generate(*pair, "x", max_tokens="5"), "max_tokens is '5'; give a whole number"),
+        (lambda: kv.generate(*pair, "x", allow_mismatch="no"), "'no'; give True or False"),
+        (lambda: kv.generate(*pair, "x", sampler=0.7), "sampler is 0.7; give a function"),
+        (lambda: kv.generate(pair, pair[1], "x"), "what kvlingo_mlx.load returns"),
+        (lambda: kv.generate(*pair, "x", translator=pair), "what kvlingo_mlx.load_translator ret"),
+        (lambda: kv.fit(*pair, {"text": "x"}), "give a list of records, or a JSONL file's path"),
+        (lambda: kv.load_translator(pair[0]), "give a translator's folder or Hub id"),
+    ):
+        with pytest.raises(ValueError) as caught:
+            call()
+        assert told in str(caught.value)
+
+
+# ---- errors that misled ----------------------------------------------------------------------
+
+
+def test_parts_of_text_are_one_text(models: dict[str, LanguageModel]) -> None:
+    """As OpenAI's API writes them: in a prompt, in a conversation and in records; other parts are
+    refused by name."""
+    model = models["dense"]
+    if not model.tokenizer.has_chat_template:
+        pytest.skip("the tiny model has no template")
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    whole, parted = ([{"role": "user", "content": c}] for c in ("one two", parts))
+    assert encode(model, parted) == encode(model, whole)
+    assert rendering(model, parted).text == rendering(model, whole).text
+    answers = [kv.Conversation({"a": model}).reply("a", m, max_tokens=3) for m in (whole, parted)]
+    assert answers[0] == answers[1]
+    image = [
+        {"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": "x"}}]}
+    ]
+    for refuse in (
+        lambda: kv.generate(model, model, image, strategy="native"),
+        lambda: kv.Conversation({"a": model}).reply("a", image),
+        lambda: list(to_samples([{"messages": image}], model.tokenizer, 99)),
+    ):
+        with pytest.raises(ValueError, match="has a part of type 'image_url'; models read text"):
+            refuse()
+
+
+def test_records_of_parts(tmp_path: Path) -> None:
+    """A JSONL file in that form, for fit and for train."""
+    said = [{"role": "user", "content": [{"type": "text", "text": "one"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "two"}]}]  # fmt: skip
+    plain = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    assert read_jsonl(tmp_path / "x.jsonl") == [{"messages": plain}]
+    assert normalise({"messages": said}, "x") == {"messages": plain}
+    said[0]["content"] = [{"type": "input_audio"}]
+    (tmp_path / "x.jsonl").write_text(json.dumps({"messages": said}) + "\n")
+    with pytest.raises(ValueError, match="x.jsonl, line 1: .* part of type 'input_audio'"):
+        read_jsonl(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        ["hi"],
+        [{"content": "x"}],
+        [{"role": 5, "content": "x"}],
+        [{"role": "user", "content": "x"}, 3],
+    ],
+)
+def test_what_is_no_message(models: dict[str, LanguageModel], messages: list[Any]) -> None:
+    for ask in (
+        lambda: kv.generate(models["dense"], models["dense"], messages, strategy="native"),
+        lambda: kv.Conversation({"a": models["dense"]}).reply("a", messages),
+    ):
+        with pytest.raises(ValueError, match="message"):
+            ask()
+
+
+def test_a_translator_that_is_not_there(
+    models: dict[str, LanguageModel], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example is no model's id where a translator is looked for."""
+    with pytest.raises(kv.MissingTranslatorError) as caught:
+        kv.load_translator("no-such")
+    assert str(caught.value) == "no-such does not exist; give a translator's folder or Hub id"
+    fails(["verify", "no-such"], "give a translator's folder or Hub id", capsys)
+    fails(["show", "no-such"], "give a translator's or a model's folder or Hub id", capsys)
+    with pytest.raises(kv.MissingModelError, match="give a model's folder, or a Hub id such as Q"):
+        kv.load("no-such")
+
+
+def test_fit_takes_a_files_path(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+    """What a user writes first; the same translator as from its records."""
+    pair = models["dense"], models["wide"]
+    records = [{"text": "one two three four five six seven eight nine ten " * 4}]
+    path = tmp_path / "x.jsonl"
+    path.write_text(json.dumps(records[0]) + "\n")
+    made = [kv.fit(*pair, data).to_weights().arrays for data in (records, path, str(path))]
+    for name, array in made[0].items():
+        assert np.array_equal(array, made[1][name]) and np.array_equal(array, made[2][name])
+    with pytest.raises(ValueError, match="absent.jsonl cannot be read"):
+        kv.fit(*pair, "absent.jsonl")
+
+
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+@pytest.mark.parametrize("way", ["generate", "native", "draft", "reply"])
+def test_a_processor_is_blamed_for_its_own(
+    models: dict[str, LanguageModel], tmp_path: Path, way: str, value: float
+) -> None:
+    """NaN, or nothing left to choose; while damaged weights are still told as such."""
+    source, target = models["dense"], models["wide"]
+
+    def spoil(tokens: mx.array, logits: mx.array) -> mx.array:
+        return mx.full(logits.shape, value)
+
+    def ask(target: LanguageModel, **options: Any) -> None:
+        folder = tmp_path / f"t{len(list(tmp_path.iterdir()))}"
+        tiny.write_random_translator(folder, models["dense"].path, models["wide"].path)
+        if way == "reply":
+            talk = kv.Conversation({"a": source, "b": target}, on_missing="reprefill")
+            talk.reply("b", "hello", **options)
+            return
+        more = {"generate": {"translator": folder}, "native": {"strategy": "native"},
+                "draft": {"strategy": "native", "draft_model": source}}[way]  # fmt: skip
+        kv.generate(source, target, "hello", max_tokens=4, **more, **options)
+
+    with pytest.raises(
+        ValueError, match="logits_processors made the first prediction not a number"
+    ):
+        ask(target, logits_processors=[spoil])
+    damaged = kv.load(target.path)
+    damaged.model.model.norm.weight = damaged.model.model.norm.weight * float("nan")
+    with pytest.raises(kv.KVLingoError, match="weights are damaged"):
+        ask(damaged, logits_processors=[lambda tokens, logits: logits])

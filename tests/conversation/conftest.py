@@ -1,0 +1,30 @@
+"""Models that several tests of conversations share."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.two_tokenizers import write_qwen
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory: pytest.TempPathFactory) -> list[LanguageModel]:
+    """One model twice, of tokenizers that differ in a token that no text has."""
+    root, found = tmp_path_factory.mktemp("twins"), []
+    for name in ("one", "other"):
+        folder = write_qwen(root / name)
+        path = folder / "tokenizer.json"
+        facts = json.loads(path.read_text())
+        facts["model"]["merges"] = []  # letters are tokens: whatever is said is cut in one way
+        if name == "other":
+            last = max(t["id"] for t in facts["added_tokens"])
+            facts["added_tokens"].append(
+                facts["added_tokens"][0] | {"id": last + 1, "content": "<|other|>"}
+            )
+        path.write_text(json.dumps(facts))
+        found.append(kv.load(folder))
+    return found

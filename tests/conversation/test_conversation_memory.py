@@ -1,0 +1,774 @@
+"""Lines that are put away and come back, what they weigh, and conversations on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches
+from kvlingo_mlx.conversation import Conversation, storage
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import TESTS, tiny
+from tests.support.identity import identity_of
+from tests.support.processes import WITHOUT_TORCH
+from tests.support.talks import NEW, ask, ask_naive, expected, talk_of
+
+FAMILIES = ("qwen3", "gemma3", "gemma4", "deepseek_v3")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+    root = tmp_path_factory.mktemp("memory")
+    rows = {name: tiny.FAMILIES[name] for name in FAMILIES}
+    return {n: kv.load(tiny.write_tiny_model(root / n, t, **o)) for n, (t, o) in rows.items()}
+
+
+def held(talk: Conversation, name: str) -> list[np.ndarray]:
+    """Copies of all that a line's caches hold, used part alone."""
+    return [
+        np.array(array.astype(mx.float32))
+        for cache in talk.lines[name].cache
+        for array in cache.keys_and_values()
+    ]
+
+
+# ---- away -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone() -> None:
+    """Conversations of other tests are gone, and their files with them."""
+    gc.collect()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_line_on_disk_comes_back_bit_by_bit(
+    models: dict[str, LanguageModel], family: str
+) -> None:
+    talk = talk_of(models[family], verbatim=True)
+    ask(talk, "a", "the use of an other is it on? " * 2)
+    ask(talk, "b", "is it on?")
+    before = held(talk, "a")
+    assert talk.offload("a", "disk") > 0
+    (file,) = storage._folder().iterdir()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert talk.lines["a"].where == "disk" and talk.lines["a"].cache_bytes == 0
+    for ours, theirs in zip(held(talk, "a"), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert talk.lines["a"].where == "resident" and not list(storage._folder().iterdir())
+    talk.offload("a", "disk")
+    ask(talk, "a", "and you")  # its own answer, from the line that came back and grew
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_switching_with_every_idle_line_on_disk_is_one_model(
+    models: dict[str, LanguageModel], family: str
+) -> None:
+    talk = talk_of(models[family], "abc", offload="disk")
+    for turn, name in enumerate("abacb"):
+        ask(talk, name, ("the use of an other", "is it on?", "and you")[turn % 3])
+        others = [talk.lines[n] for n in "abc" if n != name]
+        for line in others:
+            line.put_away("disk")
+            if line._away is not None:
+                line._away.settle()
+        assert {line.where for line in others} <= {"disk", "empty"}
+    talk.undo()
+    ask(talk, "a", "hi there")
+    left = talk.branch()
+    ask(left, "b", "hi there")
+    ask(talk, "b", "and you")
+
+
+def test_a_line_comes_back_while_the_new_span_is_translated(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's reading is begun before the translation, and waited for after it."""
+    talk = talk_of(models["qwen3"], eager=False, verbatim=True)
+    ask(talk, "a", "the use of an other")
+    ask(talk, "b", "is it on?")
+    talk.offload("a", "disk")
+    events: list[str] = []
+    translated = threading.Event()
+    read_file, take, recall = storage.read_file, storage.File.take, storage.File.recall
+
+    def noted_recall(self: storage.File) -> None:
+        events.append("recalled")
+        recall(self)
+
+    def slow_read(*arguments: Any) -> Any:
+        assert translated.wait(600)  # would never end if the translation waited for it
+        return read_file(*arguments)
+
+    def noted_take(self: storage.File) -> Any:
+        events.append("taken")
+        translated.set()
+        return take(self)
+
+    (translator,) = {id(t): t for t in talk.exchange.directions.loaded.values()}.values()
+    apply = type(translator).__call__
+
+    def noted_call(self: Any, *arguments: Any) -> Any:
+        events.append("translated")
+        return apply(self, *arguments)
+
+    monkeypatch.setattr(storage, "read_file", slow_read)
+    monkeypatch.setattr(storage.File, "recall", noted_recall)
+    monkeypatch.setattr(storage.File, "take", noted_take)
+    monkeypatch.setattr(type(translator), "__call__", noted_call)
+    ask(talk, "a", "and you")
+    assert events[:3] == ["recalled", "translated", "taken"]
+
+
+def test_eight_bits_round_once_to_half_a_step(models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(models["qwen3"])
+    ask(talk, "a", "the use of an other is it on?")
+    before = held(talk, "a")
+    freed = talk.offload("a")
+    assert talk.lines["a"].where == "8bit"
+    # A byte a number and a float a group of 64, in place of four bytes a number.
+    assert talk.lines["a"].cache_bytes == pytest.approx(freed / (4 / (1 + 4 / 64) - 1), rel=1e-6)
+    for ours, theirs in zip(held(talk, "a"), before, strict=True):
+        half = np.abs(theirs).max() / 127 / 2  # of the largest step there is
+        assert 0 < np.abs(ours - theirs).max() <= 1.001 * half
+    again = held(talk, "a")
+    for _ in range(3):
+        talk.offload("a")
+        for ours, theirs in zip(held(talk, "a"), again, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-6)  # rounded only once
+
+
+def test_odd_shapes_in_eight_bits() -> None:
+    arrays = {"x": mx.random.normal((1, 3, 7, 5)), "y": mx.arange(64.0).reshape(1, 1, 1, 64)}
+    wanted = {name: np.array(array) for name, array in arrays.items()}
+    found = storage.Quantised(arrays).take()
+    for name, array in wanted.items():
+        np.testing.assert_allclose(np.array(found[name]), array, atol=0.02 * np.ptp(array))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_damaged_file_is_found_and_the_line_read_anew(models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(models["qwen3"], verbatim=True)
+    ask(talk, "a", "the use of an other")
+    ask(talk, "b", "is it on?")
+    talk.offload("a", "disk")
+    (file,) = storage._folder().iterdir()
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    said = talk.messages
+    with pytest.raises(kv.KVLingoError, match="the line of a is lost .*sha256.*ask again"):
+        talk.reply("a", "and you")
+    assert talk.messages == said and talk.lines["a"].where == "empty"
+    ask(talk, "a", "and you")
+    talk.offload("b", "disk")
+    talk.lines["b"]._away.path.unlink()
+    with pytest.raises(kv.KVLingoError, match="the line of b is lost .*cannot be read"):
+        talk.reply("b", "and you")
+    ask(talk, "b", "and you")
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_disk_that_cannot_be_written_costs_nothing(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    talk = talk_of(models["qwen3"])
+    ask(talk, "a", "the use of an other")
+    monkeypatch.setattr(storage, "write_tensors", full)
+    with pytest.raises(OSError, match="cannot be kept on disk .No space left.* stays in memory"):
+        talk.offload("a", "disk")
+    assert talk.lines["a"].where == "resident" and not list(storage._folder().iterdir())
+    ask(talk, "a", "and you")
+    with pytest.raises(ValueError, match="where is 'tape'; it must be one of 8bit, disk"):
+        talk.offload("a", "tape")
+    with pytest.raises(ValueError, match="offload is 'tape'; it must be one of None, 8bit, disk"):
+        talk_of(models["qwen3"], offload="tape")
+
+
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"],
+                           capture_output=True, text=True, check=True).stdout.strip()  # fmt: skip
+    root = tmp_path / "offload"
+    for name in (f"{ended}-left", f"{os.getpid()}-ours"):
+        (root / name).mkdir(parents=True)
+        (root / name / "x.safetensors").write_bytes(b"x")
+    script = "from kvlingo_mlx.conversation.storage import _folder; print(_folder())"
+    env = {**os.environ, "KVLINGO_HOME": str(tmp_path)}
+    made = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True,
+                          check=True).stdout.strip()  # fmt: skip
+    assert [path.name for path in root.iterdir()] == [f"{os.getpid()}-ours"]
+    assert Path(made).parent == root  # and its own went when it ended
+
+
+# ---- memory ---------------------------------------------------------------------------------
+
+MEMORY = """
+import json, os, sys
+from kvlingo_mlx.backend import mx
+import kvlingo_mlx as kv
+import kvlingo_mlx.conversation
+from kvlingo_mlx.embedded import zoo
+
+def active():
+    import gc; gc.collect()
+    mx.synchronize(); mx.clear_cache()
+    return mx.get_active_memory()
+
+def measure(kind, names):
+    models = [kv.load(zoo(n) if "/" not in n else n) for n in names]
+    pair = {"s": models[0], "l": models[1]}
+    talk = kv.Conversation(pair, eager=kind != "lazy", enable_thinking=False)
+    found = []
+    text = "The key of Anna is B4. " * 60
+    for name in "sl":
+        talk.reply(name, text, max_tokens=8)
+        stats = talk.stats()
+        found.append([stats.total, stats.mlx_active, active()])
+    for where in ("8bit", "disk"):
+        before = active()
+        said = talk.offload("s" if where == "8bit" else "l", where)
+        found.append([said, before - active()])
+    return found
+
+kinds = json.loads(sys.argv[1])
+for kind, names in kinds.items():
+    if len(kinds) == 1 or os.fork() == 0:  # before MLX computes
+        print(json.dumps([kind, measure(kind, names)]), flush=True)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[float]]]:
+    """By kind, each in a process of its own, where nothing else holds arrays."""
+    root = TESTS / "zoo" / "models"
+    qwen3 = ["tiny-qwen3-s", "tiny-qwen3-l"]
+    gemma3 = [str(root / f"tiny-gemma3-{size}") for size in "sl"]
+    kinds = {"qwen3": qwen3, "lazy": qwen3, "gemma3": gemma3}
+    # One process starts the others where a GPU's library does not forbid that; it saves seconds.
+    forks = platform.system() == "Linux"
+    lines = []
+    for some in [kinds] if forks else [{kind: names} for kind, names in kinds.items()]:
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH + MEMORY, json.dumps(some)],
+            env={**os.environ, "KVLINGO_HOME": str(root.parent)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        lines += done.stdout.splitlines()
+    return dict(map(json.loads, lines))
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "lazy", "gemma3"])
+def test_stats_agree_with_mlx(measured: dict[str, list[list[float]]], kind: str) -> None:
+    first, second, *offloads = measured[kind]
+    for total, reported, active in (first, second):
+        assert total == pytest.approx(reported, rel=0.05)
+        assert total == pytest.approx(active, rel=0.05)
+    for said, freed in offloads:
+        assert said > 100_000 and freed == pytest.approx(said, rel=0.05)
+
+
+def test_stats_count_by_hand(models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(models["qwen3"], eager=False, verbatim=True)
+    assert [line.where for line in talk.stats().lines] == ["empty", "empty"]
+    ask(talk, "a", "the use of an other")
+    first = len(talk.transcript.tokens)
+    ask(talk, "b", "is it on?")
+    stats = talk.stats()
+    a, b = stats.lines
+    assert (a.tokens, a.native, a.translated) == (first, first, 0)
+    assert (b.tokens, b.translated) == (len(talk.transcript.tokens), first)
+    layers = models["qwen3"].geometry.layers
+    width = sum(layer.key_width + layer.value_width for layer in layers)
+    assert a.cache_bytes == 4 * width * 256  # a buffer grows by 256 tokens
+    assert a.recording_bytes == 0
+    assert b.recording_bytes == 4 * width * (b.tokens - first)
+    assert stats.total == stats.models + stats.translators + sum(
+        line.cache_bytes + line.recording_bytes for line in stats.lines
+    )
+
+
+def test_measure_reprefill(models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(models["qwen3"])
+    with pytest.raises(ValueError, match="nobody has answered since"):
+        talk.measure_reprefill()
+    ask(talk, "a", "the use of an other")
+    before = held(talk, "a")
+    assert talk.measure_reprefill() > 0
+    for ours, theirs in zip(held(talk, "a"), before, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+# ---- at the same time -----------------------------------------------------------------------
+
+
+def test_branches_of_a_line_that_is_still_being_written_are_apart(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    real = storage.write_file
+
+    def slow(*arguments: Any) -> str:
+        assert go.wait(600)
+        return real(*arguments)
+
+    monkeypatch.setattr(storage, "write_file", slow)
+    talk = talk_of(models["qwen3"], offload="disk", eager=False, verbatim=True)
+    ask(talk, "a", "the use of an other")
+    ask(talk, "b", "is it on?")
+    other = talk.branch()
+    assert talk.lines["a"].away and talk.lines["a"].where == "resident"
+    talk.undo()
+    talk.undo()
+    ask(talk, "a", "and you")
+    go.set()
+    ask(other, "a", "hi there")
+    ask(talk, "b", "hi there")
+    held_by_other = held(other, "a")
+    fresh = talk_of(models["qwen3"], eager=False, verbatim=True)
+    fresh.exchange.bring("a", other.lines["a"].tokens)
+    for ours, theirs in zip(held_by_other, held(fresh, "a"), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_failed_write_is_tried_again_or_elsewhere(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, os.strerror(28))
+
+    talk = talk_of(models["qwen3"])
+    ask(talk, "a", "the use of an other")
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "write_tensors", full)
+        with pytest.raises(OSError, match="cannot be kept on disk"):
+            talk.offload("a", "disk")
+    assert talk.offload("a", "disk") > 0 and talk.lines["a"].where == "disk"
+    talk.offload("a", "8bit")
+    assert talk.lines["a"].where == "8bit"
+    talk.offload("a", "disk")
+    assert talk.lines["a"].where == "disk"
+
+
+def test_what_others_run_meanwhile_is_not_recorded(models: dict[str, LanguageModel]) -> None:
+    model = models["qwen3"]
+    talk, second = (talk_of(model, eager=False, verbatim=True) for _ in range(2))
+    answer = talk.stream_reply("a", "the use of an other", max_tokens=NEW)
+    next(answer)
+    expected(model, [5, 6, 7])  # mlx-lm itself
+    ask(second, "a", "and you")
+    left = second.stream_reply("b", "hi there", max_tokens=NEW)
+    next(left)
+    list(answer)
+    left.close()
+    ask(talk, "b", "is it on?")
+    assert talk.last_switch is not None and talk.last_switch.translated > 0
+    ask(second, "a", "is it on?")
+
+
+def test_nothing_changes_a_conversation_whose_answer_is_open(
+    models: dict[str, LanguageModel], tmp_path: Path
+) -> None:
+    talk = talk_of(models["qwen3"])
+    ask(talk, "a", "hi there")
+    saved = talk.save(tmp_path / "talk")
+    before = (saved / "conversation.json").read_bytes()
+    answer = talk.stream_reply("a", "is it on?", max_tokens=NEW)
+    next(answer)
+    for change in (talk.undo, talk.branch, lambda: talk.offload("a"), talk.measure_reprefill,
+                   lambda: talk.save(saved), lambda: talk.reply("b", "x")):  # fmt: skip
+        with pytest.raises(ValueError, match="an answer is still being written"):
+            change()
+    assert (saved / "conversation.json").read_bytes() == before
+    list(answer)
+    ask(talk, "b", "and you")
+
+
+def test_replies_from_different_threads(models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(models["qwen3"], eager=False, offload="disk", verbatim=True)
+    for name, message in zip("abab", ("the use of an other", "is it on?", "and you", "hi there"),
+                             strict=True):  # fmt: skip
+        failed: list[BaseException] = []
+
+        def run(name: str = name, message: str = message, failed: list = failed) -> None:
+            try:
+                ask(talk, name, message)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        assert not failed, failed
+
+
+def test_a_translation_ahead_that_fails_leaves_the_answer(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    talk = talk_of(models["qwen3"], verbatim=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(talk.exchange), "follow", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.warns(UserWarning, match="the other lines could not follow"):
+            ask(talk, "a", "the use of an other")
+    assert len(talk.messages) == 2
+    ask(talk, "b", "is it on?")
+
+
+# ---- interrupted ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_switch_that_is_interrupted_changes_nothing(
+    models: dict[str, LanguageModel], family: str, error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    talk = talk_of(models[family], eager=False, verbatim=True)
+    ask(talk, "a", "the use of an other is it on? " * 2)
+    said, tokens = talk.messages, list(talk.transcript.tokens)
+    real, calls = caches.append, []
+
+    def append(cache: Any, states: Any, model: Any) -> None:
+        real(cache, states, model)
+        calls.append(1)
+        if len(calls) == 2:  # in the middle of the translation
+            cache[0].offset += 1
+            raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(caches, "append", append)
+        with pytest.raises(error):
+            talk.reply("b", "is it on?")
+    assert len(calls) == 2 and (talk.messages, talk.transcript.tokens) == (said, tokens)
+    ask(talk, "b", "is it on?")
+    ask(talk, "a", "and you")
+
+
+def test_an_interrupted_translation_is_not_translated_again(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A naive line keeps its translations to hand them on: no part of one twice."""
+    model = models["qwen3"]
+    talk = Conversation(
+        dict.fromkeys("ab", model), [identity_of(model, capture="post_norm")], switching="naive",
+        verbatim=True, prefill_step_size=7,
+    )  # fmt: skip
+    ask_naive(talk, "a")
+    real, calls = caches.append, []
+
+    def append(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        real(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(caches, "append", append)
+        with pytest.raises(KeyboardInterrupt):
+            talk.reply("b", "is it on?")
+    for name in "ba":
+        ask_naive(talk, name)
+
+
+def test_an_interrupted_reading_goes_back_to_a_mark(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full rings cannot give back what they took; the line is not read again from its start."""
+    talk = talk_of(models["gemma3"], verbatim=True)
+    ask(talk, "a", "the use of an other is it on? " * 3)
+    before = len(talk.lines["a"])
+    answer = talk.stream_reply("a", "is it on?", max_tokens=NEW)
+    next(answer)
+    with pytest.raises(KeyboardInterrupt):
+        answer.throw(KeyboardInterrupt)
+    assert len(talk.lines["a"]) >= before
+    ask(talk, "a", "and you")
+    assert talk.last_switch is not None and talk.last_switch.kept >= before
+
+
+def test_ctrl_c_while_decoding_changes_nothing(models: dict[str, LanguageModel]) -> None:
+    talk = talk_of(models["qwen3"])
+    ask(talk, "a", "the use of an other")
+    said = talk.messages
+    answer = talk.stream_reply("b", "is it on?", max_tokens=NEW)
+    next(answer)
+    with pytest.raises(KeyboardInterrupt):
+        answer.throw(KeyboardInterrupt)
+    assert talk.messages == said
+    ask(talk, "b", "is it on?")
+
+
+def test_a_missing_translator_is_found_before_a_line_is_trimmed(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVLINGO_HOME", str(tmp_path))
+    model = models["qwen3"]
+    talk = Conversation({"a": model, "b": model}, on_missing="reprefill")
+    ask(talk, "a", "hi there")
+    ask(talk, "b", "is it on?")
+    ask(talk, "a", "and you")
+    talk.undo()
+    talk.undo()
+    talk.exchange.rules = dataclasses.replace(talk.exchange.rules, on_missing="error")
+    before = {name: (list(line.tokens), list(line.spans)) for name, line in talk.lines.items()}
+    talk.transcript.tokens[3] ^= 1  # as if an edit had changed the beginning
+    talk.lines["a"].tokens[3] ^= 1
+    before["a"][0][3] ^= 1
+    with pytest.raises(kv.MissingTranslatorError, match="from a .* to b"):
+        talk.exchange.bring("b", talk.lines["a"].tokens)
+    after = {name: (list(line.tokens), list(line.spans)) for name, line in talk.lines.items()}
+    assert after == before
+
+
+# ---- windows --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verbatim", [True, False])
+@pytest.mark.parametrize("eager", [True, False])
+def test_full_windows_are_taken_up_at_the_last_message(
+    models: dict[str, LanguageModel], eager: bool, verbatim: bool
+) -> None:
+    """Rings cannot be trimmed once they are full: without marks all would be read again."""
+    talk = talk_of(models["gemma3"], eager=eager, verbatim=verbatim, enable_thinking=False)
+    ask(talk, "a", "the use of an other is it on? " * 3)
+    ask(talk, "b", "is it on?")
+    rings = [cache for cache in talk.lines["b"].cache if caches.is_ring(cache)]
+    assert rings and not any(ring.is_trimmable() for ring in rings)
+    begin = models["gemma3"].tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokens = talk.transcript.tokens
+    header = max(index for index, token in enumerate(tokens) if token == begin)  # the answer's
+    assert header > len(tokens) - NEW - 20
+    ask(talk, "b", "and you")
+    assert talk.last_switch is not None and talk.last_switch.kept >= header
+    talk.undo()
+    ask(talk, "b", "hi there")  # edited
+    assert talk.last_switch.kept >= header
+    talk.undo()
+    ask(talk, "b", "hi there")  # once more
+    assert talk.last_switch.kept >= header
+    if eager:
+        ask(talk, "a", "and you")
+        assert talk.last_switch.kept >= header
+
+
+# ---- tools ----------------------------------------------------------------------------------
+
+
+def test_tools_and_their_results(models: dict[str, LanguageModel]) -> None:
+    tools = [{"type": "function", "function": {"name": "on", "parameters": {}}}]
+    model = models["qwen3"]
+    talk = talk_of(model, tools=tools)
+    turns: list[dict[str, str]] = []
+    for name, new in (
+        ("a", [{"role": "user", "content": "is it on?"}]),
+        ("b", [{"role": "tool", "content": "on"}]),
+        ("a", [{"role": "tool", "content": "off"}, {"role": "user", "content": "and you"}]),
+    ):
+        turns += new
+        text = talk.reply(name, new, max_tokens=NEW)
+        whole = model.tokenizer.apply_chat_template(
+            turns, add_generation_prompt=True, tokenize=False, tools=tools
+        )
+        prompt = talk.transcript.tokens[: talk.transcript.boundaries[-2]]
+        assert model.tokenizer.decode(prompt) == whole
+        assert talk.transcript.tokens[len(prompt) :] == expected(model, prompt)
+        turns.append({"role": "assistant", "content": text})
+        assert talk.messages == turns
+
+
+# ---- on disk --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_resumed_conversation_goes_on_as_it_would_have(
+    models: dict[str, LanguageModel], family: str, eager: bool, tmp_path: Path,
+) -> None:  # fmt: skip
+    model = models[family]
+    talk = talk_of(model, eager=eager, verbatim=family == "qwen3", system="hi")
+    ask(talk, "a", "the use of an other is it on? " * 2)
+    ask(talk, "b", "is it on?")
+    folder = talk.save(tmp_path / "talk")
+    assert {p.stat().st_mode & 0o777 for p in folder.iterdir()} == {0o600}
+    translator = identity_of(model, capture=model.family.points[0])
+    back = Conversation.resume(folder, {"a": model, "b": model}, [translator], eager=eager,
+                               prefill_step_size=7)  # fmt: skip
+    assert back.messages == talk.messages and back.transcript.tokens == talk.transcript.tokens
+    for name in "ab":
+        assert back.lines[name].spans == talk.lines[name].spans
+        assert back.lines[name].native.facts() == talk.lines[name].native.facts()
+        for ours, theirs in zip(held(back, name), held(talk, name), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    ask(back, "a", "and you")
+    assert back.last_switch is not None
+    ask(talk, "a", "and you")
+    assert talk.last_switch is not None
+    for field in ("kept", "translated", "read"):
+        assert getattr(back.last_switch, field) == getattr(talk.last_switch, field)
+    back.undo()
+    back.undo()
+    ask(back, "b", "hi there")
+    again = back.save(folder)  # over the old one
+    assert len(list(again.iterdir())) <= 1 + 2 * 2
+    assert Conversation.resume(folder, {"a": model, "b": model}, [translator]).messages == (
+        back.messages
+    )
+
+
+def test_saving_does_not_bring_a_line_back(
+    models: dict[str, LanguageModel], tmp_path: Path
+) -> None:
+    talk = talk_of(models["qwen3"])
+    ask(talk, "a", "the use of an other")
+    talk.offload("b", "disk")
+    talk.save(tmp_path / "talk")
+    assert talk.lines["b"].where == "disk"
+    model = models["qwen3"]
+    back = Conversation.resume(
+        tmp_path / "talk", {"a": model, "b": model}, [identity_of(model, capture="pre_norm")]
+    )
+    ask(back, "b", "is it on?")
+
+
+def test_another_model_or_translator_is_refused(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVLINGO_HOME", str(tmp_path))
+    model = models["qwen3"]
+    talk = talk_of(model)
+    ask(talk, "a", "the use of an other")
+    folder = talk.save(tmp_path / "talk")
+    good = identity_of(model, capture="pre_norm")
+    type_name, options = tiny.FAMILIES["qwen3"]
+    other = kv.load(tiny.write_tiny_model(tmp_path / "other", type_name, **{**options, "seed": 9}))
+    assert other.spec().fingerprint != model.spec().fingerprint
+    with pytest.raises(ValueError, match="held with another model 'b' .*fingerprint differs"):
+        Conversation.resume(folder, {"a": model, "b": other}, [good])
+    tuned = kv.load(tiny.write_tiny_model(tmp_path / "tuned", type_name, **options))
+    assert tuned.spec().fingerprint == model.spec().fingerprint
+    Conversation.resume(folder, {"a": model, "b": tuned}, [good])
+    middle = tuned.model.layers[1]
+    assert middle is not tuned.model.layers[-1]
+    for module in (middle.self_attn.q_proj, middle.mlp.down_proj, tuned.model.model.embed_tokens):
+        before = module.weight
+        module.weight = 1.01 * before  # norms as they were
+        with pytest.raises(ValueError, match="held with another model 'b' .*weights differs"):
+            Conversation.resume(folder, {"a": model, "b": tuned}, [good])
+        module.weight = before
+    with pytest.raises(ValueError, match="system is what the saved conversation has; give it"):
+        Conversation.resume(folder, {"a": model, "b": model}, [good], system="x")
+    with pytest.raises(ValueError, match="needs a model 'b' .*; there are a$"):
+        Conversation.resume(folder, {"a": model}, [good])
+    with pytest.raises(kv.IncompatibleTranslatorError, match="from a to b .*none is given"):
+        Conversation.resume(folder, {"a": model, "b": model})
+    worse = identity_of(model, capture="post_norm")
+    with pytest.raises(kv.IncompatibleTranslatorError, match="from a to b .*other weights"):
+        Conversation.resume(folder, {"a": model, "b": model}, [worse])
+    joined = Conversation.resume(folder, {"a": model, "b": model, "c": model}, [good])
+    ask(joined, "c", "is it on?")  # one more may join
+
+
+def test_a_damaged_folder_is_refused(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+    model = models["qwen3"]
+    talk = talk_of(model)
+    ask(talk, "a", "the use of an other")
+    folder = talk.save(tmp_path / "talk")
+    resume = lambda: Conversation.resume(  # noqa: E731
+        folder, {"a": model, "b": model}, [identity_of(model, capture="pre_norm")]
+    )
+    resume()
+    facts = json.loads((folder / "conversation.json").read_text())
+
+    def refused(change: Any, message: str) -> None:
+        changed = json.loads(json.dumps(facts))
+        change(changed)
+        (folder / "conversation.json").write_text(json.dumps(changed))
+        with pytest.raises(kv.MalformedConversationError, match=message):
+            resume()
+        (folder / "conversation.json").write_text(json.dumps(facts))
+
+    refused(lambda f: f.update(version=1), "is of format version 1; this version reads 2")
+    refused(lambda f: f.update(format="x"), "it is no kvlingo-conversation")
+    refused(lambda f: f.pop("lines"), "KeyError: 'lines'")
+    refused(lambda f: f["lines"]["a"]["facts"]["tokens"].pop(), "tokens, but caches of")
+    refused(lambda f: f["lines"]["a"]["facts"]["caches"][0].update(offset=999), "holds 256 tokens")
+    refused(lambda f: f["lines"]["a"]["files"]["cache"].update(file="../x"), "names a file")
+    refused(lambda f: f["lines"]["a"]["files"]["cache"]["shapes"].popitem(), "KeyError")
+    refused(lambda f: f["transcript"].pop("earlier"), "KeyError: 'earlier'")
+    (file,) = folder.glob("line-0.cache.*")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(kv.MalformedConversationError, match="is damaged: its sha256 is"):
+        resume()
+    file.unlink()
+    with pytest.raises(kv.MalformedConversationError, match="cannot be read"):
+        resume()
+    (folder / "conversation.json").write_text("{")
+    with pytest.raises(kv.MalformedConversationError, match="conversation.json: "):
+        resume()
+    with pytest.raises(kv.MalformedConversationError, match="is no saved conversation"):
+        Conversation.resume(tmp_path / "nowhere", {"a": model})
+
+
+def test_an_interrupted_save_leaves_the_old_conversation(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = models["qwen3"]
+    translator = identity_of(model, capture="pre_norm")
+    talk = talk_of(model)
+    ask(talk, "a", "the use of an other")
+    folder = talk.save(tmp_path / "talk")
+    said = talk.messages
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    ask(talk, "b", "is it on?")
+    real, left = os.replace, [0]
+
+    def replace(*paths: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        real(*paths)
+
+    monkeypatch.setattr(os, "replace", replace)
+    for at in (1, 2, 3):  # the first line's file, the second one's, the facts
+        left[0] = at
+        with pytest.raises(KeyboardInterrupt):
+            talk.save(folder)
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        left[0] = at
+        with pytest.raises(KeyboardInterrupt):
+            talk.save(tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(os, "replace", real)
+    models_ = {"a": model, "b": model}
+    assert Conversation.resume(folder, models_, [translator]).messages == said
+    talk.save(folder)
+    assert Conversation.resume(folder, models_, [translator]).messages == talk.messages
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / ".DS_Store").write_text("x")
+    talk.save(tmp_path / "mine")  # what a file manager leaves is nobody's
+    (tmp_path / "mine" / "notes.txt").write_text("x")
+    with pytest.raises(ValueError, match="exists and is not a saved conversation"):
+        talk.save(tmp_path / "mine")
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        talk.save(tmp_path / "mine" / "notes.txt")

@@ -1,0 +1,87 @@
+"""The dialogues the zoo is trained and judged on, and its chat template."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvlingo_mlx.embedded import dialogues
+from tests.support import ROOT
+
+TEMPLATE = ROOT / "tools" / "chat_template.jinja"
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\ntwo"},
+    {"role": "user", "content": "three"},
+]
+HEAD = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\none<|im_end|>\n"
+    "<|im_start|>assistant\ntwo<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n"
+)
+
+
+def render(messages: list[dict], **options: bool) -> str:
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    environment = ImmutableSandboxedEnvironment()
+    environment.globals["raise_exception"] = refuse
+    return environment.from_string(TEMPLATE.read_text()).render(messages=messages, **options)
+
+
+def test_template_has_qwen3s_thinking_switch() -> None:
+    opened = HEAD + "<|im_start|>assistant\n"
+    assert render(TALK) == HEAD
+    assert render(TALK, add_generation_prompt=True) == opened
+    assert render(TALK, add_generation_prompt=True, enable_thinking=True) == opened
+    off = render(TALK, add_generation_prompt=True, enable_thinking=False)
+    assert off == opened + "<think>\n\n</think>\n\n"
+
+
+def test_template_keeps_only_the_last_turns_reasoning() -> None:
+    last = {"role": "assistant", "content": "<think>\nwell\n</think>\n\nfour"}
+    expected = HEAD + "<|im_start|>assistant\n<think>\nwell\n</think>\n\nfour<|im_end|>\n"
+    assert render([*TALK, last]) == expected
+    apart = {"role": "assistant", "content": "four", "reasoning_content": "well"}
+    assert render([*TALK, apart]) == expected
+    plain = {"role": "assistant", "content": "four"}
+    assert render([*TALK, plain]).endswith("<think>\n\n</think>\n\nfour<|im_end|>\n")
+
+
+def test_template_takes_tools_and_refuses_other_roles() -> None:
+    said = render([{"role": "tool", "content": "42"}])
+    assert said == "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n"
+    with pytest.raises(ValueError, match="unknown role bot"):
+        render([{"role": "bot", "content": "x"}])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_fact_is_told_once_and_asked_at_most_once(seed: int) -> None:
+    rng = random.Random(seed)
+    talk = dialogues.dialogue(rng, rng.randint(4, 28), 6)
+    told = " ".join(m["content"] for m in talk.messages[:-1] if m["role"] == "user")
+    keys = [(fact.name, fact.attribute) for fact in talk.facts]
+    assert len(set(keys)) == len(keys)
+    for fact in talk.facts:
+        assert sum(fact.say(template) in told for template in dialogues.STATEMENTS) >= 1
+    assert len(set(talk.asked)) == len(talk.asked) == len(talk.questions)
+    assert set(talk.asked) <= set(talk.facts)
+    assert talk.messages[-1] == {"role": "user", "content": talk.questions[0]}
+
+
+def test_conversation_answers_every_question() -> None:
+    talk = next(dialogues.held_out(1))
+    turns = talk.conversation()
+    assert tuple(turns[: len(talk.messages)]) == talk.messages
+    answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    assert answers[-len(talk.asked) :] == [fact.say(dialogues.ANSWER) for fact in talk.asked]
+
+
+def test_streams_repeat_and_do_not_overlap() -> None:
+    assert list(dialogues.held_out(5)) == list(dialogues.held_out(5))
+    assert list(dialogues.held_out(3, seed=1)) != list(dialogues.held_out(3, seed=2))
+    held, fitting = dialogues.held_out(50), dialogues.for_fitting(50)
+    assert not {talk.facts for talk in held} & {talk.facts for talk in fitting}

@@ -1,0 +1,149 @@
+"""lm-eval's tasks across a line-up, and in the verb ``eval``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.evaluation import conditions, lineup
+from kvlingo_mlx.evaluation.harness.judge import Judge
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.models.language_model import LanguageModel
+
+pytest.importorskip("lm_eval")
+
+from kvlingo_mlx.evaluation.harness import benchmarks, running
+from tests.support.lm_eval_tasks import MT_BENCH, QUAC
+
+PAIR = ["eval", "--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"]
+
+
+def test_seeds_are_averaged_item_by_item_and_groups_weighted(
+    models: dict[str, LanguageModel],
+    task_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A group may name tasks of lm-eval's own, so all of them would be read; this one names none.
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(task_folder / "none" / "manager.py"))
+    model, names = models["dense"], ["tiny_group", "tiny_words"]
+    seeds = (conditions.native(model), conditions.hidden(model))
+    line = [lineup.native(model), lineup.Condition("two", seeds)]
+    found = benchmarks.evaluate(model, names, line, include_path=task_folder)
+    assert [o.task for o in found] == ["tiny_choice", "tiny_other", "tiny_words", "tiny_group"]
+    single = [
+        running.run(model, make, names, condition=str(i), include_path=task_folder)["tasks"]
+        for i, make in enumerate(seeds)
+    ]
+    tables = {o.task: o.tables["two"]["mean"] for o in found}
+    squares, values, differ = [], [], []
+    for name in ("tiny_choice", "tiny_other"):
+        runs = [[item["scores"]["acc_norm"] for item in run[name]["items"]] for run in single]
+        differ.append(runs[0] != runs[1])
+        both = np.mean(runs, axis=0)
+        values.append(both.mean())
+        squares.append((both.std(ddof=1) / np.sqrt(len(both))) ** 2)
+        assert tables[name]["acc_norm"].value == pytest.approx(values[-1])
+        assert tables[name]["acc_norm"].error == pytest.approx(np.sqrt(squares[-1]))
+    assert any(differ)
+    assert tables["tiny_group"]["acc_norm"].value == pytest.approx(np.mean(values))
+    assert tables["tiny_group"]["acc_norm"].error == pytest.approx(np.sqrt(sum(squares)) / 2)
+    # A perplexity is no mean over items: the seeds' mean, without an error.
+    two = [run["tiny_words"]["metrics"]["perplexity"]["value"] for run in single]
+    assert tables["tiny_words"]["perplexity"].value == pytest.approx(np.mean(two))
+    assert np.isnan(tables["tiny_words"]["perplexity"].error)
+    assert found[0].count == len(single[0]["tiny_choice"]["items"])
+
+
+def evaluated(tmp_path: Path, *more: str) -> dict[str, Any]:
+    record = tmp_path / "record.json"
+    record.unlink(missing_ok=True)
+    out = ["--out", str(tmp_path / "scores.jsonl"), "--json", str(record)]
+    assert run([*PAIR, *out, *more]) == 0
+    return json.loads(record.read_text())["results"]
+
+
+def test_the_verb_runs_them_and_resumes(
+    tmp_path: Path,
+    task_folder: Path,
+) -> None:
+    options = ["--tasks", "recall,tiny_choice,tiny_answers", "--include-path", str(task_folder),
+               "--limit", "3", "--baselines", "hidden", "--num-shots", "0",
+               "--no-apply-chat-template", "--max-tokens", "4"]  # fmt: skip
+    found = evaluated(tmp_path, *options)
+    assert set(found["means"]) == {"recall", "tiny_choice", "tiny_answers"}
+    assert set(found["means"]["tiny_choice"]) == {"native", "translated", "prefix hidden"}
+    target = load(zoo("tiny-qwen3-l"))
+    own = running.run(
+        target, conditions.native(target), ["tiny_choice"], condition="x", limit=3,
+        include_path=task_folder, apply_chat_template=False,
+    )["tasks"]["tiny_choice"]  # fmt: skip
+    means = found["means"]["tiny_choice"]["native"]["mean"]
+    assert means["acc"] == pytest.approx(own["metrics"]["acc"])
+    items = found["items"]["tiny_choice"]["native"]
+    assert [i["scores"]["acc"] for i in items] == [i["scores"]["acc"] for i in own["items"]]
+    kept = tmp_path / "scores.responses.jsonl"
+    before = kept.read_text()
+    assert len(before.splitlines()) == 3 * (3 + 3)  # conditions, contexts of both tasks
+    assert evaluated(tmp_path, *options)["means"] == found["means"]
+    assert kept.read_text() == before
+
+
+def test_a_judge_and_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat, quac = tmp_path / "mt.jsonl", tmp_path / "quac.jsonl"
+    chat.write_text("\n".join(map(json.dumps, MT_BENCH)))
+    quac.write_text(json.dumps(QUAC))
+    replies = iter(["[[7]]", "[[11]]"] * 2)
+    monkeypatch.setattr(Judge, "_reply", lambda self, prompt: next(replies))
+    found = evaluated(
+        tmp_path, "--tasks", "mt_bench_101,quac", "--task-data", f"mt_bench_101={chat}",
+        "--task-data", f"quac={quac}", "--judge", "tiny-qwen3-s", "--baselines", "none",
+        "--max-tokens", "3", "--compare",
+    )  # fmt: skip
+    rating = found["means"]["mt_bench_101"]["translated"]["mean"]["rating"]
+    assert rating == {"value": 7.0, "error": None, "count": 1}
+    assert "f1" in found["means"]["quac"]["native"]["mean"]
+    assert set(found["first_token_s"]) == {"native", "translated"}
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "mt_bench_101, translated: 1 of the judge's replies are no verdict" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tasks", "recal"], "--tasks names 'recal'; did you mean recall?"),
+        (["--tasks", ","], "--tasks is empty"),
+        (["--tasks", "no_such_task"], "there is no task no_such_task"),
+        (["--tasks", "mt_bench_101"], "a model judges the answers of mt_bench_101; add --judge"),
+        (["--tasks", "quac", "--task-data", "quac"], "--task-data is 'quac'; give NAME=FILE"),
+        (
+            ["--tasks", "quac", "--task-data", "boolq=x"],
+            "--task-data has no effect where it names no task of --tasks",
+        ),
+        (["--tasks", "quac", "--task-data", "quac=absent.json"], "absent.json"),
+        (["--tasks", "quac", "--metadata", "[1]"], "--metadata is '[1]'; give a JSON object"),
+        (["--tasks", "quac", "--include-path", "absent"], "absent is no folder of task files"),
+        (["--tasks", "needles", "--max-tokens", "0"], "--max-tokens is 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: Sequence[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([*PAIR, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,357 @@
+"""Evaluation runs: journals that resume, conditions, means, and the verb."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.evaluation import conditions, droidspeak, lineup, probes, teacher_forcing
+from kvlingo_mlx.evaluation.compare import Scored, evaluate, summarise
+from kvlingo_mlx.evaluation.journal import Journal
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
+from tests.support import tiny
+from tests.support.identity import identity_of
+
+TOLERANCE = 1e-4  # of a log probability, absolute
+
+TALKS = [
+    {"messages": talk.conversation()} for talk in dialogues.held_out(3, facts=(2, 3), questions=2)
+]
+
+
+@pytest.fixture
+def task(models: dict[str, LanguageModel]) -> probes.Task:
+    return probes.continuation(models["dense"], TALKS, 3, 512)
+
+
+def counted(condition: lineup.Condition, calls: list[int]) -> lineup.Condition:
+    """The same, its cache makings counted."""
+
+    def count(make: conditions.CacheMaker) -> conditions.CacheMaker:
+        return lambda tokens: (calls.append(len(tokens)), make(tokens))[1]
+
+    return dataclasses.replace(condition, makers=tuple(map(count, condition.makers)))
+
+
+# ---- predictions ------------------------------------------------------------------------
+
+
+def test_blocks_do_not_change_what_is_predicted(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = models["moe"], tiny.random_tokens(30)
+    whole = np.array(model.model(mx.array(tokens)[None])[0, 11:-1], np.float64)
+    whole -= np.log(np.exp(whole).sum(-1, keepdims=True))
+    monkeypatch.setattr(teacher_forcing, "BLOCK", 7)
+    own = conditions.native(model)(tokens[:12])
+    blocks = list(teacher_forcing.log_probabilities(model, own, tokens[11], tokens[12:]))
+    assert [len(block) for block in blocks] == [7, 7, 4]
+    assert np.abs(np.concatenate([np.array(b) for b in blocks]) - whole).max() < TOLERANCE
+    found = teacher_forcing.per_token(blocks, blocks, tokens[12:])
+    nll = -whole[np.arange(18), tokens[12:]]
+    assert np.abs(found.nll - nll).max() < TOLERANCE and not found.kl.any()
+    assert (found.best == whole.argmax(-1)).all()
+
+
+# ---- runs and journals ------------------------------------------------------------------
+
+
+def line_of(model: LanguageModel) -> list[lineup.Condition]:
+    same = lineup.translated("same", model, model, [identity_of(model)])
+    return [lineup.native(model), same, lineup.baseline("hidden", model, model, [])]
+
+
+def test_identity_scores_as_native(models: dict[str, LanguageModel], task: probes.Task) -> None:
+    found = evaluate(models["dense"], [task], line_of(models["dense"]), Journal())["continuation"]
+    for own, same, hidden in zip(*found.values(), strict=True):
+        assert own == same
+        assert own.scores["kl"] == 0.0 and own.scores["agreement"] == 1.0
+        assert hidden.scores["kl"] > 0.0 and hidden.scores["nll"] != own.scores["nll"]
+
+
+class Stop(Exception):
+    pass
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    models: dict[str, LanguageModel], task: probes.Task, tmp_path: Path
+) -> None:
+    model, journal = models["dense"], tmp_path / "scores.jsonl"
+    whole = evaluate(model, [task], line_of(model), Journal())
+    seen: list[str] = []
+
+    def stop_at_third(name: str) -> None:
+        seen.append(name)
+        if len(seen) == 3:
+            raise Stop
+
+    with pytest.raises(Stop):
+        evaluate(model, [task], line_of(model), Journal(journal), stop_at_third)
+    with journal.open("a") as file:
+        file.write('{"run": "half a li')  # killed as it wrote
+    calls: list[int] = []
+    line = line_of(model)
+    line[1] = counted(line[1], calls)
+    assert evaluate(model, [task], line, Journal(journal)) == whole
+    assert len(calls) == 1  # the third item alone
+    assert evaluate(model, [task], line, Journal(journal)) == whole
+    assert len(calls) == 1
+    assert all(json.loads(text) for text in journal.read_text().splitlines())
+
+
+def test_another_translator_or_item_is_another_run(
+    models: dict[str, LanguageModel], task: probes.Task, tmp_path: Path
+) -> None:
+    model, journal, calls = models["dense"], tmp_path / "scores.jsonl", []
+    same = identity_of(model)
+    other = kv.fit(model, model, [Sample(tuple(tiny.random_tokens(90)), ())])
+
+    def scores(translator: Any, asked: probes.Task) -> list[float]:
+        condition = counted(lineup.translated("same", model, model, [translator]), calls)
+        found = evaluate(model, [asked], [condition], Journal(journal))
+        return [s.scores["kl"] for s in found["continuation"]["same"]]
+
+    assert scores(same, task) == [0.0] * 3 and len(calls) == 3
+    assert min(scores(other, task)) > 0.0 and len(calls) == 6
+    shorter = probes.continuation(model, [*TALKS[:2], TALKS[0]], 3, 512)  # the third differs
+    assert scores(same, shorter) == [0.0] * 3 and len(calls) == 7
+
+
+def test_seeds_are_averaged_item_by_item(
+    models: dict[str, LanguageModel], task: probes.Task
+) -> None:
+    model = models["dense"]
+    maps = [kv.fit(model, model, [Sample(tuple(tiny.random_tokens(90 + i)), ())]) for i in range(2)]
+    line = [lineup.translated(name, model, model, found)
+            for name, found in (("a", maps[:1]), ("b", maps[1:]), ("both", maps))]  # fmt: skip
+    found = evaluate(model, [task], line, Journal())["continuation"]
+    a, b, both = ([s.scores["kl"] for s in found[name]] for name in ("a", "b", "both"))
+    assert a != b
+    assert both == pytest.approx([(x + y) / 2 for x, y in zip(a, b, strict=True)])
+    mean = summarise(task, found["both"])["no reasoning"]["kl"]
+    assert mean.value == pytest.approx(np.mean(both))
+    assert mean.error == pytest.approx(np.std(both, ddof=1) / math.sqrt(3))
+
+
+def test_perplexity_is_of_all_tokens(models: dict[str, LanguageModel], task: probes.Task) -> None:
+    found = evaluate(models["dense"], [task], line_of(models["dense"])[:1], Journal())
+    scored = found["continuation"]["native"]
+    losses = [(s.scores["nll"], s.scores["tokens"]) for s in scored]
+    whole = math.exp(sum(nll * n for nll, n in losses) / sum(n for _, n in losses))
+    mean = summarise(task, scored)["no reasoning"]["perplexity"]
+    assert mean.value == pytest.approx(whole) and math.isnan(mean.error)
+
+
+def test_one_question_at_every_length_is_one_cluster(models: dict[str, LanguageModel]) -> None:
+    task = probes.find_needles(models["dense"], ["single"], [300, 400], 2, max_tokens=2)
+    assert [item.group for item in task.items] == ["single, 300"] * 2 + ["single, 400"] * 2
+    assert all(len(i.prefix) <= 300 for i in task.items[:2])
+    assert task.items[0].references == task.items[2].references
+    values = (0.0, 1.0, 0.5, 1.0)
+    scored = [Scored(i.name, i.group, i.cluster, {"recall": v})
+              for i, v in zip(task.items, values, strict=True)]  # fmt: skip
+    table = summarise(task, scored)
+    assert table["single, 300"]["recall"].value == 0.5 and table["single, 300"]["recall"].count == 2
+    assert table["mean"]["recall"].value == 0.625
+    assert table["mean"]["recall"].error == pytest.approx(np.std([0.25, 1.0], ddof=1) / 2**0.5)
+
+
+def test_kinds_of_records_are_told_apart(models: dict[str, LanguageModel]) -> None:
+    turns = [{"role": "user", "content": "a b"}]
+    plain = {"messages": [*turns, {"role": "assistant", "content": "c d"}]}
+    trace = {"role": "assistant", "content": "c d", "reasoning_content": "e f"}
+    records = [plain, {"messages": [*turns, trace]}, {"messages": turns}, {"text": "one two three"}]
+    task = probes.continuation(models["dense"], records, 9, 512)
+    assert [(i.name, i.group) for i in task.items] == [
+        ("0", "no reasoning"), ("1", "reasoning"), ("3", "text")
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="no record of the data has"):
+        probes.continuation(models["dense"], records[2:3], 9, 512)
+
+
+@pytest.mark.parametrize("text", ["not json\n", '{"a": 1}\n', "[]\n", '{"run": "x", "item": 3'])
+def test_what_is_no_journal_is_left_alone(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.jsonl"
+    path.write_text("x\n" + text)
+    with pytest.raises(ValueError, match="notes.jsonl, line 1: not a line of"):
+        Journal(path)
+    assert path.read_text() == "x\n" + text
+
+
+# ---- baselines --------------------------------------------------------------------------
+
+
+def test_the_profiler_recomputes_no_more_than_it_must(
+    tmp_path: Path, models: dict[str, LanguageModel]
+) -> None:
+    """A source that differs in its last layer's keys alone needs every layer recomputed."""
+    shape = {"layers": 4, "kv_heads": 2, "head_dim": 32}
+    folder = tiny.write_tiny_model(tmp_path / "m", "qwen3", seed=1, **shape)
+    target, source = kv.load(folder), kv.load(folder)
+    samples = [Sample(tuple(tiny.random_tokens(20)), tuple(tiny.random_tokens(6)))]
+    assert droidspeak.choose(source, target, samples) == 0
+    projection = source.model.layers[-1].self_attn.k_proj
+    projection.weight = -4 * projection.weight[::-1]
+    kls = droidspeak.profile(source, target, samples)
+    assert kls[0] > 1e-4 and kls[:4] == pytest.approx([kls[0]] * 4, rel=1e-3) and kls[4] == 0.0
+    assert droidspeak.choose(source, target, samples) == 4
+
+
+def test_text_reads_what_the_tokens_spell(models: dict[str, LanguageModel]) -> None:
+    source, target = models["dense"], models["wide"]
+    tokens = source.tokenizer.encode("What is the city of Anna? It is a long day.")
+
+    def keys(make: conditions.CacheMaker) -> np.ndarray:
+        return np.array(make(tokens)[0].keys)
+
+    own = keys(conditions.native(target))
+    assert np.array_equal(keys(conditions.text(source, target)), own)
+    assert not np.array_equal(keys(conditions.native(source)), own)
+
+
+@pytest.mark.parametrize("spec", ["nothing", "droidspeak:x", "reuse:2"])
+def test_unknown_baselines(models: dict[str, LanguageModel], spec: str) -> None:
+    model = models["dense"]
+    with pytest.raises(ValueError, match="known are hidden, shuffled, canonical, reuse"):
+        lineup.baseline(spec, model, model, [])
+    with pytest.raises(ValueError, match="give droidspeak:J"):  # 512 tokens of context
+        lineup.baseline("droidspeak", model, model, [])
+    assert "2 of 3" in lineup.baseline("droidspeak:2", model, model, []).name
+
+
+# ---- the verb ---------------------------------------------------------------------------
+
+ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
+PAIR = ["eval", "--source", ENDS[0], "--target", ENDS[1]]
+
+
+def evaluated(tmp_path: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    record = tmp_path / "record.json"
+    record.unlink(missing_ok=True)
+    out = ["--out", str(tmp_path / "scores.jsonl"), "--json", str(record)]
+    status = run([*PAIR, *out, *more])
+    return status, json.loads(record.read_text())["results"] if status == 0 else {}
+
+
+def test_the_verb_compares_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "x.png"
+    options = ["--limit", "2", "--tasks", "recall,needles", "--needles", "single", "--lengths",
+               "100,200", "--style", "facts", "--max-tokens", "12", "--compare", "--plot",
+               str(plot), "--baselines", "hidden,reuse"]  # fmt: skip
+    status, found = evaluated(tmp_path, *options)
+    assert status == 0 and plot.read_bytes().startswith(b"\x89PNG")
+    means = found["means"]
+    assert set(means["recall"]) == {"native", "translated", "prefix hidden", "reuse"}
+    assert set(means["needles"]["native"]) == {"single, 100", "single, 200", "mean"}
+    assert means["recall"]["native"]["dialogues"]["recall"]["value"] > 0.9
+    assert means["recall"]["prefix hidden"]["dialogues"]["recall"]["value"] < 0.3
+    assert means["needles"]["native"]["mean"]["recall"]["value"] > 0.7
+    assert means["needles"]["prefix hidden"]["mean"]["recall"]["value"] < 0.5
+    assert set(found["first_token_s"]) == {"native", "translated", "reuse"}
+    folder = TRANSLATORS / "--".join(ENDS)
+    digest = translator_folder.digest(*translator_folder.read(folder))
+    assert found["translators"] == {"translated": [{"path": str(folder), "digest": digest}]}
+    journal = (tmp_path / "scores.jsonl").read_text()
+    again = evaluated(tmp_path, *options[:-2], "--baselines", "hidden")[1]
+    assert again["items"]["recall"]["native"] == found["items"]["recall"]["native"]
+    assert (tmp_path / "scores.jsonl").read_text() == journal
+    assert f"translated: {folder} (sha256 {digest[:12]})" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*PAIR, "TRANSLATOR", "--tasks", "recall", "--limit", "1", "--baselines", "shuffled"],
+        ["tune", *ENDS, "--translator", "TRANSLATOR", "--limit", "1", "--native-layers", "0"],
+        ["verify", "TRANSLATOR", *PAIR[1:]],
+    ],
+    ids=lambda command: command[0],
+)
+def test_another_checkpoints_translator(
+    command: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Refused, unless it was asked for: then by every part of a run, controls included."""
+    monkeypatch.chdir(tmp_path)
+    config, weights = translator_folder.read(TRANSLATORS / "--".join(ENDS))
+    fingerprint = {**config.source.fingerprint, "norms": "0" * 64}
+    other = dataclasses.replace(
+        config, source=dataclasses.replace(config.source, fingerprint=fingerprint)
+    )
+    translator_folder.write(tmp_path / "other", other, weights)
+    words = ["other" if word == "TRANSLATOR" else word for word in command]
+    assert run(words) == 2
+    assert "another checkpoint (norms fingerprint); allow_mismatch" in capsys.readouterr().err
+    assert run([*words, "--allow-mismatch"]) == 0
+
+
+def test_an_interruption_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keep, kept = Journal.keep, []
+
+    def keep_and_stop(self: Journal, *entry: Any) -> None:
+        keep(self, *entry)
+        kept.append(entry)
+        if len(kept) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Journal, "keep", keep_and_stop)
+    options = [*PAIR, "--limit", "2", "--tasks", "recall", "--baselines", "none"]
+    assert run(options) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert run(options) == 0 and len(kept) == 4  # two items, native and translated
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--baselines", "droid"], "--baselines names 'droid'"),
+        (["--tasks", "needles", "--lengths", "10,99999"], "--lengths holds 99999; give "),
+        (["--tasks", "needles", "--lengths", "20"], "the needles alone take"),
+        (["--tasks", "needles", "--needles", "double"], "'double' is no needle variant"),
+        (["--tasks", "needles", "--style", "odd"], "'odd' is no needle style"),
+        (["--limit", "0"], "--limit is 0"),
+        (["--plot", "x.png"], "add --compare"),
+        (["--compare", "--plot", "x.xyz"], "suffix must be one of"),
+        (["--data", "absent.jsonl"], "absent.jsonl"),
+        (["--tasks", "needles", "--haystack", "absent.txt"], "absent.txt cannot be read"),
+        (["a=absent"], "absent"),
+        (["a=absent", "a=absent"], "'a' is taken"),
+        (["native=absent"], "'native' is taken"),
+        (["name="], "names no translator"),
+        (["--out", "absent/x.jsonl"], "absent/x.jsonl cannot be written"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: Sequence[str],
+    message: str,
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert run([*PAIR, *options]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,160 @@
+"""Recall and KL against independent values, and controls that must differ."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.embedded.dialogues import ANSWER
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.evaluation import continuation as quality
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
+from tests.support import tiny
+from tests.support.identity import identity_of
+
+
+@pytest.fixture
+def sample(models: dict[str, LanguageModel]) -> quality.RecallSample:
+    talk = dialogues.dialogue(random.Random(3), 2, 2)
+    return quality.recall_sample(models["dense"], talk)
+
+
+def test_recalled_tokens_are_exactly_the_values(models: dict[str, LanguageModel]) -> None:
+    tokenizer = models["dense"].tokenizer
+    for seed in range(10):
+        talk = dialogues.dialogue(random.Random(seed), 3, 3)
+        sample = quality.recall_sample(models["dense"], talk)
+        for fact, indices in zip(talk.asked, sample.recalled, strict=True):
+            assert tokenizer.decode([sample.continuation[i] for i in indices]).strip() == fact.value
+        text = tokenizer.decode(list(sample.continuation))
+        assert text.startswith(talk.asked[0].say(ANSWER) + "<|im_end|>\n<|im_start|>user\n")
+        assert tokenizer.decode(list(sample.prefix)).endswith("<think>\n\n</think>\n\n")
+
+
+def test_identity_scores_as_native_does(
+    models: dict[str, LanguageModel], sample: quality.RecallSample
+) -> None:
+    model = models["dense"]
+    same = conditions.translated(model, model, identity_of(model))
+    scores = quality.score(model, [sample], {"identity": same})
+    assert scores["identity"] == scores["native"]
+    assert scores["native"].kl == (0.0,)
+
+
+def test_kl_and_hits_against_float64(
+    models: dict[str, LanguageModel], sample: quality.RecallSample
+) -> None:
+    """One forward pass over everything for native, one over the continuation for hidden."""
+    model = models["dense"]
+    score = quality.score(model, [sample], {"hidden": conditions.hidden(model)})
+
+    def logs(tokens: list[int]) -> np.ndarray:
+        cache = make_prompt_cache(model.model)
+        out = np.array(model.model(mx.array(tokens)[None], cache=cache)[0], np.float64)
+        out = out[-len(sample.continuation) - 1 : -1]
+        return (
+            out
+            - np.log(np.exp(out - out.max(-1, keepdims=True)).sum(-1, keepdims=True))
+            - (out.max(-1, keepdims=True))
+        )
+
+    native = logs([*sample.prefix, *sample.continuation])
+    alone = logs([sample.prefix[-1], *sample.continuation])
+    kl = (np.exp(native) * (native - alone)).sum(-1)
+    assert score["hidden"].kl[0] == pytest.approx(kl.mean(), rel=1e-4)
+    values = [i for indices in sample.recalled for i in indices]
+    assert score["hidden"].value_kl[0] == pytest.approx(kl[values].mean(), rel=1e-4)
+    best = native.argmax(-1)
+    hits = tuple(all(best[i] == sample.continuation[i] for i in row) for row in sample.recalled)
+    assert score["native"].hits == hits
+
+
+def test_shuffled_translator_is_another_one(
+    models: dict[str, LanguageModel], sample: quality.RecallSample
+) -> None:
+    model = models["dense"]
+    translator = kv.fit(model, model, [Sample(sample.prefix, ())])
+    control = conditions.shuffled(translator)
+    ours, theirs = translator.to_weights().arrays, control.to_weights().arrays
+    assert all(not np.array_equal(ours[name], theirs[name]) for name in ours)
+    assert {a.tobytes() for a in ours.values()} == {a.tobytes() for a in theirs.values()}
+    makers = {"fitted": conditions.translated(model, model, translator),
+                  "shuffled": conditions.translated(model, model, control)}  # fmt: skip
+    scores = quality.score(model, [sample], makers)
+    assert scores["shuffled"].kl[0] > 10 * scores["fitted"].kl[0]
+
+
+# ---- DroidSpeak --------------------------------------------------------------------------
+
+
+def entries(cache: list) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(np.array(c.keys[..., : c.offset, :]), np.array(c.values[..., : c.offset, :]))
+            for c in cache]  # fmt: skip
+
+
+@pytest.fixture
+def twins(tmp_path_factory: pytest.TempPathFactory) -> list[LanguageModel]:
+    """Two models of one shape and different weights."""
+    root = tmp_path_factory.mktemp("twins")
+    return [
+        kv.load(tiny.write_tiny_model(root / str(seed), kind, seed=seed, layers=4, kv_heads=2,
+                                      head_dim=32))
+        for seed, kind in ((1, "qwen3"), (2, "qwen3_moe"))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("step_size", [2048, 5])
+def test_reuse_is_between_verbatim_and_native(twins: list[LanguageModel], step_size: int) -> None:
+    source, target = twins
+    tokens = tiny.random_tokens(17)
+    own, theirs = (entries(conditions.native(m, step_size)(tokens)) for m in (target, source))
+    for recomputed in range(5):
+        found = entries(conditions.reused(source, target, recomputed, step_size)(tokens))
+        expected = own[:recomputed] + theirs[recomputed:]
+        for pair, wanted in zip(found, expected, strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(pair, wanted, strict=True))
+    assert not np.array_equal(own[0][0], theirs[0][0])
+
+
+def test_recomputing_few_layers_runs_few_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One layer of sixteen: no other is entered."""
+    folder = tiny.write_tiny_model(
+        tmp_path / "deep", "qwen3", seed=1, layers=16, kv_heads=2, head_dim=32
+    )
+    deep = kv.load(folder)
+    tokens, entered = tiny.random_tokens(401), []
+    layers = deep.model.layers
+
+    class Noted(type(layers[0])):  # type: ignore[misc]
+        """A layer that notes when it is run."""
+
+        def __call__(self, *arguments: Any, **options: Any) -> Any:
+            entered.append(next(i for i, layer in enumerate(layers) if layer is self))
+            return super().__call__(*arguments, **options)
+
+    for layer in layers:
+        monkeypatch.setattr(layer, "__class__", Noted)
+    conditions.prefill_layers(deep, tokens[:-1], 100, 1)
+    assert entered == [0] * 4
+    entered.clear()
+    conditions.native(deep, 100)(tokens)
+    assert entered == [*range(16)] * 4
+
+
+def test_reuse_needs_one_shape(models: dict[str, LanguageModel], twins: list) -> None:
+    with pytest.raises(kv.IncompatibleTranslatorError, match="cache layers: 4, expected 3"):
+        conditions.reused(models["dense"], twins[1])
+    with pytest.raises(ValueError, match="recomputed is 5"):
+        conditions.reused(*twins, 5)

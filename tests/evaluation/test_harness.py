@@ -1,0 +1,776 @@
+"""lm-eval's tasks behind any condition; with nothing translated, mlx-lm's own evaluation."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+import numpy as np
+import pytest
+import yaml
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.errors import KVLingoError, MissingExtraError
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.evaluation.harness import judge as judging
+from kvlingo_mlx.evaluation.harness import running
+from kvlingo_mlx.evaluation.harness.judge import Judge, fraction, judge_answers, rating, yes_no
+from kvlingo_mlx.evaluation.harness.judge_prompts import TEMPLATES
+from kvlingo_mlx.evaluation.harness.tasks import NAMES
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import ROOT
+from tests.support.identity import identity_of
+
+lm_eval = pytest.importorskip("lm_eval")
+
+import datasets  # noqa: E402
+import huggingface_hub  # noqa: E402
+import lm_eval.evaluator as reference_harness  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
+from mlx_lm.evaluate import MLXLM  # noqa: E402
+
+from kvlingo_mlx.evaluation.harness import task_loading  # noqa: E402
+from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, _Answer  # noqa: E402
+from tests.support.lm_eval_tasks import MT_BENCH, QUAC  # noqa: E402
+
+KINDS = ("tiny_choice", "tiny_words", "tiny_answers", "tiny_texts")
+
+
+@pytest.fixture(autouse=True)
+def local(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No network, data sets in a folder of the tests' own, and of lm-eval's own tasks none."""
+    folder = tmp_path_factory.getbasetemp()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(folder / "none" / "manager.py"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(reference_harness, "add_env_info", lambda storage: None)  # slow
+    task_loading._manager.cache_clear()
+
+
+class LastTokenApart(MLXLM):
+    """mlx-lm's model, which runs a prompt's last token by itself, as its ``generate`` does.
+
+    Rounding depends on how many tokens are run at once, so this makes equality exact.
+    """
+
+    def _process_prompt(self, prompt: Sequence[int], step_size: int = 2048) -> Any:
+        tokens = mx.array(prompt)[None]
+        cache = make_prompt_cache(self._model)
+        if tokens.shape[1] > 1:
+            self._model(tokens[:, :-1], cache=cache)
+        logits = self._model(tokens[:, -1:], cache=cache)
+        return nn.log_softmax(logits[:, -1, :].astype(mx.float32)), cache
+
+
+def reference(model: MLXLM, folder: Path, tasks: Sequence[str], **options: Any) -> dict[str, Any]:
+    """What mlx-lm's own ``evaluate`` does with a model it has loaded."""
+    manager = TaskManager(include_path=folder, include_defaults=False)
+    return reference_harness.simple_evaluate(
+        model=model, tasks=list(tasks), task_manager=manager, bootstrap_iters=0,
+        apply_chat_template=model.use_chat_template, **options,
+    )  # fmt: skip
+
+
+def responses(found: dict[str, Any], task: str) -> list[list[Any]]:
+    """Each item's responses: ours, or those lm-eval logged for the reference."""
+    if "tasks" in found:
+        return [item["responses"] for item in found["tasks"][task]["items"]]
+    return [[one for request in sample["resps"] for one in request]
+            for sample in found["samples"][task]]  # fmt: skip
+
+
+def as_lists(values: list[list[Any]]) -> list[list[Any]]:
+    return [[list(map(float, v)) if isinstance(v, tuple) else v for v in row] for row in values]
+
+
+def identity(model: LanguageModel) -> conditions.CacheMaker:
+    return conditions.translated(model, model, identity_of(model))
+
+
+# ---- the standing test ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, chat", [("dense", False), ("moe", True)])
+def test_native_and_identity_equal_mlx_lm(
+    models: dict[str, LanguageModel], task_folder: Path, name: str, chat: bool
+) -> None:
+    model = models[name]
+    own = LastTokenApart(str(model.path), batch_size=1, use_chat_template=chat)
+    wanted = reference(own, task_folder, KINDS)
+    for make in (conditions.native(model), identity(model)):
+        found = running.run(
+            model, make, KINDS, condition="x", include_path=task_folder, apply_chat_template=chat
+        )
+        for task in KINDS:
+            assert responses(found, task) == as_lists(responses(wanted, task))
+            for metric, values in found["tasks"][task]["metrics"].items():
+                assert values["value"] == wanted["results"][task][f"{metric},none"]
+
+
+def test_plain_mlx_lm_differs_by_rounding_alone(
+    models: dict[str, LanguageModel], task_folder: Path
+) -> None:
+    model = models["dense"]
+    wanted = reference(MLXLM(str(model.path)), task_folder, KINDS)
+    found = running.run(
+        model, identity(model), KINDS, condition="x", include_path=task_folder
+    )  # the template is used where there is one, as by mlx-lm
+    assert responses(found, "tiny_answers") == responses(wanted, "tiny_answers")
+    for task in ("tiny_choice", "tiny_words", "tiny_texts"):
+        ours = np.array(responses(found, task), np.float64)
+        assert ours == pytest.approx(np.array(responses(wanted, task), np.float64), abs=1e-4)
+
+
+EXACT = """
+import sys; sys.path.insert(0, {root!r})
+from pathlib import Path
+import tests.evaluation.test_harness as t
+folder, model = Path({folder!r}), t.kv.load({model!r})
+wanted = t.reference(t.MLXLM({model!r}), folder, t.KINDS)
+found = t.running.run(model, t.identity(model), t.KINDS, condition="x", include_path=folder)
+for task in t.KINDS:
+    assert t.responses(found, task) == t.as_lists(t.responses(wanted, task)), task
+    for metric, values in found["tasks"][task]["metrics"].items():
+        assert values["value"] == wanted["results"][task][metric + ",none"], metric
+"""
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="the plain BLAS is MLX's on Linux")
+def test_identity_equals_plain_mlx_lm_bit_for_bit(
+    models: dict[str, LanguageModel], task_folder: Path, tmp_path: Path
+) -> None:
+    """Where a product's rows do not depend on their number, nothing at all differs."""
+    script = EXACT.format(root=str(ROOT), folder=str(task_folder), model=str(models["dense"].path))
+    env = os.environ | {"KVLINGO_BLAS": "0", "HF_DATASETS_CACHE": str(tmp_path)}
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_controls_differ(models: dict[str, LanguageModel], task_folder: Path) -> None:
+    """The negative control: were prefixes not read through the condition, these would agree."""
+    model = models["dense"]
+    fitted = kv.fit(model, model, [{"text": "one two three four five " * 9}])
+    native, hidden, shuffled = (
+        running.run(model, make, KINDS, condition="x", include_path=task_folder)
+        for make in (
+            conditions.native(model),
+            conditions.hidden(model),
+            conditions.translated(model, model, conditions.shuffled(fitted)),
+        )
+    )
+    for task in ("tiny_choice", "tiny_words", "tiny_answers"):
+        for control in (hidden, shuffled):
+            pairs = zip(responses(native, task), responses(control, task), strict=True)
+            assert sum(own != other for own, other in pairs) >= 5
+    assert responses(native, "tiny_texts") == responses(hidden, "tiny_texts")  # no prefix there
+
+
+def test_long_contexts_lose_their_front_as_in_mlx_lm(
+    models: dict[str, LanguageModel], task_folder: Path
+) -> None:
+    model, tasks = models["dense"], ("tiny_choice", "tiny_words")
+    own = LastTokenApart(str(model.path), max_tokens=24, use_chat_template=False)
+    wanted = reference(own, task_folder, tasks)
+    lengths = []
+
+    def make(tokens: Sequence[int]) -> list:
+        lengths.append(len(tokens))
+        return conditions.native(model)(tokens)
+
+    options: dict[str, Any] = {"include_path": task_folder, "apply_chat_template": False}
+    found = running.run(
+        model, make, [*tasks, "tiny_answers"], condition="x", max_length=24, **options
+    )
+    whole = running.run(model, make, tasks, condition="x", **options)
+    for task in tasks:
+        assert responses(found, task) == as_lists(responses(wanted, task))
+        assert responses(found, task) != responses(whole, task)
+    assert max(lengths[:17]) == 24 < max(lengths[17:])
+    item = found["tasks"]["tiny_answers"]["items"][-1]
+    text = json.loads((task_folder / "tiny_answers.jsonl").read_text().splitlines()[-1])["text"]
+    assert item["prefix_tokens"] == len(model.tokenizer.encode(text)) > 24
+
+
+# ---- answers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "opened, text, answer, stopped",
+    [
+        (False, "four\n\nQ: and?", "four", True),
+        (False, "four", "four", False),
+        (False, "fourQ: \n\n", "four", True),
+        # A stop string within the trace is none, nor is white space after it.
+        (False, "<think>\nso\n\nQ: hm</think>\n\nfour\n\nmore", "\n\nfour", True),
+        (False, "<think>\nso</think>four", "four", False),
+        (True, "so\n\nQ: hm</think>four", "four", False),
+        # An unfinished trace, as MLXLM leaves it.
+        (False, "<think>\nso\n\nthen", "<think>\nso", False),
+        # The mark in an answer without trace, likewise.
+        (False, "a</think>b\n\nc", "b", True),
+    ],
+)
+def test_where_answers_end(opened: bool, text: str, answer: str, stopped: bool) -> None:
+    found = _Answer(["\n\n", "Q:"], "<think>", "</think>", opened)
+    assert found.cut(text) == answer
+    assert found.stopped(text) is stopped
+
+
+def test_generation_stops_at_a_stop_string(
+    models: dict[str, LanguageModel], task_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at its budget: with the stop string that stands first in a long answer."""
+    model = models["dense"]
+    lm = PrefixLM(model, conditions.native(model), condition="x", use_chat_template=False)
+    text = lm._generate("the hero", {"until": [], "max_gen_toks": 60})
+    stop = text[5:8]
+    steps: list[int] = []
+    forward = type(model.model).__call__
+    monkeypatch.setattr(
+        type(model.model), "__call__",
+        lambda self, *args, **kw: (steps.append(1), forward(self, *args, **kw))[1],
+    )  # fmt: skip
+    assert lm._generate("the hero", {"until": stop, "max_gen_toks": 60}) == text[: text.find(stop)]
+    assert len(steps) < 25
+
+
+def test_thinking_switch_and_budget(models: dict[str, LanguageModel], task_folder: Path) -> None:
+    model, seen = models["dense"], []
+
+    def make(tokens: Sequence[int]) -> list:
+        seen.append(model.tokenizer.decode(tokens))
+        return conditions.native(model)(tokens)
+
+    options: dict[str, Any] = {"condition": "x", "include_path": task_folder, "limit": 1}
+    before = MLXLM.apply_chat_template
+    for thinking in (False, True):
+        found = running.run(
+            model, make, ["tiny_answers"], enable_thinking=thinking, max_gen_toks=3, **options
+        )
+        (text,) = responses(found, "tiny_answers")[0]
+        assert len(model.tokenizer.encode(text)) <= 3
+    assert seen[0].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert seen[1].endswith("<|im_start|>assistant\n")
+    running.run(model, make, ["tiny_answers"], apply_chat_template=False, **options)
+    running.run(model, make, ["tiny_answers"], system_instruction="Be brief.", **options)
+    assert "<|im_start|>" not in seen[2]
+    assert seen[3].startswith("<|im_start|>system\nBe brief.<|im_end|>")
+    assert MLXLM.apply_chat_template is before
+
+
+def test_a_trace_that_never_ends_is_no_answer(models: dict[str, LanguageModel]) -> None:
+    lm = PrefixLM(models["dense"], conditions.native(models["dense"]), condition="x")
+    assert lm.without_trace("hello", "<think>\nso") == ""
+    assert lm.without_trace("hello <think>\n", "so") == ""
+    assert lm.without_trace("hello", "four") == "four"
+
+
+# ---- runs -----------------------------------------------------------------------------------
+
+
+def test_one_cache_serves_all_continuations(
+    models: dict[str, LanguageModel], task_folder: Path
+) -> None:
+    model, made, steps = models["dense"], [], []
+
+    def make(tokens: Sequence[int]) -> list:
+        made.append(tokens)
+        return conditions.native(model)(tokens)
+
+    running.run(
+        model, make, ["tiny_choice", "tiny_words"], condition="x", include_path=task_folder,
+        progress=lambda done, total: steps.append((done, total)),
+    )  # fmt: skip
+    assert len(made) == 6 + 5  # two contexts of tiny_words are the same
+    assert steps[-1] == (24, 24) and [done for done, _ in steps] == sorted(d for d, _ in steps)
+
+
+def test_limit_items_and_examples(models: dict[str, LanguageModel], task_folder: Path) -> None:
+    model, seen = models["dense"], []
+
+    def make(tokens: Sequence[int]) -> list:
+        seen.append(model.tokenizer.decode(tokens))
+        return conditions.native(model)(tokens)
+
+    def ids(**options: Any) -> list[int]:
+        found = running.run(
+            model, make, ["tiny_choice"], condition="x", include_path=task_folder, **options
+        )
+        return [item["id"] for item in found["tasks"]["tiny_choice"]["items"]]
+
+    assert ids(limit=2) == [0, 1]
+    assert ids(items={"tiny_choice": [4, 1, 4]}) == [1, 4]
+    seen.clear()
+    state = random.getstate(), np.random.get_state()[1].tolist()
+    for seed in (3, 3, 4):
+        ids(limit=2, num_fewshot=2, seed=seed)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == state
+    assert seen[:2] == seen[2:4] != seen[4:]
+    assert seen[0].count("Answer:") == 3 and seen[0].count("<|im_start|>assistant") == 3
+
+
+def test_scores_errors_and_groups(models: dict[str, LanguageModel], task_folder: Path) -> None:
+    model = models["dense"]
+    found = running.run(
+        model, conditions.native(model), ["tiny_group"], condition="x", include_path=task_folder
+    )
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+    squares, counts = [], []
+    for name in ("tiny_choice", "tiny_other"):
+        scores = np.array([item["scores"]["acc"] for item in found["tasks"][name]["items"]])
+        error = scores.std(ddof=1) / np.sqrt(len(scores))
+        acc = found["tasks"][name]["metrics"]["acc"]
+        assert acc == pytest.approx(
+            {"value": scores.mean(), "error": error, "count": len(scores)}, abs=1e-12
+        )
+        squares.append(error**2)
+        counts.append(len(scores))
+    weights = np.array(counts) / sum(counts)
+    assert found["groups"]["tiny_group"]["weights"]["acc_norm"] == {
+        "tiny_choice": 1,
+        "tiny_other": 1,
+    }
+    group = found["groups"]["tiny_group"]["metrics"]
+    assert group["acc"]["error"] == pytest.approx(np.sqrt((weights**2 * squares).sum()))
+    values = [
+        found["tasks"][n]["metrics"]["acc_norm"]["value"] for n in ("tiny_choice", "tiny_other")
+    ]
+    assert group["acc_norm"]["value"] == pytest.approx(np.mean(values))
+    words_task = running.run(
+        model, conditions.native(model), ["tiny_words"], condition="x", include_path=task_folder
+    )["tasks"]["tiny_words"]
+    assert words_task["metrics"]["perplexity"]["error"] is None  # no mean over items
+    logs = [item["scores"]["perplexity"] for item in words_task["items"]]
+    assert words_task["metrics"]["perplexity"]["value"] == pytest.approx(np.exp(-np.mean(logs)))
+
+
+def test_interrupted_runs_go_on(
+    models: dict[str, LanguageModel], task_folder: Path, tmp_path: Path
+) -> None:
+    model, file = models["dense"], tmp_path / "responses.jsonl"
+    calls: list[int] = []
+
+    def run(stop: int | None = None, condition: str = "one", **options: Any) -> dict[str, Any]:
+        calls.clear()
+
+        def make(tokens: Sequence[int]) -> list:
+            if len(calls) == stop:
+                raise KeyboardInterrupt
+            calls.append(len(tokens))
+            return conditions.native(model)(tokens)
+
+        return running.run(
+            model, make, KINDS, condition=condition, include_path=task_folder, **options
+        )
+
+    whole = run()
+    count = len(calls)
+    assert count == 6 + 5 + 5
+    with pytest.raises(KeyboardInterrupt):
+        run(stop=8, responses=file)
+    assert len(file.read_text().splitlines()) == 8
+    with file.open("a") as torn:  # killed while writing
+        torn.write('{"key": "abc", "respo')
+    assert run(responses=file) == whole
+    assert len(calls) == count - 8
+    assert run(responses=file) == whole and not calls
+    run(responses=file, condition="two")
+    assert len(calls) == count
+    run(responses=file, max_gen_toks=2)
+    assert len(calls) == 5  # the generated ones alone
+    run(responses=file, apply_chat_template=False)
+    assert len(calls) == count
+    file.write_text("my notes\n")
+    with pytest.raises(ValueError, match="line 1: not a line of kept responses"):
+        run(responses=file)
+
+
+def test_numbers_that_are_none_are_refused(
+    models: dict[str, LanguageModel], task_folder: Path
+) -> None:
+    model = models["dense"]
+
+    def make(tokens: Sequence[int]) -> list:
+        cache = conditions.native(model)(tokens)
+        cache[0].values = cache[0].values * float("nan")
+        return cache
+
+    for task in ("tiny_words", "tiny_answers"):
+        with pytest.raises(KVLingoError, match="is not a number"):
+            running.run(model, make, [task], condition="x", include_path=task_folder)
+
+
+# ---- what can be wrong ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_native(models: dict[str, LanguageModel], task_folder: Path) -> Callable[..., dict]:
+    model = models["dense"]
+
+    def run(*tasks: str, **options: Any) -> dict[str, Any]:
+        options = {"condition": "native", "include_path": task_folder, **options}
+        return running.run(model, conditions.native(model), tasks, **options)
+
+    return run
+
+
+def test_lm_eval_is_missing(run_native: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(MissingExtraError, match=r'pip install "kvlingo-mlx\[eval\]"'):
+        run_native("tiny_choice")
+
+
+def test_no_such_task(
+    run_native: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Close matches come from lm-eval's own tasks, here three instead of fourteen thousand."""
+    for name in ("gsm8k", "gsm8k_cot", "hellaswag"):
+        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n")
+    monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "manager.py"))
+    with pytest.raises(ValueError, match="no task gsm8; did you mean gsm8k or gsm8k_cot\\?"):
+        run_native("tiny_choice", "gsm8")
+    with pytest.raises(ValueError, match="did you mean longmemeval\\?"):
+        run_native("longmemevl")
+    with pytest.raises(ValueError, match="did you mean tiny_choice"):
+        run_native("tiny_choise")
+    with pytest.raises(ValueError, match="no task xyzzy; see lm-eval's list"):
+        run_native("xyzzy")
+
+
+def test_no_network(
+    run_native: Callable, task_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody is waited for: no connection is tried again after a pause."""
+    paused: list[float] = []
+    monkeypatch.setattr(time, "sleep", paused.append)
+    (tmp_path / "far.yaml").write_text(
+        yaml.safe_dump({"task": "far", "dataset_path": "some/where", "test_split": "test",
+                        "doc_to_text": "a", "doc_to_target": "b"})
+    )  # fmt: skip
+    for name in NAMES:
+        with pytest.raises(KVLingoError, match=f"the data of {name} cannot be had .*offline.*"
+                                               f"give a local file for {name}"):  # fmt: skip
+            run_native(name)
+    with pytest.raises(KVLingoError, match="the data of far cannot be had .*dataset_path: json"):
+        run_native("far", include_path=tmp_path)
+    assert paused == []
+
+
+def test_a_tasks_own_module_is_missing(run_native: Callable, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text("import nosuchmodule.part\n")
+    (tmp_path / "needy.yaml").write_text("task: needy\nprocess_docs: !function code.docs\n")
+    with pytest.raises(MissingExtraError, match="needy needs nosuchmodule.*pip install nosuch"):
+        run_native("needy", include_path=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"limit": 0}, "limit is 0"),
+        ({"limit": 1, "items": {"tiny_choice": [0]}}, "either limit or items"),
+        ({"items": {"tiny_choice": [6]}}, "items of tiny_choice are 0 to 5"),
+        ({"items": {"tiny_words": [1]}}, "items of tiny_words are named"),
+        ({"condition": ""}, "condition is empty"),
+        ({"max_gen_toks": 0}, "max_gen_toks is 0"),
+        ({"max_length": -1}, "max_length is -1"),
+        ({"data": {"gsm8k": "x.jsonl"}}, "not for gsm8k"),
+        ({"include_path": "/no/such/folder"}, "no folder of task files"),
+    ],
+)
+def test_bad_arguments(run_native: Callable, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_native("tiny_choice", **options)
+
+
+def test_a_list_of_tasks_is_asked_for(models: dict[str, LanguageModel]) -> None:
+    model = models["dense"]
+    for tasks in ("gsm8k", []):
+        with pytest.raises(ValueError, match="give a list of names"):
+            running.run(model, conditions.native(model), tasks, condition="x")
+
+
+def test_nothing_is_left_behind(run_native: Callable, capfd: pytest.CaptureFixture) -> None:
+    import lm_eval.api.task as noisy
+
+    bar, level = noisy.tqdm, logging.getLogger("lm_eval").level
+    hidden = datasets.are_progress_bars_disabled()
+    capfd.readouterr()
+    run_native("tiny_choice", limit=1, num_fewshot=1)
+    assert capfd.readouterr() == ("", "")
+    assert noisy.tqdm is bar and logging.getLogger("lm_eval").level == level
+    assert datasets.are_progress_bars_disabled() == hidden
+
+
+# ---- our own tasks ----------------------------------------------------------------------------
+
+SESSION = [{"role": "user", "content": "I moved to Bern.", "has_answer": True},
+           {"role": "assistant", "content": "Noted."}]  # fmt: skip
+LONGMEMEVAL = [
+    {"question_id": name, "question_type": "single-session-user", "question": "Where do I live?",
+     "answer": answer, "question_date": "2023/05/30 (Tue) 23:40",
+     "haystack_dates": ["2023/05/20 (Sat) 02:21", "2023/05/02 (Tue) 10:00"],
+     "haystack_session_ids": ["s2", "s1"], "answer_session_ids": ["s1"],
+     "haystack_sessions": [[{"role": "user", "content": "Later chat."}], SESSION]}
+    for name, answer in (("q1", "Bern"), ("q2_abs", 3))
+]  # fmt: skip
+REPLIQA = [
+    {"document_id": "doc", "document_topic": "News", "document_path": "x.pdf",
+     "document_extracted": "Ann won the race.", "question_id": f"doc-q{i}", "question": "Who won?",
+     "answer": answer, "long_answer": "NA"}
+    for i, answer in enumerate(("Ann.", "UNANSWERABLE"))
+]  # fmt: skip
+CHALLENGE = {"axis": "SELF_COHERENCE", "target_question": "Is it polite?", "num_turns": 3}
+MULTICHALLENGE = [
+    {**CHALLENGE, "question_id": "m1", "pass_criteria": "YES",
+     "conversation": [{"role": "user", "content": "Be polite."},
+                      {"role": "assistant", "content": "Gladly."},
+                      {"role": "user", "content": "Bye."}]},
+    {"QUESTION_ID": "m2", "AXIS": "SELF_COHERENCE", "TARGET_QUESTION": "Is it rude?",
+     "PASS_CRITERIA": "NO", "CONVERSATION": {"role": ["user"], "content": ["Bye."]}},
+]  # fmt: skip
+RECORDS = {"quac": [QUAC], "mt_bench_101": MT_BENCH, "longmemeval": LONGMEMEVAL,
+           "repliqa": REPLIQA, "repliqa_facts": REPLIQA,
+           "multichallenge": MULTICHALLENGE}  # fmt: skip
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> dict[str, Path]:
+    """A local file for each of our tasks: JSON lists and JSON lines."""
+    files = {}
+    for name, records in RECORDS.items():
+        files[name] = tmp_path / f"{name}.json"
+        lines = "\n".join(json.dumps(record) for record in records)
+        files[name].write_text(json.dumps(records) if name == "longmemeval" else lines)
+    return files
+
+
+@pytest.fixture
+def own_results(
+    run_native: Callable, data: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """All our tasks, answered by a script: the last word of the question, upside down traces."""
+    contexts: list[str] = []
+
+    def answer(self: PrefixLM, context: str, options: dict[str, Any]) -> str:
+        contexts.append(context)
+        if "Who drew him?" in context:
+            return "Cannotanswer."
+        if "Is it" not in context and "race" in context:
+            return "<think>never ending"
+        return "He first appeared in 1937" if "Daffy" in context else "Bern {and} [[9]]"
+
+    monkeypatch.setattr(PrefixLM, "_generate", answer)
+    found = run_native(*NAMES, data=data, seed=5)
+    return {**found, "contexts": contexts}
+
+
+def test_own_tasks_read_their_records(own_results: dict[str, Any]) -> None:
+    tasks, contexts = own_results["tasks"], own_results["contexts"]
+    assert {name: [item["id"] for item in task["items"]] for name, task in tasks.items()} == {
+        "quac": ["d1#0", "d1#1"], "mt_bench_101": ["CM-7", "MR-8"],
+        "longmemeval": ["q1", "q2_abs"], "repliqa": ["doc-q0"], "repliqa_facts": ["doc-q0"],
+        "multichallenge": ["m1", "m2"],
+    }  # fmt: skip
+    # Words of "He first appeared in 1937" in "Daffy first appeared in 1937": four of five.
+    assert [item["scores"]["f1"] for item in tasks["quac"]["items"]] == [pytest.approx(0.8), 1.0]
+    first, second = contexts[:2]
+    assert "CANNOTANSWER\n\nDaffy Duck" not in first and first.count("<|im_start|>") == 2
+    assert "Daffy first appeared in 1937.\n\nWhen did he appear?<|im_end|>" in first
+    history = "assistant\nfirst appeared in 1937<|im_end|>\n<|im_start|>user\nWho drew him?"
+    assert history in second
+    turn = contexts[2].count("<|im_start|>assistant")
+    assert turn in (2, 3, 4)  # the first turn of "CM" only sets the scene
+    assert f"user\nu{turn - 1}<|im_end|>\n<|im_start|>assistant\n" in contexts[2]
+    assert contexts[4].index("Bern") < contexts[4].index("Later chat")  # by date
+    assert "Today is 2023/05/30 (Tue) 23:40. Question: Where do I live?" in contexts[4]
+    assert "has_answer" not in contexts[4]
+    assert "Gladly.<|im_end|>" in contexts[-2]
+    (item,) = tasks["repliqa"]["items"]
+    assert item["answer"] == "" and item["responses"] == ["<think>never ending"]
+    assert tasks["longmemeval"]["items"][1]["subset"] == "abstention"
+
+
+def test_the_turn_is_drawn_by_the_seed(run_native: Callable, data: dict[str, Path]) -> None:
+    def prefix(seed: int) -> int:
+        found = run_native("mt_bench_101", data=data, seed=seed, limit=1, max_gen_toks=1)
+        return found["tasks"]["mt_bench_101"]["items"][0]["prefix_tokens"]
+
+    assert prefix(0) == prefix(0)
+    assert len({prefix(seed) for seed in range(8)}) > 1
+
+
+def test_own_tasks_without_a_template(run_native: Callable, data: dict[str, Path]) -> None:
+    found = run_native("multichallenge", data=data, apply_chat_template=False, max_gen_toks=1)
+    text = "User: Be polite.\n\nAssistant: Gladly.\n\nUser: Bye.\n\nAssistant:"
+    assert found["tasks"]["multichallenge"]["items"][0]["prefix_tokens"] == len(
+        kv.load(found["target"]).tokenizer.encode(text)
+    )
+
+
+def test_judging(own_results: dict[str, Any]) -> None:
+    asked: list[str] = []
+    replies = {
+        "Context memory": "Good. Rating: [[8]]", "Mathematical": "Rating: [[1996]]",
+        "Where do I live": "[[YES]]", "cannot be answered": "I think so: yes.",
+        "reference says": "Verdict: [[no]]", "key facts": "Facts: [[1/4]]",
+        "polite": "[[yes]]", "rude": "[[no]]",
+    }  # fmt: skip
+
+    def judge(prompt: str) -> str:
+        asked.append(prompt)
+        (reply,) = {replies[key] for key in list(replies)[::-1] if key in prompt and (
+            key != "Where do I live" or "cannot be answered" not in prompt)}  # fmt: skip
+        return reply
+
+    stored = json.loads(json.dumps({k: v for k, v in own_results.items() if k != "contexts"}))
+    steps: list[tuple[int, int]] = []
+    judged = judge_answers(stored, judge, progress=lambda *step: steps.append(step))
+    scores = {name: [item["scores"] for item in task["items"]]
+              for name, task in judged["tasks"].items()}  # fmt: skip
+    assert scores["mt_bench_101"] == [{"rating": 8.0}, {"rating": None}]
+    assert scores["longmemeval"] == [{"accuracy": 1.0}, {"accuracy": None}]
+    assert scores["repliqa"] == [{"correct": 0.0}]
+    assert scores["repliqa_facts"] == [{"fact_coverage": 0.25}]
+    assert scores["multichallenge"] == [{"pass": 1.0}, {"pass": 1.0}]
+    tasks = judged["tasks"]
+    assert [tasks[n]["malformed"] for n in ("mt_bench_101", "longmemeval", "repliqa")] == [1, 1, 0]
+    assert tasks["longmemeval"]["metrics"]["accuracy"] == {"value": 1.0, "error": None, "count": 1}
+    assert tasks["quac"] == stored["tasks"]["quac"]
+    assert steps[-1] == (8, 8)
+    assert judging.NO_ANSWER in asked[4]  # the trace that never ended
+    assert "It is 2." in asked[1] and "u0" in asked[0] and "Bern {and} [[9]]" in asked[0]
+
+
+def test_a_benchmarks_own_prompts(own_results: dict[str, Any]) -> None:
+    asked: list[str] = []
+    judge_answers(
+        own_results, lambda p: asked.append(p) or "", prompts={"multichallenge": "{{{answer}}}"}
+    )
+    assert asked[-1] == "{Bern {and} [[9]]}"
+    for text in ("no places", "{answer} {wrong}", "{answer", "{} {answer}"):
+        with pytest.raises(ValueError, match="the judge prompt multichallenge"):
+            judge_answers(own_results, lambda p: "", prompts={"multichallenge": text})
+    with pytest.raises(ValueError, match="no judge prompt is called multi"):
+        judge_answers(own_results, lambda p: "", prompts={"multi": "{answer}"})
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (lambda r: r.pop("question"), "record 2 of .*longmemeval.json .*field 'question'"),
+        (lambda r: r.update(haystack_sessions=[[{"role": "tool", "content": "x"}]] * 2),
+         "no conversation"),
+        (lambda r: r.update(haystack_dates=[]), "record 2"),
+        (lambda r: r.update(question_id="q2", question_type="new"), "longmemeval/new is no kind"),
+        (lambda r: r.update(haystack_sessions=3), "record 2"),
+    ],
+)  # fmt: skip
+def test_records_of_another_schema(
+    run_native: Callable, data: dict[str, Path], spoil: Callable, message: str
+) -> None:
+    records = json.loads(json.dumps(LONGMEMEVAL))
+    spoil(records[1])
+    data["longmemeval"].write_text(json.dumps(records))
+    with pytest.raises(KVLingoError, match=message):
+        run_native("longmemeval", data=data)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[1, 2]", "{", "null", '"x"'])
+def test_files_that_hold_no_records(run_native: Callable, data: dict[str, Path], text: str) -> None:
+    data["repliqa"].write_text(text)
+    with pytest.raises(KVLingoError, match=r"repliqa\.json"):
+        run_native("repliqa", data=data)
+    with pytest.raises(KVLingoError, match="cannot be read"):
+        run_native("repliqa", data={"repliqa": "/no/such/file.json"})
+
+
+# ---- the judge ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reply, number",
+    [
+        ("Rating: [[7]]", 7.0), ("[[10]]", 10.0), ("[[1]]", 1.0), ("so [[ 8.5 ]] it is", 8.5),
+        ("[[7]] and again [[7]]", 7.0), ("Rating: [[1996]]", None), ("[[0]]", None),
+        ("[[11]]", None), ("[[10.5]]", None), ("[[-3]]", None), ("Rating: 7", None),
+        ("Rating: [7]", None), ("[[seven]]", None), ("[[7/10]]", None), ("[[7]] or [[8]]", None),
+        ("[[]]", None), ("", None), ("1996 was good", None), ("[[٧]]", None),
+    ],
+)  # fmt: skip
+def test_ratings(reply: str, number: float | None) -> None:
+    assert rating(reply) == number
+
+
+@pytest.mark.parametrize(
+    "reply, verdict",
+    [
+        ("[[yes]]", 1.0), ("It does. [[No]]", 0.0), ("[[ YES ]]", 1.0), ("yes", None),
+        ("Yes, it is correct.", None), ("[[yes]] or [[no]]", None), ("[[maybe]]", None),
+        ("[[yes", None), ("", None),
+    ],
+)  # fmt: skip
+def test_verdicts(reply: str, verdict: float | None) -> None:
+    assert yes_no(reply) == verdict
+
+
+@pytest.mark.parametrize(
+    "reply, share",
+    [
+        ("Facts: [[2/3]]", 2 / 3), ("[[0/4]]", 0.0), ("[[ 4 / 4 ]]", 1.0), ("[[5/4]]", None),
+        ("[[0/0]]", None), ("2/3", None), ("[[-1/3]]", None), ("[[0.5]]", None),
+    ],
+)  # fmt: skip
+def test_fractions(reply: str, share: float | None) -> None:
+    assert fraction(reply) == share
+
+
+def test_every_prompt_has_a_verdict_and_its_places() -> None:
+    for name, template in TEMPLATES.items():
+        assert template.verdict in judging.VERDICTS
+        assert "answer" in (judging._places(template.text) or ()), name
+        example = {"rating": "Rating: [[n]]", "yes_no": "[[yes]] or [[no]]",
+                   "fraction": "[[conveyed/all]]"}[template.verdict]  # fmt: skip
+        assert example in template.text
+
+
+def test_a_local_judge_is_greedy_and_keeps_its_replies(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = models["moe"], tmp_path / "judge.jsonl"
+    judge = Judge(model, max_tokens=8, responses=file)
+    text = "<|im_start|>user\nIs it?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    tokens, cache = model.tokenizer.encode(text), make_prompt_cache(model.model)
+    wanted: list[int] = []
+    for _ in range(8):
+        logits = model.model(mx.array((wanted and wanted[-1:]) or tokens)[None], cache=cache)
+        wanted.append(int(mx.argmax(logits[0, -1]).item()))
+    assert judge("Is it?") == model.tokenizer.decode(wanted)
+    monkeypatch.setattr(Judge, "_reply", lambda self, prompt: "asked again")
+    again = Judge(model, max_tokens=8, responses=file)
+    assert again("Is it?") == model.tokenizer.decode(wanted)
+    assert again("Is it now?") == "asked again"
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="context"):
+        judge("x " * 600)
+
+
+def test_a_judges_own_reasoning_is_dropped(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = "<think>is it [[no]]?</think>\n[[yes]]"
+    monkeypatch.setattr(judging, "generate", lambda *args, **options: reply)
+    assert yes_no(Judge(models["dense"])("Is it?")) == 1.0

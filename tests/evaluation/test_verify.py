@@ -1,0 +1,209 @@
+"""kvlingo-mlx verify: the self-test through MLX, and a training's receipt."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import TRANSLATORS, zoo
+from kvlingo_mlx.embedded.bundled import NAME, bundled_samples
+from kvlingo_mlx.evaluation import verification
+from kvlingo_mlx.evaluation.verification import map_error, verdict
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.loading.grading import Receipt, receipt_of
+from tests.support import TESTS
+from tests.support.translator_folders import LAYOUTS, store, to_config
+
+PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
+BETWEEN = ("--source", PAIR[0], "--target", PAIR[1])
+CPU = mx.Device(mx.cpu)
+
+
+@pytest.fixture
+def embedded(tmp_path: Path) -> Path:
+    """A copy of an embedded translator."""
+    return Path(shutil.copytree(TRANSLATORS / "--".join(PAIR), tmp_path / "t"))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_computes_its_probes(tmp_path: Path, name: str) -> None:
+    """Head-mixing and head-wise, joint, with biases and gates, of one and two layers."""
+    config, weights = translator_folder.read(store(tmp_path / "t", LAYOUTS[name], "float32"))
+    assert map_error(config, weights, CPU) < 1e-5
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_other_maps_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Were MLX to compute with one tensor changed, each in turn."""
+    config, weights = translator_folder.read(store(tmp_path / "t", LAYOUTS[name], "float32"))
+    build = verification.build
+    rng = np.random.default_rng(0)  # a constant would not do: some probes sum to zero
+    for changed in weights.arrays:
+        noise = rng.normal(size=weights.arrays[changed].shape).astype(np.float32)
+        arrays = dict(weights.arrays) | {changed: weights.arrays[changed] + noise}
+        other = Weights("float32", arrays)
+        monkeypatch.setattr(verification, "build", lambda c, w, other=other: build(c, other))
+        assert map_error(config, weights, CPU) > translator_folder.PROBE_TOLERANCE["float32"], (
+            changed
+        )
+
+
+def test_verify(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["verify", str(embedded)]) == 0
+    out = capsys.readouterr().out
+    assert "its own probes          agree" in out
+    assert out.endswith("verdict: sound: the maps are computed as they are stored\n")
+    (embedded / "selftest.safetensors").unlink()
+    assert run(["verify", str(embedded), "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    assert "none: it has no selftest.safetensors" in captured.err
+    assert json.loads(captured.out)["results"]["sound"] is True
+
+
+def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What MLX measures here is what PyTorch measured when the receipt was written."""
+    config, weights = translator_folder.read(embedded)
+    receipt = config.provenance["receipt"]
+    assert run(["verify", str(embedded), *BETWEEN, "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    results = json.loads(captured.out)["results"]
+    assert results["KL, nats per token"] == pytest.approx(receipt["kl"], abs=1e-4)
+    assert results["same first choice"] == pytest.approx(receipt["top1"])
+    assert "verdict: sound: as its training left it; works: it recovers 99 %" in captured.err
+    assert results["measured"]["grade"] == "works" and results["grade"] == "works"
+    assert results["measured"]["hidden_kl"] == pytest.approx(receipt["hidden_kl"], rel=1e-4)
+    assert results["measured"]["recall"] == receipt["recall"]
+    assert receipt["recall"] == {"translated": 1.0, "native": 1.0, "hidden": 0.0}
+    # The same facts, and maps that are worse.
+    rng = np.random.default_rng(0)
+    arrays = {n: weights.as_float32(n) for n in weights.arrays}
+    arrays = {n: a + 0.3 * a.std() * rng.normal(size=a.shape) for n, a in arrays.items()}
+    worse = Weights.from_float32(arrays, "bfloat16")
+    translator_folder.write(embedded, config, worse, overwrite=True)
+    assert run(["verify", str(embedded), *BETWEEN]) == 1
+    assert "verdict: NOT SOUND: " in capsys.readouterr().out
+
+
+def test_tuning_does_not_change_the_verdict(
+    embedded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A receipt is compared at its own number of native layers, not the one that tuning chose."""
+    config, weights = translator_folder.read(embedded)
+    layers = len(config.target.layers)
+    tuned = replace(config, provenance={**config.provenance, "native_layers": layers})
+    translator_folder.write(embedded, tuned, weights, overwrite=True)
+    assert run(["verify", str(embedded), *BETWEEN]) == 0
+    out = capsys.readouterr().out
+    assert "verdict: sound: as its training left it; works" in out and "native layers" not in out
+
+
+def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The one in the test zoo was distilled above two native layers; both runtimes measure that."""
+    pytest.importorskip("torch")
+    torch_model = importlib.import_module("kvlingo_mlx.training.torch_model")
+    training = importlib.import_module("kvlingo_mlx.training.receipt")
+    maps = importlib.import_module("kvlingo_mlx.training.translator")
+    folder = TESTS / "zoo" / "native" / "tiny-qwen3-s--tiny-qwen3-moe"
+    config, weights = translator_folder.read(folder)
+    models = [
+        torch_model.load(str(zoo(spec.name)), dtype=torch_model.torch.float32)
+        for spec in (config.source, config.target)
+    ]
+    arrays = {name: weights.as_float32(name) for name in weights.arrays}
+    translator = maps.TorchTranslator.from_arrays(config, arrays, models[1].device)
+    left = training.receipt(*models, translator)
+    assert left["native_layers"] == config.native_layers == 2
+    kept = dict(config.provenance["receipt"])
+    for name in ("kl", "top1", "hidden_kl"):
+        assert left[name] == pytest.approx(kept.pop(name), rel=1e-3)
+    assert kept == {name: left[name] for name in kept}
+    arguments = ["--source", str(zoo(config.source.name)), "--target", str(zoo(config.target.name))]
+    assert run(["verify", str(folder), *arguments]) == 0
+    out = capsys.readouterr().out
+    assert f"{left['kl']:.4f}, receipt {left['kl']:.4f}" in out
+    assert "native layers" in out and "2, as its receipt has it" in out
+
+
+def refused(capsys: pytest.CaptureFixture[str], words: list[str], *texts: str) -> None:
+    assert run(["verify", *words]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert all(text in error for text in texts), error
+
+
+def test_what_verify_refuses(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(
+        capsys,
+        [str(embedded), "--source", PAIR[0]],
+        "--source has no effect without --target; add --target MODEL",
+    )
+    refused(capsys, [str(embedded.parent / "no")], "does not exist")
+    swapped = [str(embedded), "--source", PAIR[1], "--target", PAIR[0]]
+    refused(capsys, swapped, "goes the other way round")
+    blob = bytearray((embedded / "translator.safetensors").read_bytes())
+    blob[-1000:] = bytes(1000)
+    (embedded / "translator.safetensors").write_bytes(blob)
+    refused(capsys, [str(embedded)], "self-test failed for")
+
+
+GOOD = Receipt(0.03, 0.95, 0, 0.5)
+VERDICTS: list[tuple[Receipt, Receipt | None, bool, str]] = [
+    (GOOD, Receipt(0.03, 0.95), True, "as its training left it; works: it recovers 94 %"),
+    (GOOD, Receipt(0.0205, 1.0), True, "as its training"),
+    (GOOD, Receipt(0.0195, 0.95), False, "KL 0.0300, expected 0.0195 within 0.0100"),
+    (GOOD, Receipt(0.05, 0.95), False, "expected 0.0500 within 0.0100"),
+    (replace(GOOD, kl=0.2), Receipt(0.17, 0.9), True, "it; better than nothing: it recovers 60 %"),
+    (replace(GOOD, kl=0.22), Receipt(0.17, 0.9), False, "within 0.0340"),
+    (GOOD, None, True, "left no receipt"),
+    (replace(GOOD, kl=0.4), Receipt(0.4, 0.9), False, "useless: it recovers 20 %"),
+    (replace(GOOD, kl=0.5), Receipt(0.5, 0.9), False, "useless: it recovers nothing"),
+    (replace(GOOD, kl=float("nan")), None, False, "useless"),
+]
+
+
+@pytest.mark.parametrize(("found", "receipt", "sound", "text"), VERDICTS)
+def test_verdicts(found: Receipt, receipt: Receipt | None, sound: bool, text: str) -> None:
+    assert verdict(found, receipt)[0] is sound and text in verdict(found, receipt)[1]
+
+
+@pytest.mark.parametrize(
+    "left", [None, 3, [], {}, {"prompts": "dialogues-0", "kl": 1.0, "top1": 1.0},
+             {"prompts": NAME, "kl": "low", "top1": 1.0}, {"prompts": NAME, "kl": True, "top1": 1},
+             {"prompts": NAME, "top1": 1.0},
+             {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": "two"},
+             {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": -1},
+             {"prompts": NAME, "kl": 1.0, "top1": 1.0, "native_layers": 99}],
+)  # fmt: skip
+def test_a_receipt_that_is_none(left: Any) -> None:
+    """A stranger's provenance may hold anything."""
+    config = replace(to_config(checkpoint_json()), provenance={"receipt": left})
+    assert receipt_of(config) is None
+
+
+def checkpoint_json() -> dict[str, Any]:
+    from tests.support.translator_folders import config_json
+
+    return config_json()
+
+
+def test_the_bundled_conversations_are_alike_in_both_runtimes() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = kv.load(PAIR[1], lazy=True)
+    own = bundled_samples(model.tokenizer, 2048)
+    theirs = bundled_samples(transformers.AutoTokenizer.from_pretrained(model.path), 2048)
+    assert own == theirs and len(own) == 8 and all(s.continuation for s in own)
+    assert bundled_samples(model.tokenizer, 100) == []

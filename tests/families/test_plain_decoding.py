@@ -1,0 +1,164 @@
+"""mlx-lm's plain families held to what the others are: decoding, hybrids, saved caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.models.keys import rotate_back
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
+from tests.support import plain_models
+from tests.support.identity import identity_of
+from tests.support.native_caches import LENGTHS, TOKENS, held, logits, native
+from tests.support.opened import Opener, quantised
+
+NAMES = sorted(plain_models.CONFIGS)
+# A scaled rotation, one of pairs, a temperature, sinks, a fused projection, layers without one.
+THOROUGH = ("cohere2", "gpt_oss", "llama", "ministral3", "mistral", "olmo3", "phi3")
+
+
+@pytest.fixture(scope="module")
+def models(plain: Opener, tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+    """Those of ``THOROUGH``, and their 4-bit copies."""
+    root = tmp_path_factory.mktemp("few-bits")
+    floats = {name: plain(name) for name in THOROUGH}
+    return floats | {f"{name} 4-bit": quantised(m, root / name) for name, m in floats.items()}
+
+
+def same(one: list[Any], other: list[Any]) -> list[bool]:
+    """Whether two caches hold the same numbers, layer by layer."""
+    return [
+        all(np.array_equal(a, b) for a, b in zip(held(x), held(y), strict=True))
+        for x, y in zip(one, other, strict=True)
+    ]
+
+
+# ---- captured, written and decoded -------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [7, 2048])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", [f"{name}{bits}" for name in THOROUGH for bits in ("", " 4-bit")])
+def test_identity_decodes_across_a_window(
+    name: str, length: int, step: int, models: dict[str, LanguageModel]
+) -> None:
+    """40 tokens, from before, at and beyond a window's wrap; in 4 bits from every point.
+
+    Caches are compared in every case. Decoding from equal ones, which costs most, can differ by
+    what a cache counts: by its length (chunks of 7) or by its chunks (the longest), and by a
+    point only as its finished keys do (the longest, in 4 bits).
+    """
+    model, tokens = models[name], TOKENS[:length]
+    own = native(model, tokens[:-1], step)
+    handed = [
+        kv.hand_over(
+            model, model, tokens, translator=identity_of(model, capture=point),
+            prefill_step_size=step,
+        )
+        for point in model.family.points
+    ]  # fmt: skip
+    assert all(all(same(cache, own)) for cache in handed)
+    longest = length == max(LENGTHS)
+    if step != 7 and not longest:
+        return
+    expected = logits(model, own, tokens[-1])
+    for cache in handed if "4-bit" in name and step == 7 and longest else handed[:1]:
+        assert np.array_equal(logits(model, cache, tokens[-1]), expected)
+
+
+@pytest.mark.parametrize("name", THOROUGH)
+def test_shifted_positions_are_noticed(name: str, models: dict[str, LanguageModel]) -> None:
+    """The negative control: keys rotated anew, a position on; to where they stood, all is well."""
+    model = models[name]
+    expected = logits(model, native(model, TOKENS[:-1], 2048), TOKENS[-1])
+    errors = []
+    for by in (0, 1):
+        cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model))
+        for layer, finish in zip(cache, model.finishes, strict=True):
+            kept = layer.keys.shape[2]
+            first = layer.offset - kept
+            bare = rotate_back(layer.keys, finish, first)
+            layer.keys = finish.rope(bare, offset=first + by) * 1.0
+        errors.append(np.abs(logits(model, cache, TOKENS[-1])[0] - expected[0]).max())
+    assert errors[0] < 1e-4 and errors[1] > 1e-3
+
+
+# ---- hybrids -----------------------------------------------------------------------------
+
+
+def worsened(model: LanguageModel) -> Translator:
+    """Maps of a model to itself that no layer could be mistaken for native with."""
+    exact = identity_of(model, capture=model.family.points[0])
+    arrays = {name: 1.5 * array for name, array in exact.to_weights().arrays.items()}
+    return build(exact.config, Weights("float32", arrays))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_native_layers(name: str, plain: Opener) -> None:
+    """From none to all: the target's own below, translated above, to the bit."""
+    model = plain(name)
+    source = kv.load(model.path)  # whose projections are tapped while the other reads
+    translator, own = worsened(model), native(model, TOKENS[:-1], 25)
+    made = [
+        kv.hand_over(
+            source, model, TOKENS, translator=translator, prefill_step_size=25, native_layers=j
+        )
+        for j in range(len(own) + 1)
+    ]
+    for j, cache in enumerate(made):
+        assert same(cache, own) == [True] * j + [False] * (len(own) - j)
+        assert same(cache, made[0]) == [False] * j + [True] * (len(own) - j)
+
+
+@pytest.mark.parametrize("name", THOROUGH)
+def test_native_first_and_last_tokens(name: str, plain: Opener) -> None:
+    """A right translation leaves nothing to choose between, whatever part is native."""
+    model = plain(name)
+    expected = native(model, TOKENS[:-1], 2048)
+    options = {"native_layers": 1, "native_head": 5, "native_tail": 6}
+    for translator, near in ((identity_of(model), True), (worsened(model), False)):
+        cache = kv.hand_over(model, model, TOKENS, translator=translator, **options)
+        layers = zip(map(held, cache[1:]), map(held, expected[1:]), strict=True)
+        errors = [np.abs(a - b).max() for pair in layers for a, b in zip(*pair, strict=True)]
+        assert (max(errors) < 1e-5) if near else (max(errors) > 1e-2)
+
+
+# ---- caches from files -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_saved_cache_is_read(name: str, plain: Opener, tmp_path: Path) -> None:
+    """What was written, saved, loaded, read at any point that can be, and written once more."""
+    model = plain(name)
+    count = len(TOKENS) - 1
+    own = native(model, TOKENS[:-1], 25)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), own)
+    loaded = load_prompt_cache(str(tmp_path / "cache.safetensors"))
+    token = mx.array([TOKENS[-1:]])
+    expected = np.array(model.model(token, cache=native(model, TOKENS[:-1], 25)))
+    normed = model.finishes[0].norm_weight is not None
+    for point in model.family.points:
+        if point == "pre_norm" and normed:
+            with pytest.raises(kv.UnsupportedModelError, match="pre_norm keys cannot be read"):
+                caches.read(loaded, model, point)
+            continue
+        translator, target = identity_of(model, capture=point), caches.allocate(model, count)
+        states = caches.read(loaded, model, point)
+        caches.write(target, translator(states, model.geometry.first_kept(count)), model)
+        for mine, theirs in zip(target, own, strict=True):
+            assert type(mine) is type(theirs) and mine.offset == theirs.offset
+            for a, b in zip(held(mine), held(theirs), strict=True):
+                np.testing.assert_allclose(a, b, atol=0 if point == "post_rope" else 1e-5)
+        found = np.array(model.model(token, cache=target))
+        np.testing.assert_allclose(found, expected, atol=1e-4)

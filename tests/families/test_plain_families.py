@@ -1,0 +1,445 @@
+"""mlx-lm's plain families, each by test: captured, written and decoded to the bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import types
+from pathlib import Path
+
+from kvlingo_mlx.backend import mx, nn
+
+import mlx_lm.models
+import mlx_lm.utils
+import numpy as np
+import pytest
+from mlx_lm.models import rope_utils
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.errors import (
+    IncompatibleTranslatorError,
+    MissingModelError,
+    UnsupportedModelError,
+)
+from kvlingo_mlx.families import family_of, known_families, refused
+from kvlingo_mlx.families.base import Finish
+from kvlingo_mlx.families.plain import Plain
+from kvlingo_mlx.fitting.attention import attention_mass
+from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
+from kvlingo_mlx.loading import pairing
+from kvlingo_mlx.models.keys import Rotation
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
+from tests.support import plain_models, tiny
+from tests.support.identity import identity_of
+from tests.support.native_caches import TOKENS, held, native
+from tests.support.opened import Opener, quantised
+
+STEP, STEPS = 17, 6  # chunks that end beside the window's edge, of 16
+NAMES = sorted(plain_models.CONFIGS)
+
+
+@pytest.fixture
+def opened(plain: Opener) -> Opener:
+    """A tiny model of a family by its model_type."""
+    return plain
+
+
+def logits(model: LanguageModel, cache: list) -> np.ndarray:
+    """Logits of a few steps over known tokens."""
+    rows = [model.model(mx.array([[t]]), cache=cache)[0, -1] for t in TOKENS[-STEPS:]]
+    return np.array(mx.stack(rows).astype(mx.float32))
+
+
+def assert_own_cache(model: LanguageModel, point: str, own: list) -> list:
+    """The identity's cache, which must equal the model's own."""
+    tokens = TOKENS[: -STEPS + 1]
+    translator = identity_of(model, capture=point)
+    cache = kv.hand_over(model, model, tokens, translator=translator, prefill_step_size=STEP)
+    for mine, theirs in zip(cache, own, strict=True):
+        assert type(mine) is type(theirs)
+        for a, b in zip(held(mine), held(theirs), strict=True):
+            np.testing.assert_array_equal(a, b)
+    return cache
+
+
+# ---- which families there are ------------------------------------------------------------
+
+
+def test_every_plain_family_is_run_here() -> None:
+    assert {n for n in known_families() if isinstance(family_of(n), Plain)} == set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_identity_writes_the_models_own_cache(name: str, opened: Opener) -> None:
+    model = opened(name)
+    own = native(model, TOKENS[:-STEPS], STEP)
+    handed = [assert_own_cache(model, point, own) for point in model.family.points]
+    expected = logits(model, own)
+    assert np.isfinite(expected).all()
+    assert np.array_equal(logits(model, handed[0]), expected)
+    for layer, finish in zip(handed[-1], model.finishes, strict=True):  # the negative control
+        layer.keys = finish.rope(layer.keys, offset=1) * 1.0
+    assert np.abs(logits(model, handed[-1]) - expected).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_identity_in_4_bit(name: str, opened: Opener, tmp_path: Path) -> None:
+    model = quantised(opened(name), tmp_path / "4-bit")
+    attention = model.attentions[0]
+    assert all(isinstance(m, nn.QuantizedLinear) for m in model.family.taps(attention))
+    assert model.geometry == opened(name).geometry
+    assert_own_cache(model, "pre_norm", native(model, TOKENS[:-STEPS], STEP))
+
+
+def test_the_model_type_is_the_configs(opened: Opener) -> None:
+    """mlx-lm runs several types by one file; translators know a model by its own."""
+    for name in ("llama", "mistral", "iquestcoder", "xverse", "minimax_m2"):
+        assert opened(name).geometry.model_type == name
+    assert opened("mistral3").geometry.model_type == "ministral3"  # the text model inside
+
+
+def test_every_family_is_known_by_its_norms(opened: Opener, tmp_path: Path) -> None:
+    """RMSNorm or not: else two checkpoints of one shape would pass for each other."""
+    for name in ("phi", "nemotron", "cohere", "llama"):
+        other = plain_models.write_plain_model(tmp_path / name, name, seed=2)
+        assert kv.load(other).norms_fingerprint != opened(name).norms_fingerprint, name
+
+
+def test_windows_are_those_of_the_caches(opened: Opener) -> None:
+    """A wrapper's caches have no windows, whatever its config says; nor has mistral."""
+    windows = {name: [g.window for g in opened(name).geometry.layers] for name in NAMES}
+    assert windows["ministral3"] == windows["llama"] == windows["gpt_oss"] == [16, None, 16]
+    assert windows["mistral3"] == windows["mistral"] == windows["gemma2"] == [None] * 3
+
+
+def test_points_without_a_norm_are_one_point(opened: Opener) -> None:
+    assert opened("llama").family.points == ("pre_norm", "post_norm", "post_rope")
+    assert opened("llama").finishes[0].norm_weight is None
+    text = {"text": "the you and use is of an other " * 24}
+    pre, post = (
+        kv.fit(opened("llama"), opened("llama"), [text], capture=point).to_weights()
+        for point in ("pre_norm", "post_norm")
+    )
+    assert all(np.array_equal(pre.arrays[n], post.arrays[n]) for n in pre.arrays)
+
+
+def test_rotation_before_the_norm_leaves_no_post_norm(opened: Opener) -> None:
+    model = opened("hunyuan_v1_dense")
+    with pytest.raises(ValueError, match="'post_norm'; .* must be one of pre_norm, post_rope"):
+        kv.fit(model, model, [{"text": "a b c"}], capture="post_norm")
+    with pytest.raises(
+        IncompatibleTranslatorError, match="its capture points are pre_norm, post_rope"
+    ):
+        pairing.check_pair(identity_of(model, capture="post_norm").config, model, model)
+
+
+# ---- attention that weighs a fit ---------------------------------------------------------
+
+
+SPECIAL = (
+    "cohere2", "exaone4", "gemma2", "glm4", "gpt_oss", "hunyuan_v1_dense", "ministral3",
+    "mistral3", "olmo2", "phi", "phi3", "stablelm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_attention_mass_is_the_models_own(
+    name: str, opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the softmax, in float64, of what the model gives to its own attention."""
+    model, prefix = opened(name), 24
+    sample = Sample(tuple(TOKENS[:prefix]), tuple(TOKENS[prefix:40]))
+    mass = attention_mass(model, sample, step_size=2048)
+    module, calls = sys.modules[type(model.attentions[0]).__module__], []
+    own = getattr(module, "scaled_dot_product_attention", None)
+
+    def spy(q: mx.array, k: mx.array, v: mx.array, cache=None, scale=None, mask=None, **more):
+        calls.append((np.array(q[0]), np.array(k[0]), scale, more.get("sinks")))
+        return own(q, k, v, cache=cache, scale=scale, mask=mask, **more)
+
+    class Spying(types.ModuleType):
+        def __getattr__(self, item: str) -> object:
+            return getattr(mx, item)
+
+        def softmax(self, scores: mx.array, **options) -> mx.array:
+            calls.append(np.array(mx.softmax(scores, **options)))
+            return mx.softmax(scores, **options)
+
+    if name == "gemma2":  # has its softmax written out
+        monkeypatch.setattr(module, "mx", Spying("spy"))
+    else:
+        monkeypatch.setattr(module, "scaled_dot_product_attention", spy)
+    model.model(mx.array([TOKENS[:40]]), cache=None)
+    for layer, call in enumerate(calls):
+        window = model.geometry.layers[layer].window
+        weights = call.reshape(4, 40, 40) if name == "gemma2" else _softmax(*call, window)
+        expected = weights[:, prefix:, :prefix].mean(axis=(0, 1))
+        np.testing.assert_allclose(mass[layer], expected, atol=2e-6)
+    assert len(calls) == len(mass)
+
+
+def _softmax(
+    q: np.ndarray, k: np.ndarray, scale: float, sinks: mx.array | None, window: int | None
+) -> np.ndarray:
+    """Attention (Hq, T, T) of queries (Hq, T, D) to keys (H, T, D), head by head in float64."""
+    result = []
+    for head in range(len(q)):
+        scores = q[head].astype(np.float64) @ k[head * len(k) // len(q)].astype(np.float64).T
+        distance = np.subtract.outer(np.arange(len(scores)), np.arange(len(scores)))
+        hidden = (distance < 0) | (distance >= (window or len(scores)))
+        powers = np.exp(np.where(hidden, -np.inf, scores * scale))
+        sink = 0.0 if sinks is None else np.exp(float(sinks[head]))
+        result.append(powers / (powers.sum(axis=-1, keepdims=True) + sink))
+    return np.stack(result)
+
+
+# ---- rotations ---------------------------------------------------------------------------
+
+
+ROPES = {
+    "default": None,
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": plain_models.LLAMA3,
+    "yarn": plain_models.YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    "longrope": plain_models.LONG | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+    "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
+}
+
+
+@pytest.mark.parametrize("traditional", [False, True])
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotation_is_the_modules_own(kind: str, traditional: bool) -> None:
+    """Keys of a span and a layer group, whichever way they are computed."""
+    module = rope_utils.initialize_rope(16, 5000.0, traditional, ROPES[kind], 512)
+    config = {"rope_theta": 5000.0, "rope_scaling": ROPES[kind]}
+    spec = configured_rope(config, 16, traditional=traditional)
+    keys = mx.random.normal((2, 1, 3, 9, 16))
+    found = Rotation(5)(keys, Finish(None, 0.0, module, spec))
+    for layer, array in zip(found, keys, strict=True):
+        assert np.array_equal(np.array(layer), np.array(module(array, offset=5)))
+    assert np.abs(np.array(found - Rotation(6)(keys, Finish(None, 0.0, module, spec)))).max() > 0.1
+
+
+def test_rotation_of_a_part_of_each_head() -> None:
+    module = nn.RoPE(8, base=5000.0)
+    keys = mx.random.normal((1, 1, 3, 9, 16))
+    finish = Finish(None, 0.0, module, RopeSpec("default", 5000.0, 8))
+    found = np.array(Rotation(5)(keys, finish))
+    assert np.array_equal(found[0], np.array(module(keys[0], offset=5)))
+    assert np.array_equal(found[..., 8:], np.array(keys)[..., 8:])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("glm4", RopeSpec("default", 5000.0, 8, True)),
+        ("mistral", RopeSpec("default", 5000.0, 16, True)),
+        ("cohere", RopeSpec("default", 5000.0, 16, True)),
+        ("deepseek", RopeSpec("linear", 5000.0, 16, scaling=(("factor", 2.0),))),
+        ("qwen2_moe", RopeSpec("default", 5000.0, 16)),
+    ],
+)
+def test_rotations_are_described_as_they_run(name: str, expected: RopeSpec, opened: Opener) -> None:
+    assert set(opened(name).geometry.rope) == {expected}
+
+
+@pytest.mark.parametrize("name", ["max_position_embeddings", "original_max_position_embeddings"])
+def test_longrope_is_described_with_what_its_gain_depends_on(name: str) -> None:
+    """Phi-3 has both lengths at its config's top; other lengths are another rotation."""
+    scaling = {k: v for k, v in ROPES["longrope"].items() if not k.startswith("original")}
+    lengths = {"max_position_embeddings": 512, "original_max_position_embeddings": 32}
+    first, *others = (
+        configured_rope({**lengths, **changed, "rope_scaling": scaling}, 16)
+        for changed in ({}, {name: 64}, {name: 128})
+    )
+    keys = mx.random.normal((2, 9, 16))
+    assert len({first, *others}) == 3
+    made = [
+        rope_utils.initialize_rope(
+            16, 1e4, False, {"type": spec.type, **dict(spec.scaling)},
+            dict(spec.scaling)["max_position_embeddings"],
+        )(keys)
+        for spec in (first, *others)
+    ]  # fmt: skip
+    assert all(np.abs(np.array(m - made[0])).max() > 0.01 for m in made[1:])
+
+
+def test_layers_that_do_not_rotate(opened: Opener) -> None:
+    for name in ("smollm3", "cohere2", "exaone4", "exaone_moe", "afmoe"):
+        rope = opened(name).geometry.rope
+        assert rope[1] is None and rope[0] is not None, name
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "seed_oss",
+        "llama",
+        "phi3",
+        "starcoder2",
+        "glm4",
+        "mixtral",
+        "helium",
+        "ernie4_5",
+        "deepseek",
+    ],
+)
+def test_dynamic_rope_is_refused(name: str, field: str, opened: Opener, tmp_path: Path) -> None:
+    """By name, where mlx-lm makes it, refuses it, or passes over it without a word."""
+    folder = Path(shutil.copytree(opened(name).path, tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    assert kv.load(folder).geometry == opened(name).geometry
+    config[field] = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e3}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="^dynamic NTK RoPE .* with another RoPE sca"):
+        kv.load(folder)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "deepseek_v3", "gemma3", "gemma4"])
+def test_dynamic_rope_is_refused_in_other_families(name: str) -> None:
+    family, more = family_of(name), {"type": "dynamic", "factor": 2.0}
+    with pytest.raises(UnsupportedModelError, match="dynamic NTK RoPE"):
+        family.overrides({"model_type": name, "rope_scaling": more})
+    kinds = {"full_attention": more, "sliding_attention": {"rope_type": "default"}}
+    with pytest.raises(UnsupportedModelError, match="dynamic NTK RoPE"):
+        family.overrides({"text_config": {"model_type": name, "rope_parameters": kinds}})
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "yarn", "factor": 4.0},
+        {"type": "linear", "factor": 4.0},
+        {"rope_type": "longrope", "long_factor": [1.0] * 4, "short_factor": [1.0] * 4},
+        {"type": "yarn", "factor": 4.0, "long_factor": [1.0] * 4},  # which mlx-lm would drop
+    ],
+)
+def test_phi3_is_refused_in_our_words(scaling: dict, tmp_path: Path) -> None:
+    folder = plain_models.write_plain_model(tmp_path, "phi3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
+    expected = "this phi3 has rope_scaling of type .*; mlx-lm runs none, or longrope with type and "
+    with pytest.raises(UnsupportedModelError, match=expected + "long_factor: correct its config"):
+        kv.load(folder)
+
+
+# ---- configs of transformers 5 -----------------------------------------------------------
+
+
+def in_transformers_5(folder: Path, copy: Path) -> dict:
+    """A copy of a model folder whose config is as transformers 5 writes it; its config."""
+    transformers = pytest.importorskip("transformers")
+    copy.mkdir()
+    for file in folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    transformers.AutoConfig.from_pretrained(folder).save_pretrained(copy)
+    return json.loads((copy / "config.json").read_text())
+
+
+MODERN = (
+    "apertus", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma2", "glm4", "gpt_oss", "granite",
+    "helium", "llama", "ministral3", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi",
+    "phi3", "phimoe", "qwen2", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODERN)
+def test_modern_configs_rotate_alike(name: str, opened: Opener, tmp_path: Path) -> None:
+    model = opened(name)
+    config = in_transformers_5(model.path, tmp_path / "modern")
+    assert "rope_theta" not in config and "rope_parameters" in config
+    modern = kv.load(tmp_path / "modern")
+    assert [(r.type, r.base, r.dims) for r in filter(None, modern.geometry.rope)] == [
+        (r.type, r.base, r.dims) for r in filter(None, model.geometry.rope)
+    ]
+    tokens = mx.array([TOKENS[:40]])
+    assert np.array_equal(np.array(modern.model(tokens)), np.array(model.model(tokens)))
+
+
+def test_modern_llama_computes_what_transformers_does(opened: Opener, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    in_transformers_5(opened("llama").path, tmp_path / "modern")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "modern", dtype=torch.float64, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        expected = reference(torch.tensor([TOKENS[:16]])).logits.numpy()
+    tokens = mx.array([TOKENS[:16]])  # no more than the window, which transformers has not here
+    found = kv.load(tmp_path / "modern").model(tokens)
+    np.testing.assert_allclose(np.array(found), expected, atol=1e-4)
+    misread, _ = mlx_lm.utils.load_model(tmp_path / "modern")  # the hazard is there
+    assert np.abs(np.array(misread(tokens)) - expected).max() > 0.05
+
+
+def test_modern_gemma3_rotates_each_kind_of_layer(tmp_path: Path) -> None:
+    model_type, options = tiny.FAMILIES["gemma3"]
+    folder = tiny.write_tiny_model(tmp_path / "gemma3", model_type, **options)
+    config = in_transformers_5(folder, tmp_path / "modern")
+    for name in ("rope_local_base_freq", "sliding_window_pattern"):  # what newer ones leave out
+        config.pop(name, None)
+    assert "rope_theta" not in config and "full_attention" in config["rope_parameters"]
+    (tmp_path / "modern" / "config.json").write_text(json.dumps(config))
+    old, new = kv.load(folder), kv.load(tmp_path / "modern")
+    assert new.geometry == old.geometry
+    tokens = mx.array([TOKENS])
+    assert np.array_equal(np.array(new.model(tokens)), np.array(old.model(tokens)))
+    config["layer_types"][0] = "full_attention"
+    (tmp_path / "modern" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="do not alternate regularly"):
+        kv.load(tmp_path / "modern")
+
+
+# ---- refusals ----------------------------------------------------------------------------
+
+
+def test_every_family_of_mlx_lm_is_supported_or_refused_for_a_reason() -> None:
+    reasons = [name for names in refused.REASONS.values() for name in names]
+    assert len(set(reasons)) == len(reasons) and not set(reasons) & set(known_families())
+    for path in Path(mlx_lm.models.__file__).parent.glob("*.py"):
+        if "class Model(nn.Module" in path.read_text():
+            assert path.stem in known_families() or refused.reason(path.stem), path.stem
+    for name, run_by in mlx_lm.utils.MODEL_REMAPPING.items():
+        assert name in known_families() or refused.reason(name), name
+        assert (name in known_families()) == (run_by in known_families()), name
+    with pytest.raises(UnsupportedModelError, match="'mamba2' is not supported: it keeps a recur"):
+        family_of("mamba2")
+    with pytest.raises(UnsupportedModelError, match="'t5' is not supported; supported families: "):
+        family_of("t5")
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("cohere", {"use_qk_norm": True}, "norms its keys by LayerNorm2D"),
+        ("stablelm", {"qk_layernorm": True}, "norms its keys by LayerNormPerHead"),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
+            "rope_parameters for each kind of layer",
+        ),
+    ],
+)
+def test_variants_that_are_refused(name: str, more: dict, message: str, tmp_path: Path) -> None:
+    folder = plain_models.write_plain_model(tmp_path, name, **more)
+    with pytest.raises(UnsupportedModelError, match=message):
+        _ = kv.load(folder).geometry
+
+
+def test_a_malformed_rotation_is_one_line(tmp_path: Path) -> None:
+    folder = plain_models.write_plain_model(tmp_path, "seed_oss", rope_parameters=[1.0])
+    with pytest.raises(MissingModelError, match="cannot be loaded"):
+        kv.load(folder)
+
+
+def test_mistral4_in_its_wrapper_is_refused(opened: Opener, tmp_path: Path) -> None:
+    config = json.loads((opened("mistral3").path / "config.json").read_text())
+    config["text_config"]["model_type"] = "mistral4"
+    for file in opened("mistral3").path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="holds a mistral4"):
+        kv.load(tmp_path)

@@ -1,0 +1,335 @@
+"""fit on the device: planted maps, norms against a plain reference, samples, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import fitting
+from kvlingo_mlx.fitting.attention import attention_mass
+from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.stage1.norms import token_weights
+from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples, tokenise
+from tests.support import tiny
+from tests.support.random_samples import samples
+
+CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
+
+
+def weights_of(norm: str, target: LanguageModel, sample: Sample) -> np.ndarray | None:
+    mass = lambda: attention_mass(target, sample)  # noqa: E731
+    return token_weights(norm.replace("attention", "attention_mass"), len(sample.prefix), mass)
+
+
+def test_a_record_beyond_either_context_is_left_out(tmp_path: Path) -> None:
+    """The shorter context counts, whichever model has it."""
+    names = {"short": 64, "long": 512}
+    folders = {
+        name: tiny.write_tiny_model(tmp_path / name, "qwen3", seed=1, layers=2, kv_heads=1,
+                                    head_dim=16)
+        for name in names
+    }  # fmt: skip
+    for name, context in names.items():
+        config = json.loads((folders[name] / "config.json").read_text())
+        config["max_position_embeddings"] = context
+        (folders[name] / "config.json").write_text(json.dumps(config))
+    short, long = (kv.load(folders[name]) for name in names)
+    data = [*samples(2, 30), *samples(1, 100)]
+    for pair in ((short, long), (long, short)):
+        assert kv.fit(*pair, data).config.provenance["samples"] == 2
+
+
+def test_ids_of_the_continuation_are_checked(models: dict[str, LanguageModel]) -> None:
+    """The attention pass embeds them too, and MLX reads out of bounds without a word."""
+    wrong = Sample((5, 6, 7, 8), (330, 7))
+    with pytest.raises(ValueError, match="token id 330 is outside the 320 ids"):
+        kv.fit(models["dense"], models["wide"], [wrong], norm="attention")
+
+
+def test_head_wise_needs_a_ratio_of_heads(models: dict[str, LanguageModel]) -> None:
+    with pytest.raises(ValueError, match=r"target heads \(2\) to be a multiple"):
+        kv.fit(models["wide"], models["dense"], samples(1, 9), head_mixing=False)
+
+
+@pytest.mark.parametrize("text", ["line\u2028separator and \x85 more", "plain"])
+def test_jsonl_of_any_unicode(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    line = json.dumps({"text": text}, ensure_ascii=False)
+    path.write_bytes(b"\xef\xbb\xbf" + (line + "\r\n" + line).encode())  # with a byte-order mark
+    assert [record["text"] for record in read_jsonl(path)] == [text, text]
+
+
+def test_half_a_surrogate_pair_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "fine"}\n{"messages": [{"role": "user", "content": "\\ud83d"}]}')
+    with pytest.raises(ValueError, match="line 2: text that is not valid Unicode"):
+        read_jsonl(path)
+
+
+def test_an_answer_before_any_question_is_none(models: dict[str, LanguageModel]) -> None:
+    tokenizer = models["dense"].tokenizer
+    opening = {"role": "assistant", "content": "Welcome."}
+    asked = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    assert tokenise({"messages": [opening]}, tokenizer).continuation == ()
+    sample = tokenise({"messages": [opening, *asked]}, tokenizer)
+    assert tokenizer.decode(list(sample.continuation)).startswith("Yes.")
+    both = tokenise({"text": "not this", "messages": asked}, tokenizer)
+    assert tokenizer.decode(list(both.continuation)).startswith("Yes.")
+
+
+def planted(
+    monkeypatch: pytest.MonkeyPatch, source: LanguageModel, maps: dict[str, list[np.ndarray]]
+) -> None:
+    """Make every target state a planted map of the source's states, layer to layer."""
+    prefill = capture.prefill
+
+    def fake(model: LanguageModel, tokens, step_size: int = 2048):
+        for states in list(prefill(source, tokens, step_size)):  # one capture at a time
+            if model is source:
+                yield states
+                continue
+            sides = [
+                tuple(
+                    x @ mx.array(w.T.astype(np.float32))
+                    for x, w in zip(arrays, maps[side], strict=True)
+                )
+                for side, arrays in (("keys", states.keys), ("values", states.values))
+            ]
+            yield KVStates(*sides, "pre_norm", states.start)
+
+    monkeypatch.setattr(fitting, "prefill", fake)
+
+
+@pytest.mark.parametrize("norm", ["frobenius", "sink_8", "attention"])
+def test_recovers_a_planted_map(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch, norm: str
+) -> None:
+    source, target = models["narrow"], models["wide"]  # narrow: its states span every direction
+    rng = np.random.default_rng(1)
+    maps = {side: [rng.standard_normal((64, 16)) for _ in range(3)] for side in ("keys", "values")}
+    planted(monkeypatch, source, maps)
+    translator = kv.fit(source, target, samples(8, 40), norm=norm)
+    weights = translator.to_weights()
+    for side, planted_maps in maps.items():
+        for layer, expected in enumerate(planted_maps):
+            found = weights.as_float32(f"{side}.{layer}.weight")
+            error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+            assert error < 1e-5  # targets are float32: their rounding is what is left
+
+
+def _apply(maps: list[np.ndarray], arrays: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+    pairs = zip(maps, arrays, strict=True)
+    return tuple(x @ mx.array(w.T.astype(np.float32)) for w, x in pairs)
+
+
+def recorded(model: LanguageModel, data: list[Sample]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """All prefix states of a model, a layer: (tokens, width), by a plain loop."""
+    keys: list[list[np.ndarray]] = [[] for _ in model.attentions]
+    values: list[list[np.ndarray]] = [[] for _ in model.attentions]
+    for sample in data:
+        for states in capture.prefill(model, sample.prefix):
+            for layer in range(len(keys)):
+                keys[layer].append(np.array(states.keys[layer][0], np.float64))
+                values[layer].append(np.array(states.values[layer][0], np.float64))
+    return [np.concatenate(k) for k in keys], [np.concatenate(v) for v in values]
+
+
+@pytest.mark.parametrize("head_mixing", [True, False])
+@pytest.mark.parametrize(("norm", "nu"), [("frobenius", 1), ("frobenius", 2), ("attention", 2)])
+def test_equals_least_squares(
+    models: dict[str, LanguageModel], norm: str, nu: int, head_mixing: bool
+) -> None:
+    """Against numpy.linalg.lstsq on all tokens at once, weighted by scaling the rows."""
+    source, target = models["dense"], models["moe"]
+    data = samples(10, 60)
+    translator = kv.fit(source, target, data, norm=norm, nu=nu, head_mixing=head_mixing)
+    weights = [weights_of(norm, target, sample) for sample in data]
+    (keys, values), (wanted_keys, wanted_values) = recorded(source, data), recorded(target, data)
+    for side, read, wanted in (("keys", keys, wanted_keys), ("values", values, wanted_values)):
+        for layer, sources in enumerate(translator.config.assignment.side(side)):
+            scale = np.ones(len(wanted[layer]))
+            if weights[0] is not None:
+                scale = np.sqrt(np.concatenate([w[layer] for w in weights]))
+            found = translator.to_weights().as_float32(f"{side}.{layer}.weight")
+            x = [read[s] * scale[:, None] for s in sources]
+            y = wanted[layer] * scale[:, None]
+            expected = least_squares(x, y, head_mixing)
+            # Fits, not maps, are compared: directions near the cut may fall on either side.
+            stacked = np.concatenate(x, axis=1)
+            ours, theirs = (
+                fitted(stacked, found, len(sources)),
+                fitted(stacked, expected, len(sources)),
+            )
+            assert np.linalg.norm(ours - theirs) / np.linalg.norm(theirs) < 1e-4
+
+
+def least_squares(x: list[np.ndarray], y: np.ndarray, head_mixing: bool) -> np.ndarray:
+    if head_mixing:
+        return np.linalg.lstsq(np.concatenate(x, axis=1), y, rcond=CUT)[0].T
+    heads = [
+        np.linalg.lstsq(
+            np.concatenate([part[:, h * 32 : h * 32 + 32] for part in x], axis=1),
+            y[:, h * 32 : h * 32 + 32],
+            rcond=CUT,
+        )[0].T
+        for h in range(2)
+    ]
+    return np.stack(heads)
+
+
+def fitted(x: np.ndarray, weight: np.ndarray, nu: int) -> np.ndarray:
+    if weight.ndim == 2:
+        return x @ weight.T
+    parts = x.reshape(len(x), nu, 2, 32)
+    heads = [parts[:, :, h].reshape(len(x), -1) @ weight[h].T for h in range(2)]
+    return np.concatenate(heads, axis=1)
+
+
+def test_attention_mass_equals_a_plain_loop(models: dict[str, LanguageModel]) -> None:
+    """Softmax of every query against every key, one head and one query at a time."""
+    target, sample = models["dense"], samples(1, 30)[0]
+    mass = attention_mass(target, sample, step_size=7)
+    assert mass.shape == (3, 30)
+    cache = make_prompt_cache(target.model)
+    tokens = mx.array([*sample.prefix, *sample.continuation])
+    modules = [a.q_proj for a in target.attentions]
+    with capture.tap(modules) as recorder:
+        target.model(tokens[None], cache=cache)
+        projected = recorder.take()
+    for layer, attention in enumerate(target.attentions):
+        queries = attention.q_norm(projected[layer].reshape(1, 39, 4, -1)).transpose(0, 2, 1, 3)
+        q = np.array(attention.rope(queries))[0].astype(np.float64)
+        k = np.array(cache[layer].keys_and_values()[0])[0].astype(np.float64)
+        expected = np.zeros(30)
+        for head in range(4):
+            for position in range(30, 39):
+                scores = k[head // 2, : position + 1] @ q[head, position] / np.sqrt(q.shape[-1])
+                weights = np.exp(scores - scores.max())
+                expected += (weights / weights.sum())[:30] / (4 * 9)
+        assert np.allclose(mass[layer], expected, atol=1e-6)
+
+
+def test_attention_blocks_change_nothing(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, sample = models["moe"], samples(1, 30)[0]
+    whole = attention_mass(target, sample)
+    monkeypatch.setattr(fitting.attention, "SCORE_NUMBERS", 300)  # two queries a block
+    assert np.allclose(attention_mass(target, sample), whole, atol=1e-7)
+
+
+def test_explicit_assignment_and_progress(models: dict[str, LanguageModel]) -> None:
+    source, target = models["moe"], models["dense"]
+    assignment = Assignment(((0, 3), (2, 1), (3, 0)), ((3,), (2,), (1,)))
+    seen: list[tuple] = []
+    translator = kv.fit(
+        source,
+        target,
+        samples(3, 50),
+        assignment=assignment,
+        progress=lambda done, total: seen.append((done, total)),
+        solving=lambda done, total: seen.append(("solved", done, total)),
+    )
+    # Then three layers, keys and values: no silence while they are solved.
+    assert seen == [(1, 3), (2, 3), (3, 3), *(("solved", n, 6) for n in range(1, 7))]
+    shapes = {n: a.shape for n, a in translator.to_weights().arrays.items()}
+    assert shapes["keys.0.weight"] == (64, 128) and shapes["values.0.weight"] == (64, 64)
+    assert translator.config.provenance["samples"] == 3
+
+
+def test_saved_translator_is_found_and_used(models: dict[str, LanguageModel], store: Path) -> None:
+    source, target = models["dense"], models["wide"]
+    prompt = list(range(5, 45))
+    with pytest.raises(kv.MissingTranslatorError, match="kvlingo-mlx fit .*kvlingo-mlx import"):
+        kv.generate(source, target, prompt)
+    translator = kv.fit(source, target, samples(4, 40))
+    translator.save(store / "mine")
+    given = kv.generate(source, target, prompt, translator=translator, max_tokens=12)
+    assert kv.generate(source, target, prompt, max_tokens=12) == given
+    with pytest.raises(kv.MissingTranslatorError):
+        kv.generate(target, source, prompt)
+
+
+def test_conversation_is_cut_where_its_last_reply_opens(models: dict[str, LanguageModel]) -> None:
+    model = models["dense"]
+    messages = [
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"},
+        {"role": "user", "content": "three"},
+        {"role": "assistant", "content": "four"},
+    ]
+    decode = model.tokenizer.decode
+    plain = tokenise({"messages": messages}, model.tokenizer)
+    opened = "three<|im_end|>\n<|im_start|>assistant\n"
+    assert decode(plain.prefix).endswith(opened + "<think>\n\n</think>\n\n")
+    assert decode(plain.continuation).startswith("four")
+    messages[-1]["content"] = "<think>\nhm\n</think>\n\nfour"
+    reasoned = tokenise({"messages": messages}, model.tokenizer)
+    assert decode(reasoned.prefix).endswith(opened)
+    assert decode(reasoned.continuation).startswith("<think>\nhm")
+    text = tokenise({"text": "abcdefgh"}, model.tokenizer)
+    assert decode(text.prefix + text.continuation) == "abcdefgh"
+    assert abs(len(text.prefix) - len(text.continuation)) <= 1
+
+
+def test_samples_beyond_the_context_are_left_out(models: dict[str, LanguageModel]) -> None:
+    model = models["dense"]
+    data = [Sample((5,) * 513, (5,)), Sample((), (5,)), Sample((5,) * 510, (5,) * 9)]
+    assert list(to_samples(data, model.tokenizer, model.context_length)) == [
+        Sample((5,) * 510, (5,) * 2)
+    ]
+    with pytest.raises(ValueError, match="no usable sample"):
+        kv.fit(model, model, data[:2])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"text": "a"}\nnot json\n', "line 2: not JSON"),
+        ("", "holds no records"),
+        ("\n \n", "holds no records"),
+        ('{"text": 5}', "line 1: expected"),
+        ("[1]", "line 1: expected"),
+        ('{"messages": []}', "line 1: expected"),
+        ('{"messages": [{"role": "user"}]}', "line 1: a message needs"),
+        ('{"messages": [{"role": "bot", "content": "x"}]}', "line 1: role 'bot'"),
+    ],
+)
+def test_bad_data(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_jsonl(path)
+    assert str(path) in str(caught.value)
+
+
+def test_bad_data_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        read_jsonl(tmp_path / "absent.jsonl")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"text": "\xe9"}')
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_jsonl(tmp_path / "latin.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"norm": "euclid"}, "norm is 'euclid'; it must be one of frobenius"),
+        ({"capture": "latent"}, "capture is 'latent'"),
+        ({"nu": 0}, "nu is 0"),
+        ({"nu": 4}, "nu is 4; it must be 1 to 3"),
+    ],
+)
+def test_bad_arguments(models: dict[str, LanguageModel], options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kv.fit(models["dense"], models["wide"], samples(1, 10), **options)

@@ -1,0 +1,806 @@
+"""Folded decoding: what the materialised translated cache decodes, without that cache."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models import base
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches, translators
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
+from kvlingo_mlx.evaluation import lineup, probes
+from kvlingo_mlx.evaluation.compare import evaluate
+from kvlingo_mlx.evaluation.journal import Journal
+from kvlingo_mlx.folding import FoldedCache, decoding, fold_caches
+from kvlingo_mlx.folding import cache as wiring
+from kvlingo_mlx.format import assignment, translator_folder
+from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.translators import find_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates, flat
+from kvlingo_mlx.reporting.measure import peak_bytes
+from kvlingo_mlx.timing import geometries, memory_budget
+from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.linear import identity
+from tests.support import tiny
+from tests.support.opened import quantised
+from tests.support.tiny import Case
+
+TOLERANCE = 1e-4  # of a logit, absolute
+WRONG = 1e-2  # what a mistake must exceed
+NEW = 64
+MIXED = [7, 1, 1, 1, 5, 1, 12]  # tokens read at once
+POINT = ("capture", "post_rope")
+BIAS = (POINT, ("bias", True))
+CASES = (
+    *(Case("dense4x16", "dense2x32", nu, True, BIAS) for nu in (1, 2)),
+    *(Case("dense2x32", "dense4x16", nu, False, BIAS) for nu in (1, 2)),
+    *(Case("dense4x16", "moe2x32", nu, True, BIAS) for nu in (1, 2)),
+    *(Case("dense2x32", "moe2x32", nu, False, BIAS) for nu in (1, 2)),
+    *(Case("gemma4x16", "gemma1x32", nu, True, BIAS) for nu in (1, 2)),
+    *(Case("gemma2x32", "gemma4x16", nu, False, BIAS) for nu in (1, 2)),
+    # Source heads that serve none, one or three target heads; more source heads than target's.
+    Case("dense2x32", "dense4x16", 1, False, (*BIAS, ("head_map", (1, 0, 1, 1)))),
+    Case("dense4x16", "dense2x32", 2, False, (*BIAS, ("head_map", (3, 1)))),
+    Case("llama2x16", "mistral4x24", 2, False, (POINT,)),
+    Case("dense4x16", "mistral4x24", 2, True, (POINT,)),
+    Case("shared2x32", "dense4x16", 1, True, (POINT,)),  # a source whose values have a norm
+)
+WINDOWED, BIASED = CASES[8], CASES[3]
+load = functools.cache(kv.load)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's models and translators are written."""
+    return tmp_path_factory.mktemp("folding")
+
+
+def write(root: Path, case: Case) -> tuple[LanguageModel, LanguageModel, Translator]:
+    """A case's source, target and translator, loaded."""
+    source, target, folder = tiny.write_case(root, case)
+    return load(source), load(target), kv.load_translator(folder)
+
+
+def logits(model: LanguageModel, cache: list[Any], pieces: Sequence[Any]) -> np.ndarray:
+    """What a model says of tokens (B, L) read piece by piece: (B, tokens, V)."""
+    return np.concatenate([np.array(model.model(mx.array(p), cache=cache)) for p in pieces], axis=1)
+
+
+def pieces_of(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[np.ndarray]:
+    """Tokens (B, T) cut into pieces of ``sizes``, the last one repeated."""
+    tokens, found = np.array(rows), []
+    while tokens.shape[1]:
+        size = sizes[min(len(found), len(sizes) - 1)]
+        found.append(tokens[:, :size])
+        tokens = tokens[:, size:]
+    return found
+
+
+def prompts(batch: int, prefix: int) -> list[list[int]]:
+    """Rows of a prefix, its last token and ``NEW`` more."""
+    return [tiny.random_tokens(prefix + NEW, seed) for seed in range(batch)]
+
+
+def materialised(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    rows: Sequence[Sequence[int]],
+    prefix: int,
+    sizes: Sequence[int] = (NEW,),
+) -> np.ndarray:
+    """The same tokens read from translated caches, a row at a time, each as one piece."""
+    return np.concatenate([
+        logits(
+            target,
+            kv.hand_over(source, target, row[: prefix + 1], translator=translator),
+            pieces_of([row[prefix:]], sizes),
+        )
+        for row in rows
+    ])  # fmt: skip
+
+
+def difference(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest of a logit; NaN counts as infinite."""
+    assert found.shape == expected.shape
+    return float(np.nan_to_num(np.abs(found - expected), nan=np.inf).max())
+
+
+# ---- exact ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "prefix", "sizes"), [(3, 21, [1]), (1, 5, MIXED)], ids=["three", "one"]
+)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_materialised_cache(
+    root: Path, case: Case, batch: int, prefix: int, sizes: list[int]
+) -> None:
+    """Over 64 tokens, while windows of 8 to 16 turn; one by one, and several at once."""
+    source, target, translator = write(root, case)
+    rows = prompts(batch, prefix)
+    heads = [row[: prefix + 1] for row in rows]
+    cache = kv.folded_hand_over(source, target, heads, translator=translator, prefill_step_size=9)
+    found = logits(target, cache, pieces_of([row[prefix:] for row in rows], sizes))
+    expected = materialised(source, target, translator, rows, prefix)
+    assert found.shape[:2] == (batch, NEW)
+    assert difference(found, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", [*CASES[:12], *CASES[14:]], ids=lambda case: case.name)
+def test_equals_a_materialised_cache_in_pytorch(root: Path, case: Case) -> None:
+    """Another runtime, another code, float64."""
+    pytest.importorskip("torch")
+    reference = importlib.import_module("tests.support.reference")
+    folders = tiny.write_case(root, case)
+    (row,) = prompts(1, 33)
+    expected = reference.continued(*folders, row[:33], row[33:])
+    source, target, translator = write(root, case)
+    cache = kv.folded_hand_over(source, target, row[:34], translator=translator)
+    assert difference(logits(target, cache, pieces_of([row[33:]], MIXED))[0], expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.parametrize("head_mixing", [True, False])
+def test_four_bit_models(
+    quantised_models: dict[str, LanguageModel], tmp_path: Path, name: str, head_mixing: bool
+) -> None:
+    """As sources and as targets."""
+    source, target = quantised_models["dense"], quantised_models[name]
+    folder = tiny.write_random_translator(
+        tmp_path / "t", source.path, target.path, head_mixing=head_mixing, capture="post_rope"
+    )
+    translator = kv.load_translator(folder)
+    rows = prompts(1, 20)
+    cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
+    found = logits(target, cache, pieces_of([rows[0][20:]], MIXED))
+    assert difference(found, materialised(source, target, translator, rows, 20)) <= TOLERANCE
+
+
+def test_a_four_bit_target_with_windows(root: Path, tmp_path: Path) -> None:
+    """Gemma-3, whose windows turn; keys and values read other source layers than each other."""
+    source, whole, translator = write(root, WINDOWED)
+    read = translator.config.assignment
+    assert read.keys != read.values and any(g.window for g in whole.geometry.layers)
+    target = quantised(whole, tmp_path / "small")
+    rows = prompts(2, 20)
+    heads = [row[:21] for row in rows]
+    cache = kv.folded_hand_over(source, target, heads, translator=translator)
+    found = logits(target, cache, pieces_of([row[20:] for row in rows], MIXED))
+    expected = materialised(source, target, translator, rows, 20)
+    assert difference(found, expected) <= TOLERANCE
+    floats = materialised(source, whole, translator, rows, 20)
+    assert difference(found, floats) > WRONG  # it was quantised
+
+
+def random_maps(config: TranslatorConfig) -> Translator:
+    """A linear translator of random numbers."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for m in maps_of(config):
+        shape = ((m.heads,) if m.heads else ()) + (m.outputs, m.inputs)
+        arrays[f"{m.name}.weight"] = rng.standard_normal(shape, np.float32) * 0.2
+    return translators.build(config, Weights("float32", arrays))
+
+
+@pytest.mark.parametrize("side", ["keys", "values"])
+@pytest.mark.parametrize("head_mixing", [True, False])
+def test_keys_and_values_of_other_layers(root: Path, side: str, head_mixing: bool) -> None:
+    """The one side reads the deepest source layer alone, the other each layer its own."""
+    source, target, _ = write(root, BIASED)
+    depth, deepest = len(target.attentions), len(source.attentions) - 1
+    own = tuple((min(layer, deepest),) for layer in range(depth))
+    read = {"keys": own, "values": own, side: ((deepest,),) * depth}
+    config = TranslatorConfig(
+        source.spec(), target.spec(), assignment.Assignment(**read), head_mixing=head_mixing,
+        capture="post_rope",
+    )  # fmt: skip
+    translator = random_maps(config)
+    rows = prompts(1, 20)
+    cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
+    found = logits(target, cache, pieces_of([rows[0][20:]], MIXED))
+    assert difference(found, materialised(source, target, translator, rows, 20)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("quantize", [None, 8])
+def test_however_products_are_cut(root: Path, batched: bool, quantize: int | None) -> None:
+    """As on a GPU and a CPU; maps of 8 bits, where their rows allow."""
+    source, target, _ = write(root, CASES[1])
+    files = translator_folder.read(tiny.write_case(root, CASES[1])[2])
+    translator = translators.build(*files, batched=batched, quantize=quantize)
+    rows = prompts(1, 12)
+    cache = kv.folded_hand_over(source, target, rows[0][:13], translator=translator)
+    found = logits(target, cache, pieces_of([rows[0][12:]], MIXED))
+    assert difference(found, materialised(source, target, translator, rows, 12)) <= TOLERANCE
+
+
+def test_joint_maps(models: dict[str, LanguageModel]) -> None:
+    """Keys that read values too."""
+    source, target = models["dense"], models["wide"]
+    same = assignment.identity(len(target.attentions))
+    config = TranslatorConfig(source.spec(), target.spec(), same, joint=True, capture="post_rope")
+    translator = random_maps(config)
+    rows = prompts(1, 20)
+    cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
+    found = logits(target, cache, pieces_of([rows[0][20:]], MIXED))
+    assert difference(found, materialised(source, target, translator, rows, 20)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("case", [CASES[0], BIASED, CASES[12], WINDOWED], ids=lambda c: c.name)
+def test_one_prefix_serves_several_rows(root: Path, case: Case) -> None:
+    """A source's cache of one row, and three continuations of it."""
+    source, target, translator = write(root, case)
+    rows = [tiny.random_tokens(21)[:20] + row for row in prompts(3, 0)]
+    cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
+    found = logits(target, cache, pieces_of([row[20:] for row in rows], MIXED))
+    expected = materialised(source, target, translator, rows, 20)
+    assert difference(found, expected) <= TOLERANCE
+
+
+# ---- what must fail ---------------------------------------------------------------------
+
+
+def without(side: str) -> Callable[[FoldedCache], None]:
+    """Drop the bias of a side."""
+
+    def spoil(cache: FoldedCache) -> None:
+        part = replace(getattr(cache.fold, side), bias=None)
+        cache.fold = replace(cache.fold, **{side: part})
+
+    return spoil
+
+
+def shifted(cache: FoldedCache) -> None:
+    """New tokens one position later."""
+    cache._prefix_tokens += 1
+
+
+def swapped(cache: FoldedCache) -> None:
+    """Every source layer's oldest token forgotten."""
+    cache.fold = cache.fold.last(cache.fold.tokens - 1)
+
+
+@pytest.mark.parametrize("spoil", [without("keys"), without("values"), shifted, swapped])
+@pytest.mark.parametrize("case", [CASES[1], BIASED], ids=lambda case: case.name)
+def test_a_mistake_shows(root: Path, case: Case, spoil: Callable[[FoldedCache], None]) -> None:
+    """Negative controls of the tests above."""
+    source, target, translator = write(root, case)
+    rows = prompts(1, 20)
+    cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
+    for layer in cache:
+        spoil(layer)
+    found = logits(target, cache, pieces_of([rows[0][20:]], MIXED))
+    assert difference(found, materialised(source, target, translator, rows, 20)) > WRONG
+
+
+def test_a_window_that_does_not_move_shows(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: prefix entries that have left the window are still seen."""
+    source, target, translator = write(root, WINDOWED)
+    rows = prompts(1, 20)
+    cache = kv.folded_hand_over(source, target, rows[0][:21], translator=translator)
+    monkeypatch.setattr(FoldedCache, "_visible", lambda self, count: self.fold.tokens)
+    monkeypatch.setattr(FoldedCache, "make_mask", lambda self, N, **_: None)
+    found = logits(target, cache, pieces_of([rows[0][20:]], [1]))
+    assert difference(found, materialised(source, target, translator, rows, 20)) > WRONG
+
+
+# ---- quantised prefixes -----------------------------------------------------------------
+
+
+def unpacked(cache: Any) -> list[mx.array]:
+    """A stock cache's keys and values (B, T, H * D) in floats."""
+    *sides, packing = caches.viewed(cache)
+    if packing is None:
+        return [flat(arrays[0]) for arrays in sides]
+    return [flat(mx.dequantize(*arrays, *packing)) for arrays in sides]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("case", [CASES[7], CASES[3], CASES[11]], ids=lambda case: case.name)
+def test_a_quantised_prefix(root: Path, case: Case, bits: int) -> None:
+    """Equals the translation of what the quantised cache stands for; rings stay floats."""
+    source, target, translator = write(root, case)
+    (row,) = prompts(1, 40)
+    own = make_prompt_cache(source.model)
+    source.model(mx.array([row[:40]]), cache=own)
+    caches.quantise(own, bits, 32)
+    assert any(isinstance(cache, QuantizedKVCache) for cache in own)
+    found = logits(target, fold_caches(own, source, target, translator),
+                   pieces_of([row[40:]], MIXED))  # fmt: skip
+    keys, values = zip(*(unpacked(cache) for cache in own), strict=True)
+    stock = caches.allocate(target, 40)
+    states = KVStates(keys, values, "post_rope", 0)
+    caches.write(stock, translator(states, target.geometry.first_kept(40)), target)
+    assert difference(found, logits(target, stock, [[row[40:]]])) <= TOLERANCE
+    whole = materialised(source, target, translator, [row], 40)
+    assert difference(found, whole) > (1e-3 if bits == 4 else 1e-4)  # it was quantised
+
+
+# ---- memory -----------------------------------------------------------------------------
+
+
+def random_cache(model: LanguageModel, tokens: int) -> list[Any]:
+    """A model's cache of ``tokens``, filled with random numbers."""
+    cache = caches.allocate(model, tokens)
+    for layer in cache:
+        layer.keys, layer.values = map(mx.random.normal, (layer.keys.shape, layer.values.shape))
+    mx.eval(caches.arrays(cache))
+    return cache
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[10]], ids=lambda case: case.name)
+def test_memory(root: Path, case: Case) -> None:
+    """The prefix is held once; decoding takes little more, and far less than a second copy."""
+    source, target, translator = write(root, case)
+    tokens = 16384
+    for model in (source, target):
+        mx.eval(model.model.parameters())
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    own = random_cache(source, tokens)
+    held = caches.nbytes(own)
+    cache = fold_caches(own, source, target, translator)
+    mx.eval([layer.state for layer in cache])
+    del own
+    assert mx.get_active_memory() - before <= 1.01 * held
+
+    def decode() -> None:
+        for _ in range(8):
+            mx.eval(target.model(mx.array([[5]]), cache=cache))
+
+    assert peak_bytes(decode) - before <= 1.1 * held
+    assert sum(layer.nbytes for layer in cache) < 0.1 * held
+
+
+def test_a_copy_would_show(root: Path) -> None:
+    """Negative control: the materialised cache beside the source's is more than is allowed."""
+    source, target, translator = write(root, CASES[2])
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    own = random_cache(source, 4096)
+    cache = caches.allocate(target, 4096)
+    states = caches.read(own, source)
+    caches.write(cache, translator(states), target)
+    mx.eval(caches.arrays(cache))
+    assert mx.get_active_memory() - before > 1.1 * caches.nbytes(own)
+
+
+def test_the_prefix_is_the_sources_own(root: Path) -> None:
+    """Not even copies of a cache copy it; and the source may go on without changing it."""
+    source, target, translator = write(root, BIASED)
+    (row,) = prompts(1, 20)
+    own = decoding.prefill(source, [row[:20]], 2048)
+    cache = fold_caches(own, source, target, translator)
+    twin = copy.deepcopy(cache)
+    assert all(a.fold is b.fold for a, b in zip(cache, twin, strict=True))
+    expected = logits(target, cache, pieces_of([row[20:]], [1]))
+    source.model(mx.array([row[30:40]]), cache=own)
+    mx.eval([layer.state for layer in own])
+    assert np.array_equal(logits(target, twin, pieces_of([row[20:]], [1])), expected)
+
+
+def test_rings_let_go_of_what_a_prefill_left(root: Path) -> None:
+    """And the source decodes from them as it would have."""
+    source, _, _ = write(root, WINDOWED)
+    (row,) = prompts(1, 40)
+    settled, stock = (make_prompt_cache(source.model) for _ in range(2))
+    for cache in (settled, stock):
+        source.model(mx.array([row[:40]]), cache=cache)
+    caches.settle(settled)
+    windows = [g.window for g in source.geometry.layers]
+    assert all(c.keys.shape[2] == w for c, w in zip(settled, windows, strict=True) if w)
+    rest = pieces_of([row[40:]], [1])
+    assert difference(logits(source, settled, rest), logits(source, stock, rest)) <= TOLERANCE
+
+
+# ---- as mlx-lm's caches -----------------------------------------------------------------
+
+
+def test_new_tokens_can_be_taken_back(root: Path) -> None:
+    """As from stock caches; never more than there are."""
+    source, target, translator = write(root, BIASED)
+    (row,) = prompts(1, 20)
+    cache = kv.folded_hand_over(source, target, row[:21], translator=translator)
+    expected = logits(target, cache, pieces_of([row[20:]], [1]))
+    assert all(layer.is_trimmable() and layer.trim(NEW - 10) == NEW - 10 for layer in cache)
+    assert np.array_equal(logits(target, cache, pieces_of([row[30:]], [1])), expected[:, 10:])
+    assert [layer.trim(1000) for layer in cache] == [NEW] * len(cache)
+    assert not cache[0].empty() and cache[0].offset == 20
+
+
+def test_mlx_lm_will_not_save_them(root: Path, tmp_path: Path) -> None:
+    """What it wrote could not be read again; what it evaluates is whole all the same."""
+    source, target, translator = write(root, BIASED)
+    (row,) = prompts(1, 20)
+    cache = kv.folded_hand_over(source, target, row[:21], translator=translator)
+    list(generate_step(mx.array(row[20:40]), target.model, prompt_cache=cache, max_tokens=2))
+    with pytest.raises(ValueError, match="not serializable: a folded cache, whose prefix is its"):
+        save_prompt_cache(str(tmp_path / "x.safetensors"), cache)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_quantised_caches_of_mlx_lm_are_as_they_were(models: dict[str, LanguageModel]) -> None:
+    """The one function of mlx-lm that is replaced leaves everything else alone."""
+    wiring.install()
+    model = models["dense"]
+    prompt = mx.array(tiny.random_tokens(30))
+    options = {"max_tokens": 12, "kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+    steps = [logs for _, logs in generate_step(prompt, model.model, **options)]
+    assert base.quantized_scaled_dot_product_attention is wiring._attention
+    base.quantized_scaled_dot_product_attention = wiring._stock
+    try:
+        again = [logs for _, logs in generate_step(prompt, model.model, **options)]
+    finally:
+        wiring.install()
+    assert all(mx.array_equal(a, b) for a, b in zip(steps, again, strict=True))
+
+
+# ---- generation -------------------------------------------------------------------------
+
+
+def test_generates_what_generate_does(root: Path) -> None:
+    """Greedy, the same tokens and the same fields of a response."""
+    source, target, translator = write(root, WINDOWED)
+    options: dict[str, Any] = {"translator": translator, "max_tokens": 24}
+    prompt = tiny.random_tokens(40)
+    expected = list(kv.stream_generate(source, target, prompt, **options))
+    found = list(kv.folded_stream_generate(source, target, prompt, **options))
+    assert [r.token for r in found] == [r.token for r in expected]
+    assert found[-1].prompt_tokens == 40 and found[-1].ttft_s > found[-1].prefill_s > 0
+    assert kv.folded_generate(source, target, prompt, **options) == "".join(r.text for r in found)
+
+
+def test_logits_processors_see_the_prompt(root: Path) -> None:
+    """As in ``generate``."""
+    source, target, translator = write(root, BIASED)
+    seen: list[int] = []
+
+    def look(tokens: mx.array, values: mx.array) -> mx.array:
+        seen.append(tokens.size)
+        return values
+
+    list(kv.folded_stream_generate(source, target, tiny.random_tokens(9), translator=translator,
+                                   max_tokens=3, logits_processors=[look]))  # fmt: skip
+    assert seen[:3] == [9, 10, 11]
+
+
+def test_a_single_token_needs_no_translator(models: dict[str, LanguageModel]) -> None:
+    """There is no prefix then."""
+    cache = kv.folded_hand_over(models["dense"], models["wide"], [5])
+    assert all(type(layer) is KVCache for layer in cache)
+
+
+# ---- refusals ---------------------------------------------------------------------------
+
+
+def refused(case: Case, root: Path, error: type[Exception], text: str) -> None:
+    source, target, folder = tiny.write_case(root, case)
+    with pytest.raises(error, match=text):
+        kv.folded_hand_over(load(source), load(target), [1, 2, 3], translator=folder)
+
+
+@pytest.mark.parametrize("point", ["pre_norm", "post_norm"])
+def test_other_points_are_refused(root: Path, point: str) -> None:
+    case = Case("dense4x16", "dense2x32", 1, True, (("capture", point),))
+    text = f"it reads {point} keys, and a cache holds post_rope ones; make one that reads those "
+    refused(case, root, IncompatibleTranslatorError, text + "with `kvlingo-mlx fit --capture post")
+
+
+def test_other_kinds_are_refused(root: Path, tmp_path: Path) -> None:
+    source, target, folder = tiny.write_case(root, CASES[0])
+    mlp = tiny.write_mlp_translator(tmp_path / "mlp", folder)
+    with pytest.raises(IncompatibleTranslatorError, match="of kind mlp, and only linear maps"):
+        kv.folded_hand_over(load(source), load(target), [1, 2, 3], translator=mlp)
+
+
+def test_models_that_it_does_not_reach_are_refused(root: Path) -> None:
+    shared = Case("same2x32", "shared2x32", 1, True, (POINT,))
+    refused(shared, root, UnsupportedModelError, "other layers read the cache of layer 1: use gene")
+    refused(Case("mla64", "mla48"), root, IncompatibleTranslatorError, "it reads latent keys")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"kv_bits": 7}, "kv_bits is 7; give 2, 3, 4, 5, 6 or 8"),
+        ({"kv_bits": 8}, "kv_group_size is 64, but .* 32 numbers wide; make it 32"),
+        ({"prefill_step_size": 0}, "prefill_step_size is 0"),
+    ],
+)
+def test_bad_arguments_are_refused(root: Path, options: dict[str, Any], text: str) -> None:
+    source, target, translator = write(root, BIASED)
+    with pytest.raises(ValueError, match=text):
+        kv.folded_hand_over(source, target, [1, 2, 3], translator=translator, **options)
+
+
+def test_ragged_and_empty_prompts_are_refused(root: Path) -> None:
+    source, target, translator = write(root, BIASED)
+    with pytest.raises(ValueError, match="2 to 3 tokens; folded decoding takes several at once"):
+        kv.folded_hand_over(source, target, [[1, 2, 3], [1, 2]], translator=translator)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        kv.folded_hand_over(source, target, [], translator=translator)
+    with pytest.raises(ValueError, match="max_tokens is 0"):
+        next(kv.folded_stream_generate(source, target, [1, 2], max_tokens=0))
+
+
+@pytest.mark.parametrize("first", [[1, 2], "text", [{"role": "user", "content": "x"}]])
+def test_several_prompts_are_refused_in_one_line(root: Path, first: Any) -> None:
+    """Ids, text or messages; and what is no prompt of one kind or the other."""
+    source, target, translator = write(root, BIASED)
+    options: dict[str, Any] = {"translator": translator, "max_tokens": 2}
+    with pytest.raises(ValueError, match="a list of 2 prompts; folded_generate answers one at a"):
+        kv.folded_generate(source, target, [first, first], **options)
+    if first == [1, 2]:
+        rows = mx.array([first, first])
+        with pytest.raises(ValueError, match="a list of 2 prompts"):
+            kv.folded_generate(source, target, rows, **options)
+        assert kv.folded_generate(source, target, rows[0], **options)
+    else:
+        with pytest.raises(ValueError, match="the prompt is no token ids; folded_hand_over"):
+            kv.folded_hand_over(source, target, first, translator=translator)
+
+
+def test_the_other_direction_is_refused(root: Path) -> None:
+    """Two models of one geometry, whose caches would otherwise do; and another checkpoint."""
+    source, target, folder = tiny.write_case(
+        root, Case("dense4x16", "dense2x32", 1, True, (POINT,))
+    )
+    translator, models = kv.load_translator(folder), (load(source), load(target))
+    own = decoding.prefill(models[1], [[1, 2, 3]], 2048)
+    with pytest.raises(IncompatibleTranslatorError, match="goes the other way round"):
+        fold_caches(own, models[1], models[0], translator)
+    own = decoding.prefill(models[0], [[1, 2, 3]], 2048)
+    with pytest.raises(IncompatibleTranslatorError, match="does not fit the target model"):
+        fold_caches(own, models[0], models[0], translator)
+
+
+def test_another_checkpoint_where_it_is_allowed(root: Path, tmp_path: Path) -> None:
+    """All the way through, the last check included."""
+    source, target, _ = write(root, BIASED)
+    same = assignment.by_depth(source.geometry.layers, target.geometry.layers)
+    translator = random_maps(
+        TranslatorConfig(source.spec(), target.spec(), same, head_mixing=False, capture="post_rope")
+    )
+    shape = dict(tiny.MODELS["dense4x16"][1], seed=77)
+    other = load(tiny.write_tiny_model(tmp_path / "other", "qwen3", **shape))
+    with pytest.raises(IncompatibleTranslatorError, match="another checkpoint"):
+        kv.folded_hand_over(source, other, [1, 2, 3], translator=translator)
+    options: dict[str, Any] = {"translator": translator, "allow_mismatch": True}
+    assert len(kv.folded_hand_over(source, other, [1, 2, 3], **options)) == len(other.attentions)
+    assert kv.folded_generate(source, other, [1, 2, 3], max_tokens=2, **options) is not None
+
+
+def test_caches_of_another_model_are_refused(root: Path) -> None:
+    source, target, translator = write(root, BIASED)
+    own = decoding.prefill(source, [[1, 2, 3]], 2048)
+    for wrong in (own[:-1], make_prompt_cache(source.model)):
+        with pytest.raises(ValueError, match=f"expected {len(own)}, filled to one position"):
+            fold_caches(wrong, source, target, translator)
+
+
+def test_a_source_that_has_forgotten_the_prefix_is_refused(root: Path) -> None:
+    """Rings where the source has no windows: the target would see their tokens alone."""
+    source, target, translator = write(root, BIASED)
+    own = [RotatingKVCache(max_size=4) for _ in source.attentions]
+    source.model(mx.array([[1, 2, 3, 4]]), cache=own)
+    assert fold_caches(own, source, target, translator)[0].offset == 4
+    source.model(mx.array([[5]]), cache=own)
+    with pytest.raises(ValueError, match="holds 4 tokens, and the last 5 are to be read"):
+        fold_caches(own, source, target, translator)
+
+
+def test_identity_maps_fold_to_the_model_itself(models: dict[str, LanguageModel]) -> None:
+    """Decoding from one's own cache this way is decoding."""
+    model = models["dense"]
+    same = assignment.identity(len(model.attentions))
+    translator = identity(TranslatorConfig(model.spec(), model.spec(), same, capture="post_rope"))
+    (row,) = prompts(1, 20)
+    cache = kv.folded_hand_over(model, model, row[:21], translator=translator)
+    native = make_prompt_cache(model.model)
+    model.model(mx.array([row[:20]]), cache=native)
+    rest = pieces_of([row[20:]], [1])
+    assert difference(logits(model, cache, rest), logits(model, native, rest)) <= TOLERANCE
+
+
+# ---- where it is used -------------------------------------------------------------------
+
+
+def arguments(root: Path, case: Case, *more: str) -> list[str]:
+    """``kvlingo-mlx generate`` for a case."""
+    source, target, folder = tiny.write_case(root, case)
+    pair = ["--prefill-model", str(source), "--decode-model", str(target)]
+    return ["generate", *pair, "--translator", str(folder), "-m", "6", "-p", "Hello there", *more]
+
+
+def test_the_command_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same answer with and without a budget, and with a prefix of 8 bits another or none."""
+    answers = []
+    for more in ([], ["--memory-budget"], ["--memory-budget", "--quantize", "8"]):
+        assert run(arguments(root, CASES[1], "--no-verbose", *more)) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+    bits = ["--kv-bits", "8", "--kv-group-size", "32"]
+    assert run(arguments(root, BIASED, "--memory-budget", *bits)) == 0
+    assert "first token after" in capsys.readouterr().out
+
+
+def test_of_several_stored_the_one_that_folds(
+    models: dict[str, LanguageModel], store: Path
+) -> None:
+    """The newest of them cannot; ``generate`` takes that one all the same."""
+    model = models["dense"]
+    same, spec = assignment.identity(len(model.attentions)), model.spec()
+    for time, point in enumerate(("post_rope", "pre_norm")):
+        made = identity(TranslatorConfig(spec, spec, same, capture=point))
+        made.save(store / point)
+        os.utime(store / point / "translator_config.json", (time, time))
+    assert find_translator(model, model).name == "pre_norm"
+    found = kv.folded_generate(model, model, prompts(1, 20)[0], max_tokens=2)
+    assert found == kv.generate(model, model, prompts(1, 20)[0], max_tokens=2)
+
+
+def test_the_command_line_refuses(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line that says what to do."""
+    plain = Case("dense4x16", "dense2x32")
+    draft = ["--draft-model", str(tiny.write_model(root, "dense4x16"))]
+    for wrong, text in (
+        (arguments(root, plain, "--memory-budget"), "`kvlingo-mlx fit --capture post_rope`"),
+        (arguments(root, BIASED, "--memory-budget", *draft), "--draft-model has no effect with"),
+    ):
+        assert run(wrong) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ") and error.count("\n") == 1 and text in error
+
+
+def test_tuned_native_layers_are_heeded_or_refused(
+    root: Path, tmp_path: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As ``generate`` heeds it, folded decoding must not fold over it without a word."""
+    source, target, plain = tiny.write_case(root, BIASED)
+    folder = tmp_path / "tuned"
+    shutil.copytree(plain, folder)
+    path = folder / "translator_config.json"
+    facts = json.loads(path.read_text())
+    facts["provenance"] = {**facts.get("provenance", {}), "native_layers": 1}
+    path.write_text(json.dumps(facts))
+    models, tokens = (load(source), load(target)), tiny.random_tokens(12)
+    options: dict[str, Any] = {"translator": folder, "max_tokens": 3}
+    for ask in (
+        lambda: kv.folded_generate(*models, tokens, **options),
+        lambda: kv.folded_hand_over(*models, tokens, translator=folder),
+        lambda: lineup.baseline("folded", *models, [kv.load_translator(folder)], None),
+        lambda: lineup.baseline("folded", *models, [kv.load_translator(plain)], 1),
+    ):
+        with pytest.raises(IncompatibleTranslatorError) as error:
+            ask()
+        text = str(error.value)
+        assert "1 native layers" in text and "use generate" in text and "native_layers=0" in text
+    # Both ways out; a stored translator that can be folded whole goes before one that cannot.
+    expected = kv.folded_generate(*models, tokens, translator=plain, max_tokens=3)
+    assert kv.folded_generate(*models, tokens, native_layers=0, **options) == expected
+    assert lineup.baseline("folded", *models, [kv.load_translator(folder)], 0).name == "folded"
+    for age, kept in enumerate((plain, folder)):
+        copy = shutil.copytree(kept, store / kept.name) / "translator_config.json"
+        os.utime(copy, (age, age))
+    assert find_translator(*models).name == "tuned"
+    assert kv.folded_generate(*models, tokens, max_tokens=3) == expected
+    words = arguments(root, BIASED, "--memory-budget", "--translator", str(folder))
+    assert run(words) == 2
+    error_line = capsys.readouterr().err
+    assert error_line.count("\n") == 1 and "leave out --memory-budget" in error_line
+    assert run([*words, "--native-layers", "0"]) == 0
+    assert run([*words, "--native-layers", "1"]) == 2
+
+
+def test_show_says_whether_and_why_not(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """For each reason there is."""
+    folded = tiny.write_case(root, BIASED)[2]
+    plain = tiny.write_case(root, Case("dense4x16", "dense2x32"))[2]
+    mlp = tiny.write_mlp_translator(tmp_path / "mlp", tiny.write_case(root, CASES[0])[2])
+    for folder, text in ((folded, "yes"), (plain, "no: it reads pre_norm"), (mlp, "no: it is of")):
+        assert run(["show", str(folder)]) == 0
+        (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("can be folded"))
+        assert line.removeprefix("can be folded").strip().startswith(text)
+
+
+def test_the_folded_condition(root: Path) -> None:
+    """Scores what the translated one scores, and says that it is another."""
+    source, target, translator = write(root, BIASED)
+    record = {"text": "One two three four five six seven eight nine ten. " * 3}
+    task = probes.continuation(target, [record], 1, 512)
+    line = [
+        lineup.native(target),
+        lineup.translated("translated", source, target, [translator]),
+        lineup.baseline("folded", source, target, [translator]),
+        lineup.baseline("hidden", source, target, [translator]),
+    ]
+    found = evaluate(target, [task], line, Journal())["continuation"]
+    scores = {name: results[0].scores["kl"] for name, results in found.items()}
+    assert scores["folded"] == pytest.approx(scores["translated"], abs=1e-5)
+    assert abs(scores["folded"] - scores["prefix hidden"]) > 1e-3
+    assert line[1].identity != line[2].identity
+    assert line[2].at_switch is not None and len(line[2].at_switch([1, 2, 3])()) == 4
+
+
+def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Small models of its geometry; what it says of memory is what is held."""
+    small = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 32, "vocab_size": 300,
+             "intermediate_size": 128, "sliding_window": 64}  # fmt: skip
+    for name in (memory_budget.FULL, memory_budget.NARROW):
+        shrunk = {**geometries.GEOMETRIES[name], **small}
+        monkeypatch.setitem(geometries.GEOMETRIES, name, shrunk)
+    command = ["bench", "--table", "memory-budget", "--layers", "6", "-n", "1", "-p", "16384"]
+    assert run([*command, "--batch-sizes", "1,2", "--json", "-"]) == 0
+    cells = json.loads(capsys.readouterr().out)["results"]
+    assert [(cell["context"], cell["batch"]) for cell in cells] == [(16384, 1), (16384, 2)]
+    for cell in cells:
+        assert cell["cache"]["folded"] == cell["cache"]["narrowed"] == cell["cache"]["full"] / 2
+        assert cell["peak"]["folded"] < cell["peak"]["full"] - 0.4 * cell["cache"]["full"]
+        assert 0 < cell["translator_share"] < 1
+        assert cell["summary"].keys() == {*cell["samples"], "maps"}
+        assert cell["summary"]["maps"].keys() == {"median", "min", "iqr"}
+    assert cells[1]["cache"]["full"] == 2 * cells[0]["cache"]["full"]
+    for more, text in (
+        (["--geometry", "x:y"], "--geometry has no effect with --table memory-budget"),
+        (["--batch-sizes", "0"], "--batch-sizes holds 0; give at least 1"),
+        (["-n", "0"], "--num-trials is 0"),
+    ):
+        assert run([*command, *more]) == 2
+        assert text in capsys.readouterr().err
+
+
+def test_sixteen_bits(tmp_path: Path) -> None:
+    """Nothing is widened; rounding is of the order of the materialised cache's."""
+    folders = [
+        tiny.write_tiny_model(tmp_path / f"{name}-{dtype}", "qwen3", dtype=dtype, seed=seed,
+                              layers=3, kv_heads=heads, head_dim=32)
+        for dtype in ("float32", "bfloat16")
+        for name, seed, heads in (("s", 1, 2), ("l", 2, 4))
+    ]  # fmt: skip
+    models = [load(folder) for folder in folders]
+    folder = tiny.write_random_translator(
+        tmp_path / "t", *folders[:2], head_mixing=False, bias=True, capture="post_rope"
+    )
+    translator = kv.load_translator(folder)
+    rows = prompts(1, 20)
+    exact = materialised(models[0], models[1], translator, rows, 20)
+    rest = pieces_of([rows[0][20:]], MIXED)
+    errors = {}
+    for name, hand_over in (("stock", kv.hand_over), ("folded", kv.folded_hand_over)):
+        cache = hand_over(models[2], models[3], rows[0][:21], translator=translator)
+        found = [models[3].model(mx.array(piece), cache=cache) for piece in rest]
+        assert all(array.dtype == mx.bfloat16 for array in found)
+        assert all(c.state[0].dtype == mx.bfloat16 for c in cache)
+        wide = [np.array(array.astype(mx.float32)) for array in found]
+        errors[name] = float(np.square(np.concatenate(wide, axis=1) - exact).mean() ** 0.5)
+    assert errors["folded"] <= 1.5 * errors["stock"]

@@ -1,0 +1,1270 @@
+"""Translator format version 1: what is read and written, and all that is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import pickle
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors
+
+from kvlingo_mlx.errors import MalformedTranslatorError
+from kvlingo_mlx.format import atomic, tensor_file, translator_folder
+from kvlingo_mlx.format.config_reading import no_duplicates
+from kvlingo_mlx.format.tensor_file import Weights
+from tests.support.translator_folders import (
+    BROKEN_FILES,
+    CARD,
+    CODES,
+    CONFIG,
+    FIRST,
+    HEAD_WISE,
+    LAST,
+    LAYOUTS,
+    MIXING,
+    MLP,
+    SELFTEST,
+    SIDES,
+    SOURCE_DIMS,
+    TENSORS,
+    Arrays,
+    Json,
+    Layout,
+    arrays_of,
+    config_json,
+    contents,
+    frame,
+    listing,
+    pack,
+    probe_input,
+    probes_of,
+    put_config,
+    put_tensors,
+    repack,
+    shapes_of,
+    store,
+    stored,
+    to_config,
+    unpack,
+    write,
+)
+
+SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "U16": 2, "U8": 1,
+         "BOOL": 1, "F8_E4M3": 1}  # fmt: skip
+
+
+# ---- translators, made from the format's description alone ------------------------------
+
+
+each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+each_dtype = pytest.mark.parametrize("dtype", CODES)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound head-mixing translator in float32."""
+    return store(tmp_path / "sound")
+
+
+def refuse(folder: Path, *words: str, names: Path | str = CONFIG) -> None:
+    """``read`` must refuse ``folder`` in one line that names the file and holds ``words``."""
+    with pytest.raises(MalformedTranslatorError) as caught:
+        translator_folder.read(folder)
+    assert type(caught.value) is MalformedTranslatorError
+    message = str(caught.value)
+    assert message.isprintable(), "more than one line, or control characters"
+    assert len(message) < 1000
+    assert str(folder / names) in message
+    for word in words:
+        assert word in message
+
+
+# ---- reading and writing what is sound --------------------------------------------------
+
+
+@each_dtype
+@each_layout
+def test_reads_what_the_format_describes(tmp_path: Path, layout: Layout, dtype: str) -> None:
+    config, weights = translator_folder.read(store(tmp_path / "t", layout, dtype))
+    assert config == to_config(config_json(layout))
+    assert weights.dtype == dtype
+    assert_same(weights.arrays, arrays_of(layout, dtype))
+
+
+@each_dtype
+@each_layout
+def test_round_trip_is_bitwise(tmp_path: Path, layout: Layout, dtype: str) -> None:
+    config, arrays = to_config(config_json(layout)), arrays_of(layout, dtype)
+    folder = translator_folder.write(tmp_path / "t", config, Weights(dtype, arrays))
+    again, weights = translator_folder.read(folder)
+    assert again == config
+    assert weights.dtype == dtype
+    assert_same(weights.arrays, arrays)
+
+
+@each_dtype
+def test_round_trip_keeps_zeros_and_subnormals(tmp_path: Path, dtype: str) -> None:
+    arrays = arrays_of(MIXING, dtype)
+    # The smallest subnormal of either sign, both zeros: as bits, 1 and 0 with and without sign.
+    integer = {4: np.uint32, 2: np.uint16}[arrays["keys.0.weight"].itemsize]
+    sign = 1 << (8 * np.dtype(integer).itemsize - 1)
+    arrays["keys.0.weight"].view(integer)[0, :4] = [1, sign + 1, 0, sign]
+    translator_folder.write(tmp_path / "t", to_config(config_json()), Weights(dtype, arrays))
+    assert_same(translator_folder.read(tmp_path / "t")[1].arrays, arrays)
+
+
+def assert_same(found: Mapping[str, np.ndarray], expected: Arrays) -> None:
+    """The same names, shapes, dtypes and bits."""
+    assert set(found) == set(expected)
+    for name, array in expected.items():
+        assert (found[name].shape, found[name].dtype) == (array.shape, array.dtype)
+        assert found[name].tobytes() == array.tobytes()
+
+
+@each_layout
+def test_written_config_has_the_documented_keys(tmp_path: Path, layout: Layout) -> None:
+    expected = config_json(layout)
+    write(tmp_path / "t", layout)
+    found = json.loads((tmp_path / "t" / CONFIG).read_bytes().decode("utf-8"))
+    assert found == expected
+    assert type(found["format_version"]) is int
+
+
+@each_dtype
+@each_layout
+def test_written_tensors_are_plain_safetensors(tmp_path: Path, layout: Layout, dtype: str) -> None:
+    write(tmp_path / "t", layout, dtype)
+    found = dict(safetensors.deserialize((tmp_path / "t" / TENSORS).read_bytes()))
+    assert {n: tuple(e["shape"]) for n, e in found.items()} == shapes_of(layout)
+    assert {e["dtype"] for e in found.values()} == {CODES[dtype]}
+    for name, array in arrays_of(layout, dtype).items():
+        assert bytes(found[name]["data"]) == array.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@each_layout
+def test_written_selftest_holds_the_probes(tmp_path: Path, layout: Layout, dtype: str) -> None:
+    write(tmp_path / "t", layout, dtype)
+    found = dict(safetensors.deserialize((tmp_path / "t" / SELFTEST).read_bytes()))
+    expected = probes_of(layout, arrays_of(layout, dtype), dtype)
+    assert set(found) == set(expected)
+    for name, entry in found.items():
+        assert entry["dtype"] == "F32"
+        assert tuple(entry["shape"]) == expected[name].shape
+        values = np.frombuffer(entry["data"], np.float32).reshape(entry["shape"])
+        np.testing.assert_allclose(values, expected[name], rtol=1e-6, atol=1e-6)
+
+
+def test_probe_is_the_documented_one() -> None:
+    # 11, 48, 85, 122, 159 and 196 leave 11, 14, 0, 3, 6 and 9 when divided by 17.
+    assert translator_folder.probe(6).tolist() == [0.375, 0.75, -1.0, -0.625, -0.25, 0.125]
+    assert translator_folder.probe(100).tolist() == probe_input(100).tolist()
+
+
+def test_a_folder_holds_four_files(tmp_path: Path) -> None:
+    written = write(tmp_path / "t")
+    assert {path.name for path in written.iterdir()} == {CONFIG, TENSORS, SELFTEST, CARD}
+    card = (written / CARD).read_text(encoding="utf-8")
+    assert "house/reader" in card
+    assert "house/writer" in card
+
+
+@pytest.mark.parametrize("name", [SELFTEST, CARD])
+def test_optional_files_may_be_missing(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / "t")
+    (folder / name).unlink()
+    translator_folder.read(folder)
+
+
+def test_read_config_needs_no_tensors(folder: Path) -> None:
+    (folder / TENSORS).unlink()
+    assert translator_folder.read_config(folder) == to_config(config_json())
+
+
+@pytest.mark.parametrize("start", [b"\x80", b"PK"], ids=["0x80", "PK"])
+def test_a_header_length_may_look_like_a_pickle(folder: Path, start: bytes) -> None:
+    """Lengths 0x..80 and 0x4B50 are as good as others: a file may begin with these bytes."""
+    blob = (folder / TENSORS).read_bytes()
+    header, body = unpack(blob)
+    text = json.dumps(header).encode()
+    while not len(text).to_bytes(8, "little").startswith(start):
+        text += b" "
+    (folder / TENSORS).write_bytes(frame(text, body))
+    assert_same(translator_folder.read(folder)[1].arrays, arrays_of(MIXING))
+
+
+def test_a_hub_snapshot_of_links_is_read(folder: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "models--me--t" / "blobs", tmp_path / "models--me--t/snapshots/4f"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    translator_folder.read(snapshot)
+
+
+@pytest.mark.parametrize("name", [CONFIG, TENSORS, SELFTEST])
+def test_a_link_out_of_the_folder(folder: Path, tmp_path: Path, name: str) -> None:
+    """A stranger's folder must not make us read, and quote, the user's own files."""
+    (folder / name).rename(tmp_path / "secret")
+    (folder / name).symlink_to(tmp_path / "secret")
+    refuse(folder, "is a link out of its folder", "copy the file itself", names=name)
+    (folder / name).unlink()
+    (tmp_path / "secret").rename(folder / "beside")
+    (folder / name).symlink_to("beside")
+    translator_folder.read(folder)
+
+
+def test_a_folder_may_be_called_pt(tmp_path: Path) -> None:
+    translator_folder.read(write(tmp_path / "stage1.pt"))
+
+
+def test_attention_groups_may_differ_in_nu(tmp_path: Path) -> None:
+    data = config_json()
+    data["source"]["layers"][0] |= {"attention": "sliding", "window": 512}
+    data["target"]["layers"][0] |= {"attention": "sliding", "window": 1024}
+    data["assignment"] = {"keys": [[0], [2, 1]], "values": [[0], [1, 2]]}
+    arrays = arrays_of(MIXING)
+    for side in SIDES:
+        width = 2 * SOURCE_DIMS[side]
+        arrays[f"{side}.0.weight"] = arrays[f"{side}.0.weight"][:, :width].copy()
+    folder = translator_folder.write(tmp_path / "t", to_config(data), Weights("float32", arrays))
+    config, weights = translator_folder.read(folder)
+    assert config.assignment.keys == ((0,), (2, 1))
+    assert_same(weights.arrays, arrays)
+
+
+# ---- rounding ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bits", "expected"),
+    [
+        (0x3F800000, 0x3F80),  # 1
+        (0x3F808000, 0x3F80),  # halfway, to even: down
+        (0x3F818000, 0x3F82),  # halfway, to even: up
+        (0x3F808001, 0x3F81),  # just above halfway
+        (0x3F817FFF, 0x3F81),  # just below halfway
+        (0xBF818000, 0xBF82),  # negative
+        (0x3FFFFFFF, 0x4000),  # carries into the exponent
+        (0x80000000, 0x8000),  # minus zero
+        (0x00008000, 0x0000),  # half the smallest subnormal
+        (0x00018000, 0x0002),
+        (0x7F7F7FFF, 0x7F7F),  # the largest that fits
+    ],
+)
+def test_bfloat16_rounds_to_nearest_even(bits: int, expected: int) -> None:
+    array = np.array([bits], np.uint32).view(np.float32)
+    rounded = Weights.from_float32({"w": array}, "bfloat16").arrays["w"]
+    assert rounded.dtype == np.uint16
+    assert rounded.tolist() == [expected]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_agrees_with_torch(dtype: str) -> None:
+    torch = pytest.importorskip("torch")
+    bits = np.random.default_rng(3).integers(0, 2**32, 200_000, np.uint32)
+    bits[::2] &= 0xFFFF8000  # every other one ends in a tie or on the grid
+    array = bits.view(np.float32)
+    wanted = torch.from_numpy(array.copy()).to(getattr(torch, dtype))
+    keep = wanted.isfinite().numpy()
+    rounded = Weights.from_float32({"w": array[keep]}, dtype)
+    theirs = wanted.view(torch.int16).numpy().view(np.uint16)[keep]
+    assert (rounded.arrays["w"].view(np.uint16) == theirs).all()
+    floats = wanted.float().numpy()[keep]
+    assert (rounded.as_float32("w").view(np.uint32) == floats.view(np.uint32)).all()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [
+        (1e5, "float16"),
+        (-65520.0, "float16"),
+        (3.4e38, "bfloat16"),
+        (float("nan"), "float32"),
+        (float("inf"), "bfloat16"),
+    ],
+)
+def test_what_does_not_fit_is_refused(value: float, dtype: str) -> None:
+    with pytest.raises(ValueError, match=r"^keys\.0\.weight "):
+        Weights.from_float32({"keys.0.weight": np.array([0, value], np.float32)}, dtype)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FFFE000, 0xFFFFFFFF, 0x7F800001])
+def test_no_nan_is_rounded_to_a_number(bits: int) -> None:
+    """Adding half a unit to these bits carries out of the exponent: they would become 0."""
+    array = np.array([bits], np.uint32).view(np.float32)
+    with pytest.raises(ValueError, match="NaN"):
+        Weights.from_float32({"w": array}, "bfloat16")
+
+
+def test_cast_rounds_and_leaves_its_own_dtype_alone() -> None:
+    weights = Weights("float32", {"w": np.array([1 + 2**-9, 1 + 3 * 2**-8], np.float32)})
+    assert weights.cast("float32") is weights
+    assert weights.cast("bfloat16").as_float32("w").tolist() == [1.0, 1 + 2**-6]
+    assert weights.cast("float16").as_float32("w").tolist() == [1 + 2**-9, 1 + 3 * 2**-8]
+
+
+# ---- tensors that are refused -----------------------------------------------------------
+
+
+def rename(arrays: Arrays, old: str, new: str) -> None:
+    """Give a tensor another name."""
+    arrays[new] = arrays.pop(old)
+
+
+def replace(arrays: Arrays, name: str, change: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Put a changed tensor in another's place."""
+    arrays[name] = np.ascontiguousarray(change(arrays[name]))
+
+
+Damage = Callable[[Arrays], Any]
+WRONG_TENSORS: dict[str, tuple[Layout, Damage, tuple[str, ...]]] = {
+    "missing": (MIXING, lambda a: a.pop("keys.1.weight"), ("missing", "keys.1.weight")),
+    "extra": (
+        MIXING,
+        lambda a: a.update({"keys.2.weight": a["keys.1.weight"]}),
+        ("unexpected", "keys.2.weight"),
+    ),
+    "renamed": (MIXING, lambda a: rename(a, "keys.0.weight", "keys.00.weight"), ("missing",)),
+    "newline": (MIXING, lambda a: a.update({"a\nb\x1b[31m": np.ones(1, "f4")}), ("unexpected",)),
+    "long name": (MIXING, lambda a: a.update({"x" * 9999: np.ones(1, "f4")}), ("unexpected",)),
+    "joint for apart": (MIXING, lambda a: rename(a, "keys.0.weight", "joint.0.weight"), ()),
+    "bias in one layer": (
+        Layout(bias=True),
+        lambda a: a.pop("values.1.bias"),
+        ("missing", "values.1.bias"),
+    ),
+    "bias in keys alone": (
+        Layout(bias=True),
+        lambda a: [a.pop(f"values.{t}.bias") for t in range(2)],
+        ("missing",),
+    ),
+    "gate in one layer": (MLP, lambda a: a.pop("keys.0.gate"), ("missing", "keys.0.gate")),
+    "gate on a linear map": (
+        MIXING,
+        lambda a: a.update({f"{s}.{t}.gate": np.ones(4, "f4") for s in SIDES for t in range(2)}),
+        ("unexpected",),
+    ),
+    "weight on an mlp": (
+        MLP,
+        lambda a: a.update({"keys.0.weight": np.ones((12, 16), "f4")}),
+        ("unexpected", "keys.0.weight"),
+    ),
+    **{
+        f"no {part}": (MLP, lambda a, p=part: a.pop(f"keys.1.{p}"), ("missing", f"keys.1.{part}"))
+        for part in ("w1", "b1", "w2", "b2")
+    },
+    "transposed": (
+        MIXING,
+        lambda a: replace(a, "keys.0.weight", np.transpose),
+        ("keys.0.weight", "(16, 12)", "(12, 16)"),
+    ),
+    "flat": (MIXING, lambda a: replace(a, "keys.0.weight", np.ravel), ("keys.0.weight", "(192,)")),
+    "batched": (MIXING, lambda a: replace(a, "keys.0.weight", lambda w: w[None]), ()),
+    "head-wise for mixing": (
+        MIXING,
+        lambda a: replace(a, "keys.0.weight", lambda w: w.reshape(4, 3, 16)),
+        ("(4, 3, 16)",),
+    ),
+    "one head short": (
+        HEAD_WISE,
+        lambda a: replace(a, "values.1.weight", lambda w: w[:3]),
+        ("values.1.weight", "(3, 5, 6)", "(4, 5, 6)"),
+    ),
+    "one source layer short": (
+        MIXING,
+        lambda a: replace(a, "values.0.weight", lambda w: w[:, :6]),
+        ("values.0.weight", "(20, 6)", "(20, 12)"),
+    ),
+    "keys for values": (
+        MIXING,
+        lambda a: replace(a, "values.0.weight", lambda w: a["keys.0.weight"]),
+        ("values.0.weight", "(12, 16)"),
+    ),
+    "bias of one head": (
+        Layout(head_mixing=False, bias=True),
+        lambda a: replace(a, "keys.0.bias", lambda b: b[:3]),
+        ("keys.0.bias", "(3,)", "(12,)"),
+    ),
+    "gate a number": (
+        MLP,
+        lambda a: replace(a, "keys.0.gate", lambda g: np.resize(g, 12)),
+        ("keys.0.gate", "(12,)", "(4,)"),
+    ),
+    "hidden of w1": (MLP, lambda a: replace(a, "keys.0.w1", lambda w: w[:5]), ("keys.0.w1",)),
+    "hidden of w2": (MLP, lambda a: replace(a, "keys.0.w2", lambda w: w[:, :5]), ("keys.0.w2",)),
+    "hidden of b1": (MLP, lambda a: replace(a, "keys.0.b1", lambda b: b[:5]), ("keys.0.",)),
+    "b2 a scalar": (MLP, lambda a: replace(a, "keys.0.b2", lambda b: b[:1]), ("keys.0.b2",)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TENSORS.values(), ids=WRONG_TENSORS)
+def test_wrong_tensors(tmp_path: Path, case: tuple[Layout, Damage, tuple[str, ...]]) -> None:
+    layout, damage, words = case
+    folder = store(tmp_path / "t", layout)
+    arrays = arrays_of(layout)
+    damage(arrays)
+    put_tensors(folder / TENSORS, arrays)
+    refuse(folder, *words, names=TENSORS)
+
+
+def test_a_hidden_width_of_zero(tmp_path: Path) -> None:
+    folder = store(tmp_path / "t", MLP)
+    arrays = arrays_of(MLP)
+    for part, cut in {"w1": np.s_[:0], "b1": np.s_[:0], "w2": np.s_[:, :0]}.items():
+        replace(arrays, f"keys.0.{part}", lambda w, cut=cut: w[cut])
+    put_tensors(folder / TENSORS, arrays)
+    refuse(folder, "keys.0.", names=TENSORS)
+    with pytest.raises(MalformedTranslatorError):
+        config = to_config(config_json(MLP))
+        translator_folder.write(tmp_path / "new", config, Weights("float32", arrays))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@each_dtype
+def test_numbers_that_are_none(tmp_path: Path, dtype: str, value: float) -> None:
+    folder = store(tmp_path / "t", MIXING, dtype)
+    (folder / SELFTEST).unlink()  # it would notice too
+    arrays = arrays_of(MIXING, dtype)
+    arrays["values.1.weight"][-1, -1] = stored(np.array([value], np.float32), dtype)[0]
+    put_tensors(folder / TENSORS, arrays, dtype)
+    refuse(folder, "values.1.weight", "NaN or Inf", names=TENSORS)
+
+
+def test_a_nan_in_a_bias_or_gate(tmp_path: Path) -> None:
+    for part in ("gate", "b2"):
+        folder = store(tmp_path / part, MLP)
+        arrays = arrays_of(MLP)
+        arrays[f"keys.1.{part}"][0] = np.nan
+        put_tensors(folder / TENSORS, arrays)
+        refuse(folder, f"keys.1.{part}", "NaN or Inf", names=TENSORS)
+
+
+@pytest.mark.parametrize("code", ["F64", "I64", "I32", "U16", "U8", "BOOL", "F8_E4M3"])
+def test_other_dtypes(folder: Path, code: str) -> None:
+    sizes = {name: math.prod(shape) for name, shape in shapes_of(MIXING).items()}
+    entries = {n: (code, shapes_of(MIXING)[n], bytes(SIZES[code] * sizes[n])) for n in sizes}
+    (folder / TENSORS).write_bytes(pack(entries))
+    refuse(folder, code, "BF16", "F16", "F32", names=TENSORS)
+
+
+@pytest.mark.parametrize("other", ["F16", "BF16", "F64"])
+def test_mixed_dtypes(folder: Path, other: str) -> None:
+    entries = {n: ("F32", a.shape, a.tobytes()) for n, a in arrays_of(MIXING).items()}
+    shape = shapes_of(MIXING)["keys.1.weight"]
+    entries["keys.1.weight"] = (other, shape, bytes(SIZES[other] * math.prod(shape)))
+    (folder / TENSORS).write_bytes(pack(entries))
+    refuse(folder, "dtypes", "F32", other, names=TENSORS)
+
+
+# ---- safetensors files that are refused -------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [TENSORS, SELFTEST])
+@pytest.mark.parametrize("damage", BROKEN_FILES.values(), ids=BROKEN_FILES)
+def test_broken_safetensors(
+    folder: Path, damage: Callable[[Json, bytes], bytes], name: str
+) -> None:
+    blob = damage(*unpack((folder / TENSORS).read_bytes()))
+    (folder / name).write_bytes(blob)
+    refuse(folder, names=name)
+
+
+def test_the_damaged_file_was_sound(folder: Path) -> None:
+    """What the table above starts from is read: it is the damage that is refused."""
+    header, body = unpack((folder / TENSORS).read_bytes())
+    assert list(header) == ["keys.0.weight", "keys.1.weight", "values.0.weight", "values.1.weight"]
+    assert header[FIRST]["data_offsets"] == [0, 768]
+    assert header[LAST]["data_offsets"][1] == len(body)
+    (folder / TENSORS).write_bytes(repack(header, body))
+    translator_folder.read(folder)
+
+
+def test_a_header_beyond_100_megabytes(folder: Path) -> None:
+    """It is refused by its length, unread: the file is sparse."""
+    with open(folder / TENSORS, "wb") as file:
+        file.write((100 * 2**20 + 1).to_bytes(8, "little") + b"{}")
+        file.truncate(101 * 2**20)
+    tracemalloc.start()
+    refuse(folder, "is no safetensors file", names=TENSORS)  # not after reading the header
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 * 2**20
+
+
+# ---- configs that are refused -----------------------------------------------------------
+
+GONE = object()
+Place = tuple[str | int, ...]
+
+
+def changed(place: Place, value: Any, layout: Layout = MIXING) -> Json:
+    """A sound config with one value replaced, or removed (``GONE``)."""
+    data = config_json(layout)
+    parent: Any = data
+    for step in place[:-1]:
+        parent = parent[step]
+    if value is GONE:
+        del parent[place[-1]]
+    else:
+        parent[place[-1]] = value
+    return data
+
+
+def documented_keys() -> Iterator[Place]:
+    """Every key that the format page names."""
+    top = ("kind", "head_mixing", "joint", "capture", "source", "target", "assignment")
+    yield from ((key,) for key in ("format_version", *top, "alignment", "provenance"))
+    yield from (("assignment", side) for side in SIDES)
+    for end in ("source", "target"):
+        model = ("name", "revision", "model_type", "fingerprint", "layers")
+        yield from ((end, key) for key in model)
+        yield from ((end, "fingerprint", key) for key in ("geometry", "norms", "tokenizer"))
+        layer = ("layer", "kv_heads", "key_dim", "value_dim", "attention", "window")
+        yield from ((end, "layers", 1, key) for key in layer)
+
+
+@pytest.mark.parametrize("place", list(documented_keys()), ids=str)
+def test_a_missing_key(folder: Path, place: Place) -> None:
+    put_config(folder, changed(place, GONE))
+    refuse(folder, "version" if place == ("format_version",) else repr(place[-1]))
+
+
+@pytest.mark.parametrize(
+    "place",
+    [(), ("source",), ("target", "fingerprint"), ("assignment",), ("target", "layers", 1)],
+    ids=str,
+)
+@pytest.mark.parametrize("key", ["ext", "", "Kind", "new\nline\x1b[31m", "\u2028", "k" * 99_999])
+def test_an_unknown_key(folder: Path, place: Place, key: str) -> None:
+    put_config(folder, changed((*place, key), 1))
+    refuse(folder, "unknown key")
+
+
+INTEGERS = (True, False, 1.0, "1", None, [1], 2**70, -1, 10**4000)
+LAYER_0: Place = ("target", "layers", 0)
+WRONG_VALUES: list[tuple[Place, Sequence[Any]]] = [
+    (("format_version",), (2, 0, -1, "1", True, 1.0, None, [1], {}, 10**4000, "1\n2")),
+    (("kind",), ("affine", "Linear", "", None, 1, ["linear"], {}, "linear\n")),
+    (("head_mixing",), (1, 0, "true", None, [])),
+    (("joint",), (1, 0, "false", None)),
+    (("capture",), ("pre-norm", "rope", "", None, 0, [])),
+    (("alignment",), ("minimal", "", False, 0, [], {})),
+    (("provenance",), (None, [], "none", 1)),
+    (("source",), (None, [], "house/reader", 1)),
+    (("target", "name"), (None, 1, True, [])),
+    (("target", "revision"), (1, False, [], {})),
+    (("target", "model_type"), (None, 1, [])),
+    (("source", "fingerprint"), (None, [], "0" * 64)),
+    *(
+        (
+            ("source", "fingerprint", tier),
+            ("", "0" * 63, "0" * 65, "g" * 64, "A" * 64, "０" * 64, " " * 64, 0, False, []),
+        )
+        for tier in ("geometry", "norms", "tokenizer")
+    ),
+    (("target", "layers"), (None, {}, [], "ab", [1, 2], [None, None], [[], []])),
+    ((*LAYER_0, "layer"), (*INTEGERS[:5], -1, 2**70)),
+    *(((*LAYER_0, key), (*INTEGERS, 0)) for key in ("kv_heads", "key_dim", "value_dim")),
+    ((*LAYER_0, "window"), (0, True, "512", 512)),  # 512: not without sliding attention
+    ((*LAYER_0, "attention"), ("global", "", None, 0, [], "sliding")),  # sliding lacks a window
+    (("assignment",), (None, [], [[[0], [0]]] * 2, "keys")),
+    *(
+        (
+            ("assignment", side),
+            (
+                None,
+                {},
+                [],
+                [[0, 1]],
+                [[0, 1]] * 3,
+                [[0, 1], [0]],
+                [[0, 1], [0, 1, 2]],
+                [[], []],
+                [0, 1],
+                [(0, 1), "01"],
+                [{"0": 1}, {"0": 1}],
+                [[0, 1], None],
+                [[0, 0], [0, 1]],
+                [[0, 1], [2, 2]],
+                [[0, 3], [0, 1]],
+                [[0, -1], [0, 1]],
+                [[0, 1.0], [0, 1]],
+                [[0, True], [0, 1]],
+                [[0, "1"], [0, 1]],
+                [[0, None], [0, 1]],
+                [[0, 2**70], [0, 1]],
+            ),
+        )
+        for side in SIDES
+    ),
+    (("head_map",), ([0, 0, 1, 1], None, [])),  # not with head-mixing maps
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [pytest.param(p, v, id=f"{p[-1]}={v!r:.24}") for p, values in WRONG_VALUES for v in values],
+)
+def test_a_wrong_value(folder: Path, place: Place, value: Any) -> None:
+    put_config(folder, changed(place, value))
+    word = {"format_version": "version", "attention": "attention"}.get(str(place[-1]), place[-1])
+    refuse(folder, str(word))
+
+
+def test_another_version_says_what_to_do(folder: Path) -> None:
+    put_config(folder, changed(("format_version",), 2) | {"new": "in version 2"})
+    refuse(folder, "format version 2, this kvlingo-mlx reads 1; upgrade")
+
+
+def test_too_many_layers(folder: Path) -> None:
+    data = config_json()
+    data["source"]["layers"] *= 1000
+    put_config(folder, data)
+    refuse(folder, "source layers")
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("end", ["source", "target"])
+def test_crossing_attention_groups(folder: Path, side: str, end: str) -> None:
+    data = config_json()
+    data[end]["layers"][1] |= {"attention": "sliding", "window": 512}
+    data["assignment"] = {name: [[0, 2], [0, 2]] for name in SIDES}
+    if end == "source":
+        data["assignment"][side] = [[0, 2], [0, 1]]
+    put_config(folder, data)
+    refuse(folder, "assignment", "crosses attention groups")
+
+
+WRONG_HEAD_MAPS = ([0, 0, 1], [0] * 5, [], [0, 0, 1, 2], [0, 0, 1, -1], [0, 0, 1, True],
+                   [0, 0, 1, 1.0], [[0], [0], [1], [1]], {"0": 0}, "0011", 1)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", WRONG_HEAD_MAPS, ids=str)
+def test_a_wrong_head_map(tmp_path: Path, value: Any) -> None:
+    folder = store(tmp_path / "t", HEAD_WISE)
+    put_config(folder, config_json(HEAD_WISE) | {"head_map": value})
+    refuse(folder, "head_map")
+
+
+@pytest.mark.parametrize("heads", [(2, 3), (4, 2), (3, 4)])
+def test_a_head_map_that_is_needed(tmp_path: Path, heads: tuple[int, int]) -> None:
+    layout = Layout(head_mixing=False, heads=heads)
+    refuse(store(tmp_path / "t", layout), "need head_map")
+
+
+@pytest.mark.parametrize("end", ["source", "target"])
+def test_head_wise_maps_of_uneven_layers(tmp_path: Path, end: str) -> None:
+    folder = store(tmp_path / "t", HEAD_WISE)
+    put_config(folder, changed((end, "layers", 1, "kv_heads"), 8, HEAD_WISE))
+    refuse(folder, "one KV-head count")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("kind",), "mlp"),
+        (("kind",), "linear_mlp"),
+        (("head_mixing",), False),
+        (("assignment", "values"), [[0, 1], [2, 1]]),
+        (("assignment", "values"), [[0, 2], [1, 2]]),  # the same layers, in another order
+    ],
+)
+def test_joint_with_what_it_cannot_be(tmp_path: Path, place: Place, value: Any) -> None:
+    layout = LAYOUTS["joint"]
+    folder = store(tmp_path / "t", layout)
+    put_config(folder, changed(place, value, layout))
+    refuse(folder, "joint")
+
+
+def text_of(**extra: Any) -> str:
+    """A sound config's text with ``extra`` in its provenance."""
+    data = config_json()
+    data["provenance"] = extra
+    return json.dumps(data)
+
+
+BROKEN_TEXTS: dict[str, tuple[bytes, str]] = {
+    "a list": (b"[]", "list"),
+    "a list of it": (f"[{text_of()}]".encode(), "list"),
+    "a string": (b'"linear"', "str"),
+    "a number": (b"1", "int"),
+    "null": (b"null", "NoneType"),
+    "empty": (b"", "JSON"),
+    "zeros": (bytes(100), "JSON"),
+    "truncated": (text_of().encode()[:-2], "JSON"),
+    "two of them": (text_of().encode() * 2, "JSON"),
+    "NaN": (text_of(kl=math.nan).encode(), "NaN"),
+    "Infinity": (text_of(kl=math.inf).encode(), "Infinity"),
+    "-Infinity": (text_of(kl=-math.inf).encode(), "-Infinity"),
+    "1e999": (text_of(kl=7).replace('"kl": 7', '"kl": 1e999').encode(), "1e999"),
+    "5000 digits": (text_of(kl=7).replace('"kl": 7', '"kl": ' + "7" * 5000).encode(), "JSON"),
+    "duplicate key": (text_of()[:-1].encode() + b', "kind": "linear"}', "'kind'"),
+    "duplicate key below": (text_of(a=1).replace('"a": 1', '"a": 1, "a": 1').encode(), "'a'"),
+    "duplicate key escaped": (
+        text_of(a=1).replace('"a": 1', '"a": 1, "\\u0061": 2').encode(),
+        "'a'",
+    ),
+    "bad UTF-8": (text_of(a="é").encode().replace(b"\\u00e9", b"\xe9"), "utf-8"),
+    "UTF-16": (text_of().encode("utf-16"), "utf-8"),
+    "BOM": (b"\xef\xbb\xbf" + text_of().encode(), "BOM"),
+    "lone surrogate": (text_of(a="\ud800").encode(), "surrogate"),
+    "too large": (text_of(a="x" * 2**20).encode(), str(2**20)),
+    "too large by a space": (text_of().encode().ljust(2**20 + 1), str(2**20)),
+    "deep lists": (b"[" * 100_000 + b"]" * 100_000, "recursion"),
+    "deep objects": (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "recursion"),
+    "single quotes": (b"{'format_version': 1}", "JSON"),
+    "comment": (b"// config\n" + text_of().encode(), "JSON"),
+}
+
+
+@pytest.mark.parametrize(("text", "word"), BROKEN_TEXTS.values(), ids=BROKEN_TEXTS)
+def test_broken_config_text(folder: Path, text: bytes, word: str) -> None:
+    (folder / CONFIG).write_bytes(text)
+    refuse(folder, word)
+    with pytest.raises(MalformedTranslatorError):
+        translator_folder.read_config(folder)
+
+
+def test_a_config_of_the_largest_size_is_read(folder: Path) -> None:
+    (folder / CONFIG).write_bytes(text_of().encode().ljust(2**20))
+    translator_folder.read(folder)
+
+
+def test_many_keys_take_no_long_time(folder: Path) -> None:
+    """Looking for repeated keys must not take the square of their number of comparisons."""
+    put_config(folder, {f"{i:x}": 0 for i in range(90_000)})
+    assert (folder / CONFIG).stat().st_size <= 2**20
+    refuse(folder)
+    compared = []
+
+    class Key(str):
+        """Counts what it is compared with."""
+
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared.append(other)
+            return str.__eq__(self, other)
+
+    keys = [Key(f"{i:x}") for i in range(2000)]
+    assert len(no_duplicates([(key, 0) for key in keys])) == 2000
+    assert len(compared) < 10 * 2000
+    with pytest.raises(ValueError, match="key '7' appears twice"):
+        no_duplicates([(key, 0) for key in [*keys, Key("7")]])
+
+
+# ---- files that are absent, or something else -------------------------------------------
+
+
+@pytest.mark.parametrize("name", [CONFIG, TENSORS])
+def test_a_missing_file(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    refuse(folder, "missing", names=name)
+
+
+@pytest.mark.parametrize("name", [CONFIG, TENSORS, SELFTEST])
+def test_a_file_that_is_a_folder(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    refuse(folder, "regular file", names=name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
+@pytest.mark.parametrize("name", [CONFIG, TENSORS, SELFTEST])
+def test_a_pipe_is_not_waited_for(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    refuse(folder, "regular file", names=name)
+
+
+@pytest.mark.parametrize("name", [CONFIG, TENSORS])
+def test_a_link_to_nothing(folder: Path, name: str) -> None:
+    (folder / name).unlink()
+    (folder / name).symlink_to(folder / "blob")
+    refuse(folder, "missing", names=name)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    refuse(tmp_path / "nowhere", "does not exist", names="")
+
+
+def test_a_file_for_a_folder(folder: Path) -> None:
+    refuse(folder / TENSORS, "is a file", names="")
+
+
+# ---- pickles ----------------------------------------------------------------------------
+
+
+class Canary:
+    """Unpickling it leaves a file behind."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.trace),)
+
+
+def pickles(trace: Path) -> dict[str, bytes]:
+    """Pickles of every protocol, bare and in a zip archive."""
+    blobs = {f"protocol {p}": pickle.dumps(Canary(trace), p) for p in range(6)}
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("archive/data.pkl", blobs["protocol 2"])
+    return {**blobs, "zip": archive.getvalue(), "short": pickle.dumps(None, 2)}
+
+
+@pytest.mark.parametrize("kind", pickles(Path("trace")))
+@pytest.mark.parametrize("name", [TENSORS, SELFTEST])
+def test_a_pickle_under_our_name(folder: Path, tmp_path: Path, name: str, kind: str) -> None:
+    trace = tmp_path / "trace"
+    (folder / name).write_bytes(pickles(trace)[kind])
+    marked = kind not in ("protocol 0", "protocol 1")  # these two begin like any text
+    refuse(folder, *(["pickle"] if marked else []), names=name)
+    assert not trace.exists()
+
+
+def test_a_torch_checkpoint_under_our_name(folder: Path) -> None:
+    torch = pytest.importorskip("torch")
+    for legacy in (False, True):
+        weights = {name: torch.from_numpy(array) for name, array in arrays_of(MIXING).items()}
+        torch.save(weights, folder / TENSORS, _use_new_zipfile_serialization=not legacy)
+        refuse(folder, "pickle", names=TENSORS)
+
+
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".PT", ".Bin")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_pickles_path(tmp_path: Path, suffix: str, exists: bool) -> None:
+    path = tmp_path / f"translator{suffix}"
+    if exists:
+        path.write_bytes(pickle.dumps(Canary(tmp_path / "trace")))
+    refuse(path, "pickle", "safetensors", names="")
+    assert not (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("with_config", [True, False])
+def test_a_folder_of_pickles_alone(folder: Path, suffix: str, with_config: bool) -> None:
+    for path in folder.iterdir():
+        if not (with_config and path.name == CONFIG):
+            path.unlink()
+    (folder / f"maps{suffix}").write_bytes(pickle.dumps({}))
+    refuse(folder, "pickle", "safetensors", names=f"maps{suffix}")
+
+
+# ---- the self-test ----------------------------------------------------------------------
+
+
+def square(head_mixing: bool, nu: int) -> Json:
+    """A config whose source and target are alike, keys and values too: all maps are square."""
+    data = config_json(Layout(head_mixing=head_mixing))
+    for end, heads in (("source", 2), ("target", 2)):
+        facts = {"kv_heads": heads, "key_dim": 4, "value_dim": 4}
+        data[end]["layers"] = [layer | facts for layer in data[end]["layers"]]
+    if nu == 1:
+        data["assignment"] = {side: [[0], [2]] for side in SIDES}
+    return data
+
+
+def square_arrays(data: Json, dtype: str) -> Arrays:
+    """Random maps for ``square``, as they are stored."""
+    rng = np.random.default_rng(1)
+    nu = len(data["assignment"]["keys"][0])
+    shape = (8, 8 * nu) if data["head_mixing"] else (2, 4, 4 * nu)
+    names = [f"{side}.{t}.weight" for side in SIDES for t in range(2)]
+    return {n: stored(rng.normal(0, 0.4, shape).astype(np.float32), dtype) for n in names}
+
+
+def swapped(arrays: Arrays, first: str, second: str) -> Arrays:
+    """The arrays with two of them exchanged."""
+    return arrays | {first: arrays[second], second: arrays[first]}
+
+
+def reordered(axis: int, order: Sequence[int]) -> Callable[[Arrays], Arrays]:
+    """Permute one axis of the first map."""
+    return lambda a: a | {"keys.0.weight": np.take(a["keys.0.weight"], order, axis)}
+
+
+HEADS_SWAPPED = (4, 5, 6, 7, 0, 1, 2, 3)
+INTERLEAVED = (0, 4, 1, 5, 2, 6, 3, 7)
+SILENT_FAULTS: dict[str, tuple[bool, int, Callable[[Arrays], Arrays]]] = {
+    "one transposed": (True, 1, lambda a: a | {"keys.0.weight": a["keys.0.weight"].T.copy()}),
+    "all transposed": (True, 1, lambda a: {n: w.T.copy() for n, w in a.items()}),
+    "output heads permuted": (True, 1, reordered(0, HEADS_SWAPPED)),
+    "input heads permuted": (True, 1, reordered(1, HEADS_SWAPPED)),
+    "heads interleaved": (True, 1, reordered(0, INTERLEAVED)),
+    "rotary halves interleaved": (True, 1, reordered(1, (0, 2, 1, 3, 4, 6, 5, 7))),
+    "sources mis-stacked": (True, 2, reordered(1, (*range(8, 16), *range(8)))),
+    "sources interleaved": (True, 2, reordered(1, [*range(0, 16, 2), *range(1, 16, 2)])),
+    "heads of head-wise permuted": (False, 1, reordered(0, (1, 0))),
+    "head-wise transposed": (
+        False,
+        1,
+        lambda a: {n: w.transpose(0, 2, 1).copy() for n, w in a.items()},
+    ),
+    "head-wise sources mis-stacked": (False, 2, reordered(2, (4, 5, 6, 7, 0, 1, 2, 3))),
+    "keys for values": (True, 1, lambda a: swapped(a, "keys.0.weight", "values.0.weight")),
+    "layers exchanged": (True, 1, lambda a: swapped(a, "keys.0.weight", "keys.1.weight")),
+    "a sign": (True, 1, lambda a: a | {"keys.0.weight": a["keys.0.weight"] ^ np.uint16(1 << 15)
+               if a["keys.0.weight"].dtype == np.uint16 else -a["keys.0.weight"]}),
+}  # fmt: skip
+
+
+@each_dtype
+@pytest.mark.parametrize("case", SILENT_FAULTS.values(), ids=SILENT_FAULTS)
+def test_right_shapes_in_the_wrong_order(
+    tmp_path: Path, case: tuple[bool, int, Callable[[Arrays], Arrays]], dtype: str
+) -> None:
+    head_mixing, nu, fault = case
+    data = square(head_mixing, nu)
+    arrays = square_arrays(data, dtype)
+    put_folder(tmp_path / "t", data, arrays, dtype)
+    translator_folder.read(tmp_path / "t")
+    put_tensors(tmp_path / "t" / TENSORS, fault(arrays), dtype)
+    refuse(tmp_path / "t", "self-test failed", names=SELFTEST)
+    (tmp_path / "t" / SELFTEST).unlink()
+    translator_folder.read(tmp_path / "t")  # only the self-test shows it
+
+
+def put_folder(folder: Path, data: Json, arrays: Arrays, dtype: str) -> None:
+    """Write a linear translator of any config."""
+    folder.mkdir()
+    put_config(folder, data)
+    put_tensors(folder / TENSORS, arrays, dtype)
+    put_tensors(folder / SELFTEST, probes_of(MIXING, arrays, dtype))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error", "sound"),
+    [
+        ("float32", 5e-5, True),
+        ("float32", 2e-4, False),
+        ("float16", 1e-2, True),
+        ("float16", 4e-2, False),
+        ("bfloat16", 1e-2, True),
+        ("bfloat16", 4e-2, False),
+    ],
+)
+def test_the_tolerance_of_the_selftest(
+    tmp_path: Path, dtype: str, error: float, sound: bool
+) -> None:
+    folder = store(tmp_path / "t", MIXING, dtype)
+    probes = probes_of(MIXING, arrays_of(MIXING, dtype), dtype)
+    replace(probes, "values.1.weight.probe_out", lambda p: p * np.float32(1 + error))
+    put_tensors(folder / SELFTEST, probes)
+    if sound:
+        translator_folder.read(folder)
+    else:
+        refuse(folder, "self-test failed", "values.1.weight", names=SELFTEST)
+
+
+@pytest.mark.parametrize("part", ["w1", "b1", "w2", "b2", "gate", "weight"])
+def test_every_tensor_of_a_layer_is_tested(tmp_path: Path, part: str) -> None:
+    layout = LAYOUTS["linear-mlp"] if part == "weight" else MLP
+    folder = store(tmp_path / "t", layout)
+    arrays = arrays_of(layout)
+    replace(arrays, f"values.1.{part}", np.flip)
+    put_tensors(folder / TENSORS, arrays)
+    refuse(folder, "self-test failed", "values.1", names=SELFTEST)
+
+
+Probes = Callable[[Arrays], Any]
+WRONG_PROBES: dict[str, tuple[Probes, str]] = {
+    "missing": (lambda p: p.pop("keys.0.weight.probe_out"), "missing"),
+    "extra": (lambda p: p.update({"keys.2.weight.probe_out": np.ones(12, "f4")}), "unexpected"),
+    "name": (lambda p: rename(p, "keys.0.weight.probe_out", "keys.0.probe_out"), "missing"),
+    "shape": (lambda p: replace(p, "keys.0.weight.probe_out", lambda a: a[:3]), "(3,)"),
+    "axes": (lambda p: replace(p, "keys.0.weight.probe_out", lambda a: a[None]), "(1, 12)"),
+    "NaN": (lambda p: replace(p, "keys.0.weight.probe_out", lambda a: a * np.nan), "NaN"),
+    "Inf": (lambda p: replace(p, "keys.0.weight.probe_out", lambda a: a * np.inf), "NaN"),
+    "zeros": (lambda p: replace(p, "keys.0.weight.probe_out", np.zeros_like), "self-test failed"),
+    # Squares of these overflow float32: Inf / Inf, or an error of x / Inf = 0
+    "huge": (
+        lambda p: replace(p, "keys.0.weight.probe_out", lambda a: a * np.float32(1e37)),
+        "self-test failed",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "word"), WRONG_PROBES.values(), ids=WRONG_PROBES)
+def test_wrong_probes(folder: Path, damage: Probes, word: str) -> None:
+    probes = probes_of(MIXING, arrays_of(MIXING))
+    damage(probes)
+    put_tensors(folder / SELFTEST, probes)
+    refuse(folder, word, names=SELFTEST)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_probes_are_float32(tmp_path: Path, dtype: str) -> None:
+    folder = store(tmp_path / "t", MIXING, dtype)
+    probes = probes_of(MIXING, arrays_of(MIXING, dtype), dtype)
+    put_tensors(folder / SELFTEST, {n: stored(p, dtype) for n, p in probes.items()}, dtype)
+    refuse(folder, dtype, "float32", names=SELFTEST)
+
+
+def test_huge_maps_are_compared_without_overflow(tmp_path: Path) -> None:
+    data = square(True, 1)
+    arrays = {n: w * np.float32(1e30) for n, w in square_arrays(data, "float32").items()}
+    put_folder(tmp_path / "t", data, arrays, "float32")
+    translator_folder.read(tmp_path / "t")
+    put_tensors(tmp_path / "t" / TENSORS, {n: w.T for n, w in arrays.items()})
+    refuse(tmp_path / "t", "self-test failed", names=SELFTEST)
+
+
+def test_a_map_that_overflows_matches_no_probe(folder: Path) -> None:
+    """Inf / Inf is NaN, which no bound exceeds."""
+    put_tensors(folder / TENSORS, big(arrays_of(MIXING)))
+    refuse(folder, "self-test failed", names=SELFTEST)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_saturated_gate_is_quiet(tmp_path: Path) -> None:
+    arrays = arrays_of(MLP)
+    arrays["keys.0.gate"][:2] = -900, 900
+    translator_folder.write(tmp_path / "t", to_config(config_json(MLP)), Weights("float32", arrays))
+    translator_folder.read(tmp_path / "t")
+
+
+# ---- writing ----------------------------------------------------------------------------
+
+
+FOREIGN = (
+    ("notes.txt",),
+    (CARD,),
+    (TENSORS,),
+    (CONFIG, "notes.txt"),
+    (CONFIG, TENSORS, SELFTEST, CARD, "model.safetensors"),
+    (CONFIG, ".git/config"),
+    ("config.json", "model.safetensors"),
+)
+
+
+@pytest.mark.parametrize("names", FOREIGN, ids=str)
+def test_a_destination_that_is_not_ours(tmp_path: Path, names: tuple[str, ...]) -> None:
+    folder = tmp_path / "thesis"
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("precious")
+    before = contents(tmp_path)
+    with pytest.raises(ValueError) as caught:
+        write(folder)
+    assert type(caught.value) is ValueError
+    assert str(caught.value).isprintable()
+    assert str(folder) in str(caught.value)
+    assert contents(tmp_path) == before
+    assert listing(tmp_path) == ["thesis"]
+
+
+def test_a_destination_that_is_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "thesis"
+    path.write_text("precious")
+    with pytest.raises(ValueError, match="thesis"):
+        write(path)
+    assert contents(tmp_path) == {"thesis": b"precious"}
+
+
+def test_destinations_that_are_free(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for folder in (tmp_path / "empty", tmp_path / "new" / "and" / "deep"):
+        assert write(folder) == folder
+        translator_folder.read(str(folder))
+    assert listing(tmp_path) == ["empty", "new"]
+    assert listing(tmp_path / "new" / "and") == ["deep"]
+
+
+def test_an_older_translator_is_replaced(tmp_path: Path) -> None:
+    folder = tmp_path / "t"
+    write(folder, MLP)
+    write(folder, HEAD_WISE, "bfloat16", seed=5)
+    config, weights = translator_folder.read(folder)
+    assert config == to_config(config_json(HEAD_WISE))
+    assert_same(weights.arrays, arrays_of(HEAD_WISE, "bfloat16", seed=5))
+    assert listing(tmp_path) == ["t"]
+    assert listing(folder) == sorted([CONFIG, TENSORS, SELFTEST, CARD])
+
+
+def test_a_relative_destination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(Path("t"))
+    write(Path("t"), seed=1)
+    assert listing(tmp_path) == ["t"]
+    translator_folder.read("t")
+
+
+def big(arrays: Arrays) -> Arrays:
+    """Finite weights whose probes are not, for no product cancels another."""
+    row = np.float32(3e38) * np.sign(probe_input(16)).astype(np.float32)
+    return arrays | {FIRST: np.tile(row, (12, 1))}
+
+
+UNWRITABLE: dict[str, tuple[Callable[[], Json], Callable[[Arrays], Arrays], str]] = {
+    "kind": (lambda: changed(("kind",), "affine"), dict, CONFIG),
+    "head map": (lambda: config_json() | {"head_map": [0, 0, 1, 1]}, dict, CONFIG),
+    "assignment": (lambda: changed(("assignment", "keys"), [[3, 0], [0, 1]]), dict, CONFIG),
+    "NaN": (lambda: changed(("provenance", "kl"), math.nan), dict, CONFIG),
+    "Inf": (lambda: changed(("provenance", "kl"), math.inf), dict, CONFIG),
+    "surrogate": (lambda: changed(("source", "name"), "\ud800"), dict, CONFIG),
+    "too large": (lambda: changed(("provenance", "log"), "x" * 2**20), dict, CONFIG),
+    "missing": (config_json, lambda a: {n: a[n] for n in a if n != FIRST}, TENSORS),
+    "shape": (config_json, lambda a: a | {FIRST: a[FIRST].T}, TENSORS),
+    "NaN weight": (config_json, lambda a: a | {FIRST: a[FIRST] * np.nan}, TENSORS),
+    "float64": (config_json, lambda a: a | {FIRST: a[FIRST].astype(np.float64)}, TENSORS),
+    "big-endian": (config_json, lambda a: a | {FIRST: a[FIRST].astype(">f4")}, TENSORS),
+    "infinite probes": (config_json, big, SELFTEST),
+}
+
+
+@pytest.mark.parametrize("case", UNWRITABLE.values(), ids=UNWRITABLE)
+def test_what_would_not_be_read_is_not_written(
+    tmp_path: Path, case: tuple[Callable[[], Json], Callable[[Arrays], Arrays], str]
+) -> None:
+    data, damage, name = case
+    folder = tmp_path / "t"
+    weights = Weights("float32", damage(arrays_of(MIXING)))
+    with pytest.raises(MalformedTranslatorError) as caught:
+        translator_folder.write(folder, to_config(data()), weights)
+    assert str(folder / name) in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert listing(tmp_path) == []
+
+
+# ---- failures in the middle of writing --------------------------------------------------
+
+
+class Faulty:
+    """Stands in for a function and raises at its ``at``-th call, before or after the work."""
+
+    def __init__(self, function: Callable[..., Any], at: int, error: type, after: bool) -> None:
+        self.function, self.at, self.error, self.after = function, at, error, after
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at and not self.after:
+            raise self.error("injected")
+        result = self.function(*args, **kwargs)
+        if self.calls == self.at:
+            raise self.error("injected")
+        return result
+
+
+STEPS = [
+    *[("os.rename", 1)],
+    *[("serialize_file", call) for call in (1, 2)],
+    *[("os.fsync", call) for call in (1, 2, 3, 4)],
+    ("model_card", 1),
+]
+errors = pytest.mark.parametrize("error", [OSError, KeyboardInterrupt, MemoryError])
+timing = pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, after: bool) -> Faulty:
+    """Make the ``at``-th call of one of the writer's functions fail."""
+    owner: Any = tensor_file if name == "serialize_file" else translator_folder
+    if name == "os.rename":  # a file system that cannot exchange two folders at once
+        monkeypatch.setattr(atomic, "exchange", lambda *_: False)
+    *path, last = name.split(".")
+    for step in path:
+        owner = getattr(owner, step)
+    fault = Faulty(getattr(owner, last), at, error, after)
+    monkeypatch.setattr(owner, last, fault)
+    return fault
+
+
+@errors
+@timing
+@pytest.mark.parametrize(("name", "call"), [*STEPS, ("os.rename", 2), ("atomic.exchange", 1)])
+def test_a_failure_keeps_the_older_translator(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    call: int,
+    error: type[BaseException],
+    after: bool,
+) -> None:
+    old = contents(write(tmp_path / "t", seed=1))
+    new = contents(write(tmp_path / "scratch" / "t", seed=2))
+    fault = inject(monkeypatch, name, call, error, after)
+    with pytest.raises(error, match="injected"):
+        write(tmp_path / "t", seed=2)
+    monkeypatch.undo()
+    assert fault.calls >= call
+    placed = (("os.rename", 2, True), ("atomic.exchange", 1, True))
+    done = (name, call, after) in placed
+    assert contents(tmp_path / "t") == (new if done else old)
+    assert listing(tmp_path) == ["scratch", "t"]
+    translator_folder.read(tmp_path / "t")
+
+
+@errors
+@timing
+@pytest.mark.parametrize(("name", "call"), STEPS)
+def test_a_failure_leaves_nothing_where_nothing_was(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    call: int,
+    error: type[BaseException],
+    after: bool,
+) -> None:
+    inject(monkeypatch, name, call, error, after)
+    with pytest.raises(error, match="injected"):
+        write(tmp_path / "t")
+    monkeypatch.undo()
+    done = (name, after) == ("os.rename", True)
+    assert listing(tmp_path) == (["t"] if done else [])
+
+
+def test_the_only_copy_survives_when_it_cannot_be_moved_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = contents(write(tmp_path / "t", seed=1))
+    monkeypatch.setattr(atomic, "exchange", lambda *_: False)
+    rename_once, calls = os.rename, []
+
+    def stuck(source: Any, target: Any) -> None:
+        calls.append(source)
+        if len(calls) > 1:
+            raise OSError("injected")
+        rename_once(source, target)
+
+    monkeypatch.setattr(os, "rename", stuck)
+    with pytest.raises(OSError, match="injected"):
+        write(tmp_path / "t", seed=2)
+    monkeypatch.undo()
+    left = contents(tmp_path)
+    assert sorted(left.values()) == sorted(old.values())
+    refuse(tmp_path / "t", "was being replaced", "/old back to it", names="")
+    monkeypatch.setattr(translator_folder, "write_tensors", Faulty(print, 1, OSError, False))
+    with pytest.raises(OSError, match="injected"):
+        write(tmp_path / "t", seed=2)  # the next one that writes puts it back first
+    assert contents(tmp_path / "t") == old and listing(tmp_path) == ["t"]
+
+
+def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """safetensors has an error class of its own; the command line knows OSError."""
+
+    def full(*_: object) -> None:
+        raise safetensors.SafetensorError(
+            "Error while serializing: No space left on device (os error 28)"
+        )
+
+    monkeypatch.setattr(tensor_file, "serialize_file", full)
+    weights = Weights("float32", {"a": np.zeros(2, np.float32)})
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        tensor_file.write_tensors(tmp_path / "w.safetensors", weights)
+    assert caught.value.errno == 28

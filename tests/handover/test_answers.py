@@ -1,0 +1,438 @@
+"""Where an answer ends, what of it is what, and how its tokens are chosen: against plain mlx-lm."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.generate import GenerationResponse as MLXResponse
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
+from kvlingo_mlx.handover.answers import AnswerReader
+from kvlingo_mlx.handover.responses import GenerationResponse
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import tiny
+from tests.support.identity import identity_of
+from tests.support.talks import talk_of
+from tests.support.tools import TOOLS, TOOLS_TEMPLATE
+
+SMALL, LARGE = "tiny-qwen3-s", "tiny-qwen3-l"
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[LanguageModel, LanguageModel]:
+    return kv.load(zoo(SMALL)), kv.load(zoo(LARGE))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    """A tiny Qwen3 whose template announces tools; mlx-lm infers Qwen's parser from it."""
+    kind, sizes = tiny.FAMILIES["qwen3"]
+    folder = tiny.write_tiny_model(tmp_path_factory.mktemp("tools") / "qwen3", kind, **sizes)
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TOOLS_TEMPLATE}))
+    return kv.load(folder)
+
+
+def question() -> list[dict[str, Any]]:
+    talk = next(iter(dialogues.held_out(1)))
+    return [*talk.messages[:-1], {"role": "user", "content": talk.questions[0]}]
+
+
+def scripted(model: LanguageModel, text: str, *, ended: bool = True) -> Callable[[Any], Any]:
+    """A sampler that writes a text, letter by letter where it can."""
+    vocabulary = model.tokenizer.get_vocab()
+    ids = []
+    for piece in (
+        text.replace("<think>", "\0<think>\0").replace("</think>", "\0</think>\0").split("\0")
+    ):
+        letters = [piece] if piece.startswith("<") and piece.endswith("think>") else piece
+        encoded = (model.tokenizer.encode(c, add_special_tokens=False) for c in letters)
+        ids += [token for each in encoded for token in each]
+    ids += [vocabulary["<|im_end|>"]] if ended else []
+    listed = iter(ids + ids[-1:] * 99)
+    return lambda _: mx.array([next(listed)])
+
+
+# ---- stop -----------------------------------------------------------------------------------
+
+
+def naive_stop(text: str, stops: list[str]) -> str | None:
+    """What comes before the stop text that is complete first, letter by letter; else None."""
+    for end in range(len(text) + 1):
+        found = [s for s in stops if text[:end].endswith(s)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return None
+
+
+def response(text: str, reason: str | None) -> GenerationResponse:
+    facts = dict.fromkeys(MLXResponse.__dataclass_fields__, 0)
+    return GenerationResponse(**facts | {"text": text, "finish_reason": reason})
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text("ab\n", max_size=14),
+    cuts=st.lists(st.integers(0, 14), max_size=6),
+    stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3),
+)
+def test_stops_are_found_however_a_text_is_cut(
+    text: str, cuts: list[int], stops: list[str], model: LanguageModel
+) -> None:
+    reader = AnswerReader(model.tokenizer, [], stops)
+    marks = sorted({0, len(text), *(c for c in cuts if c < len(text))})
+    pieces = [text[a:b] for a, b in itertools.pairwise(marks)] or [""]
+    out, told = "", None
+    for index, piece in enumerate(pieces):
+        told = reader.take(response(piece, "length" if index == len(pieces) - 1 else None))
+        out += told.text
+        if told.finish_reason is not None:
+            break
+        # Nothing is given out that a stop text could still take back.
+        assert out == text[: len(out)] and (naive_stop(text, stops) or text).startswith(out)
+    expected = naive_stop(text, stops)
+    assert told is not None
+    assert (out, told.finish_reason) == (
+        (text, "length") if expected is None else (expected, "stop")
+    )
+
+
+def ways(small: LanguageModel, large: LanguageModel, options: dict[str, Any]) -> dict[str, Any]:
+    """The same question asked in every way; all responses, by way."""
+    talk = kv.Conversation(
+        {"small": small, "large": large},
+        [str(TRANSLATORS / f"{a}--{b}") for a, b in ((SMALL, LARGE), (LARGE, SMALL))],
+    )
+    asked = {"max_tokens": 60} | options
+    folds = identity_of(large, capture="post_rope")
+    found = {
+        "native": list(kv.stream_generate(small, large, question(), strategy="native", **asked)),
+        "accelerator": list(kv.stream_generate(small, large, question(), **asked)),
+        "folded": list(
+            kv.folded_stream_generate(large, large, question(), translator=folds, **asked)
+        ),
+        "talk": list(talk.stream_reply("large", messages=question(), **asked)),
+    }
+    assert talk.messages[-1]["content"] == "".join(r.text for r in found["talk"])
+    return found
+
+
+def test_an_answer_ends_before_a_stop_text_in_every_way(
+    pair: tuple[LanguageModel, LanguageModel],
+) -> None:
+    whole = ways(*pair, {"enable_thinking": None})
+    for stop in ("</think>", "the home", ["zz", "k fo"], "never said"):
+        for way, responses in ways(*pair, {"stop": stop}).items():
+            text = "".join(r.text for r in whole[way])
+            stops = [stop] if isinstance(stop, str) else stop
+            expected = naive_stop(text, stops)
+            assert "".join(r.text for r in responses) == (text if expected is None else expected)
+            assert responses[-1].finish_reason == "stop"
+            assert all(r.finish_reason is None for r in responses[:-1])
+            if expected is not None:
+                assert len(responses) < len(whole[way])
+        assert naive_stop("".join(r.text for r in whole["native"]), ["</think>"])  # it is there
+
+
+def test_a_conversation_goes_on_from_before_the_stop_text(model: LanguageModel) -> None:
+    """Tokens that were written before it stay; of the token that is cut, the rest is spelled."""
+    talk = talk_of(model)
+    ids = model.tokenizer.encode("in the house", add_special_tokens=False)
+    assert "Ġthe" in model.tokenizer.convert_ids_to_tokens(ids)
+    sampler = iter([*ids, *ids])
+    text = talk.reply("a", "hi", stop="he h", sampler=lambda _: mx.array([next(sampler)]))
+    assert text == "in t" == talk.messages[-1]["content"]
+    header = model.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], add_generation_prompt=True
+    )
+    written = talk.transcript.tokens[len(header) :]
+    assert written == [*ids[:1], *model.tokenizer.encode(" t", add_special_tokens=False)]
+    assert talk.lines["b"].tokens == talk.transcript.tokens[: len(talk.lines["b"])]
+    prompt = talk.transcript.prompt(model, [{"role": "user", "content": "and you"}])
+    turns = [*talk.messages, {"role": "user", "content": "and you"}]
+    rendered = model.tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, tokenize=False
+    )
+    assert model.tokenizer.decode(prompt) == rendered
+
+
+# ---- how tokens are chosen -----------------------------------------------------------------
+
+
+def plain(model: LanguageModel, prompt: list[int], **options: Any) -> list[int]:
+    """mlx-lm's own loop over a prompt."""
+    stops, answer = model.tokenizer.eos_token_ids, list[int]()
+    for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=12, **options):
+        answer.append(int(token))
+        if answer[-1] in stops:
+            break
+    return answer
+
+
+CHOICES: list[tuple[dict[str, Any], Callable[[], dict[str, Any]]]] = [
+    ({"temperature": 0.9, "seed": 4}, lambda: {"sampler": make_sampler(0.9)}),
+    (
+        {"temperature": 0.8, "top_p": 0.6, "min_p": 0.02, "top_k": 7, "seed": 5},
+        lambda: {"sampler": make_sampler(0.8, 0.6, 0.02, top_k=7)},
+    ),
+    (
+        {"repetition_penalty": 1.7},
+        lambda: {"logits_processors": make_logits_processors(repetition_penalty=1.7)},
+    ),
+    ({"temperature": 0, "top_p": 1.0, "top_k": 0, "repetition_penalty": 1}, dict),
+]
+
+
+@pytest.mark.parametrize("given_, built", CHOICES)
+def test_plain_arguments_choose_as_mlx_lms_own(
+    model: LanguageModel, given_: dict[str, Any], built: Callable[[], dict[str, Any]]
+) -> None:
+    prompt = [{"role": "user", "content": "is it on?"}]
+    ids = model.tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
+    mx.random.seed(given_.get("seed", 0))
+    expected = plain(model, ids, **built())
+    found = kv.stream_generate(model, model, prompt, strategy="native", max_tokens=12, **given_)
+    assert [r.token for r in found] == expected
+    same = {"translator": identity_of(model), "max_tokens": 12}
+    assert [r.token for r in kv.stream_generate(model, model, prompt, **same, **given_)] == expected
+    talk = talk_of(model)
+    found = talk.stream_reply("a", "is it on?", max_tokens=12, **given_)
+    assert [r.token for r in found] == expected
+
+
+REFUSED = [
+    ({"temp": 0.7}, "temp cannot be used .*temperature=0.7, or sampler=make_sampler.temp=0.7"),
+    ({"tempreature": 0.7}, "tempreature cannot be used with .*; decoding options are"),
+    ({"temperature": "0.7"}, "temperature is '0.7'; give a number, 0 or more"),
+    ({"temperature": -1}, "temperature is -1; give a number, 0 or more"),
+    ({"temperature": True}, "temperature is True"),
+    ({"temperature": 0.5, "top_p": 0.0}, "top_p is 0.0; give a number above 0, at most 1"),
+    ({"temperature": 0.5, "top_k": 2.5}, "top_k is 2.5; give a whole number"),
+    ({"temperature": 0.5, "min_p": 2}, "min_p is 2; give a number from 0 to 1"),
+    ({"temperature": 0.5, "seed": -1}, "seed is -1; give a whole number"),
+    ({"temperature": float("nan")}, "temperature is nan"),
+    ({"repetition_penalty": -2}, "repetition_penalty is -2"),
+    ({"top_p": 0.9}, "top_p has no effect without temperature, since the likeliest"),
+    (
+        {"temperature": 0, "min_p": 0.1},
+        "min_p has no effect with temperature=0, since the likeliest",
+    ),
+    ({"seed": 3}, "seed has no effect without temperature, since"),
+    (
+        {"sampler": make_sampler(0.5), "temperature": 0.5},
+        "temperature has no effect with sampler, which chooses",
+    ),
+    ({"sampler": make_sampler(0.5), "top_k": 5}, "top_k has no effect with sampler, which chooses"),
+    ({"stop": ""}, "stop is ''; give a text, or a list of texts"),
+    ({"stop": ["a", 3]}, "stop is .*; give a text, or a list of texts"),
+    ({"tools": [{"type": {1}}]}, "tools must be what JSON can hold"),
+    ({"kv_group_size": 32}, "kv_group_size .*without kv_bits|kv_group_size cannot be used"),
+    ({"quantized_kv_start": 3}, "quantized_kv_start .*kv_bits|quantized_kv_start cannot be used"),
+]
+
+
+@pytest.mark.parametrize("options, message", REFUSED)
+def test_bad_arguments_are_refused_in_every_way(
+    model: LanguageModel, options: dict[str, Any], message: str
+) -> None:
+    prompt = [{"role": "user", "content": "hi"}]
+    talk = talk_of(model)
+    with pytest.raises(ValueError, match=message):
+        kv.generate(model, model, prompt, translator=identity_of(model), **options)
+    with pytest.raises(ValueError, match=message):
+        talk.reply("a", "hi", **options)
+    if "kv_group_size" not in options:  # folded decoding has its own, 64 unless told otherwise
+        with pytest.raises(ValueError, match=message):
+            kv.folded_generate(model, model, prompt, **options)
+    assert talk.messages == [] and len(talk.lines["a"]) == 0  # before anything was read
+    asked = kv.generate(model, model, prompt, strategy="native", max_tokens=2, temperature=None)
+    assert isinstance(asked, str)  # None is as good as leaving it out
+
+
+def test_tools_that_nobody_announces_are_refused(
+    model: LanguageModel, pair: tuple[LanguageModel, LanguageModel]
+) -> None:
+    with pytest.raises(ValueError, match="tools are announced by a chat template, but the prompt"):
+        kv.generate(model, model, "hi", strategy="native", tools=TOOLS)
+    with pytest.raises(ValueError, match="template of .* does not announce tools"):
+        kv.generate(pair[1], pair[1], question(), strategy="native", tools=TOOLS)
+
+
+# ---- parts ----------------------------------------------------------------------------------
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("way", ["native", "accelerator", "talk"])
+def test_reasoning_content_and_calls_are_told_apart(model: LanguageModel, way: str) -> None:
+    assert model.tokenizer.has_tool_calling and model.tokenizer.has_thinking
+    text = f"<think>who\nis it</think>\n\nI look. {CALL} So < 3.{CALL}"
+    prompt = [{"role": "user", "content": "hi"}]
+    options: dict[str, Any] = {
+        "sampler": scripted(model, text), "max_tokens": 400, "tools": TOOLS,
+    }  # fmt: skip
+    if way == "talk":
+        responses = list(talk_of(model).stream_reply("a", "hi", **options))
+    elif way == "native":
+        responses = list(kv.stream_generate(model, model, prompt, strategy="native", **options))
+    else:
+        same = {"translator": identity_of(model)}
+        responses = list(kv.stream_generate(model, model, prompt, **same, **options))
+    assert "".join(r.text for r in responses) == text  # raw, as ever
+    assert "".join(r.reasoning for r in responses) == "who\nis it"
+    assert "".join(r.content for r in responses) == "\n\nI look.  So < 3."
+    calls = [call for r in responses for call in r.tool_calls]
+    assert [c["function"] for c in calls] == [{"name": "look", "arguments": '{"at": "é"}'}] * 2
+    assert {c["type"] for c in calls} == {"function"} and len({c["id"] for c in calls}) == 2
+    announced = model.tokenizer.apply_chat_template(prompt, tools=TOOLS, add_generation_prompt=True)
+    assert responses[0].prompt_tokens == len(announced)
+
+
+def test_a_call_that_cannot_be_parsed_is_content(model: LanguageModel) -> None:
+    for text in ("<tool_call>{'x'</tool_call>", "a<tool_call>{", "<tool_call>7</tool_call> b"):
+        sampler = scripted(model, text)
+        responses = list(talk_of(model).stream_reply("a", "hi", sampler=sampler, max_tokens=60))
+        assert "".join(r.content for r in responses) == text
+        assert not any(r.tool_calls for r in responses)
+
+
+def test_a_trace_that_the_template_opens_is_reasoning(model: LanguageModel) -> None:
+    opened = [*model.tokenizer.encode("so <think>"), *model.tokenizer.encode("hm")]
+    sampler = scripted(model, "why</think>on")
+    responses = list(kv.stream_generate(model, model, opened, strategy="native", sampler=sampler))
+    parts = [("".join(getattr(r, n) for r in responses)) for n in ("reasoning", "content")]
+    assert parts == ["why", "on"]
+
+
+# ---- what a response tells of the hand-over -------------------------------------------------
+
+
+def test_tokens_and_times_are_told_where_they_belong(
+    pair: tuple[LanguageModel, LanguageModel],
+) -> None:
+    found = {way: r[0] for way, r in ways(*pair, {}).items()}
+    count = found["native"].prompt_tokens
+    tokens = {w: (r.cached_tokens, r.translated_tokens, r.read_tokens) for w, r in found.items()}
+    assert tokens == {
+        "native": (0, 0, count), "accelerator": (0, count - 1, 1), "folded": (0, count - 1, 1),
+        "talk": (0, 0, count),
+    }  # fmt: skip
+    assert found["native"].prefill_s > 0 == found["native"].translate_s
+    assert found["talk"].translate_s == 0 == found["talk"].prefill_s  # nothing was translated
+    assert 0 < found["talk"].native_s <= found["talk"].ttft_s
+    partly = next(iter(kv.stream_generate(*pair, question(), native_head=5, native_tail=7)))
+    assert (partly.translated_tokens, partly.read_tokens) == (count - 13, 13)
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_switch_tells_what_it_took(model: LanguageModel, eager: bool) -> None:
+    talk = talk_of(model, eager=eager)
+    talk.reply("a", "the use of an other", max_tokens=4)
+    held = len(talk.transcript.tokens)
+    first = next(iter(talk.stream_reply("b", "is it on?", max_tokens=4)))
+    line = (first.cached_tokens, first.translated_tokens)
+    assert line == ((held, 0) if eager else (0, held))
+    assert first.read_tokens == first.prompt_tokens - held
+    assert (first.translate_s > 0) is not eager and first.native_s > 0 == first.prefill_s
+    talk = talk_of(model, eager=False)
+    first = next(iter(talk.stream_reply("b", "is it on?", prefill="a", max_tokens=4)))
+    assert first.prefill_s > 0 and first.translate_s > 0 and first.native_s == 0
+    assert (first.translated_tokens, first.read_tokens) == (first.prompt_tokens - 1, 1)
+
+
+def test_hand_over_takes_the_templates_switches(
+    model: LanguageModel, pair: tuple[LanguageModel, LanguageModel]
+) -> None:
+    asked = question()
+    for (one, other), switches in ((pair, {"enable_thinking": False}),):
+        ids = other.tokenizer.apply_chat_template(asked, add_generation_prompt=True, **switches)
+        plainly = other.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+        assert ids != plainly
+        for found, expected in zip(
+            kv.hand_over(one, other, asked, **switches), kv.hand_over(one, other, ids), strict=True
+        ):
+            assert found.offset == len(ids) - 1
+            np.testing.assert_array_equal(np.array(found.keys), np.array(expected.keys))
+    asked = [{"role": "user", "content": "is it on?"}]
+    tools = kv.hand_over(model, model, asked, tools=TOOLS, translator=identity_of(model))
+    announced = model.tokenizer.apply_chat_template(asked, tools=TOOLS, add_generation_prompt=True)
+    assert tools[0].offset == len(announced) - 1
+
+
+# ---- kv_bits and drafts in a conversation ---------------------------------------------------
+
+
+@pytest.mark.parametrize("start", [0, 30])
+def test_kv_bits_for_one_reply(model: LanguageModel, start: int) -> None:
+    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
+    talk, other = talk_of(model), talk_of(model)
+    for name, message in (("a", "the use of an other"), ("b", "is it on?")):
+        prompt = talk.transcript.prompt(model, [{"role": "user", "content": message}])
+        cache = make_prompt_cache(model.model)
+        model.model(mx.array(prompt[:-1])[None], cache=cache)
+        expected = plain(model, prompt[-1:], prompt_cache=cache, **options)
+        assert {type(c).__name__ for c in cache} == {"QuantizedKVCache"}
+        found = list(talk.stream_reply(name, message, max_tokens=12, **options))
+        assert [r.token for r in found] == expected
+        line = talk.lines[name]
+        assert {type(c).__name__ for c in line.cache} == {"KVCache"}
+        assert len(line) == len(talk.transcript.tokens)
+    # What follows is as if the answers had been read: nothing of the rounding stays.
+    other.messages = talk.messages
+    asked = [{"role": "user", "content": "and you"}]
+    prompt = talk.transcript.prompt(model, asked)
+    found = [r.token for r in talk.stream_reply("a", "and you", max_tokens=12)]
+    assert found == plain(model, prompt)
+
+
+@pytest.mark.parametrize("draft", ["b", "other"])
+def test_a_draft_changes_no_greedy_answer(model: LanguageModel, draft: str, tmp_path: Path) -> None:
+    kind, sizes = tiny.FAMILIES["qwen3"]
+    other = kv.load(tiny.write_tiny_model(tmp_path / "o", kind, **{**sizes, "seed": 99}))
+    talk = talk_of(model)
+    drafted = []
+    for name, message in (("a", "the use of an other"), ("a", "is it on?"), ("b", "and you")):
+        prompt = talk.transcript.prompt(model, [{"role": "user", "content": message}])
+        given_ = "b" if draft == "b" else other
+        found = list(
+            talk.stream_reply(name, message, max_tokens=12, draft_model=given_, num_draft_tokens=3)
+        )
+        assert [r.token for r in found] == plain(model, prompt)
+        drafted += [r.from_draft for r in found]
+        assert len(talk.lines[name]) == len(talk.transcript.tokens)
+    assert draft == "other" or any(drafted)
+
+
+def test_what_cannot_be_combined_is_said_before_anything_is_read(
+    model: LanguageModel, pair: tuple[LanguageModel, LanguageModel]
+) -> None:
+    talk = talk_of(model)
+    for options, message in (
+        ({"draft_model": "b", "reasoning": "b"}, "draft_model cannot be used beside reasoning"),
+        ({"draft_model": "b", "max_tokens": -1}, "with a draft model give a positive number"),
+        ({"draft_model": pair[0]}, "has another vocabulary than"),
+        ({"num_draft_tokens": 2}, "num_draft_tokens has no effect without draft_model"),
+        ({"kv_bits": 7}, "kv_bits is 7"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "message and messages are both given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            talk.reply("a", "hi", **options)
+        assert len(talk.lines["a"]) == len(talk.lines["b"]) == 0 and talk.messages == []
+    with pytest.raises(ValueError, match="messages is 'hi'; give the whole conversation"):
+        talk.reply("a", messages="hi")
+    with pytest.raises(ValueError, match="no user's and no tool's"):
+        talk.reply("a", messages=[{"role": "assistant", "content": "x"}])

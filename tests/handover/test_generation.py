@@ -1,0 +1,286 @@
+"""generate and its parts: prompts, clock, memory, synchronisations, processors."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.generate import generate as mlx_generate
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.handover import fill
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.translators import build
+from tests.support.identity import TOKENS, identity_of
+
+MESSAGES = [{"role": "user", "content": "Where does Anna live?"}]
+
+
+@pytest.fixture
+def model(models: dict[str, LanguageModel]) -> LanguageModel:
+    return models["dense"]
+
+
+def test_prompt_as_text_ids_and_messages(model: LanguageModel) -> None:
+    translator = identity_of(model)
+    text = "Some words, and some more."
+    ids = model.tokenizer.encode(text)
+    plain = mlx_generate(model.model, model.tokenizer, text, max_tokens=20)
+    for prompt in (text, ids):
+        options = {"translator": translator, "max_tokens": 20}
+        assert kv.generate(model, model, prompt, **options) == plain
+    rendered = model.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True)
+    assert encode(model, MESSAGES) == list(rendered)
+
+
+def test_thinking_switch_puts_the_empty_block_into_the_prefix(model: LanguageModel) -> None:
+    decode = model.tokenizer.decode
+    assert decode(encode(model, MESSAGES, False)).endswith("<think>\n\n</think>\n\n")
+    assert decode(encode(model, MESSAGES, True)).endswith("<|im_start|>assistant\n")
+
+
+def test_one_token_prompt_needs_no_translator(model: LanguageModel) -> None:
+    native = mlx_generate(model.model, model.tokenizer, TOKENS[:1], max_tokens=8)
+    assert kv.generate(model, model, TOKENS[:1], max_tokens=8) == native
+    assert all(cache.empty() for cache in kv.hand_over(model, model, TOKENS[:1]))
+
+
+def test_last_token_runs_through_the_target(model: LanguageModel) -> None:
+    cache = kv.hand_over(model, model, TOKENS, translator=identity_of(model))
+    assert {c.offset for c in cache} == {len(TOKENS) - 1}
+
+
+def test_response_and_clock(model: LanguageModel) -> None:
+    options = {"translator": identity_of(model), "max_tokens": 5, "prefill_step_size": 7}
+    *_, last = kv.stream_generate(model, model, TOKENS, **options)
+    assert last.prompt_tokens == len(TOKENS)
+    assert last.generation_tokens == 5 and last.finish_reason in ("length", "stop")
+    assert last.translate_s > 0 and last.prefill_s > 0
+    assert last.prefill_s + last.translate_s < last.ttft_s
+    assert last.prompt_tps == pytest.approx(len(TOKENS) / last.ttft_s)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that moves by a millisecond when it is looked at, and as it is told to."""
+    now = [0.0]
+
+    def look() -> float:
+        now[0] += 1e-3
+        return now[0]
+
+    monkeypatch.setattr(time, "perf_counter", look)
+    return now
+
+
+def test_clock_books_each_phase_where_it_belongs(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    """A translation made slow must show as translation, not as prefill."""
+    slow, write = 200.0, caches.write
+
+    def slow_write(*arguments: object) -> None:
+        clock[0] += slow
+        write(*arguments)
+
+    translator = identity_of(model)
+    quick = next(kv.stream_generate(model, model, TOKENS, translator=translator))
+    monkeypatch.setattr(caches, "write", slow_write)
+    late = next(kv.stream_generate(model, model, TOKENS, translator=translator))
+    assert late.translate_s - quick.translate_s == pytest.approx(slow)
+    assert late.ttft_s - quick.ttft_s == pytest.approx(slow)
+    assert late.prefill_s == pytest.approx(quick.prefill_s) and 0 < late.prefill_s < 1
+
+
+def test_one_synchronisation_after_the_last_prefill_chunk(
+    model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    evaluate, translate = mx.eval, fill.translate_span
+
+    def counted(*arrays: object) -> None:
+        calls.append("eval")
+        evaluate(*arrays)
+
+    def noted(*arguments: object) -> None:
+        calls.append("translate")
+        translate(*arguments)
+
+    translator = identity_of(model)
+    monkeypatch.setattr(mx, "eval", counted)
+    monkeypatch.setattr(fill, "translate_span", noted)
+    kv.hand_over(model, model, TOKENS, translator=translator, prefill_step_size=20)
+    assert calls == ["eval", "translate", "eval"] * 3
+
+
+def prefill_bytes(model: LanguageModel, tokens: list[int], step: int) -> int:
+    """What a plain prefill needs; it varies by a fifth with the allocator's luck: the most."""
+
+    def prefill() -> None:
+        steps = generate_step(mx.array(tokens), model.model, prefill_step_size=step)
+        next(steps)
+        steps.close()
+
+    return max(measure.grown_bytes(prefill) for _ in range(5))
+
+
+def test_peak_memory_is_two_caches_and_a_chunk(models: dict[str, LanguageModel]) -> None:
+    """Beside what mlx-lm's own prefill of the source needs: the target's cache, one chunk."""
+    source, target = models["dense"], models["wide"]
+    tokens, step = [i % 280 for i in range(480)], 40
+    translator = kv.fit(source, target, [{"text": "a b c d e f g h " * 12}])
+
+    def hand_over(step: int) -> int:
+        return measure.grown_bytes(
+            lambda: kv.hand_over(
+                source, target, tokens, translator=translator, prefill_step_size=step
+            )
+        )
+
+    own = target.geometry.bytes_per_token(4)
+    chunk = step * (source.geometry.bytes_per_token(4) + 2 * own)
+    bound = prefill_bytes(source, tokens, step) + 512 * own + chunk
+    assert hand_over(step) <= bound
+    assert hand_over(480) > bound  # the bound has power: a large chunk breaks it
+
+
+def test_peak_memory_with_native_layers(models: dict[str, LanguageModel]) -> None:
+    """No more than that, beside what the target's own run over one chunk takes."""
+    source, target = models["dense"], models["wide"]
+    tokens, step = [i % 280 for i in range(480)], 40
+    translator = kv.fit(source, target, [{"text": "a b c d e f g h " * 12}])
+
+    def hand_over(layers: int, step: int) -> int:
+        return measure.grown_bytes(
+            lambda: kv.hand_over(
+                source, target, tokens, translator=translator, prefill_step_size=step,
+                native_layers=layers,
+            )
+        )  # fmt: skip
+
+    own = target.geometry.bytes_per_token(4)
+    chunk = step * (source.geometry.bytes_per_token(4) + 2 * own)
+    native = [prefill_bytes(model, tokens, step) for model in (source, target)]
+    bound = sum(native) + chunk  # the target's holds its cache
+    for layers in range(1, len(target.attentions)):
+        assert hand_over(layers, step) <= bound
+        assert hand_over(layers, 480) > bound  # a large chunk breaks it
+
+
+def test_logits_processors_see_the_whole_prompt(model: LanguageModel) -> None:
+    seen: list[list[int]] = []
+
+    def note(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())
+        return logits
+
+    options = {"translator": identity_of(model), "max_tokens": 3}
+    kv.generate(model, model, TOKENS, logits_processors=[note], **options)
+    assert seen[0] == TOKENS and seen[1][: len(TOKENS)] == TOKENS
+    penalty = {"logits_processors": make_logits_processors(repetition_penalty=1.5)}
+    native = mlx_generate(model.model, model.tokenizer, TOKENS, max_tokens=20, **penalty)
+    options = {"translator": identity_of(model), "max_tokens": 20}
+    assert kv.generate(model, model, TOKENS, **penalty, **options) == native
+
+
+def test_cache_takes_the_targets_dtype(models: dict[str, LanguageModel]) -> None:
+    """Float32 entries would turn a 16-bit model's decoding into float32 for good."""
+    source = models["dense"]
+    half = kv.load(source.path)
+    half.model.set_dtype(mx.bfloat16)
+    translator = identity_of(source)  # rounding the norms made another checkpoint of it
+    cache = kv.hand_over(source, half, TOKENS, translator=translator, allow_mismatch=True)
+    assert half.cache_dtype == mx.bfloat16
+    assert {(c.keys.dtype, c.values.dtype) for c in cache} == {(mx.bfloat16, mx.bfloat16)}
+
+
+def test_decoding_from_a_translation_differs_from_native(models: dict[str, LanguageModel]) -> None:
+    """Were the translator skipped, a foreign one would change nothing."""
+    source, target = models["dense"], models["wide"]
+    translator = kv.fit(source, target, [{"text": "a b c d e f g h " * 12}])
+    cache = kv.hand_over(source, target, TOKENS, translator=translator)
+    own = make_prompt_cache(target.model)
+    target.model(mx.array([TOKENS[:-1]]), cache=own)
+    for layer, (mine, native) in enumerate(zip(cache, own, strict=True)):
+        ours, theirs = (np.array(c.keys[..., : c.offset, :]) for c in (mine, native))
+        assert ours.shape == theirs.shape and np.isfinite(ours).all()
+        assert np.linalg.norm(ours - theirs) > 0.01 * np.linalg.norm(theirs), layer
+
+
+def test_tokens_may_be_arrays(models: dict[str, LanguageModel]) -> None:
+    """One ``tokens`` serves hand_over and mlx-lm's own generate_step."""
+    model = models["dense"]
+    identity = identity_of(model)
+    expected = [np.array(c.keys) for c in kv.hand_over(model, model, TOKENS, translator=identity)]
+    for tokens in (mx.array(TOKENS), np.array(TOKENS), tuple(TOKENS)):
+        cache = kv.hand_over(model, model, tokens, translator=identity)
+        assert all(np.array_equal(c.keys, e) for c, e in zip(cache, expected, strict=True))
+    steps = generate_step(mx.array(TOKENS[-1:]), model.model, max_tokens=1, prompt_cache=cache)
+    assert next(steps)[0] == next(generate_step(mx.array(TOKENS), model.model, max_tokens=1))[0]
+    with pytest.raises(ValueError, match="token ids of one prompt"):
+        kv.hand_over(model, model, [1.5, 2.5], translator=identity)
+
+
+def test_a_translation_that_overflows_is_refused(models: dict[str, LanguageModel]) -> None:
+    """Finite weights, sums beyond float32: decoding would print token 0 for ever."""
+    model = models["dense"]
+    identity = identity_of(model)
+    weights = identity.to_weights()
+    arrays = {
+        name: np.full_like(array, 3e38) if "values" in name else array
+        for name, array in weights.arrays.items()
+    }
+    wild = build(identity.config, Weights("float32", arrays))
+    with pytest.raises(kv.KVLingoError, match="is not a number"):
+        kv.generate(model, model, TOKENS, translator=wild, max_tokens=3)
+
+
+def test_first_token_time_counts_the_translators_reading(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    clock: list[float],
+) -> None:  # fmt: skip
+    model, read = models["dense"], translator_folder.read
+    folder = identity_of(model).save(tmp_path / "identity")
+
+    def slow_read(path: Path) -> object:
+        clock[0] += 100.0
+        return read(path)
+
+    monkeypatch.setattr(translator_folder, "read", slow_read)
+    first = next(kv.stream_generate(model, model, TOKENS, translator=folder, max_tokens=1))
+    assert 100 < first.ttft_s < 101 and first.prefill_s + first.translate_s < 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ("", {}, "the prompt is empty"),
+        ([], {}, "the prompt is empty"),
+        ([5, 99999], {}, "token id 99999 is outside the 320 ids"),
+        ([5, -1], {}, "token id -1 is outside"),
+        ([5] * 513, {}, "513 tokens, the context of .* is 512"),
+        ([5, 6], {"max_tokens": 0}, "max_tokens is 0"),
+        ([5, 6], {"max_tokens": -2}, "max_tokens is -2"),
+        ([5, 6], {"prefill_step_size": 0}, "prefill_step_size is 0"),
+        ([5, 6], {"max_kv_size": 8}, "max_kv_size cannot be used with a hand-over"),
+        ([5, 6], {"prompt_cache": []}, "prompt_cache cannot be used"),
+        ("half \ud83d", {}, "not valid Unicode"),
+        ([{"role": "user"}], {}, "does not take these messages|needs a"),
+        ([{"content": "hi"}], {}, "does not take these messages|needs a"),
+    ],
+)
+def test_bad_arguments(model: LanguageModel, prompt, options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kv.generate(model, model, prompt, **{"translator": identity_of(model), **options})

@@ -1,0 +1,506 @@
+"""Hand-overs of which the target reads a part itself: layers, first tokens, last tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.evaluation import conditions, lineup, tuning
+from kvlingo_mlx.evaluation.error_bars import Mean
+from kvlingo_mlx.evaluation.lineup import Condition
+from kvlingo_mlx.evaluation.tuning import Point
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.handover import hybrid
+from kvlingo_mlx.handover.responses import summary
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators import build
+from kvlingo_mlx.translators.base import Translator
+from tests.support import tiny
+from tests.support.parity import WRONG, assert_same, decode, errors, in_order, within_windows
+from tests.support.tiny import Case
+
+TOKENS = tiny.random_tokens(41)
+STEPS = (2048, 16)
+# A map's numbers are sums of at most 128 products. In another order each addition rounds otherwise,
+# by at most half an eps of what has been summed.
+ROUNDING = 128 * float(np.finfo(np.float32).eps)
+CASES = (
+    Case("moe2x32", "dense4x16", nu=2),
+    Case("dense4x16", "moe2x32", nu=2),
+    Case("gemma2x32", "gemma4x16"),
+    Case("llama2x16", "mistral4x24"),
+    Case("same2x32", "shared2x32", nu=2),
+    Case("mla48", "mla64"),
+    Case("mla48", "mla_v2"),
+)
+
+load = functools.cache(kv.load)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's models and translators are written."""
+    return tmp_path_factory.mktemp("hybrid")
+
+
+@pytest.fixture(params=CASES, ids=lambda case: case.name)
+def case(request: pytest.FixtureRequest) -> Case:
+    """A pair of every way to attend and to cache."""
+    return request.param
+
+
+def opened(root: Path, case: Case) -> tuple[LanguageModel, LanguageModel, Path]:
+    source, target, folder = tiny.write_case(root, case)
+    return load(source), load(target), folder
+
+
+def native(model: LanguageModel, tokens: Sequence[int], step: int) -> list[Any]:
+    """The cache that mlx-lm's own calls make of tokens."""
+    cache = make_prompt_cache(model.model)
+    for start in range(0, len(tokens), step):
+        model.model(mx.array([list(tokens[start : start + step])]), cache=cache)
+        mx.eval([c.state for c in cache])
+    return cache
+
+
+def arrays(cache: Any) -> tuple[np.ndarray, np.ndarray]:
+    """What one cache layer holds, oldest token first."""
+    return in_order(cache, cache.keys), in_order(cache, cache.values)
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two cache layers hold the same numbers, to the bit, up to the same position."""
+    pairs = zip(arrays(one), arrays(other), strict=True)
+    return one.offset == other.offset and all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_layers_are_the_targets_own_or_translated(root: Path, case: Case, step: int) -> None:
+    """From none, which is plain translation, to all, which is a prefill; to the bit."""
+    source, target, translator = opened(root, case)
+    own, plain = native(target, TOKENS[:-1], step), None
+    for layers in range(len(own) + 1):
+        cache = kv.hand_over(
+            source, target, TOKENS, translator=translator, prefill_step_size=step,
+            native_layers=layers,
+        )  # fmt: skip
+        plain = cache if plain is None else plain
+        below = [equal(c, o) for c, o in zip(cache, own, strict=True)]
+        above = [equal(c, p) for c, p in zip(cache, plain, strict=True)]
+        assert below == [True] * layers + [False] * (len(own) - layers)
+        assert above == [False] * layers + [True] * (len(own) - layers)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_against_pytorch(root: Path, case: Case, batched: bool) -> None:
+    """Caches and the logits of the last token, at every number of native layers."""
+    pytest.importorskip("torch")
+    reference = importlib.import_module("tests.support.reference")
+    source, target, folder = opened(root, case)
+    folders = tiny.write_case(root, case)
+    translator = build(*translator_folder.read(folder), batched=batched)
+    for layers in range(1, len(target.attentions)):
+        cache = kv.hand_over(
+            source, target, TOKENS, translator=translator, native_layers=layers,
+            prefill_step_size=16,
+        )  # fmt: skip
+        expected = reference.hand_over(*folders, TOKENS, native_layers=layers)
+        assert_same(decode(target, cache, TOKENS[-1]), within_windows(folders[1], expected))
+
+
+def test_no_later_layer_runs(root: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one is entered, and the last one that is runs no further than its keys and values.
+
+    So its attention's output and its MLP are not computed, and the head never is.
+    """
+    _, target, _ = opened(root, case)
+    calls: list[tuple[str, int]] = []
+
+    def watch(module: Any, part: str, layer: int) -> None:
+        """Note every call of one module."""
+
+        class Noted(type(module)):  # type: ignore[misc]
+            def __call__(self, *args: Any, **options: Any) -> Any:
+                calls.append((part, layer))
+                return super().__call__(*args, **options)
+
+            def as_linear(self, *args: Any) -> Any:  # of an embedding that is the head as well
+                calls.append(("head", layer))
+                return super().as_linear(*args)
+
+        monkeypatch.setattr(module, "__class__", Noted)
+
+    for i, block in enumerate(target.model.layers):
+        watch(block.self_attn.o_proj, "o_proj", i)
+        watch(block.mlp, "mlp", i)
+        watch(block, "block", i)
+    for name, module in target.model.named_modules():
+        if name.endswith(("lm_head", "embed_tokens")):
+            watch(module, "head" if name.endswith("lm_head") else "embedding", 0)
+    for layers in range(1, len(target.attentions)):
+        cache = make_prompt_cache(target.model)
+        hybrid.read_layers(target, TOKENS, cache, 16, layers)
+        parts = {part: [layer for name, layer in calls if name == part] for part, _ in calls}
+        assert parts.pop("block") == list(range(layers)) * 3
+        whole = list(range(layers - 1)) * 3
+        assert parts.pop("o_proj", []) == parts.pop("mlp", []) == whole
+        assert set(parts) == {"embedding"}  # and no head
+        assert [c.offset for c in cache] == [len(TOKENS)] * layers + [0] * (len(cache) - layers)
+        calls.clear()
+    assert {type(cache).__name__ for cache in cache} <= {"KVCache", "RotatingKVCache"}
+    hybrid.read_layers(target, TOKENS, make_prompt_cache(target.model), 16)  # the counts see all
+    assert calls.count(("head", 0)) == calls.count(("mlp", 0)) == calls.count(("o_proj", 0)) == 3
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+@pytest.mark.parametrize("step", STEPS)
+def test_first_tokens_are_the_targets_own(root: Path, case: Case, step: int, layers: int) -> None:
+    """In every layer, where its window still holds them; the others are plainly translated."""
+    source, target, translator = opened(root, case)
+    head = 9
+    hand_over = functools.partial(
+        kv.hand_over, source, target, translator=translator, prefill_step_size=step,
+        native_layers=layers,
+    )  # fmt: skip
+    own, plain = native(target, TOKENS[:head], step), hand_over(TOKENS)
+    cache = hand_over(TOKENS, native_head=head)
+    for layer, (found, first, rest) in enumerate(zip(cache, own, plain, strict=True)):
+        kept = min(len(TOKENS) - 1, target.geometry.layers[layer].window or len(TOKENS))
+        held = max(0, head - (len(TOKENS) - 1 - kept))  # of the head
+        for a, b, c in zip(arrays(found), arrays(first), arrays(rest), strict=True):
+            if held:
+                assert np.array_equal(a[:, :held], b[:, -held:])
+            if layer >= layers:  # products of fewer tokens, so they may round otherwise
+                assert errors([a[:, held:]], [c[:, held:]]).max() <= ROUNDING
+                assert errors([a[:, held:]], [np.roll(c, 1, axis=1)[:, held:]]).min() > WRONG
+        assert found.offset == len(TOKENS) - 1
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_last_tokens_are_run_by_the_target(root: Path, case: Case, layers: int) -> None:
+    """As if they followed the hand-over of what is before them."""
+    source, target, translator = opened(root, case)
+    tail = 6
+    hand_over = functools.partial(
+        kv.hand_over, source, target, translator=translator, native_layers=layers
+    )
+    expected = hand_over(TOKENS[:-tail])
+    target.model(mx.array([TOKENS[-tail - 1 : -1]]), cache=expected)
+    cache = hand_over(TOKENS, native_tail=tail)
+    assert all(equal(a, b) for a, b in zip(cache, expected, strict=True))
+
+
+@pytest.mark.parametrize("parts", [{"native_head": 99}, {"native_head": 20, "native_tail": 20}])
+def test_a_prefix_read_whole_is_a_prefill(root: Path, case: Case, parts: dict[str, int]) -> None:
+    source, target, translator = opened(root, case)
+    cache = kv.hand_over(source, target, TOKENS, translator=translator, **parts)
+    own = native(target, TOKENS[:-1], 2048)
+    assert all(equal(a, b) for a, b in zip(cache, own, strict=True))
+
+
+def test_a_draft_model_has_read_all(root: Path) -> None:
+    """The prefill model that drafts holds the last tokens as well, which nobody translated."""
+    source, target, translator = opened(root, CASES[1])
+    options: dict[str, Any] = {
+        "translator": translator, "max_tokens": 8, "native_layers": 1, "native_tail": 5,
+    }  # fmt: skip
+    drafted = kv.generate(source, target, TOKENS, draft_model=source, **options)
+    assert drafted == kv.generate(source, target, TOKENS, **options)
+
+
+def test_generation_decodes_from_the_hybrid(root: Path) -> None:
+    source, target, translator = opened(root, CASES[0])
+    options: dict[str, Any] = {"native_layers": 1, "native_head": 3, "native_tail": 2}
+    cache = kv.hand_over(source, target, TOKENS, translator=translator, **options)
+    steps = generate_step(mx.array(TOKENS[-1:]), target.model, max_tokens=6, prompt_cache=cache)
+    expected = [int(token) for token, _ in steps]
+    responses = list(
+        kv.stream_generate(source, target, TOKENS, translator=translator, max_tokens=6, **options)
+    )
+    assert [r.token for r in responses] == expected[: len(responses)]
+    assert responses[-1].native_s > 0
+
+
+def test_times_of_what_the_decode_model_read_itself(root: Path) -> None:
+    """An all-native hand-over has no prefill and no translation to report."""
+    source, target, translator = opened(root, CASES[0])
+    options: dict[str, Any] = {"translator": translator, "max_tokens": 1}
+    most = len(target.attentions)
+    (whole,) = kv.stream_generate(source, target, TOKENS, native_layers=most, **options)
+    assert whole.native_s > 0.0 == whole.prefill_s == whole.translate_s
+    text = summary(dataclasses.replace(whole, native_s=0.25))
+    assert "(the decode model's own part 0.250 s)" in text and "0.000 s" not in text
+    parts = {"prefill_s": 0.5, "native_s": 0.25, "translate_s": 0.125}
+    text = summary(dataclasses.replace(whole, **parts))
+    expected = "(prefill 0.500 s, the decode model's own part 0.250 s, translation 0.125 s)"
+    assert expected in text
+    assert "()" not in summary(dataclasses.replace(whole, native_s=0.0))
+
+
+# ---- what is asked for -------------------------------------------------------------------
+
+
+def tuned(root: Path, layers: int) -> tuple[LanguageModel, LanguageModel, Translator]:
+    source, target, folder = opened(root, CASES[0])
+    translator = build(*translator_folder.read(folder))
+    config = dataclasses.replace(translator.config, provenance={"native_layers": layers})
+    return source, target, dataclasses.replace(translator, config=config)
+
+
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_the_tuned_number_decides(root: Path, asked: str | None) -> None:
+    source, target, translator = tuned(root, 1)
+    hand_over = functools.partial(kv.hand_over, source, target, TOKENS, translator=translator)
+    found, one = hand_over(native_layers=asked), hand_over(native_layers=1)
+    assert all(equal(a, b) for a, b in zip(found, one, strict=True))
+    assert not equal(hand_over(native_layers=0)[0], found[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"native_layers": "auto"}, "has no tuned native layers; choose them with `kvlingo-"),
+        ({"native_layers": -1}, "native_layers is -1; give a number from 0 to "),
+        ({"native_layers": 99}, "native_layers is 99; give a number from 0 to "),
+        ({"native_layers": True}, "native_layers is True; give a number of layers, or 'auto'"),
+        ({"native_layers": "two"}, "native_layers is 'two'; give a number of layers, or 'auto'"),
+        ({"native_head": -1}, "native_head is -1; give a number of tokens, 0 or more"),
+        ({"native_tail": 1.5}, "native_tail is 1.5; give a number of tokens, 0 or more"),
+    ],
+)
+def test_what_means_nothing_is_refused(root: Path, options: dict, message: str) -> None:
+    source, target, translator = opened(root, CASES[0])
+    with pytest.raises(ValueError, match=message):
+        kv.hand_over(source, target, TOKENS, translator=translator, **options)
+
+
+@pytest.mark.parametrize("layers", [-1, 99, "1", 1.0])
+def test_a_folder_that_asks_for_what_is_not_there(root: Path, tmp_path: Path, layers: Any) -> None:
+    _, _, folder = opened(root, CASES[0])
+    config = json.loads((folder / translator_folder.CONFIG_FILE).read_text())
+    config["provenance"]["native_layers"] = layers
+    for name in (translator_folder.WEIGHTS_FILE, translator_folder.SELFTEST_FILE):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    (tmp_path / translator_folder.CONFIG_FILE).write_text(json.dumps(config))
+    with pytest.raises(
+        kv.MalformedTranslatorError, match=r"provenance.native_layers is .*expected"
+    ):
+        kv.load_translator(tmp_path)
+
+
+def test_identity_with_any_part_native_is_the_model_itself(root: Path) -> None:
+    """Negative control beside it: a wrong translation shows, whatever part is native."""
+    from tests.support.identity import identity_of
+
+    source, target, wrong = opened(root, CASES[1])
+    expected = native(target, TOKENS[:-1], 2048)
+    for layers, head, tail, step in ((0, 5, 0, 2048), (1, 0, 7, 2048), (1, 5, 7, 11)):
+        options: dict[str, Any] = {
+            "native_layers": layers,
+            "native_head": head,
+            "native_tail": tail,
+            "prefill_step_size": step,
+        }
+        same = kv.hand_over(target, target, TOKENS, translator=identity_of(target), **options)
+        other = kv.hand_over(source, target, TOKENS, translator=wrong, **options)
+        for side in (0, 1):
+            pairs = [[arrays(c)[side] for c in caches] for caches in (same, expected, other)]
+            assert errors(pairs[0], pairs[1]).max() < 1e-5
+            assert errors(pairs[2], pairs[1]).max() > 1e-2
+
+
+# ---- tuning --------------------------------------------------------------------------------
+
+
+def points_of(way: str, kls: Sequence[float], recalls: Sequence[float | None]) -> list[Point]:
+    means = [(Mean(kl, 0.0, 4), None if r is None else Mean(r, 0.0, 4))
+             for kl, r in zip(kls, recalls, strict=True)]  # fmt: skip
+    return [Point(way, j, kl, recall) for j, (kl, recall) in enumerate(means)]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "expected"),
+    [
+        ({"max_kl": 0.25}, 1), ({"max_kl": 0.05}, 2), ({"max_kl": 0.0}, 3), ({"max_kl": 9.0}, 0),
+        ({"min_recall": 0.6}, 2), ({"max_kl": 0.25, "min_recall": 0.4}, 1),
+        ({"min_recall": 1.1}, 3),
+    ],
+)  # fmt: skip
+def test_the_smallest_number_that_meets_the_bounds(bounds: dict, expected: int) -> None:
+    """DroidSpeak's points, good as they are here, do not count."""
+    hybrids = points_of("hybrid", (0.3, 0.2, 0.02), (0.3, 0.5, 0.7))
+    others = points_of("DroidSpeak", (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    native = Point("native", 3, Mean(0.0, 0.0, 4), Mean(1.0, 0.0, 4))
+    assert tuning.smallest([native, *others, *hybrids], **bounds) == expected
+
+
+def test_what_is_chosen_is_kept_with_the_translator(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The verb, from data to a hand-over that heeds it; marked answers give recall."""
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    own = tmp_path / "own"
+    build(*translator_folder.read(folder)).save(own)
+    data = tmp_path / "data.jsonl"
+    talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk, "answers": ["on"]}) + "\n")
+    command = ["tune", str(source), str(target), "--translator", str(own), "--data", str(data),
+               "--trials", "1", "--out", str(tmp_path / "out.jsonl")]  # fmt: skip
+    record = tmp_path / "record.jsonl"
+    assert run([*command, "--max-kl", "0", "--json", str(record)]) == 0
+    most = len(load(target).attentions)
+    assert translator_folder.read_config(own).native_layers == most
+    found = json.loads(record.read_text())["results"]
+    ways = {(p["way"], p["layers"]): p for p in found["points"]}
+    assert found["native_layers"] == most
+    assert ways["native", most]["kl"]["value"] == 0 == ways["native", most]["layers"] - most
+    assert all(ways["hybrid", j]["kl"]["value"] > 0 for j in range(most))
+    assert all(ways["hybrid", j]["recall"] and ways["hybrid", j]["seconds"] for j in range(most))
+    assert ("DroidSpeak", 0) in ways and ("hidden", None) in ways and ("shuffled", None) in ways
+    assert run([*command, "--max-kl", "1e9", "--native-layers", "1"]) == 0
+    assert translator_folder.read_config(own).native_layers == 1
+    hand_over = functools.partial(kv.hand_over, load(source), load(target), TOKENS)
+    pairs = zip(hand_over(translator=own), hand_over(translator=own, native_layers=1), strict=True)
+    assert all(equal(a, b) for a, b in pairs)
+    capsys.readouterr()
+
+
+def test_controls_do_not_follow_the_tuned_number(root: Path) -> None:
+    """Shuffled maps stay what they are when a number is kept, and a journal tells them apart."""
+    source, target, folder = opened(root, Case("llama2x16", "llama2x16"))
+    translator, most = build(*translator_folder.read(folder)), len(target.attentions)
+    own = native(target, TOKENS[:-1], 2048)
+
+    def made(condition: Condition) -> list[bool]:
+        cache = condition.makers[0](TOKENS)
+        return [equal(a, b) for a, b in zip(cache, own, strict=True)]
+
+    for layers in (0, 1, most):
+        provenance = {**translator.config.provenance, "native_layers": layers}
+        config = dataclasses.replace(translator.config, provenance=provenance)
+        tuned = dataclasses.replace(translator, config=config)
+        line = tuning.line_up(source, target, tuned, [0])
+        for key in (("shuffled", None), ("hybrid", 0)):
+            assert made(line[key]) == [False] * most
+        plain = lineup.baseline("shuffled", source, target, [tuned])
+        asked = lineup.baseline("shuffled", source, target, [tuned], layers)
+        own_choice = lineup.baseline("shuffled", source, target, [tuned], None)
+        assert made(plain) == [False] * most and plain.identity == line["shuffled", None].identity
+        assert made(asked) == made(own_choice) == [True] * layers + [False] * (most - layers)
+        assert asked.identity == own_choice.identity
+        assert (asked.identity == plain.identity) == (layers == 0)
+        plain_maker = conditions.translated(source, target, tuned)
+        assert not any(equal(a, b) for a, b in zip(plain_maker(TOKENS), own, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--native-layers", "0,9"], "--native-layers is '0,9'; give numbers from 0 to "),
+        (["--native-layers", "all"], "--native-layers is 'all'; give numbers from 0 to "),
+        (["--max-kl", "-1"], "--max-kl is -1.0; give 0 or more"),
+        (["--min-recall", "95"], "--min-recall is 95.0; give 0 to 1, a share"),
+        (["--limit", "0"], "--limit is 0; give 1 or more"),
+        (["--data", "DATA"], "record 1: its last reply does not hold 'off'"),
+    ],
+)
+def test_tuning_that_cannot_be(
+    root: Path, tmp_path: Path, more: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    data = tmp_path / "data.jsonl"
+    talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk, "answers": ["off"]}) + "\n")
+    more = [str(data) if word == "DATA" else word for word in more]
+    command = ["tune", str(source), str(target), "--translator", str(folder), *more]
+    assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_cannot_be_kept_is_refused_before_measuring(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound that the data cannot answer, and a folder with a file of somebody else's."""
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    own, data = tmp_path / "own", tmp_path / "data.jsonl"
+    build(*translator_folder.read(folder)).save(own)
+    talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    command = ["tune", str(source), str(target), "--translator", str(own), "--data", str(data),
+               "--out", str(tmp_path / "out.jsonl")]  # fmt: skip
+    monkeypatch.setattr(tuning, "measure", None)
+    assert run([*command, "--min-recall", "0.5"]) == 2
+    assert "error: --min-recall needs data that mark answers" in capsys.readouterr().err
+    (own / "training.log").write_text("mine")
+    assert run([*command, "--max-kl", "1"]) == 2
+    error = capsys.readouterr().err
+    assert "holds training.log, which is no file of a translator" in error
+    assert error.count("\n") == 1 and (own / "training.log").read_text() == "mine"
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_one_conversation_has_no_error_bar(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    data = tmp_path / "data.jsonl"
+    talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    command = ["tune", str(source), str(target), "--translator", str(folder), "--data"]
+    command += [str(data), "--native-layers", "0", "--no-droidspeak", "--trials", "1"]
+    assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 0
+    out = capsys.readouterr().out
+    assert "nan" not in out and "hybrid" in out
+
+
+def test_what_the_package_holds_is_not_written_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["tune", "tiny-qwen3-s", "tiny-qwen3-l", "--max-kl", "1", "--limit", "1"]
+    assert run([*command, "--out", str(tmp_path / "out.jsonl")]) == 2
+    assert "is no folder of yours, so nothing can be kept in it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["eval", "chat"])
+def test_verbs_refuse_what_is_no_number_of_layers(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    models = {
+        "eval": ["--source", "tiny-qwen3-s", "--target", "tiny-qwen3-l"],
+        "chat": ["--model", "a=tiny-qwen3-s", "--model", "b=tiny-qwen3-l"],
+    }
+    assert run([verb, *models[verb], "--native-layers", "many"]) == 2
+    message = "error: --native-layers is 'many'; give a number of layers, or auto"
+    assert message in capsys.readouterr().err
+
+
+def test_eval_compares_hybrids(root: Path, tmp_path: Path) -> None:
+    """All native layers are a prefill: nothing is lost, unlike with none."""
+    source, target, folder = tiny.write_case(root, Case("llama2x16", "llama2x16"))
+    most, kls = len(load(target).attentions), []
+    talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    for layers in (0, most):
+        record = tmp_path / f"{layers}.jsonl"
+        command = ["eval", str(folder), "--source", str(source), "--target", str(target)]
+        command += ["--data", str(data), "--tasks", "continuation", "--native-layers", str(layers)]
+        # One journal for both: what is native must tell their scores apart.
+        assert run([*command, "--out", str(tmp_path / "out"), "--json", str(record)]) == 0
+        means = json.loads(record.read_text())["results"]["means"]["continuation"]["translated"]
+        kls.append(next(iter(means.values()))["kl"]["value"])
+    assert kls[0] > 0.0 == kls[1]

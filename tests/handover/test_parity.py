@@ -1,0 +1,306 @@
+"""The MLX hand-over against an independent PyTorch reference, live and from golden files."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches
+from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.translators.linear import LinearTranslator
+from tests.support import tiny
+from tests.support.parity import (
+    CACHE_TOLERANCE,
+    WRONG,
+    Outcome,
+    assert_same,
+    decode,
+    errors,
+    logits_error,
+    within_windows,
+)
+from tests.support.tiny import GOLDEN, GOLDEN_CASES, MODELS, Case, Folders
+
+TOKENS = 33
+STEPS = (2048, 16, 7)  # of 32 tokens: one chunk, two full ones, four and a short one
+ZOO_TOKENS = 120
+
+CASES = (
+    *(Case("dense4x16", "dense2x32", nu=nu) for nu in (1, 2, 3)),
+    *(Case("dense4x16", "moe2x32", nu=nu) for nu in (1, 2, 3)),
+    *(Case("moe2x32", "dense4x16", nu=nu) for nu in (1, 2, 3)),
+    Case("moe2x32", "dense2x32"),
+    *(Case("dense2x32", "dense4x16", nu=nu, head_mixing=False) for nu in (1, 2)),
+    *(Case("moe2x32", "dense4x16", nu=nu, head_mixing=False) for nu in (1, 2)),
+    *(Case("dense2x32", "moe2x32", nu=nu, head_mixing=False) for nu in (1, 2)),
+    Case("dense4x16", "dense2x32", 2, False, (("head_map", (3, 1)),)),
+    Case("dense4x16", "moe2x32", 2, True, (("bias", True),)),
+    Case("dense2x32", "dense4x16", 2, False, (("bias", True),)),
+    Case("dense4x16", "moe2x32", 2, True, (("capture", "post_norm"),)),
+    Case("dense4x16", "moe2x32", 2, True, (("capture", "post_rope"),)),
+    Case("dense4x16", "moe2x32", 2, True, (("dtype", "bfloat16"),)),
+    *(Case("gemma2x32", "gemma4x16", nu=nu) for nu in (1, 2)),
+    *(Case("gemma4x16", "gemma1x32", nu=nu) for nu in (1, 2)),
+    Case("gemma2x32", "gemma4x16", 2, False),
+    Case("gemma2x32", "gemma4x16", 2, True, (("capture", "post_norm"), ("bias", True))),
+    Case("gemma4x16", "gemma1x32", 2, True, (("capture", "post_rope"),)),
+    *(Case("llama2x16", "mistral4x24", nu=nu) for nu in (1, 3)),
+    *(Case("mistral4x24", "llama2x16", nu=nu) for nu in (1, 2)),
+    Case("mistral4x24", "dense4x16", 2, True, (("capture", "post_rope"),)),
+    Case("dense2x32", "mistral4x24", 2, True, (("capture", "post_norm"),)),
+    *(Case("shared2x32", "same2x32", nu=nu) for nu in (1, 2)),
+    *(Case("same2x32", "shared2x32", nu=nu) for nu in (1, 2)),
+    Case("same2x32", "shared4x16", 2, True, (("bias", True),)),
+    Case("shared2x32", "shared4x16", 2, False),
+    *(
+        Case(*pair, 2, True, (("capture", point),))
+        for pair in (("same2x32", "shared4x16"), ("shared2x32", "same2x32"))
+        for point in ("post_norm", "post_rope")
+    ),
+    *(Case("mla64", "mla48", nu=nu) for nu in (1, 2)),
+    *(Case("mla48", "mla64", nu=nu) for nu in (1, 2)),
+    *(Case("mla48", "mla_v2", nu=nu) for nu in (1, 2)),
+    Case("mla_v2", "mla_glm", 2, True, (("bias", True),)),
+    Case("mla_glm", "mla64", 2, False),
+)
+# One of every way to attend and to cache, for what must fail.
+CONTROLS = (
+    *GOLDEN_CASES,
+    Case("gemma4x16", "gemma1x32", nu=2),
+    Case("shared2x32", "same2x32", nu=2),
+    Case("mla64", "mla48", nu=2),
+    Case("mla48", "mla_v2", nu=2),
+)
+ABSORBED = ("mla64", "mla48", "mla_glm")  # mlx-lm caches rotated keys as their values
+ZOO = tiny.embedded_cases()
+
+Config = dict[str, Any]
+Tensors = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Models, translator and tokens, with what the reference makes of them."""
+
+    folders: Folders
+    tokens: list[int]
+    expected: Outcome
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's models and translators are written."""
+    return tmp_path_factory.mktemp("parity")
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    """The PyTorch reference; tests that need it are skipped where PyTorch is absent."""
+    pytest.importorskip("torch")
+    return importlib.import_module("tests.support.reference")
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def parity(request: pytest.FixtureRequest, root: Path, reference: ModuleType) -> Parity:
+    """One of ``CASES``, its reference computed once for all tests."""
+    folders, tokens = tiny.write_case(root, request.param), tiny.random_tokens(TOKENS)
+    return Parity(
+        folders, tokens, within_windows(folders[1], reference.hand_over(*folders, tokens))
+    )
+
+
+load = functools.cache(kv.load)
+
+
+def hand_over(
+    folders: Folders, tokens: list[int], *, batched: bool | None = None, step: int = 2048
+) -> Outcome:
+    """Hand over on MLX, then run the last token; ``batched`` None is the default path."""
+    source, target, folder = load(folders[0]), load(folders[1]), folders[2]
+    translator: Path | LinearTranslator = folder
+    if batched is not None:
+        translator = LinearTranslator.build(*translator_folder.read(folder), batched=batched)
+    cache = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
+    return decode(target, cache, tokens[-1])
+
+
+def assert_far(found: Outcome, expected: Outcome) -> None:
+    """Every layer's keys and values and the logits differ by more than rounding could."""
+    assert errors(found.keys, expected.keys).min() > WRONG
+    assert errors(found.values, expected.values).min() > WRONG
+    assert logits_error(found, expected) > WRONG
+
+
+def read(folder: Path) -> tuple[Config, Tensors]:
+    """A float32 translator's config and tensors, unchecked."""
+    config = json.loads((folder / "translator_config.json").read_text())
+    return config, load_file(folder / "translator.safetensors")
+
+
+# ---- the reference itself --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_load_alike(name: str, root: Path, reference: ModuleType) -> None:
+    """mlx-lm and transformers read a tiny model as the same function."""
+    tokens = tiny.random_tokens(TOKENS)
+    folder = tiny.write_model(root, name)
+    model = load(folder)
+    cache = caches.allocate(model, 0)
+    model.model(mx.array([tokens[:-1]]), cache=cache)
+    expected = within_windows(folder, reference.native(folder, tokens))
+    assert_same(decode(model, cache, tokens[-1]), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("head_mixing", [True, False])
+def test_reference_of_identity_is_native(
+    name: str, head_mixing: bool, root: Path, tmp_path: Path, reference: ModuleType
+) -> None:
+    """A model translated to itself by identity maps has the cache it writes itself."""
+    model, tokens = tiny.write_model(root, name), tiny.random_tokens(TOKENS)
+    drawn = tiny.write_random_translator(tmp_path / "a", model, model, head_mixing=head_mixing)
+    config, tensors = read(drawn)
+    for side in tiny.SIDES:
+        layers = range(len(config["target"]["layers"]))
+        config["assignment"][side] = [[layer] for layer in layers]
+    for array in tensors.values():
+        array[...] = np.eye(array.shape[-1])
+    tiny.write_translator(tmp_path / "b", config, tensors)
+    translated = reference.hand_over(model, model, tmp_path / "b", tokens)
+    assert_same(translated, reference.native(model, tokens))
+
+
+# ---- live ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("step", STEPS)
+def test_hand_over(parity: Parity, step: int, batched: bool) -> None:
+    """Any chunk size and either layout of the matmuls gives the reference's cache."""
+    found = hand_over(parity.folders, parity.tokens, batched=batched, step=step)
+    assert_same(found, parity.expected)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_saved_translator(
+    parity: Parity, batched: bool, tmp_path: Path, reference: ModuleType
+) -> None:
+    """What the package writes means to the reference what it read."""
+    source, target, folder = parity.folders
+    LinearTranslator.build(*translator_folder.read(folder), batched=batched).save(
+        tmp_path / "saved"
+    )
+    found = reference.hand_over(source, target, tmp_path / "saved", parity.tokens)
+    assert_same(within_windows(target, found), parity.expected)
+
+
+@pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
+def test_rotation_counts(case: Case, root: Path, reference: ModuleType) -> None:
+    """Negative control: keys rotated one position off are far from ours."""
+    folders, tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
+    shifted = reference.hand_over(*folders, tokens, first_position=1)
+    shifted, found = within_windows(folders[1], shifted), hand_over(folders, tokens)
+    sides = [errors(found.keys, shifted.keys), errors(found.values, shifted.values)]
+    rotated, rest = sides[::-1] if case.target in ABSORBED else sides
+    assert rotated.min() > WRONG
+    assert rest.max() <= CACHE_TOLERANCE
+    assert logits_error(found, shifted) > WRONG
+
+
+@pytest.mark.parametrize("case", CONTROLS, ids=lambda case: case.name)
+def test_layers_count(case: Case, root: Path, tmp_path: Path, reference: ModuleType) -> None:
+    """Negative control: other layers' keys and values, latents included, are far from ours."""
+    (source, target, folder), tokens = tiny.write_case(root, case), tiny.random_tokens(TOKENS)
+    config, tensors = read(folder)
+    tiny.write_translator(tmp_path / "spoiled", config, roll_layers(config, tensors))
+    rolled = reference.hand_over(source, target, tmp_path / "spoiled", tokens)
+    assert_far(hand_over((source, target, folder), tokens), within_windows(target, rolled))
+
+
+# ---- golden files, without PyTorch -----------------------------------------------------
+
+
+def read_golden(name: str, folders: Folders) -> tuple[list[int], Outcome]:
+    """A golden file's tokens, and the cache and logits expected of them."""
+    path = GOLDEN / f"{name}.npz"
+    assert path.exists(), f"{path.name} is missing: run tools/make_golden.py"
+    with np.load(path) as file:
+        assert str(file["digest"]) == tiny.digest(*folders), "other weights: make it again"
+        expected = Outcome(file["keys"], file["values"], file["logits"])
+        return file["tokens"].tolist(), expected
+
+
+@pytest.mark.parametrize("batched", [None, True, False])
+@pytest.mark.parametrize("step", [2048, 5, 1])
+@pytest.mark.parametrize("case", GOLDEN_CASES, ids=lambda case: case.name)
+def test_golden(case: Case, step: int, batched: bool | None, root: Path) -> None:
+    """Every path gives what the reference gave when the golden file was made."""
+    folders = tiny.write_case(root, case)
+    tokens, expected = read_golden(case.name, folders)
+    assert_same(hand_over(folders, tokens, batched=batched, step=step), expected)
+
+
+def roll_layers(config: Config, tensors: Tensors) -> Tensors:
+    """Hand every target layer's map to the next layer of its kind."""
+    kinds = [layer["attention"] for layer in config["target"]["layers"]]
+    rolled = {}
+    for name, array in tensors.items():
+        side, layer, what = name.split(".")
+        alike = [index for index, kind in enumerate(kinds) if kind == kinds[int(layer)]]
+        after = alike[(alike.index(int(layer)) + 1) % len(alike)]
+        rolled[f"{side}.{after}.{what}"] = array
+    return rolled
+
+
+def reverse_sources(config: Config, tensors: Tensors) -> Tensors:
+    """Let every map read its source layers in the opposite order."""
+    for side in tiny.SIDES:
+        config["assignment"][side] = [layers[::-1] for layers in config["assignment"][side]]
+    return tensors
+
+
+@pytest.mark.parametrize("spoil", [roll_layers, reverse_sources])
+@pytest.mark.parametrize("case", GOLDEN_CASES, ids=lambda case: case.name)
+def test_map_order_counts(
+    case: Case, spoil: Callable[[Config, Tensors], Tensors], root: Path, tmp_path: Path
+) -> None:
+    """Negative control: maps in the wrong place are far from the golden file."""
+    source, target, folder = tiny.write_case(root, case)
+    tokens, expected = read_golden(case.name, (source, target, folder))
+    config, tensors = read(folder)
+    tiny.write_translator(tmp_path / "spoiled", config, spoil(config, tensors))
+    assert_far(hand_over((source, target, tmp_path / "spoiled"), tokens), expected)
+
+
+# ---- the zoo: both ways -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("folders", ZOO, ids=lambda folders: folders[2].name)
+def test_zoo_golden(folders: Folders) -> None:
+    """Every embedded pair gives what the reference gave on a dialogue."""
+    tokens, expected = read_golden(f"zoo-{folders[2].name}", folders)
+    assert_same(hand_over(folders, tokens, step=16), expected)
+
+
+@pytest.mark.parametrize("folders", ZOO, ids=lambda folders: folders[2].name)
+def test_zoo(folders: Folders, reference: ModuleType) -> None:
+    """Every embedded pair agrees with the reference over a longer dialogue."""
+    messages = list(next(dialogues.held_out(1, seed=1)).messages)
+    tokens = load(folders[1]).tokenizer.apply_chat_template(messages)[:ZOO_TOKENS]
+    expected = reference.hand_over(*folders, tokens)
+    assert_same(hand_over(folders, tokens, step=50), expected)

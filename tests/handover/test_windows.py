@@ -1,0 +1,170 @@
+"""Layers with a window take its tokens alone, and lose nothing by it: equal to the bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches, translators
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.handover.fill import translate_span
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.translators import products
+from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.products import BLOCK, Group
+from tests.support import tiny
+from tests.support.tiny import Case
+
+CASES = (
+    Case("gemma4x16", "gemma1x32", nu=1),
+    Case("gemma4x16", "gemma1x32", 2, True, (("bias", True),)),
+    Case("gemma2x32", "gemma4x16", 2, False, (("capture", "post_rope"),)),
+    Case("same2x32", "shared4x16", nu=2),
+)
+# Tokens a chunk, tokens a block that products are made in, whether they are cut as on a GPU.
+SETTINGS = ((7, BLOCK, False), (2048, BLOCK, True), (2048, 16, False), (50, 16, True))
+WINDOW = 8
+NEXT = ([5], [7, 11, 13], *([token] for token in range(20, 30)))  # more than the window
+load = functools.cache(kv.load)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's models and translators are written."""
+    return tmp_path_factory.mktemp("windows")
+
+
+def write_model(root: Path, name: str, window: int = WINDOW) -> Path:
+    """One of ``tiny.MODELS`` with another window."""
+    folder = root / f"{name}-{window}"
+    model_type, options = tiny.MODELS[name]
+    if not folder.exists():
+        tiny.write_tiny_model(folder, model_type, **{**options, "sliding_window": window})
+    return folder
+
+
+def write_translator(root: Path, case: Case) -> Path:
+    """A random one between the models of a case."""
+    folder = root / "translators" / case.name
+    ends = (write_model(root, name) for name in (case.source, case.target))
+    options = {"nu": case.nu, "head_mixing": case.head_mixing, **dict(case.options)}
+    return tiny.write_random_translator(folder, *ends, **options)
+
+
+def every_token(
+    source: LanguageModel,
+    target: LanguageModel,
+    whole: LanguageModel,
+    translator: Translator,
+    prefix: Sequence[int],
+    step: int,
+) -> list[Any]:
+    """The target's cache, written by mlx-lm itself, of a translation that leaves nothing out."""
+    kept = caches.allocate(whole, len(prefix))
+    for states in capture.prefill(source, prefix, step):
+        translate_span(kept, states, source, whole, translator, len(prefix))
+    own = make_prompt_cache(target.model)
+    for cache, layer in zip(own, kept, strict=True):
+        assert layer.offset == len(prefix)
+        cache.update_and_fetch(*(a[..., : len(prefix), :] for a in (layer.keys, layer.values)))
+    return own
+
+
+def window_of(cache: Any, layer: Any) -> list[np.ndarray]:
+    """A cache's keys and values within its layer's window, oldest first."""
+    kept = min(cache.offset, layer.window or cache.offset)
+    ordered = getattr(cache, "_temporal_order", lambda array: array[..., : cache.offset, :])
+    return [np.array(ordered(array)[..., -kept:, :]) for array in (cache.keys, cache.values)]
+
+
+def logits(model: LanguageModel, cache: list[Any]) -> np.ndarray:
+    """Those of ``NEXT``, run piece by piece."""
+    return np.concatenate([np.array(model.model(mx.array([p]), cache=cache)[0]) for p in NEXT])
+
+
+def assert_nothing_is_lost(root: Path, case: Case, step: int, translator: Translator) -> None:
+    """At eight times the window and a little more, so that it begins within a chunk."""
+    source, target, whole = (
+        load(write_model(root, *model))
+        for model in ((case.source,), (case.target,), (case.target, tiny.CONTEXT))
+    )
+    tokens = tiny.random_tokens(8 * WINDOW + 4)
+    expected = every_token(source, target, whole, translator, tokens[:-1], step)
+    found = kv.hand_over(source, target, tokens, translator=translator, prefill_step_size=step)
+    for mine, theirs, layer in zip(found, expected, target.geometry.layers, strict=True):
+        assert layer.window is None or mine.keys.shape[2] == WINDOW  # no more is kept
+        pairs = zip(window_of(mine, layer), window_of(theirs, layer), strict=True)
+        assert all(np.array_equal(a, b) for a, b in pairs)
+    assert np.array_equal(logits(target, found), logits(target, expected))
+
+
+@pytest.mark.parametrize(("step", "block", "batched"), SETTINGS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_decoding_reads_what_every_token_would_give(
+    root: Path, monkeypatch: pytest.MonkeyPatch, case: Case, step: int, block: int, batched: bool
+) -> None:
+    """Rings and logits, while they turn."""
+    monkeypatch.setattr(products, "BLOCK", block)
+    folder = write_translator(root, case)
+    translator = translators.build(*translator_folder.read(folder), batched=batched)
+    assert_nothing_is_lost(root, case, step, translator)
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_so_it_is_with_hidden_units_and_packed_weights(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bits: int | None
+) -> None:
+    """Products of products, and of matrices of which some are packed."""
+    monkeypatch.setattr(products, "BLOCK", 16)
+    folder = tiny.write_mlp_translator(tmp_path / "mlp", write_translator(root, CASES[0]))
+    translator = translators.build(*translator_folder.read(folder), quantize=bits)
+    assert_nothing_is_lost(root, CASES[0], 2048, translator)
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("tokens", [BLOCK - 1, 2 * BLOCK, 3 * BLOCK + 5])
+def test_a_windows_products_are_every_tokens(
+    root: Path, monkeypatch: pytest.MonkeyPatch, tokens: int, batched: bool
+) -> None:
+    """Of the same shapes, so that no BLAS has a reason to round them otherwise."""
+    seen: set[tuple[tuple[int, ...], int]] = set()
+
+    def product(group: Group, name: str, inputs: Sequence[mx.array]) -> mx.array:
+        seen.add((group.layers, inputs[0].shape[-2]))
+        return original(group, name, inputs)
+
+    original = Group._product
+    monkeypatch.setattr(Group, "_product", product)
+    folder = write_translator(root, CASES[0])
+    translator = translators.build(*translator_folder.read(folder), batched=batched)
+    widths = [layer.width("keys") for layer in translator.config.source.layers]
+    arrays = tuple(mx.zeros((1, tokens, width)) for width in widths)
+    states = KVStates(arrays, arrays, "pre_norm", 0)
+    translator(states)
+    every, seen = seen, set()
+    windows = [layer.window for layer in translator.config.target.layers]
+    translator(states, [tokens - (window or tokens) for window in windows])
+    assert seen <= every and len(seen) == len({layers for layers, _ in seen})
+
+
+def test_what_a_ring_holds_counts(root: Path) -> None:
+    """Negative control: one token of the rings changes what is decoded next."""
+    folder = write_translator(root, CASES[0])
+    source, target = (load(write_model(root, n)) for n in (CASES[0].source, CASES[0].target))
+    tokens = tiny.random_tokens(65)
+    found, spoiled = (kv.hand_over(source, target, tokens, translator=folder) for _ in range(2))
+    for cache, layer in zip(spoiled, target.geometry.layers, strict=True):
+        if layer.window:
+            cache.values[..., 1, :] = 0  # the oldest but one: the oldest gives way to the next
+    assert np.abs(logits(target, found)[0] - logits(target, spoiled)[0]).max() > 1e-2

@@ -1,0 +1,355 @@
+"""Models and translators from the Hub: a real client against a server on the loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import zoo_names
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from tests.support import tiny
+from tests.support.loopback_hub import LoopbackHub
+from tests.support.processes import WITHOUT_TORCH, command_line
+
+TOKEN = "hf_averysecrettokenofsomebody"
+FORMAT = {
+    "README.md",
+    "selftest.safetensors",
+    "translator.safetensors",
+    "translator_config.json",
+}
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[LoopbackHub]:
+    server = LoopbackHub()
+    yield server
+    server.close()
+
+
+@pytest.fixture(autouse=True)
+def clean(hub: LoopbackHub) -> None:
+    hub.repositories.clear()
+    hub.requests.clear()
+    hub.tokens.clear()
+    hub.private.clear()
+    hub.uploads = None
+
+
+@pytest.fixture
+def translator(folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A translator folder between ``me/dense`` and ``me/moe``, beside a file that is not ours."""
+    folder = tiny.write_random_translator(
+        tmp_path / "translator", folders["dense"], folders["moe"], nu=2
+    )
+    config = json.loads((folder / "translator_config.json").read_text())
+    for role, name in (("source", "dense"), ("target", "moe")):
+        config[role]["name"] = f"me/{name}"
+        config[role]["fingerprint"] = kv.load(folders[name]).spec().fingerprint
+    (folder / "translator_config.json").write_text(json.dumps(config))
+    (folder / "README.md").write_text("A card of the author's.")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    return folder
+
+
+Command = Callable[..., CompletedProcess[str]]
+
+
+@pytest.fixture
+def variables(hub: LoopbackHub, tmp_path: Path) -> dict[str, str]:
+    """What leads a command to the loopback, its Hub cache in the test's folder."""
+    return {
+        "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": TOKEN,
+        "HF_HUB_DISABLE_XET": "1",
+    }  # fmt: skip
+
+
+@pytest.fixture
+def process(variables: dict[str, str], store: Path) -> Command:
+    """Run kvlingo-mlx in a process of its own: it reads the Hub's variables itself."""
+
+    def run(*arguments: str, **environment: str) -> CompletedProcess[str]:
+        done = subprocess.run(
+            command_line(*arguments), capture_output=True, text=True,
+            env={**os.environ, **variables, **environment},
+        )  # fmt: skip
+        assert TOKEN not in done.stdout + done.stderr
+        return done
+
+    return run
+
+
+@pytest.fixture
+def command(
+    variables: dict[str, str], store: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Command:  # fmt: skip
+    """The same in this process, which saves seconds: the client's constants are set by hand."""
+
+    def run_here(*arguments: str, **environment: str) -> CompletedProcess[str]:
+        given = variables | environment
+        cache = Path(given["HF_HOME"]) / "hub"
+        capsys.readouterr()
+        with monkeypatch.context() as patch:
+            for name, value in given.items():
+                patch.setenv(name, value)
+            url = given["HF_ENDPOINT"]
+            patch.setattr(constants, "ENDPOINT", url)
+            template = url + "/{repo_id}/resolve/{revision}/{filename}"
+            patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+            patch.setattr(constants, "HF_HOME", given["HF_HOME"])
+            patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+            patch.setattr(constants, "HF_TOKEN_PATH", str(cache / "token"))
+            patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+            patch.setattr(constants, "HF_HUB_OFFLINE", given.get("HF_HUB_OFFLINE") == "1")
+            huggingface_hub.close_session()
+            disable_progress_bars()  # as ``main`` has it where nobody looks on
+            status = run(list(arguments))
+        enable_progress_bars()
+        huggingface_hub.close_session()
+        captured = capsys.readouterr()
+        assert TOKEN not in captured.out + captured.err
+        return CompletedProcess(arguments, status, captured.out, captured.err)
+
+    return run_here
+
+
+def stored(store: Path) -> TranslatorConfig:
+    from kvlingo_mlx.format import translator_folder
+
+    (folder,) = store.iterdir()
+    assert {p.name for p in folder.iterdir()} == FORMAT
+    return translator_folder.read(folder)[0]
+
+
+def refused(done: CompletedProcess[str], *texts: str) -> None:
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert all(text in done.stderr for text in texts), done.stderr
+
+
+def test_import_takes_only_the_format(hub: LoopbackHub, translator: Path, process, store) -> None:
+    commit = hub.add("me/maps", translator)
+    done = process("import", "me/maps")
+    assert done.returncode == 0, done.stderr
+    assert hub.files_sent() == FORMAT
+    assert f"Bearer {TOKEN}" in hub.tokens  # so the test would see it leak
+    assert "not checked against me/dense: me/dense is not on this machine" in done.stderr
+    assert "imported me/dense to me/moe" in done.stdout
+    assert stored(store).provenance["imported_from"] == f"me/maps@{commit}"
+
+
+def test_import_of_a_revision(
+    hub: LoopbackHub, translator: Path, folders: dict[str, Path], command, store, tmp_path: Path
+) -> None:
+    newer = tiny.write_random_translator(tmp_path / "newer", folders["dense"], folders["moe"])
+    hub.add("me/maps", newer)
+    commit = hub.add("me/maps", translator, "v1")
+    for revision in ("v1", commit):
+        assert command("import", "me/maps", "--revision", revision).returncode == 0
+        assert stored(store).nu == 2
+        assert stored(store).provenance["imported_from"].endswith(commit)
+    refused(
+        command("import", "me/maps", "--revision", "v9"),
+        "me/maps at revision v9: it has no such revision",
+    )
+
+
+def test_import_checks_the_models_at_hand(
+    hub: LoopbackHub, translator: Path, folders: dict[str, Path], command, store, tmp_path: Path
+) -> None:
+    """Models that were downloaded are held against the translator; the Hub is not asked again."""
+    hub.add("me/dense", folders["dense"])
+    hub.add("me/moe", folders["moe"])
+    for model in ("me/dense", "me/moe"):
+        assert command("show", model).returncode == 0
+    hub.repositories.clear()
+    done = command("import", str(translator_alone(translator)))
+    assert done.returncode == 0 and done.stderr == ""
+    assert "imported_from" not in stored(store).provenance
+
+    other = tiny.write_tiny_model(
+        tmp_path / "other", "qwen3", seed=9, layers=3, kv_heads=2, head_dim=32
+    )
+    hub.add("me/dense", other)
+    assert command("show", "me/dense").returncode == 0
+    refused(command("import", str(translator)), "source model me/dense", "norms fingerprint")
+    assert command("import", str(translator), "--allow-mismatch").returncode == 0
+
+
+def translator_alone(folder: Path) -> Path:
+    (folder / "pytorch_model.bin").unlink()
+    return folder
+
+
+def test_training_offline(hub: LoopbackHub, command) -> None:
+    pytest.importorskip("torch")
+    training = ("train", "--source", "me/a", "--target", "me/b", "--data", "x", "--histogram")
+    refused(command(*training, HF_HUB_OFFLINE="1"), "hf download me/a")
+    assert hub.requests == []
+
+
+def test_offline(hub: LoopbackHub, translator: Path, command, process, store) -> None:
+    hub.add("me/maps", translator)
+    refused(process("import", "me/maps", HF_HUB_OFFLINE="1"), "hf download me/maps")
+    assert hub.requests == [] and not store.exists()
+    assert command("import", "me/maps").returncode == 0
+    hub.requests.clear()
+    assert command("import", "me/maps", HF_HUB_OFFLINE="1").returncode == 0
+    assert hub.requests == []
+
+
+def test_a_hub_that_cannot_be_reached(command, store) -> None:
+    refused(
+        command("import", "me/maps", HF_ENDPOINT="http://127.0.0.1:9"),
+        "the Hub cannot be reached, and it is not in the cache", "hf download me/maps",
+    )  # fmt: skip
+    assert not store.exists()
+
+
+EACH = """
+import sys, traceback
+from kvlingo_mlx.cli import run
+for words in sys.argv[1:]:
+    try:
+        run([*words.split(), "--debug"])
+    except Exception:
+        traceback.print_exc()
+"""
+
+
+def test_the_token_is_in_no_output_at_any_level(
+    hub: LoopbackHub, translator: Path, variables: dict[str, str]
+) -> None:
+    """Tracebacks and every library's debug messages included; three commands in one process."""
+    hub.add("me/maps", translator)
+    hub.add("me/gated", translator, gated=True)
+    loud = {"HF_DEBUG": "1", "HF_HUB_VERBOSITY": "debug", "TRANSFORMERS_VERBOSITY": "debug"}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH + EACH, "import me/maps", "import me/gated", "doctor"],
+        capture_output=True, text=True, env={**os.environ, **variables, **loud},
+    )  # fmt: skip
+    assert TOKEN not in done.stdout + done.stderr and f"Bearer {TOKEN}" in hub.tokens
+    assert "imported me/dense to me/moe" in done.stdout and "Request " in done.stderr
+    assert "Traceback" in done.stderr and "me/gated" in done.stderr
+    assert "mlx-lm" in done.stdout  # the doctor spoke
+
+
+def test_what_the_hub_refuses(hub: LoopbackHub, translator: Path, command, store) -> None:
+    refused(command("import", "me/absent"), "no such repository")
+    hub.add("me/gated", translator, gated=True)
+    refused(command("import", "me/gated"), "https://huggingface.co/me/gated")
+    hub.add("me/partial", translator)
+    (translator / "translator.safetensors").unlink()
+    refused(command("import", "me/partial"), "translator.safetensors")
+    refused(command("generate", "--prefill-model", "me/absent", "--decode-model", "me/absent",
+                    "--prompt", "x"), "me/absent")  # fmt: skip
+    assert not store.exists()
+
+
+def test_generate_from_the_hub(
+    hub: LoopbackHub, translator: Path, folders: dict[str, Path], command
+) -> None:
+    hub.add("me/dense", folders["dense"])
+    hub.add("me/moe", folders["moe"])
+    hub.add("me/maps", translator)
+    pair = ["--prefill-model", "me/dense", "--decode-model", "me/moe", "--prompt", "Hello there"]
+    done = command("generate", *pair, "--translator", "me/maps", "--max-tokens", "3")
+    assert done.returncode == 0, done.stderr
+    assert "Generation: 3 tokens" in done.stdout
+
+
+def test_a_revision_of_what_has_none_is_refused(folders: dict[str, Path]) -> None:
+    """A folder, an embedded and a loaded model have one state, which is not that one perhaps."""
+    for name, kind in ((folders["dense"], "is a folder"), (zoo_names()[0], "is an embedded model")):
+        with pytest.raises(ValueError, match=f"revision is 'v1', but .* {kind}, which has none"):
+            kv.load(name, revision="v1")
+    model = kv.load(folders["dense"])
+    assert kv.load(model) is model
+    with pytest.raises(
+        ValueError, match="revision has no effect on a model that is loaded already"
+    ):
+        kv.load(model, revision="v1")
+
+
+# ---- publish ------------------------------------------------------------------------------------
+
+
+def test_publish_uploads_the_formats_own_files(
+    hub: LoopbackHub, command, translator: Path, tmp_path: Path
+) -> None:
+    """What was uploaded is what an import of it reads; the pickle beside it stays where it is."""
+    hub.uploads = tmp_path / "uploads"
+    hub.uploads.mkdir()
+    done = command("publish", str(translator), "me/new", "--private")
+    assert done.returncode == 0, done.stderr
+    assert "left out, since they are no files of a translator: pytorch_model.bin" in done.stderr
+    assert "ungraded" in done.stderr and f"{hub.url}/me/new/commit/" in done.stdout
+    _, folder = hub.repositories["me/new"].commits["main"]
+    own = {p.name for p in translator.iterdir()} & FORMAT
+    assert own and {p.name for p in folder.iterdir()} == own
+    assert all((folder / n).read_bytes() == (translator / n).read_bytes() for n in own)
+    assert hub.private == {"me/new"} and f"Bearer {TOKEN}" in hub.tokens
+    back = command("import", "me/new", "--out", str(tmp_path / "back"), "--dtype", "float32")
+    assert back.returncode == 0, back.stderr
+    assert "grade: ungraded: it has no receipt" in back.stdout
+    mine, theirs = kv.load_translator(translator), kv.load_translator(tmp_path / "back")
+    assert mine.digest == theirs.digest
+
+
+def test_publish_to_a_branch_and_a_card_that_is_missing(
+    hub: LoopbackHub, command, translator: Path, tmp_path: Path
+) -> None:
+    hub.uploads = tmp_path / "uploads"
+    hub.uploads.mkdir()
+    (translator / "README.md").unlink()
+    assert command("publish", str(translator), "me/new").returncode == 0
+    main = hub.repositories["me/new"].commits["main"]
+    done = command("publish", str(translator), "me/new", "--revision", "second")
+    assert done.returncode == 0, done.stderr
+    commits = hub.repositories["me/new"].commits
+    assert commits["main"] == main and commits["second"] != main
+    card = (commits["second"][1] / "README.md").read_text()
+    assert "# me/dense to me/moe" in card and "library_name: kvlingo-mlx" in card
+
+
+def test_publish_without_a_token_says_what_it_would_do(
+    hub: LoopbackHub, command, translator: Path
+) -> None:
+    done = command("publish", str(translator), "me/new", HF_TOKEN="")
+    assert done.returncode == 0, done.stderr
+    size = (translator / "translator.safetensors").stat().st_size
+    assert f"translator.safetensors  {size:,} bytes" in done.stdout
+    assert "`hf auth login`" in done.stdout and hub.requests == []
+    dry = command("publish", str(translator), "me/new", "--dry-run")
+    assert dry.returncode == 0 and "would upload" in dry.stdout and hub.requests == []
+
+
+def test_what_publish_refuses(hub: LoopbackHub, command, translator: Path) -> None:
+    def refused(*arguments: str, **environment: str) -> str:
+        done = command("publish", *arguments, **environment)
+        assert done.returncode == 2, done.stdout
+        return next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+
+    nobody = "http://127.0.0.1:9"
+    assert "may not write there" in refused(str(translator), "me/new")  # the Hub refuses
+    assert "cannot be reached" in refused(str(translator), "me/new", HF_ENDPOINT=nobody)
+    assert "give OWNER/NAME" in refused(str(translator), "new")
+    assert "is no folder" in refused(str(translator / "none"), "me/new")
+    weights = (translator / "translator.safetensors").read_bytes()
+    (translator / "translator.safetensors").write_bytes(weights[:-8])
+    hub.requests.clear()
+    assert "translator.safetensors" in refused(str(translator), "me/new")
+    assert hub.requests == []

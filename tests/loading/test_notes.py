@@ -1,0 +1,314 @@
+"""What is told of a pair that fits and yet differs: commit, bits, fine-tune, length; each once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.evaluation import verification
+from kvlingo_mlx.evaluation.verification import Agreement
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.projections import ROUNDED, SAME, Sketch, sketch
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading import notes
+from kvlingo_mlx.loading.grading import Receipt
+from kvlingo_mlx.loading.pairing import check_pair
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators.base import Translator
+from tests.support import tiny
+from tests.support.identity import TOKENS, identity_of
+from tests.support.opened import quantised
+from tests.support.random_samples import samples
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(notes, "_told", set())
+
+
+@pytest.fixture(scope="module")
+def fitted(models: dict[str, LanguageModel]) -> Translator:
+    """From "dense" to "moe", on prefixes of up to 40 tokens."""
+    return kv.fit(models["dense"], models["moe"], [*samples(2, 30), *samples(1, 40)])
+
+
+def told(action: Callable[[], Any]) -> list[str]:
+    """What an action warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    assert all(w.category is kv.KVLingoWarning for w in caught)
+    return [str(w.message) for w in caught]
+
+
+def with_provenance(translator: Translator, **facts: Any) -> Translator:
+    """The same maps under a provenance in which ``facts`` stand; None takes one out."""
+    merged = {**translator.config.provenance, **facts}
+    kept = {name: fact for name, fact in merged.items() if fact is not None}
+    config = dataclasses.replace(translator.config, provenance=kept)
+    return dataclasses.replace(translator, config=config)
+
+
+# ---- row 22: another checkpoint or revision ---------------------------------------------------
+
+
+def test_another_commit_is_told_and_used(models: dict[str, LanguageModel]) -> None:
+    model = models["dense"]
+    old, new = (dataclasses.replace(model, name="me/m", revision=c * 40) for c in "ab")
+    translator = identity_of(old)
+    hand_over = lambda m: kv.hand_over(m, m, TOKENS, translator=translator)  # noqa: E731
+    assert told(lambda: hand_over(old)) == []
+    (text,) = told(lambda: hand_over(new))
+    assert "made with commit aaaaaaaaaaaa of me/m, and this is bbbbbbbbbbbb" in text
+    assert "`kvlingo-mlx verify TRANSLATOR --source me/m --target me/m`" in text
+    assert told(lambda: hand_over(new)) == []  # once
+    elsewhere = dataclasses.replace(new, name="you/m")  # copies have commits of their own
+    assert told(lambda: hand_over(elsewhere)) == told(lambda: hand_over(model)) == []
+
+
+def test_every_field_that_differs_is_named(
+    models: dict[str, LanguageModel], fitted: Translator, tmp_path: Path
+) -> None:
+    other = tiny.write_tiny_model(
+        tmp_path / "o", "qwen3", seed=1, layers=3, kv_heads=4, head_dim=16
+    )
+    fields = "kv_heads of layer 0: 4, expected 2; key_dim of layer 0: 16, expected 32; value_dim"
+    with pytest.raises(kv.IncompatibleTranslatorError, match=fields):
+        check_pair(fitted.config, kv.load(other), models["moe"])
+
+
+def test_another_checkpoint_is_refused_unless_asked(
+    models: dict[str, LanguageModel], fitted: Translator, tmp_path: Path
+) -> None:
+    folder = tiny.write_tiny_model(
+        tmp_path / "o", "qwen3", seed=9, layers=3, kv_heads=2, head_dim=32
+    )
+    other = kv.load(folder)
+    with pytest.raises(kv.IncompatibleTranslatorError, match="another checkpoint .*allow_mismatch"):
+        check_pair(fitted.config, other, models["moe"])
+    check_pair(with_provenance(fitted, projections=None).config, other, models["moe"],
+               allow_mismatch=True)  # fmt: skip
+
+
+# ---- row 27: quantised models -----------------------------------------------------------------
+
+
+def test_few_bits_are_told_once(
+    models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel],
+    fitted: Translator,
+) -> None:  # fmt: skip
+    four, moe = quantised_models["dense"], models["moe"]
+
+    def use(t: Translator, *pair: LanguageModel) -> list[str]:
+        return told(lambda: kv.hand_over(*pair, TOKENS[:30], translator=t))
+
+    assert use(fitted, models["dense"], moe) == []
+    (text,) = use(fitted, four, moe)
+    assert f"it was fitted on float32 and {four.name} runs in 4 bits" in text
+    assert "measures what that costs" in text
+    assert use(fitted, four, moe) == []
+    assert len(use(fitted, quantised_models["dense"], quantised_models["moe"])) == 1  # the target
+    on_four_bits = kv.fit(four, moe, samples(3, 30))
+    assert on_four_bits.config.fitted_on("source") == "4 bits"
+    assert use(on_four_bits, four, moe) == []
+    silent = with_provenance(fitted, precision=None)
+    assert silent.config.fitted_on("source") is None and use(silent, four, moe) == []
+
+
+def test_show_and_verify_tell_of_precisions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of an embedded translator, which keeps what its receipt was made in."""
+    found = Agreement(Receipt(0.03, 0.95, 0, 0.5), 8, 65)
+    monkeypatch.setattr(verification, "agreement", lambda *_, **options: found)
+    four = quantised(kv.load("tiny-qwen3-s"), tmp_path / "four")
+    folder = str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l")
+    assert run(["show", folder]) == 0
+    assert "source in float32, target in float32" in capsys.readouterr().out
+    assert run(["show", str(four.path)]) == 0
+    assert "weights                4 bits" in capsys.readouterr().out
+    ends = ["--source", str(four.path), "--target", "tiny-qwen3-l"]
+    assert run(["verify", folder, *ends]) == 0
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("warning: the translator from tiny-qwen3-s to tiny-qwen3-l is used, ")
+    assert "fitted on float32 and" in line and "runs in 4 bits" in line
+    assert "in 4 bits, tiny-qwen3-l in float32" in captured.out
+
+
+# ---- row 28: a LoRA fused in, another fine-tune -----------------------------------------------
+
+
+def tuned(model: LanguageModel, folder: Path, size: float) -> LanguageModel:
+    """A copy with an adapter of rank 2 fused into one layer's values, as a folder."""
+    copy = kv.load(model.path)
+    value = copy.attentions[1].v_proj
+    rng = np.random.default_rng(0)
+    rows, columns = value.weight.shape
+    change = rng.normal(size=(rows, 2)) @ rng.normal(size=(2, columns))
+    scale = size * mx.linalg.norm(value.weight) / np.linalg.norm(change)
+    value.weight = value.weight + scale * mx.array(change, mx.float32)
+    shutil.copytree(model.path, folder)
+    copy.model.save_weights(str(folder / "model.safetensors"))
+    return kv.load(folder)
+
+
+@pytest.mark.parametrize("role", ["source", "target"])
+def test_a_fused_adapter_is_told(
+    models: dict[str, LanguageModel], fitted: Translator, tmp_path: Path, role: str
+) -> None:
+    pair = {"source": models["dense"], "target": models["moe"]}
+    pair[role] = tuned(pair[role], tmp_path / "tuned", 0.03)
+    assert pair[role].norms_fingerprint == fitted.config.to_json()[role]["fingerprint"]["norms"]
+    use = lambda t: told(lambda: kv.hand_over(*pair.values(), TOKENS[:30], translator=t))  # noqa: E731
+    (text,) = use(fitted)
+    assert f"projections of {pair[role].name} differ from those that it was fitted on" in text
+    assert "a LoRA adapter fused in" in text and "kvlingo-mlx verify" in text
+    assert use(fitted) == []
+    assert use(with_provenance(fitted, projections=None)) == []  # older ones keep none
+    stranger: Any = [None, {}, {role: None}, {role: [1.0]}, {role: ["a"] * 8}, {role: [1e400] * 24}]
+    for kept in stranger:
+        assert use(with_provenance(fitted, projections=kept)) == []
+
+
+def test_rounding_is_no_fine_tune(
+    models: dict[str, LanguageModel], quantised_models: dict[str, LanguageModel],
+    fitted: Translator, tmp_path: Path,
+) -> None:  # fmt: skip
+    """The same weights in 16 bits, or in 4, where nothing can be said of projections."""
+    half = kv.load(models["dense"].path)
+    half.model.set_dtype(mx.bfloat16)
+    numbers = fitted.config.provenance["projections"]["source"]
+    difference = half.projections.difference(numbers)
+    assert SAME < difference < ROUNDED and half.precision == "bfloat16"
+    assert models["dense"].projections.difference(numbers) < SAME / 10
+    assert quantised_models["dense"].projections is None
+    slight = tuned(models["dense"], tmp_path / "tuned", 0.01).projections
+    assert slight.difference(numbers) > SAME
+
+
+def test_numbers_of_projections() -> None:
+    """By hand; a number for each quarter of the rows, and what is kept is short."""
+    output = np.arange(1.0, 9.0)
+    found = sketch([output, np.array([3.0, 1.0])])
+    parts = (output * translator_folder.probe(8)).reshape(4, 2).sum(axis=1)
+    assert found.numbers[:4] == pytest.approx(parts)
+    assert found.numbers[4:] == pytest.approx((*(translator_folder.probe(2) * [3, 1]), 0, 0))
+    assert found.difference(list(found.numbers)) == 0
+    changed = [-found.numbers[0], *found.numbers[1:]]
+    assert found.difference(changed) == pytest.approx(2 * abs(parts[0]) / found.scales[0])
+    assert Sketch((), ()).difference([]) == 0.0
+    assert all(len(repr(n)) < 13 for n in found.numbers)
+
+
+def test_both_runtimes_describe_projections_alike(folders: dict[str, Path]) -> None:
+    torch = pytest.importorskip("torch")
+    from kvlingo_mlx.training import torch_model
+
+    for name in ("dense", "moe"):
+        theirs = torch_model.load(str(folders[name]), dtype=torch.float32)
+        ours = kv.load(folders[name])
+        assert theirs.precision == ours.precision == "float32"
+        assert ours.projections.difference(list(theirs.projections.numbers)) < 1e-5
+
+
+# ---- row 34: beyond the longest prefix --------------------------------------------------------
+
+
+def test_a_prompt_beyond_what_was_tested_is_told_once(
+    models: dict[str, LanguageModel], fitted: Translator
+) -> None:
+    pair = models["dense"], models["moe"]
+    assert fitted.config.provenance["longest_prefix"] == 40
+    tokens = TOKENS[:41]  # of which 40 are translated
+
+    def use(count: int, translator: Translator = fitted, **options: Any) -> list[str]:
+        return told(
+            lambda: kv.generate(
+                *pair, TOKENS[:count], translator=translator, max_tokens=1, **options
+            )
+        )
+
+    assert use(len(tokens)) == []
+    (text,) = use(len(tokens) + 1)
+    assert "the prompt has 42 tokens" in text and "prefixes of at most 40" in text
+    assert "fit it on longer conversations" in text
+    assert use(50) == [] and told(lambda: kv.hand_over(*pair, TOKENS, translator=fitted)) == []
+    for kept in (None, 0, "40", True, 40.0):  # older translators, and strangers'
+        assert use(50, with_provenance(fitted, longest_prefix=kept)) == []
+    native = {"strategy": "native", "max_tokens": 1}
+    assert told(lambda: kv.generate(*pair, TOKENS[:50], **native)) == []
+
+
+def test_every_way_to_a_cache_tells(models: dict[str, LanguageModel]) -> None:
+    model = models["dense"]
+    short = identity_of(model, capture="post_rope", provenance={"longest_prefix": 9})
+    for action in (kv.hand_over, kv.folded_hand_over):
+        notes._told.clear()
+        (text,) = told(lambda make=action: make(model, model, TOKENS[:11], translator=short))
+        assert "at most 9" in text
+
+
+def test_a_switch_tells(models: dict[str, LanguageModel]) -> None:
+    model = models["dense"]
+    short = identity_of(model, provenance={"longest_prefix": 9})
+    talk = kv.Conversation({"a": model, "b": model}, [short], eager=False, verbatim=True)
+    talk.reply("a", [{"role": "user", "content": "hi there"}], max_tokens=12)
+    (text,) = told(lambda: talk.reply("b", "and you", max_tokens=2))
+    assert "at most 9" in text
+
+
+def test_training_keeps_the_longest_prefix(tmp_path: Path, folders: dict[str, Path]) -> None:
+    """Of the closed form's and the held-out conversations; both models' projections too."""
+    torch = pytest.importorskip("torch")
+    from kvlingo_mlx.training import torch_model
+    from tests.support.trainings import Random, training
+
+    names = ("dense", "wide")
+    pair = {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in names}
+    provenance = translator_folder.read_config(
+        training(pair, tmp_path / "t", steps=0).run()
+    ).provenance
+    prefixes = [len(sample.prefix) for sample in Random().held_out(3)]  # which are all there are
+    assert provenance["longest_prefix"] == max(prefixes) > min(prefixes)
+    assert provenance["precision"] == {"source": "float32", "target": "float32"}
+    for role, name in zip(("source", "target"), names, strict=True):
+        numbers = provenance["projections"][role]
+        assert kv.load(folders[name]).projections.difference(numbers) < SAME
+
+
+def test_the_command_line_tells_in_a_line(
+    folders: dict[str, Path], fitted: Translator, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    fitted.save(tmp_path / "t")
+    assert "projections" not in (tmp_path / "t" / translator_folder.CARD_FILE).read_text()
+    words = ["generate", "--prefill-model", str(folders["dense"]), "--decode-model",
+             str(folders["moe"]), "--translator", str(tmp_path / "t"), "--max-tokens", "2",
+             "--prompt", "a long prompt " * 9]  # fmt: skip
+    assert run(words) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("warning: the prompt has ") and "at most 40" in line
+    assert run(["show", str(tmp_path / "t")]) == 0
+    out = capsys.readouterr().out
+    assert "longest_prefix" in out and "projections" not in out
+    kept = json.loads((tmp_path / "t" / translator_folder.CONFIG_FILE).read_text())
+    assert (
+        TranslatorConfig.fitted_on(translator_folder.read_config(tmp_path / "t"), "target")
+        == "float32"
+    )
+    assert len(kept["provenance"]["projections"]["source"]) == 24  # keys and values of 3 layers

@@ -1,0 +1,482 @@
+"""Translators that nobody should trust are named, and none is replaced or used unseen."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.embedded.bundled import NAME
+from kvlingo_mlx.embedded.dialogues import for_fitting
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.loading import grading, notes
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
+from tests.support import tiny
+from tests.support.random_samples import samples
+from tests.support.translator_folders import arrays_of, config_json, to_config
+
+PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
+PROMPT = list(range(5, 45))
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process."""
+    monkeypatch.setattr(notes, "_told", set())
+
+
+def told(action: Callable[[], Any]) -> list[str]:
+    """What an action warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in caught if w.category is kv.KVLingoWarning]
+
+
+# ---- how much data ------------------------------------------------------------------------------
+
+
+def test_hardly_any_data_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"text": "short"}\n')
+    words = ["fit", "--source", PAIR[0], "--target", PAIR[1], "--data", str(data)]
+    assert run([*words, "--out", str(tmp_path / "t")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "tokens to fit on, and a map has 128 unknowns" in error
+    assert "give 4,096 tokens or more" in error and not (tmp_path / "t").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "unknowns"),
+    [("narrow", {}, 16), ("dense", {}, 64), ("dense", {"nu": 2}, 128),
+     ("dense", {"nu": 2, "head_mixing": False}, 64), ("dense", {"assignment": "r2"}, 64)],
+)  # fmt: skip
+def test_few_tokens_are_told_with_the_number_that_would_do(
+    models: dict[str, LanguageModel], source: str, options: dict[str, Any], unknowns: int
+) -> None:
+    """One for each unknown is not refused, 32 are enough: the widths are counted by hand."""
+
+    def fit(tokens: int) -> list[str]:
+        whole, rest = divmod(tokens, 128)
+        data = samples(whole, 128) + (samples(1, rest, seed=9) if rest else [])
+        return told(lambda: kv.fit(models[source], models["moe"], data, **options))
+
+    with pytest.raises(ValueError, match=f"{unknowns - 1:,} tokens .* {unknowns:,} unknowns"):
+        fit(unknowns - 1)
+    (few,) = fit(unknowns)
+    assert f"{unknowns:,} tokens are few for maps of {unknowns:,} unknowns" in few
+    assert f"{32 * unknowns:,} (32 for each) would do" in few
+    assert len(fit(32 * unknowns - 1)) == 1 and fit(32 * unknowns) == []
+
+
+def test_the_rank_of_what_was_seen_is_told(models: dict[str, LanguageModel]) -> None:
+    """The same ten tokens again and again span ten directions at most."""
+    same = [Sample(tuple(range(5, 15)), (5,))] * 7
+    (few,) = told(lambda: kv.fit(models["dense"], models["wide"], same))
+    seen = int(few.partition("of which ")[2].split()[0])
+    assert "70 tokens are few for maps of 64 unknowns" in few and seen <= 10
+
+
+# ---- grades -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kl", "hidden", "word"),
+    [(0.0, 1.0, "works"), (0.1, 1.0, "works"), (0.11, 1.0, "better than nothing"),
+     (0.5, 1.0, "better than nothing"), (0.51, 1.0, "useless"), (3.0, 1.0, "useless"),
+     (float("nan"), 1.0, "useless"), (0.0, 0.0, "useless"), (0.1, None, "ungraded")],
+)  # fmt: skip
+def test_grades(kl: float, hidden: float | None, word: str) -> None:
+    receipt = grading.Receipt(kl, 1.0, hidden_kl=hidden)
+    assert receipt.grade == word and str(receipt).startswith(word)
+
+
+def with_receipt(folder: Path, receipt: Any, out: Path) -> Path:
+    """A copy of a translator under another receipt; None is none."""
+    config, weights = translator_folder.read(folder)
+    provenance = {k: v for k, v in config.provenance.items() if k != "receipt"}
+    if receipt is not None:
+        provenance["receipt"] = receipt
+    return translator_folder.write(out, dataclasses.replace(config, provenance=provenance), weights)
+
+
+def test_older_receipts_are_read_and_ungraded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Version 0.1.0 kept KL and first choices alone."""
+    old = {"prompts": NAME, "kl": 0.03, "top1": 1.0, "tokens": 65, "dtype": "float32"}
+    folder = with_receipt(TRANSLATORS / "--".join(PAIR), old, tmp_path / "old")
+    assert run(["import", str(folder)]) == 0
+    assert "grade: ungraded: its receipt (KL 0.0300) is of an older version" in (
+        capsys.readouterr().out
+    )
+    assert run(["show", str(folder)]) == 0
+    assert "ungraded" in capsys.readouterr().out
+
+
+def test_a_fit_leaves_a_receipt_that_verify_agrees_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A closed form of the zoo is better than nothing, and whoever uses it is told so, once."""
+    data = tmp_path / "d.jsonl"
+    lines = [json.dumps({"messages": talk.conversation()}) for talk in for_fitting(25)]
+    data.write_text("\n".join(lines))
+    ends = ["--source", PAIR[0], "--target", PAIR[1]]
+    folder = str(tmp_path / "t")
+    assert run(["fit", *ends, "--data", str(data), "--out", folder, "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    left = json.loads(captured.out)["results"]["receipt"]
+    assert "grade: better than nothing: it recovers " in captured.err
+    assert left["recall"]["native"] == 1.0 > left["recall"]["translated"]
+    assert run(["verify", folder, *ends, "--json", "-"]) == 0
+    measured = json.loads(capsys.readouterr().out)["results"]["measured"]
+    assert {name: left[name] for name in ("kl", "hidden_kl", "top1", "recall")} == {
+        name: pytest.approx(measured[name]) for name in ("kl", "hidden_kl", "top1", "recall")
+    }
+    assert measured["grade"] == "better than nothing"
+    assert measured["recovered"] == pytest.approx(1 - left["kl"] / left["hidden_kl"])
+    notes._told.clear()
+    words = ["generate", "--prefill-model", PAIR[0], "--decode-model", PAIR[1], "-m", "1"]
+    assert run([*words, "-p", "Hello there", "--translator", folder]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count("is better than nothing: it recovers") == 1
+    assert f"Translator: {folder} (sha256 " in captured.out
+
+
+# ---- of several, the best -----------------------------------------------------------------------
+
+
+def receipt(kl: float, **others: Any) -> dict[str, Any]:
+    return {"prompts": NAME, "kl": kl, "top1": 0.9, "hidden_kl": 20 * kl, **others}
+
+
+Make = Callable[[str, Any], Path]
+
+
+@pytest.fixture
+def make(folders: dict[str, Path], store: Path, tmp_path: Path) -> Make:
+    """Put a random translator from "dense" to "moe" under a receipt into the store, newest last."""
+    made: list[Path] = []
+
+    def put(name: str, left: Any) -> Path:
+        at = tmp_path / f"made-{len(made)}"
+        tiny.write_random_translator(at, folders["dense"], folders["moe"], seed=len(made))
+        folder = with_receipt(at, left, store / name)
+        made.append(folder)
+        when = 1_700_000_000 + len(made)
+        os.utime(folder / "translator_config.json", (when, when))
+        return folder
+
+    return put
+
+
+def used(models: dict[str, LanguageModel]) -> tuple[str | None, list[str]]:
+    """Which stored translator ``generate`` uses, and what it tells."""
+    found: list[str | None] = []
+
+    def generate() -> None:
+        for response in kv.stream_generate(models["dense"], models["moe"], PROMPT, max_tokens=1):
+            found.append(response.translator)
+
+    said = told(generate)
+    return found[0], said
+
+
+def test_the_best_receipt_wins_not_the_newest(make: Make, models: dict[str, LanguageModel]) -> None:
+    best = make("best", receipt(0.01))
+    make("worse", receipt(0.02))
+    assert used(models) == (str(best), [])
+
+
+def test_an_older_receipt_is_compared_by_its_kl(
+    make: Make, models: dict[str, LanguageModel]
+) -> None:
+    """The conversations are the same, and so is what hiding them costs."""
+    best = make("old", {"prompts": NAME, "kl": 0.01, "top1": 0.9})
+    make("new", receipt(0.02))
+    assert used(models) == (str(best), [])
+
+
+@pytest.mark.parametrize(
+    "left", [None, {"prompts": "dialogues-0", "kl": 1e-6, "top1": 1.0, "hidden_kl": 1.0}]
+)
+def test_receipts_of_other_conversations_are_not_compared(
+    make: Make, models: dict[str, LanguageModel], left: Any
+) -> None:
+    best, silent = make("best", receipt(0.01)), make("silent", left)
+    path, (text,) = used(models)
+    assert path == str(best) and f"{silent} has no receipt to be compared by" in text
+    assert used(models) == (str(best), [])  # once
+
+
+@pytest.mark.parametrize(
+    ("left", "text"),
+    [(None, "none has a receipt that tells how good it is: the newest"),
+     (receipt(0.01), "the best have equal receipts: the newest")],
+)  # fmt: skip
+def test_ties_are_told(make: Make, models: dict[str, LanguageModel], left: Any, text: str) -> None:
+    make("b", left)
+    newest = make("a", left)
+    path, said = used(models)
+    assert path == str(newest) and len(said) == 1 and text in said[0]
+    assert "of 2 stored translators from " in said[0] and str(newest) in said[0]
+
+
+def test_a_useless_one_is_named(make: Make, models: dict[str, LanguageModel]) -> None:
+    make("t", receipt(0.5, hidden_kl=0.6))
+    _, (text,) = used(models)
+    assert "is useless: it recovers 17 % of what hiding the prefix costs" in text
+
+
+# ---- which one was used -------------------------------------------------------------------------
+
+
+def test_digests_tell_all_that_is_computed_apart() -> None:
+    """Facts or numbers, one changed at a time; where it came from changes nothing."""
+    config, weights = to_config(config_json()), Weights("float32", arrays_of(seeded()))
+    digest = translator_folder.digest(config, weights)
+    elsewhere = dataclasses.replace(
+        config, provenance={"made": "x"}, source=dataclasses.replace(config.source, name="x")
+    )
+    assert translator_folder.digest(elsewhere, weights) == digest
+    keys, values = config.assignment.keys, config.assignment.values
+    other = dataclasses.replace(config.assignment, keys=keys[::-1], values=values)
+    assert keys != keys[::-1]
+    first = next(iter(weights.arrays))
+    nudged = {n: a.copy() for n, a in weights.arrays.items()}
+    nudged[first].flat[0] = np.nextafter(nudged[first].flat[0], np.float32(9))
+    changed = {
+        translator_folder.digest(dataclasses.replace(config, **{name: value}), weights)
+        for name, value in (("kind", "mlp"), ("head_mixing", False), ("joint", True),
+                            ("capture", "post_rope"), ("alignment", "minimal_groups"),
+                            ("head_map", (0,)), ("assignment", other))
+    } | {
+        translator_folder.digest(config, Weights("float32", nudged)),
+        translator_folder.digest(config, weights, 8),
+        translator_folder.digest(config, weights.cast("bfloat16")),
+    }  # fmt: skip
+    assert len(changed) == 10 and digest not in changed
+
+
+def seeded() -> Any:
+    from tests.support.translator_folders import MIXING
+
+    return MIXING
+
+
+def test_responses_and_records_name_the_translator(
+    make: Make, models: dict[str, LanguageModel], folders: dict[str, Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = make("t", receipt(0.01))
+    digest = translator_folder.digest(*translator_folder.read(folder))
+    pair = models["dense"], models["moe"]
+    loaded = kv.load_translator(folder)
+    assert (loaded.path, loaded.digest) == (folder, digest)
+    for given in (None, str(folder), loaded):
+        *_, last = kv.stream_generate(*pair, PROMPT, translator=given, max_tokens=2)
+        assert (last.translator, last.translator_digest) == (str(folder), digest)
+    *_, last = kv.stream_generate(*pair, PROMPT, strategy="native", max_tokens=2)
+    assert last.translator is last.translator_digest is None
+    fitted = kv.fit(*pair, samples(3, 60))
+    *_, last = kv.stream_generate(*pair, PROMPT, translator=fitted, max_tokens=2)
+    assert (last.translator, last.translator_digest) == ("made in this process", fitted.digest)
+    words = ["--prefill-model", str(folders["dense"]), "--decode-model", str(folders["moe"])]
+    capsys.readouterr()
+    assert run(["generate", *words, "-p", "some words of a prompt", "-m", "1", "--json", "-"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert (results["translator"], results["translator_digest"]) == (str(folder), digest)
+    talk = kv.Conversation({"a": pair[0], "b": pair[1]})
+    talk.reply("a", "words", max_tokens=2)
+    (*_, last) = talk.stream_reply("b", "more words", max_tokens=2)
+    assert (last.translator, last.translator_digest) == (str(folder), digest)
+    assert talk.stats().used == {"a to b": f"{folder} (sha256 {digest[:12]})"}
+
+
+# ---- nothing is replaced unasked ----------------------------------------------------------------
+
+
+def test_save_never_replaces_another(models: dict[str, LanguageModel], tmp_path: Path) -> None:
+    one = kv.fit(models["narrow"], models["wide"], samples(4, 40))
+    other = kv.fit(models["narrow"], models["wide"], samples(4, 40, seed=1))
+    folder = one.save(tmp_path / "t")
+    before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
+    one.save(folder)  # the very same
+    assert {p.name: p.stat().st_mtime_ns for p in folder.iterdir()} == before
+    with pytest.raises(ValueError, match=r"holds another translator; .*overwrite=True"):
+        other.save(folder)
+    assert kv.load_translator(folder).digest == one.digest
+    other.save(folder, overwrite=True)
+    assert kv.load_translator(folder).digest == other.digest != one.digest
+
+
+def test_fit_refuses_before_it_reads_anything(
+    models: dict[str, LanguageModel], folders: dict[str, Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = kv.fit(models["narrow"], models["wide"], samples(4, 40)).save(tmp_path / "t")
+    old = kv.load_translator(folder).digest
+    ends = ["--source", str(folders["narrow"]), "--target", str(folders["wide"])]
+    assert run(["fit", *ends, "--data", "absent.jsonl", "--out", str(folder)]) == 2
+    assert "holds another translator; " in (error := capsys.readouterr().err)
+    assert "--force" in error and error.count("\n") == 1
+    data = tmp_path / "d.jsonl"
+    data.write_text(json.dumps({"text": "the you and use is of an other " * 20}))
+    arguments = ["fit", *ends, "--data", str(data), "--out", str(folder)]
+    assert run([*arguments, "--force"]) == 0
+    assert kv.load_translator(folder).digest != old
+
+
+def test_a_finished_training_says_so(folders: dict[str, Path], tmp_path: Path) -> None:
+    """It is not trained again, nor replaced by another one, unless that is asked for."""
+    torch = pytest.importorskip("torch")
+    from kvlingo_mlx.training import torch_model
+    from tests.support.trainings import Random, training
+
+    pair = {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in ("dense", "wide")}
+    drawn: list[int] = []
+
+    class Counted(Random):
+        def sample(self, index: int) -> Sample:
+            drawn.append(index)
+            return super().sample(index)
+
+    def train(force: bool = False, **options: Any) -> Any:
+        made = training(pair, tmp_path / "t", stream=Counted(), steps=2, **options)
+        return dataclasses.replace(made, force=force)
+
+    first = train()
+    assert not first.finished() and first.run() == tmp_path / "t" and drawn
+    files = {p.name: (p.read_bytes(), p.stat().st_mtime_ns) for p in (tmp_path / "t").iterdir()}
+    drawn.clear()
+    assert train().finished() and train().run() == tmp_path / "t" and drawn == []
+    with pytest.raises(ValueError, match="that this command did not make .*--force"):
+        train(seed=1).run()
+    assert drawn == []
+    assert files == {p.name: (p.read_bytes(), p.stat().st_mtime_ns)
+                     for p in (tmp_path / "t").iterdir()}  # fmt: skip
+    other = train(force=True, seed=1)
+    assert not other.finished() and other.run() == tmp_path / "t" and drawn
+    assert train(seed=1).finished()
+    with pytest.raises(ValueError, match="did not make"):
+        train().finished()
+
+
+def test_a_forced_training_that_is_stopped_goes_on(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Another translator stands there until the new one is whole."""
+    torch = pytest.importorskip("torch")
+    from kvlingo_mlx.training import torch_model
+    from tests.support.trainings import Random, training
+
+    pair = {n: torch_model.load(str(folders[n]), dtype=torch.float32) for n in ("dense", "wide")}
+    training(pair, tmp_path / "t", steps=0).run()
+    old = translator_folder.digest(*translator_folder.read(tmp_path / "t"))
+
+    class Stopped(Random):
+        def sample(self, index: int) -> Sample:
+            if index == 9:
+                raise KeyboardInterrupt
+            return super().sample(index)
+
+    def forced(stream: Random) -> Any:
+        made = training(pair, tmp_path / "t", stream=stream, keep_every=0.0)
+        return dataclasses.replace(made, force=True)
+
+    with pytest.raises(KeyboardInterrupt):
+        forced(Stopped()).run()
+    assert translator_folder.digest(*translator_folder.read(tmp_path / "t")) == old
+    seen: list[int] = []
+    going_on = forced(Random())
+    going_on = dataclasses.replace(
+        going_on, progress=lambda stage, report: seen.append(getattr(report, "step", -1))
+    )
+    going_on.run()
+    assert -1 not in seen, "stage 1 was made again"
+    assert translator_folder.digest(*translator_folder.read(tmp_path / "t")) != old
+
+
+# ---- list and remove ----------------------------------------------------------------------------
+
+
+def test_list(
+    make: Make, store: Path, capsys: pytest.CaptureFixture[str], folders: dict[str, Path]
+) -> None:
+    folder = make("mine", receipt(0.01))
+    (store / "broken").mkdir()
+    (store / "broken" / "translator_config.json").write_text("{")
+    assert run(["list", "--json", "-"]) == 0
+    captured = capsys.readouterr()
+    rows = {Path(row["path"]).name: row for row in json.loads(captured.out)["results"]}
+    mine = rows["mine"]
+    assert mine["grade"] == "works" and mine["recovered"] == pytest.approx(0.95)
+    assert mine["nbytes"] == sum(p.stat().st_size for p in folder.iterdir())
+    assert Path(mine["source"]).name == Path(folders["dense"]).name and not mine["embedded"]
+    assert rows["broken"]["problem"] and f"{store / 'broken'} cannot be used" in captured.err
+    assert rows["--".join(PAIR)]["embedded"] and rows["--".join(PAIR)]["grade"] == "works"
+    assert "works (95% recovered)" in captured.err
+
+
+def test_remove(
+    make: Make, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    mine, other = make("mine", None), make("other", None)
+
+    def refused(name: str, *texts: str) -> None:
+        assert run(["remove", name, "--yes"]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and all(text in error for text in texts), error
+
+    elsewhere = Path(shutil.copytree(mine, tmp_path / "elsewhere"))
+    embedded = TRANSLATORS / "--".join(PAIR)
+    refused("none", "is not in the local store", "kvlingo-mlx list")
+    refused(str(elsewhere), "is not in the local store")
+    refused("../../elsewhere", "is not in the local store")
+    refused(str(store), "is not in the local store")
+    refused(str(embedded), "comes with the package and stays")
+    refused(embedded.name, "comes with the package and stays")
+    (mine / "notes.txt").write_text("mine")
+    refused("mine", "holds notes.txt, which is no file of a translator")
+    (mine / "notes.txt").unlink()
+    assert run(["remove", "mine"]) == 2 and "--yes" in capsys.readouterr().err
+    assert mine.exists()
+    assert run(["remove", "mine", "--yes"]) == 0 and not mine.exists()
+    assert run(["remove", str(other), "--yes"]) == 0 and not other.exists()
+    assert elsewhere.exists() and embedded.exists() and list(store.iterdir()) == []
+    (store / "link").symlink_to(elsewhere)
+    assert run(["remove", "link", "--yes"]) == 0
+    assert elsewhere.exists() and list(store.iterdir()) == []
+
+
+def test_remove_asks(
+    make: Make, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = make("mine", None)
+    remove = importlib.import_module("kvlingo_mlx.cli.remove")
+    monkeypatch.setattr(remove.sys.stdin, "isatty", lambda: True, raising=False)
+    answers = iter([False, True])
+
+    def confirm(question: str, *, abort: bool, err: bool) -> None:
+        assert str(mine) in question and abort
+        if not next(answers):
+            raise remove.typer.Abort
+
+    monkeypatch.setattr(remove.typer, "confirm", confirm)
+    assert run(["remove", "mine"]) == 130 and mine.exists()
+    assert run(["remove", "mine"]) == 0 and not mine.exists()

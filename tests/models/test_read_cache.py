@@ -1,0 +1,195 @@
+"""States read from caches that exist already, against those captured in a prefill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import (
+    KVCache,
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import caches
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import plain_models, tiny
+from tests.support.identity import identity_of
+from tests.support.native_caches import TOKENS, held, native
+
+# A norm, a window, YaRN's gain, a part of each head with a gain, layers that do not rotate.
+NAMES = ("qwen3", "gemma3", "llama", "ministral3", "phi3", "cohere2", "olmo2", "hunyuan_v1_dense")
+
+
+@pytest.fixture(scope="module")
+def read_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, LanguageModel]:
+    root, found = tmp_path_factory.mktemp("read"), {}
+    for name in NAMES:
+        if name in tiny.FAMILIES:
+            model_type, options = tiny.FAMILIES[name]
+            folder = tiny.write_tiny_model(root / name, model_type, **options)
+        else:
+            folder = plain_models.write_plain_model(root / name, name)
+        found[name] = kv.load(folder)
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_states_equal_those_captured(name: str, read_models: dict[str, LanguageModel]) -> None:
+    model = read_models[name]
+    own = native(model, TOKENS, 25)
+    spans = list(capture.prefill(model, TOKENS, 25))  # in the same chunks: equal to the bit
+    for point in model.family.points:
+        if point == "pre_norm" and model.finishes[0].norm_weight is not None:
+            continue
+        found = caches.read(own, model, point)
+        assert found.capture == point and found.start + found.num_tokens == len(TOKENS)
+        for layer, attention in enumerate(model.attentions):
+            first, heads = found.first(layer), model.geometry.layers[layer].kv_heads
+            expected, values = (
+                mx.concatenate([span.side(side)[layer] for span in spans], axis=1)
+                for side in ("keys", "values")
+            )
+            if point == "post_norm" and "k_norm" in attention:
+                whole = attention.k_norm.weight.size == expected.shape[-1]
+                shape = expected.shape if whole else (1, len(TOKENS), heads, -1)
+                expected = attention.k_norm(expected.reshape(shape)).reshape(expected.shape)
+            if point == "post_rope":
+                expected = mx.array(held(own[layer])[0]).swapaxes(1, 2)
+                expected = expected.reshape(1, expected.shape[1], -1)
+            np.testing.assert_allclose(
+                np.array(found.keys[layer]),
+                np.array(expected[:, -found.keys[layer].shape[1] :]),
+                atol=0 if point == "post_rope" else 1e-5,
+            )
+            assert np.array_equal(found.values[layer], values[:, first:])
+            assert first == max(0, len(TOKENS) - (model.geometry.layers[layer].window or 1000))
+
+
+def test_positions_matter(read_models: dict[str, LanguageModel]) -> None:
+    """The negative control: rotated back by a position too few, keys differ."""
+    model = read_models["qwen3"]
+    own = native(model, TOKENS, 25)
+    right = caches.read(own, model, "post_norm")
+    for cache in own:
+        cache.keys, cache.values = cache.keys[:, :, 1:60], cache.values[:, :, 1:60]
+        cache.offset -= 1
+    wrong = caches.read(own, model, "post_norm")
+    assert wrong.num_tokens == 59
+    assert np.abs(np.array(wrong.keys[0] - right.keys[0][:, 1:])).max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["gemma3", "ministral3"])
+@pytest.mark.parametrize("point", ["post_norm", "post_rope"])
+def test_a_saved_cache_is_handed_over(
+    name: str, point: str, read_models: dict[str, LanguageModel], tmp_path: Path
+) -> None:
+    model = read_models[name]
+    translator = identity_of(model, capture=point)
+    expected = kv.hand_over(model, model, TOKENS, translator=translator)
+    save_prompt_cache(str(tmp_path / "cache.safetensors"), native(model, TOKENS[:-1], 25))
+    saved = str(tmp_path / "cache.safetensors")
+    count = len(TOKENS) - 1
+    for known in (count, 20):
+        own = load_prompt_cache(saved) if known == count else native(model, TOKENS[:known], 25)
+        found = kv.hand_over(
+            model, model, TOKENS, translator=translator, prompt_cache=own, prefill_step_size=16
+        )
+        assert {cache.offset for cache in own} == {count}  # read on
+        for mine, theirs in zip(found, expected, strict=True):
+            for a, b in zip(held(mine), held(theirs), strict=True):
+                np.testing.assert_allclose(a, b, atol=1e-5)
+    own = load_prompt_cache(saved)
+    found = kv.hand_over(
+        model, model, TOKENS, translator=translator, prompt_cache=own, native_head=3
+    )
+    for mine, theirs in zip(found, expected, strict=True):
+        for a, b in zip(held(mine), held(theirs), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5)
+    with pytest.raises(ValueError, match="holds nothing before position 43, and 36 is to be"):
+        own = load_prompt_cache(saved)  # its windows end seven tokens too late
+        kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=own, native_tail=7)
+    with pytest.raises(ValueError, match=f"holds {count} tokens, but only 19 come before"):
+        options = {"translator": translator, "prompt_cache": load_prompt_cache(saved)}
+        kv.hand_over(model, model, TOKENS[:20], **options)
+    empty = make_prompt_cache(model.model)
+    kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=empty)
+    assert {cache.offset for cache in empty} == {count}
+    states = caches.read(load_prompt_cache(saved), model, point)
+    with pytest.raises(ValueError, match="holds nothing before position 43, and 0 is to be"):
+        translator(states)
+
+
+def test_a_cache_that_has_forgotten_what_is_wanted(read_models: dict[str, LanguageModel]) -> None:
+    """Rings where the model has no windows: what no layer holds is refused, not zeros."""
+    model = read_models["qwen3"]
+    translator = identity_of(model, capture="post_rope")
+    own = [RotatingKVCache(max_size=16) for _ in model.attentions]
+    model.model(mx.array([TOKENS[:40]]), cache=own)
+    with pytest.raises(ValueError, match="holds nothing before position 24, and 0 is to be"):
+        kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=own)
+    model.model(mx.array([TOKENS[40:41]]), cache=own)
+    kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=own, native_head=25)
+
+
+def test_a_cache_of_other_tokens_shows(read_models: dict[str, LanguageModel]) -> None:
+    """Negative control: it is the cache that is handed over, not what the tokens say."""
+    model = read_models["qwen3"]
+    translator = identity_of(model, capture="post_rope")
+    other = native(model, TOKENS[::-1][:30], 25)
+    wrong = kv.hand_over(model, model, TOKENS, translator=translator, prompt_cache=other)
+    right = kv.hand_over(model, model, TOKENS, translator=translator)
+    assert np.abs(held(wrong[0])[0] - held(right[0])[0]).max() > 0.1
+
+
+def test_refusals(read_models: dict[str, LanguageModel]) -> None:
+    model = read_models["qwen3"]
+    own = native(model, TOKENS, 25)
+    with pytest.raises(UnsupportedModelError, match="pre_norm keys cannot be read from a cache"):
+        caches.read(own, model, "pre_norm")
+    with pytest.raises(UnsupportedModelError, match="pre_norm keys cannot be read from a cache"):
+        plain = identity_of(model, capture="pre_norm")
+        kv.hand_over(model, model, [*TOKENS, 5], translator=plain, prompt_cache=own)
+    with pytest.raises(ValueError, match="goal is 'latent'"):
+        caches.read(own, model, "latent")
+    with pytest.raises(ValueError, match="2 caches, expected 3"):
+        caches.read(own[:2], model)
+    with pytest.raises(ValueError, match="all filled"):
+        caches.read(make_prompt_cache(model.model), model)
+    with pytest.raises(ValueError, match=r"end at different positions: \[59, 60\]"):
+        own[0].offset -= 1
+        caches.read(own, model)
+    quantised = [c.to_quantized(group_size=32, bits=8) for c in native(model, TOKENS, 25)]
+    with pytest.raises(UnsupportedModelError, match="a QuantizedKVCache cannot be read"):
+        caches.read(quantised, model)
+    pinned = make_prompt_cache(model.model, max_kv_size=16)
+    model.model(mx.array([TOKENS]), cache=pinned)
+    assert [type(c) for c in pinned] == [RotatingKVCache] * 3 and type(own[0]) is KVCache
+    with pytest.raises(UnsupportedModelError, match="RotatingKVCache that kept its first 4 tokens"):
+        caches.read(pinned, model)
+
+
+def test_lists_that_are_not_the_sources(read_models: dict[str, LanguageModel]) -> None:
+    """Caches are seen before anything is read into them."""
+    model = read_models["qwen3"]
+    own = make_prompt_cache(model.model)
+    for wrong, text in (
+        ([], "prompt_cache is 0 caches; give the list of the 3 caches of"),
+        (own + own, "prompt_cache is 6 caches"),
+        ("talk.safetensors", "prompt_cache is 'talk.safetensors'; give the list"),
+        (make_prompt_cache(model.model, max_kv_size=16), "keeps 16 tokens, but 59 come before"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            kv.hand_over(
+                model, model, TOKENS, translator=identity_of(model, capture="post_rope"),
+                prompt_cache=wrong,
+            )  # fmt: skip
+    assert all(cache.empty() for cache in own)

@@ -1,0 +1,250 @@
+"""House rules that a reader should not have to check by eye."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvlingo_mlx
+from kvlingo_mlx.cli import VERBS
+from tests.support import TESTS
+
+PACKAGE = Path(kvlingo_mlx.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# Each may import what stands before it; files of one room may import one another.
+ROOMS = """
+    version errors arguments blas backend threads
+    format tokenization stage1 embedded families models translators caches loading
+    reporting store handover folding conversation timing evaluation fitting analysis
+    training cuda cli
+""".split()
+NO_MLX = (
+    "version",
+    "errors",
+    "arguments",
+    "blas",
+    "format",
+    "tokenization",
+    "stage1",
+    "embedded",
+    "training",
+)
+WITHOUT = (
+    "loading/hub",
+    "loading/grading",
+    "reporting/pictures",
+    "store/publishing",
+)
+TORCH = ("training", "cuda")
+
+
+def room(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path, *, top_level: bool = False) -> list[str]:
+    """Modules that a file imports, in order; all of them or those of its top level."""
+    tree = ast.parse(path.read_text())
+    found = (n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom))
+    nodes = tree.body if top_level else sorted(found, key=lambda node: node.lineno)
+    names = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom):
+            names += [node.module or ""]
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_run_one_way(path: Path) -> None:
+    own = room(path)
+    if own == "__init__":
+        return
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "kvlingo_mlx" and len(parts) > 1 and parts[1] in ROOMS:
+            assert ROOMS.index(parts[1]) <= ROOMS.index(own), f"{own} imports {parts[1]}"
+
+
+def test_no_import_circles() -> None:
+    """Of files, imports within functions too; a package's own names aside."""
+    names = {
+        path: ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts) for path in FILES
+    }
+    modules = {name.removesuffix(".__init__"): path for path, name in names.items()}
+    left = {m: {n for n in imports(path) if n in modules} - {m} for m, path in modules.items()}
+    left.pop("kvlingo_mlx")  # its names are loaded when they are first used
+    while free := [m for m, needed in left.items() if not needed & left.keys()]:
+        for module in free:
+            del left[module]
+    assert not left, "import circles among these"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_owners(path: Path) -> None:
+    names = {name.split(".")[0] for name in imports(path)}
+    own = room(path)
+    file = path.relative_to(PACKAGE).with_suffix("").as_posix()
+    assert own in ROOMS or own == "__init__"
+    if own not in TORCH:
+        assert "torch" not in names
+    if file != "reporting/pictures":
+        assert "matplotlib" not in names
+    if own != "cli":
+        assert not names & {"typer", "rich"}
+        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
+    if own in NO_MLX or file.startswith(WITHOUT):
+        assert not names & {"mlx", "mlx_lm"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_backend_comes_before_mlx(path: Path) -> None:
+    loads = [
+        name
+        for name in imports(path)
+        if name.split(".")[0] in ("mlx", "mlx_lm") or name.startswith("kvlingo_mlx.backend")
+    ]
+    if loads and room(path) != "backend":
+        assert loads[0] == "kvlingo_mlx.backend"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_verbs_load_nothing_heavy_at_import(verb: str) -> None:
+    file = PACKAGE / "cli" / (f"{verb}_.py" if verb in ("import", "list") else f"{verb}.py")
+    heavy = {"mlx", "mlx_lm", "numpy", "rich", "transformers"}
+    names = imports(file, top_level=True)
+    assert not heavy & {name.split(".")[0] for name in names}
+    allowed = ("kvlingo_mlx.cli", "kvlingo_mlx.errors")
+    assert all(n.startswith(allowed) for n in names if n.startswith("kvlingo_mlx."))
+
+
+def loaded_after(code: str) -> set[str]:
+    """Top-level packages loaded in a fresh interpreter after running ``code``."""
+    script = f"{code}\nimport sys; sys.stderr.write(' '.join(m.split('.')[0] for m in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    return set(done.stderr.split())
+
+
+def test_import_and_help_are_light() -> None:
+    heavy = {"mlx", "mlx_lm", "torch", "transformers", "numpy"}
+    assert not loaded_after("import kvlingo_mlx") & heavy
+    assert not loaded_after("from kvlingo_mlx.cli import run; run(['--help'])") & heavy
+
+
+@pytest.mark.parametrize("benchmark", ["cuda_switch", "training_throughput"])
+def test_what_runs_on_cuda_needs_no_mlx(benchmark: str) -> None:
+    """Its records, too."""
+    pytest.importorskip("torch")
+    here = PACKAGE.parent / "benchmarks"
+    code = f"import sys; sys.path.insert(0, {str(here)!r}); import {benchmark}"
+    record = "measure.record('x', {}, {}); measure.machine_line()"
+    loaded = loaded_after(f"{code}\nfrom kvlingo_mlx.reporting import measure; {record}")
+    assert "torch" in loaded and not loaded & {"mlx", "mlx_lm"}
+
+
+@pytest.mark.parametrize(
+    ("code", "most"),
+    [("import kvlingo_mlx", 40), ("from kvlingo_mlx.cli import run; run(['--help'])", 200)],
+)
+def test_import_and_help_load_few_modules(code: str, most: int) -> None:
+    """Of anybody's, beside those of a bare interpreter: what they take to start is these."""
+
+    def modules(script: str) -> int:
+        script += "\nimport sys; sys.stderr.write(str(len(sys.modules)))"
+        command = [sys.executable, "-c", script]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
+
+    bare = modules("")
+    assert bare < modules(code) < bare + most
+    assert modules("import numpy") > bare + 40  # negative control
+
+
+def test_backend_keeps_the_descriptor_limits() -> None:
+    code = (
+        "import resource as r; before = r.getrlimit(r.RLIMIT_NOFILE)\n"
+        "import kvlingo_mlx.handover.generation\n"
+        "assert r.getrlimit(r.RLIMIT_NOFILE) == before, 'descriptor limits were lowered'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_resolves() -> None:
+    for name in kvlingo_mlx.__all__:
+        assert getattr(kvlingo_mlx, name) is not None
+
+
+LINES, PARAMETERS = 60, 8  # a function's, its docstring left out
+MANY = {  # functions of more parameters, by the reason
+    "what a user may ask for, each by its own name": (
+        "handover/generation.stream_generate", "handover/fill.hand_over",
+        "folding/decoding.folded_stream_generate", "folding/decoding.folded_hand_over",
+        "conversation/__init__.__init__", "conversation/__init__.stream_reply",
+        "fitting/__init__.fit", "evaluation/probes.find_needles",
+    ),
+    "lm-eval's own arguments": (
+        "evaluation/harness/running.run", "evaluation/harness/adapter.__init__",
+    ),
+    "a kernel's pointers and strides": (
+        "cuda/kernels._translate", "cuda/kernels._finish", "cuda/kernels.translate",
+    ),
+}  # fmt: skip
+
+
+def functions(path: Path) -> list[ast.FunctionDef]:
+    return [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+
+
+def lines_of(function: ast.FunctionDef) -> int:
+    """From ``def`` to the end, but for the docstring."""
+    whole = (function.end_lineno or 0) - function.lineno + 1
+    first = function.body[0]
+    told = ast.get_docstring(function) is not None
+    return whole - ((first.end_lineno or 0) - first.lineno + 1 if told else 0)
+
+
+def parameters_of(function: ast.FunctionDef) -> int:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return len([a for a in named if a.arg not in ("self", "cls")])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_shapes_of_functions(path: Path) -> None:
+    file = path.relative_to(PACKAGE).with_suffix("").as_posix()
+    known = {name for names in MANY.values() for name in names}
+    for function in functions(path):
+        name = f"{file}.{function.name}"
+        assert lines_of(function) <= LINES, f"{name} has {lines_of(function)} lines"
+        if name not in known:
+            count = parameters_of(function)
+            assert count <= PARAMETERS, f"{name} takes {count} parameters; why?"
+
+
+def test_every_reason_is_still_one() -> None:
+    """None is kept for a function that has gone, or has become simpler."""
+    found = {
+        f"{path.relative_to(PACKAGE).with_suffix('').as_posix()}.{function.name}"
+        for path in FILES
+        for function in functions(path)
+        if parameters_of(function) > PARAMETERS
+    }
+    assert {name for names in MANY.values() for name in names} <= found
+
+
+def test_no_test_module_imports_another() -> None:
+    """What tests share stands in tests/support; names are told apart without their folders."""
+    modules = sorted(TESTS.rglob("test_*.py"))
+    names = {path.stem for path in modules}
+    assert len(names) == len(modules) > 50
+    for path in TESTS.rglob("*.py"):
+        taken = {part for name in imports(path) for part in name.split(".")} & names
+        assert not taken, f"{path.relative_to(TESTS)} imports {taken}"

@@ -1,0 +1,172 @@
+"""Faults whose refusals the other files leave out; which row is shown where stands in FAULTS.md."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import TESTS
+from tests.support.identity import TOKENS, identity_of
+from tests.support.translator_folders import LAYOUTS, TENSORS, arrays_of, put_tensors, store
+
+FAULTS = TESTS / "FAULTS.md"
+
+
+def test_a_cut_off_file_says_how_much_it_lacks(tmp_path: Path) -> None:
+    """Row 2: what the header promises, what is there, and what to do."""
+    path = store(tmp_path / "t") / TENSORS
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-100])
+    with pytest.raises(kv.MalformedTranslatorError) as caught:
+        kv.load_translator(tmp_path / "t")
+    told = f"its header tells of {len(whole)} bytes, it has {len(whole) - 100}; download or copy"
+    assert told in str(caught.value)
+
+
+def test_many_missing_tensors_are_counted(tmp_path: Path) -> None:
+    """Row 5: the first ten by name, and how many there are."""
+    name = "mlp-gated"
+    folder, arrays = store(tmp_path / "t", LAYOUTS[name]), arrays_of(LAYOUTS[name])
+    kept = {n: a for n, a in arrays.items() if n.startswith("keys.0.")}
+    put_tensors(folder / TENSORS, kept)
+    missing = sorted(set(arrays) - set(kept))
+    assert len(missing) > 10
+    listed = f"{len(missing)} missing tensor(s): {', '.join(missing[:10])}, ..."
+    with pytest.raises(kv.MalformedTranslatorError, match=re.escape(listed)):
+        kv.load_translator(folder)
+
+
+def test_the_first_number_that_is_none_is_named(tmp_path: Path) -> None:
+    """Row 6."""
+    folder, arrays = store(tmp_path / "t"), arrays_of(LAYOUTS["mixing"])
+    arrays["keys.1.weight"][3, 5] = np.nan
+    arrays["keys.1.weight"][7, 2] = np.inf
+    put_tensors(folder / TENSORS, arrays)
+    with pytest.raises(kv.MalformedTranslatorError, match=r"keys.1.weight .*first at \(3, 5\)"):
+        kv.load_translator(folder)
+
+
+@pytest.mark.parametrize("name", ["t.npz", "t.gguf", "t.zip", "t.tar.gz", "t.tar"])
+def test_archives_are_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Row 10: a translator is a folder of four names, whatever else is called one."""
+    path = tmp_path / name
+    path.write_bytes(b"PK\x03\x04")
+    monkeypatch.setattr("builtins.open", lambda *_: pytest.fail("it was opened"))
+    with pytest.raises(kv.MalformedTranslatorError) as caught:
+        kv.load_translator(path)
+    told = f"{path}: is a file; a translator is a folder with {translator_folder.CONFIG_FILE}"
+    assert str(caught.value) == told
+
+
+def test_a_models_own_code_is_not_run(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Row 21: mlx-lm would import what ``model_file`` names, transformers ``auto_map``."""
+    for key, value in (("model_file", "evil.py"), ("auto_map", {"AutoTokenizer": "evil.T"})):
+        folder = Path(shutil.copytree(folders["dense"], tmp_path / key))
+        (folder / "evil.py").write_text(f"open({str(tmp_path / 'trace')!r}, 'w')")
+        for file in ("config.json", "tokenizer_config.json"):
+            config = json.loads((folder / file).read_text())
+            (folder / file).write_text(json.dumps({**config, key: value}))
+        if key == "model_file":
+            with pytest.raises(kv.MissingModelError, match="cannot be loaded .*evil.py"):
+                kv.load(folder)
+        else:
+            kv.load(folder)
+        assert not (tmp_path / "trace").exists()
+
+
+def test_the_first_token_that_differs_is_named(
+    models: dict[str, LanguageModel], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """Row 24: its id, and what each vocabulary has there, where two tokenizers mean no."""
+    folder = Path(shutil.copytree(folders["dense"], tmp_path / "m"))
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace("<think>", "<thonk>"))
+    other, model = kv.load(folder), models["dense"]
+    number = model.tokenizer.get_vocab()["<think>"]
+    translator = identity_of(model)
+    with pytest.raises(kv.IncompatibleTranslatorError, match="the vocabulary differs"):
+        kv.generate(model, other, TOKENS, translator=translator)
+    told = rf"\(id {number} is '<think>' and '<thonk>'\)"
+    with pytest.raises(kv.IncompatibleTranslatorError, match=told):
+        conditions.reused(model, other)
+
+
+@pytest.mark.parametrize(
+    "option", [("--temp", "nan"), ("--temp", "-1"), ("--max-tokens", "0"), ("--max-tokens", "-2")]
+)
+def test_sampling_options_are_checked_before_models_are_read(
+    option: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Row 42: the models named here do not exist, or the error would be about them."""
+    pair = ["--prefill-model", "/no/such", "--decode-model", "/no/such"]
+    assert run(["generate", *pair, "--prompt", "x", *option]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {option[0]} is ") and "; give " in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ([[5, 6], [7, 8]], "several prompts: hand each over, then mlx_lm's batch_generate"),
+        (np.ones((2, 3), np.int32), "the token ids of one prompt"),
+        ([1.5, 2.5], "give text, a list of messages of text, or the token ids"),
+        (
+            [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}],
+            "has a part of type 'image'; models read text alone",
+        ),
+        ({"role": "user", "content": "x"}, "give text, a list of messages"),
+        (b"x", "give text, a list of messages"),
+        (None, "the prompt is None; give text"),
+    ],
+    ids="batch array floats image message bytes none".split(),
+)
+def test_prompts_of_other_kinds(models: dict[str, LanguageModel], prompt: Any, text: str) -> None:
+    """Row 43: batches and pictures; the way that works is named."""
+    model = models["dense"]
+    for use in (kv.generate, kv.hand_over):
+        with pytest.raises(ValueError, match=text):
+            use(model, model, prompt, translator=identity_of(model))
+
+
+def test_prompts_are_not_logged(
+    models: dict[str, LanguageModel], caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Row 59: at no level of any library, whether it goes well or not."""
+    model, secret = models["dense"], "the canary sings at midnight"
+    translator = identity_of(model)
+    with caplog.at_level(logging.DEBUG):
+        kv.generate(model, model, secret, translator=translator, max_tokens=2)
+        talk = kv.Conversation({"a": model, "b": model}, [translator])
+        talk.reply("a", secret, max_tokens=2)
+        with pytest.raises(ValueError, match="the context of") as caught:
+            kv.generate(model, model, secret * 99, translator=translator)
+    captured = capsys.readouterr()
+    for text in (caplog.text, captured.out, captured.err, str(caught.value)):
+        assert "canary" not in text
+
+
+def test_every_row_names_tests_that_exist() -> None:
+    """FAULTS.md, held to what it says."""
+    files = {path.stem: path.read_text() for path in TESTS.rglob("test_*.py")}
+    rows = [line.split("|")[1:-1] for line in FAULTS.read_text().splitlines() if line[:2] == "| "]
+    numbers = [int(row[0]) for row in rows if row[0].strip().isdecimal()]
+    assert numbers == sorted(numbers) and set(numbers) == set(range(1, 67))
+    for row in rows:
+        for file, name in re.findall(r"`(test_\w+)::(test_\w+)`", row[-1]):
+            assert f"def {name}(" in files[file], f"row {row[0]}: {file}::{name}"

@@ -1,0 +1,261 @@
+"""Damaged translator folders, and what a reader must make of each."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import safetensors
+from hypothesis import strategies as st
+
+from kvlingo_mlx.errors import MalformedTranslatorError
+from kvlingo_mlx.format import translator_folder
+from tests.support.translator_folders import (
+    CONFIG,
+    LAYOUTS,
+    SELFTEST,
+    SIDES,
+    TENSORS,
+    exact,
+    frame,
+    store,
+)
+
+Files = dict[str, bytes]
+Json = dict[str, Any]
+BASES = (
+    ("mixing", "float32"),
+    ("head-wise-r2", "bfloat16"),
+    ("head-wise-map", "float32"),
+    ("joint-bias", "float16"),
+    ("mlp-gated", "float32"),
+    ("linear-mlp-head-wise", "bfloat16"),
+)
+
+
+def sound_files() -> list[Files]:
+    """The files of every base, by name."""
+    with tempfile.TemporaryDirectory() as root:
+        folders = [store(Path(root) / name, LAYOUTS[name], dtype) for name, dtype in BASES]
+        return [{path.name: path.read_bytes() for path in f.iterdir()} for f in folders]
+
+
+SOUND = sound_files()
+
+
+def try_folder(room: Path, files: Files) -> bool:
+    """Whether the folder was read; fails on anything but a sound reading or a refusal."""
+    folder = room / "fuzzed"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for name, blob in files.items():
+        (folder / name).write_bytes(blob)
+    try:
+        config, weights = translator_folder.read(folder)
+    except MalformedTranslatorError as error:
+        assert type(error) is MalformedTranslatorError
+        assert str(error).startswith(str(folder))
+        assert str(error).isprintable(), "more than one line, or control characters"
+        return False
+    check_sound(folder, config, weights)
+    check_written_again(room / "again", config, weights)
+    return True
+
+
+def check_sound(folder: Path, config: Any, weights: Any) -> None:
+    """What was read is what plain JSON and safetensors find, and what the format allows."""
+    data = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    assert json.loads(json.dumps(asdict(config))) == {
+        "head_map": None,
+        **{key: value for key, value in data.items() if key != "format_version"},
+    }
+    check_assignment(data)
+    found = dict(safetensors.deserialize((folder / TENSORS).read_bytes()))
+    assert set(found) == set(weights.arrays)
+    shapes = {name: tuple(entry["shape"]) for name, entry in found.items()}
+    assert shapes == expected_shapes(data, shapes)
+    assert len({entry["dtype"] for entry in found.values()}) == 1
+    for name, entry in found.items():
+        assert bytes(entry["data"]) == weights.arrays[name].tobytes()
+        assert abs(exact(weights.arrays[name], weights.dtype)).max() < 3.5e38  # and no NaN
+
+
+def check_assignment(data: Json) -> None:
+    """Every target layer reads distinct layers that exist and are of its own group."""
+    for side in SIDES:
+        assert len(data["assignment"][side]) == len(data["target"]["layers"])
+        for target, layers in zip(data["target"]["layers"], data["assignment"][side], strict=True):
+            assert 1 <= len(set(layers)) == len(layers)
+            assert all(0 <= s < len(data["source"]["layers"]) for s in layers)
+            groups = {data["source"]["layers"][s]["attention"] for s in layers}
+            assert groups == {target["attention"]}
+
+
+def expected_shapes(data: Json, found: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The format page's table of tensors, for any config; hidden widths as they were found."""
+    out: dict[str, tuple[int, ...]] = {}
+    for side in ("joint",) if data["joint"] else SIDES:
+        parts = ("key_dim", "value_dim") if side == "joint" else (side[:-1] + "_dim",)
+        assignment = data["assignment"]["keys" if side == "joint" else side]
+        for t, target in enumerate(data["target"]["layers"]):
+            sources = [data["source"]["layers"][s] for s in assignment[t]]
+            heads, dim = target["kv_heads"], sum(target[part] for part in parts)
+            lead: tuple[int, ...] = (heads,)
+            rows, columns = dim, sum(s[part] for s in sources for part in parts)
+            if data["head_mixing"]:
+                lead, rows = (), heads * dim
+                columns = sum(s["kv_heads"] * s[part] for s in sources for part in parts)
+            hidden = found.get(f"{side}.{t}.b1", (0,))[-1]
+            layer: dict[str, tuple[int, ...]] = {}
+            if data["kind"] != "mlp":
+                layer["weight"] = (*lead, rows, columns)
+            if data["kind"] != "linear":
+                layer |= {"w1": (*lead, hidden, columns), "b1": (*lead, hidden)}
+                layer |= {"w2": (*lead, rows, hidden), "b2": (*lead, rows)}
+            if "keys.0.gate" in found:
+                layer["gate"] = (heads,)
+            if "keys.0.bias" in found or "joint.0.bias" in found:
+                layer["bias"] = (heads * dim,)
+            out |= {f"{side}.{t}.{suffix}": shape for suffix, shape in layer.items()}
+    return out
+
+
+def check_written_again(folder: Path, config: Any, weights: Any) -> None:
+    """What is read can be written, and reads the same."""
+    shutil.rmtree(folder, ignore_errors=True)
+    translator_folder.write(folder, config, weights)
+    again, copies = translator_folder.read(folder)
+    assert again == config
+    assert {n: a.tobytes() for n, a in copies.arrays.items()} == {
+        n: a.tobytes() for n, a in weights.arrays.items()
+    }
+
+
+INTEGERS = st.sampled_from([0, 1, 2, 3, 4, 5, 7, 16, 64, -1, 2**31, 2**32 + 4, 2**63, 2**64 - 1])
+HOSTILE = st.one_of(
+    INTEGERS,
+    st.sampled_from([True, False, None, 1.0, -0.0, 1e300, float("nan"), float("inf"), 10**400]),
+    st.sampled_from(["", "linear", "mlp", "linear_mlp", "post_rope", "latent", "full", "sliding"]),
+    st.sampled_from(["minimal_groups", "F32", "F64", "BF16", "\n", "\x1b[31m", "\ud800", "a" * 64]),
+    st.text(max_size=5),
+    st.lists(INTEGERS, max_size=4),
+    st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=3),
+    st.dictionaries(st.sampled_from(["dtype", "shape", "layer", "x"]), INTEGERS, max_size=2),
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a JSON tree."""
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    out = []
+    for key, child in items:
+        out.append((value, key))
+        if isinstance(child, (dict, list)):
+            out += places(child)
+    return out
+
+
+def change_tree(draw: Callable[..., Any], tree: Any) -> None:
+    """Replace, remove, add, copy or exchange values somewhere in a JSON tree."""
+    spots = places(tree)
+    if not spots:
+        return
+    container, key = draw(st.sampled_from(range(len(spots))).map(spots.__getitem__))
+    other, where = draw(st.sampled_from(range(len(spots))).map(spots.__getitem__))
+    match draw(st.sampled_from(["replace", "near", "remove", "add", "copy", "exchange"])):
+        case "replace":
+            container[key] = draw(HOSTILE)
+        case "near" if type(container[key]) is int:
+            container[key] += draw(st.sampled_from([-4, -1, 1, 4]))
+        case "remove":
+            del container[key]
+        case "add" if isinstance(container, dict):
+            container[draw(st.text(max_size=4))] = draw(HOSTILE)
+        case "copy":
+            container[key] = json.loads(json.dumps(other[where]))
+        case "exchange":
+            values = json.loads(json.dumps([container[key], other[where]]))
+            other[where], container[key] = values
+
+
+def dumps(draw: Callable[..., Any], tree: Any) -> bytes:
+    """JSON text, now and then with its first key said twice."""
+    text = json.dumps(tree)
+    if isinstance(tree, dict) and tree and draw(st.sampled_from(range(10))) == 9:
+        key = next(iter(tree))
+        text = f"{text[:-1]}, {json.dumps({key: tree[key]})[1:]}"
+    return text.encode()
+
+
+def change_bytes(draw: Callable[..., Any], blob: bytes) -> bytes:
+    """Flip, cut, insert, remove, zero or repeat a few bytes."""
+    at = draw(st.integers(0, len(blob)))
+    span = draw(st.sampled_from([1, 2, 4, 8, 64]))
+    match draw(st.sampled_from(["flip", "cut", "insert", "remove", "zero", "repeat", "length"])):
+        case "flip" if at < len(blob):
+            flipped = blob[at] ^ (1 << draw(st.integers(0, 7)))
+            return blob[:at] + bytes([flipped]) + blob[at + 1 :]
+        case "cut":
+            return blob[:at]
+        case "insert":
+            return blob[:at] + draw(st.binary(min_size=1, max_size=8)) + blob[at:]
+        case "remove":
+            return blob[:at] + blob[at + span :]
+        case "zero":
+            return blob[:at] + bytes(len(blob[at : at + span])) + blob[at + span :]
+        case "repeat":
+            return blob[: at + span] + blob[at:]
+        case "length":
+            length = draw(st.one_of(INTEGERS, st.integers(0, 4096))) % 2**64
+            return length.to_bytes(8, "little") + blob[8:]
+    return blob
+
+
+def split(blob: bytes) -> tuple[Any, bytes] | None:
+    """Header and data of a safetensors file; None if an earlier mutation broke it."""
+    start = 8 + int.from_bytes(blob[:8], "little")
+    try:
+        return json.loads(blob[8:start]), blob[start:]
+    except ValueError:
+        return None
+
+
+@st.composite
+def damaged(draw: Callable[..., Any]) -> Files:
+    """The files of a translator after one to three mutations."""
+    files = dict(draw(st.sampled_from(range(len(SOUND))).map(SOUND.__getitem__)))
+    for _ in range(draw(st.integers(1, 3))):
+        name = draw(st.sampled_from([CONFIG, CONFIG, TENSORS, SELFTEST]))
+        # Most raw damage is caught early: changes within sound JSON reach further.
+        match draw(st.sampled_from(["json"] * 12 + ["bytes"] * 5 + ["remove"])):
+            case "json" if name in files:
+                files[name] = change_json(draw, name, files[name])
+            case "bytes" if name in files:
+                files[name] = change_bytes(draw, files[name])
+            case "remove":
+                files.pop(name, None)
+    return files
+
+
+def change_json(draw: Callable[..., Any], name: str, blob: bytes) -> bytes:
+    """Change the config, or a safetensors file's header, as JSON."""
+    parts = split(blob) if name != CONFIG else config_parts(blob)
+    if parts is None or not isinstance(parts[0], (dict, list)):
+        return blob
+    tree, body = parts
+    change_tree(draw, tree)
+    text = dumps(draw, tree)
+    return text if name == CONFIG else frame(text, body)
+
+
+def config_parts(blob: bytes) -> tuple[Any, bytes] | None:
+    """A config as JSON; None if an earlier mutation broke it."""
+    try:
+        return json.loads(blob), b""
+    except ValueError:
+        return None

@@ -1,0 +1,45 @@
+"""The caches that mlx-lm's own prefill leaves, and what is decoded from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+
+from kvlingo_mlx.models.language_model import LanguageModel
+
+TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(60)]
+WINDOW = 16
+STEPS = 40
+LENGTHS = [WINDOW - 5, WINDOW + 1, len(TOKENS)]  # before, at and far beyond a window's wrap
+
+
+def native(model: LanguageModel, tokens: list[int], step: int) -> list[Any]:
+    """The cache that mlx-lm's own prefill leaves."""
+    cache = make_prompt_cache(model.model)
+    for start in range(0, len(tokens), step):
+        model.model(mx.array([tokens[start : start + step]]), cache=cache)
+        mx.eval([c.state for c in cache])
+    return cache
+
+
+def held(cache: Any) -> list[np.ndarray]:
+    """The keys and values that decoding still sees, oldest first."""
+    arrays = cache.keys_and_values()
+    if isinstance(cache, RotatingKVCache):
+        kept = min(cache.offset, cache.max_size)
+        arrays = [cache._temporal_order(a)[..., -kept:, :] for a in (cache.keys, cache.values)]
+    return [np.array(array.astype(mx.float32)) for array in arrays]
+
+
+def logits(model: LanguageModel, cache: list[Any], first: int) -> np.ndarray:
+    """Logits of ``STEPS`` greedy steps."""
+    rows, token = [], first
+    for _ in range(STEPS):
+        row = model.model(mx.array([[token]]), cache=cache)[0, -1]
+        rows.append(np.array(row.astype(mx.float32)))
+        token = int(rows[-1].argmax())
+    return np.stack(rows)

@@ -1,0 +1,29 @@
+"""Models that are loaded, and copies of them in few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvlingo_mlx.backend import nn
+
+from mlx_lm.utils import save_config
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.models.language_model import LanguageModel
+
+Opener = Callable[[str], LanguageModel]
+
+
+def quantised(model: LanguageModel, folder: Path, bits: int = 4) -> LanguageModel:
+    """A copy of a model in few bits, through a folder as a user would have it."""
+    copy = kv.load(model.path)
+    nn.quantize(copy.model, group_size=32, bits=bits)
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in model.path.iterdir():
+        if file.suffix == ".json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    copy.model.save_weights(str(folder / "model.safetensors"))
+    config = {**copy.config, "quantization": {"group_size": 32, "bits": bits}}
+    save_config(config, folder / "config.json")
+    return kv.load(folder)

@@ -1,0 +1,61 @@
+"""Conversations of one model under several names, held to what mlx-lm answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import generate_step
+
+from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support.identity import identity_of
+
+NEW = 6
+
+
+def talk_of(model: LanguageModel, names: str = "ab", **options: Any) -> Conversation:
+    """A conversation of one model under several names, with identity translators."""
+    point = model.family.points[0]
+    return Conversation(
+        dict.fromkeys(names, model), [identity_of(model, capture=point)], prefill_step_size=7,
+        **options,
+    )  # fmt: skip
+
+
+def expected(model: LanguageModel, prompt: list[int]) -> list[int]:
+    """What mlx-lm answers to a prompt that it reads whole."""
+    stops, answer = model.tokenizer.eos_token_ids, []
+    for token, _ in generate_step(mx.array(prompt), model.model, max_tokens=NEW):
+        answer.append(int(token))
+        if answer[-1] in stops:
+            break
+    return answer
+
+
+def ask(talk: Conversation, name: str, message: str, **options: Any) -> None:
+    """One reply, which must be the model's own; the active line must hold what was said."""
+    model = talk.lines[name].model
+    prompt = talk.transcript.prompt(model, [{"role": "user", "content": message}])
+    text = talk.reply(name, message, max_tokens=NEW, **options)
+    answer = talk.transcript.tokens[len(prompt) :]
+    assert talk.transcript.tokens[: len(prompt)] == prompt
+    assert answer == expected(model, prompt)
+    assert talk.messages[-1] == {"role": "assistant", "content": text}
+    for line in talk.lines.values():
+        assert {cache.offset for cache in line._caches} == {len(line)}  # wherever it is
+        assert [s.start for s in line.spans] == [0, *(s.stop for s in line.spans[:-1])][
+            : len(line.spans)
+        ]
+        assert (line.spans[-1].stop if line.spans else 0) == len(line)
+        assert all(span.passes <= 1 for span in line.spans)
+        assert all((span.writer == line.name) == (span.passes == 0) for span in line.spans)
+
+
+def ask_naive(talk: Conversation, name: str) -> None:
+    """One reply, which identity translators leave as it is however often they are applied."""
+    model = talk.lines[name].model
+    prompt = talk.transcript.prompt(model, [{"role": "user", "content": "is it on?"}])
+    talk.reply(name, "is it on?", max_tokens=NEW)
+    assert talk.transcript.tokens[len(prompt) :] == expected(model, prompt)

@@ -1,0 +1,157 @@
+"""Small trainings in PyTorch on samples of random tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.support import tiny
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from kvlingo_mlx.evaluation import conditions  # noqa: E402
+from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities  # noqa: E402
+from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
+from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
+from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
+from kvlingo_mlx.training import (  # noqa: E402
+    distill,
+    torch_model,
+)
+from kvlingo_mlx.training.pipeline import Training  # noqa: E402
+from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
+from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
+from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
+
+
+class Random:
+    """Samples of random tokens, by number: only ``different`` ones, held out or not."""
+
+    def __init__(self, prefix: int = 40, continuation: int = 8, different: int = 3) -> None:
+        self.lengths, self.different = (prefix, continuation), different
+
+    def sample(self, index: int) -> Sample:
+        rng = np.random.default_rng(index % self.different)
+        prefix, continuation = self.lengths
+        length = prefix // 2 + int(rng.integers(prefix))
+        tokens = rng.integers(5, 280, length + continuation).tolist()
+        return Sample(tuple(tokens[:length]), tuple(tokens[length:]))
+
+    def held_out(self, count: int = 64) -> list[Sample]:
+        return [Random.sample(self, i) for i in range(count)]
+
+
+def linear_config(source: TorchModel, target: TorchModel, **options: Any) -> TranslatorConfig:
+    return make_config(source, target, TrainingPlan(**options))
+
+
+def random_arrays(config: TranslatorConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    """Tensors of the size a translator has, for every kind."""
+    rng = np.random.default_rng(seed)
+    gates = [f"keys.{t}.gate" for t in range(len(config.target.layers))]
+    out = {}
+    for name, shape in expected_shapes(config, gates if config.kind == "mlp" else ()).items():
+        shape = tuple(6 if n == -1 else n for n in shape)
+        out[name] = rng.normal(size=shape) / math.sqrt(shape[-1])
+    return out
+
+
+def altered(
+    folder: Path, copy: Path, *, weights: Callable[[dict], Any] = len, **config: Any
+) -> Path:
+    """A copy of a model folder with other weights or config; a value of ... removes its key."""
+    shutil.copytree(folder, copy)
+    read = json.loads((copy / "config.json").read_text()) | config
+    kept = {key: value for key, value in read.items() if value is not ...}
+    (copy / "config.json").write_text(json.dumps(kept))
+    tensors = load_file(copy / "model.safetensors")
+    weights(tensors)
+    tiny.write_tensors(copy / "model.safetensors", tensors)
+    return copy
+
+
+def device_kl(
+    source: LanguageModel, target: LanguageModel, translator, sample: Sample, layers: int = 0
+) -> float:
+    translated = conditions.translated(source, target, translator, layers)
+    caches = conditions.native(target), translated
+    native, translated = (
+        np.concatenate([np.array(block, np.float64) for block in log_probabilities(
+            target, make(sample.prefix), sample.prefix[-1], sample.continuation
+        )])
+        for make in caches
+    )  # fmt: skip
+    return float((np.exp(native) * (native - translated)).sum(axis=-1).mean())
+
+
+def double(folder: Path, monkeypatch: pytest.MonkeyPatch) -> TorchModel:
+    """A model in float64 throughout; transformers' own RMSNorm goes through float32."""
+    model = torch_model.load(str(folder), dtype=torch.float64)
+    model.model.set_experts_implementation("eager")  # the others know float32 at most
+    for module in model.model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            monkeypatch.setattr(type(module), "forward", rms_norm)
+    return model
+
+
+def rms_norm(self: Any, x: Any) -> Any:
+    gemma3 = "Gemma3" in type(self).__name__  # its weight is stored as its distance from 1
+    eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
+    weight = getattr(self, "weight", 1.0) + gemma3
+    return weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def training(
+    models: dict[str, TorchModel],
+    out: Path,
+    learning_rates: tuple[float, ...] = (1e-2,),
+    *,
+    pair: tuple[str, str] = ("dense", "wide"),
+    stream: Random | None = None,
+    seen: list[int] | None = None,
+    warn: Callable[[str], None] = lambda text: None,
+    keep_every: float = 900.0,
+    **options: Any,
+) -> Training:
+    """A tiny training; ``seen`` takes the steps that it reports."""
+    recipe = {"steps": 6, "batch": 2, "validate_every": 2}
+    recipe |= {k: options.pop(k) for k in list(options) if k in recipe or k == "objective"}
+    stage2 = Recipe(learning_rates=learning_rates, **recipe)
+    plan = TrainingPlan(fit_samples=6, held_out=3, recipe=stage2, **options)
+
+    def progress(stage: str, report: Any) -> None:
+        if seen is not None and stage == "stage2":
+            seen.append(report.step)
+
+    return Training(
+        models[pair[0]], models[pair[1]], stream or Random(), plan, out, progress=progress,
+        warn=warn, keep_every=keep_every,
+    )  # fmt: skip
+
+
+def log_of(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+
+
+def die_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
+    """A process that is gone in the middle of the next step."""
+    advance, made = distill.Distillation.advance, []
+
+    def dying(self: distill.Distillation) -> None:
+        if len(made) == steps:
+            raise KeyboardInterrupt
+        made.append(1)
+        advance(self)
+
+    monkeypatch.setattr(distill.Distillation, "advance", dying)

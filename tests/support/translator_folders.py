@@ -1,0 +1,386 @@
+"""Translator folders of every layout, written from the format's description alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.assignment import Assignment
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+
+CONFIG = "translator_config.json"
+TENSORS = "translator.safetensors"
+SELFTEST = "selftest.safetensors"
+CARD = "README.md"
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+SIDES = ("keys", "values")
+
+
+# Key and value widths differ in both models, so that neither passes for another.
+SOURCE_DIMS = {"keys": 4, "values": 3}
+TARGET_DIMS = {"keys": 3, "values": 5}
+NU, HIDDEN = 2, 7
+Json = dict[str, Any]
+Arrays = dict[str, np.ndarray]
+Entries = Mapping[str, tuple[str, Sequence[int], bytes]]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a translator computes; ``heads`` are the source's and the target's."""
+
+    kind: str = "linear"
+    head_mixing: bool = True
+    joint: bool = False
+    heads: tuple[int, int] = (2, 4)
+    head_map: tuple[int, ...] | None = None
+    gate: bool = False
+    bias: bool = False
+
+
+MIXING, HEAD_WISE = Layout(), Layout(head_mixing=False)
+MLP = Layout("mlp", gate=True)
+LAYOUTS = {
+    "mixing": MIXING,
+    "mixing-bias": Layout(bias=True),
+    "head-wise-r1": Layout(head_mixing=False, heads=(2, 2)),
+    "head-wise-r2": HEAD_WISE,
+    "head-wise-map": Layout(head_mixing=False, heads=(3, 2), head_map=(2, 0)),
+    "head-wise-bias": Layout(head_mixing=False, bias=True),
+    "joint": Layout(joint=True),
+    "joint-bias": Layout(joint=True, bias=True),
+    "mlp": Layout("mlp"),
+    "mlp-gated": MLP,
+    "mlp-bias": Layout("mlp", bias=True),
+    "mlp-head-wise": Layout("mlp", head_mixing=False),
+    "mlp-head-wise-gated": Layout("mlp", head_mixing=False, gate=True),
+    "linear-mlp": Layout("linear_mlp"),
+    "linear-mlp-bias": Layout("linear_mlp", bias=True),
+    "linear-mlp-head-wise": Layout("linear_mlp", head_mixing=False),
+}
+
+
+def config_json(layout: Layout = MIXING) -> Json:
+    """The config of a translator from three layers to two."""
+    keys, values = [[2, 0], [1, 2]], [[0, 1], [2, 1]]
+    data = {
+        "format_version": 1,
+        "kind": layout.kind,
+        "head_mixing": layout.head_mixing,
+        "joint": layout.joint,
+        "capture": "pre_norm",
+        "source": model_json("reader", 3, layout.heads[0], SOURCE_DIMS),
+        "target": model_json("writer", 2, layout.heads[1], TARGET_DIMS),
+        "assignment": {"keys": keys, "values": keys if layout.joint else values},
+        "alignment": None,
+        "provenance": {"stage": 1, "held_out": {"kl": 0.25}, "note": "naïve ✓"},
+    }
+    if layout.head_map is not None:
+        data["head_map"] = list(layout.head_map)
+    return data
+
+
+def model_json(name: str, depth: int, heads: int, dims: Mapping[str, int]) -> Json:
+    """A model spec whose cache layers are alike."""
+    facts = {"kv_heads": heads, "key_dim": dims["keys"], "value_dim": dims["values"]}
+    facts |= {"attention": "full", "window": None}
+    return {
+        "name": f"house/{name}",
+        "revision": None,
+        "model_type": "qwen3",
+        "fingerprint": {"geometry": "0123456789abcdef" * 4, "norms": None, "tokenizer": None},
+        "layers": [{"layer": layer, **facts} for layer in range(depth)],
+    }
+
+
+def to_config(data: Json) -> TranslatorConfig:
+    """The object that a config's JSON stands for."""
+    models = {}
+    for end in ("source", "target"):
+        layers = tuple(LayerGeometry(**layer) for layer in data[end]["layers"])
+        models[end] = ModelSpec(**{**data[end], "layers": layers})
+    sides = {side: tuple(map(tuple, data["assignment"][side])) for side in SIDES}
+    rest = {k: data[k] for k in ("kind", "head_mixing", "joint", "capture", "alignment")}
+    head_map = tuple(data["head_map"]) if "head_map" in data else None
+    return TranslatorConfig(
+        **models,
+        **rest,
+        assignment=Assignment(**sides),
+        head_map=head_map,
+        provenance=data["provenance"],
+    )
+
+
+def shapes_of(layout: Layout) -> dict[str, tuple[int, ...]]:
+    """The format page's table of tensors, for ``config_json(layout)``."""
+    sides = ("joint",) if layout.joint else SIDES
+    return {
+        f"{side}.{t}.{suffix}": shape
+        for side in sides
+        for t in range(2)
+        for suffix, shape in layer_shapes(layout, side).items()
+    }
+
+
+def layer_shapes(layout: Layout, side: str) -> dict[str, tuple[int, ...]]:
+    """Suffix and shape of one layer's tensors."""
+    source_heads, heads = layout.heads
+    width_in = sum(SOURCE_DIMS.values()) if side == "joint" else SOURCE_DIMS[side]
+    width_out = sum(TARGET_DIMS.values()) if side == "joint" else TARGET_DIMS[side]
+    lead: tuple[int, ...] = (heads,)
+    rows, columns = width_out, NU * width_in
+    if layout.head_mixing:
+        lead, rows, columns = (), heads * width_out, NU * source_heads * width_in
+    shapes: dict[str, tuple[int, ...]] = {}
+    if layout.kind in ("linear", "linear_mlp"):
+        shapes["weight"] = (*lead, rows, columns)
+    if layout.kind in ("mlp", "linear_mlp"):
+        shapes |= {"w1": (*lead, HIDDEN, columns), "b1": (*lead, HIDDEN)}
+        shapes |= {"w2": (*lead, rows, HIDDEN), "b2": (*lead, rows)}
+    if layout.gate:
+        shapes["gate"] = (heads,)
+    if layout.bias:
+        shapes["bias"] = (heads * width_out,)
+    return shapes
+
+
+def arrays_of(layout: Layout, dtype: str = "float32", seed: int = 0) -> Arrays:
+    """Random tensors of a layout as they are stored (bfloat16 as its bits)."""
+    rng = np.random.default_rng(seed)
+    shapes = shapes_of(layout).items()
+    arrays = {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes}
+    return {name: stored(array, dtype) for name, array in arrays.items()}
+
+
+def stored(array: np.ndarray, dtype: str) -> np.ndarray:
+    """A float32 array in another dtype; bfloat16 is cut off, not rounded."""
+    if dtype == "bfloat16":
+        return (array.view(np.uint32) >> 16).astype(np.uint16)
+    return array.astype(dtype)
+
+
+def exact(array: np.ndarray, dtype: str) -> np.ndarray:
+    """What a stored array stands for, in float64."""
+    if dtype == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    return array.astype(np.float64)
+
+
+def probes_of(layout: Layout, arrays: Arrays, dtype: str = "float32") -> Arrays:
+    """The self-test's probes, from the format's description, one head at a time."""
+    out = {}
+    names = sorted({name.rsplit(".", 1)[0] for name in arrays})
+    for name in names:
+        parts = {
+            key.rsplit(".", 1)[1]: exact(array, dtype)
+            for key, array in arrays.items()
+            if key.startswith(name + ".")
+        }
+        if layout.kind == "linear":
+            x = probe_input(parts["weight"].shape[-1])
+            out[f"{name}.weight.probe_out"] = parts["weight"] @ x
+        else:
+            out[f"{name}.probe_out"] = layer_output(layout, parts)
+    return {name: array.astype(np.float32) for name, array in out.items()}
+
+
+def layer_output(layout: Layout, parts: Arrays) -> np.ndarray:
+    """A non-linear layer's map of its probe."""
+    heads = layout.heads[1]
+    if layout.head_mixing:
+        y = matrix_output(parts)
+    else:
+        y = np.stack(
+            [
+                matrix_output({k: parts[k][h] for k in parts if k not in ("gate", "bias")})
+                for h in range(heads)
+            ]
+        )
+    if layout.gate:
+        gate = [1 / (1 + math.exp(-g)) for g in parts["gate"]]
+        y = (y.reshape(heads, -1) * np.array(gate)[:, None]).reshape(y.shape)
+    return y + parts["bias"].reshape(y.shape) if layout.bias else y
+
+
+def matrix_output(parts: Arrays) -> np.ndarray:
+    """W2 gelu(W1 x + b1) + b2, plus W x if there is one, of the probe x."""
+    x = probe_input(parts["w1"].shape[-1])
+    hidden = [0.5 * z * (1 + math.erf(z / math.sqrt(2))) for z in parts["w1"] @ x + parts["b1"]]
+    y = parts["w2"] @ np.array(hidden) + parts["b2"]
+    return y + parts["weight"] @ x if "weight" in parts else y
+
+
+def probe_input(width: int) -> np.ndarray:
+    """x_i = ((37 i + 11) mod 17 - 8) / 8."""
+    return np.array([((37 * i + 11) % 17 - 8) / 8 for i in range(width)])
+
+
+def store(folder: Path, layout: Layout = MIXING, dtype: str = "float32") -> Path:
+    """Write a sound translator folder with nothing of the package's."""
+    folder.mkdir(parents=True)
+    arrays = arrays_of(layout, dtype)
+    put_config(folder, config_json(layout))
+    put_tensors(folder / TENSORS, arrays, dtype)
+    put_tensors(folder / SELFTEST, probes_of(layout, arrays, dtype))
+    return folder
+
+
+def put_config(folder: Path, data: Any) -> None:
+    """Write a config as plain JSON."""
+    (folder / CONFIG).write_text(json.dumps(data), encoding="utf-8")
+
+
+def put_tensors(path: Path, arrays: Arrays, dtype: str = "float32") -> None:
+    """Write arrays of one dtype as safetensors."""
+    entries = {n: (CODES[dtype], a.shape, np.ascontiguousarray(a).tobytes())
+               for n, a in arrays.items()}  # fmt: skip
+    path.write_bytes(pack(entries))
+
+
+def pack(entries: Entries) -> bytes:
+    """A safetensors file: the header's length, the header, the data."""
+    header: Json = {}
+    body = b""
+    for name, (code, shape, data) in entries.items():
+        offsets = [len(body), len(body) + len(data)]
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": offsets}
+        body += data
+    return frame(json.dumps(header).encode(), body)
+
+
+def frame(header: bytes, body: bytes) -> bytes:
+    """Length, header, data; the header goes as it is."""
+    return len(header).to_bytes(8, "little") + header + body
+
+
+def unpack(blob: bytes) -> tuple[Json, bytes]:
+    """The header of a sound safetensors file, and its data."""
+    start = 8 + int.from_bytes(blob[:8], "little")
+    return json.loads(blob[8:start]), blob[start:]
+
+
+def write(folder: Path, layout: Layout = MIXING, dtype: str = "float32", seed: int = 0) -> Path:
+    """Write a translator with the package's writer."""
+    weights = Weights(dtype, arrays_of(layout, dtype, seed))
+    return translator_folder.write(folder, to_config(config_json(layout)), weights, overwrite=True)
+
+
+def with_entry(name: str, **changes: Any) -> Callable[[Json, bytes], bytes]:
+    """Change one tensor's entry in the header."""
+    return lambda header, body: repack(header | {name: header[name] | changes}, body)
+
+
+def repack(header: Any, body: bytes) -> bytes:
+    """A file with any header that JSON can say."""
+    return frame(json.dumps(header).encode(), body)
+
+
+def moved(header: Json, first: str, by: int) -> Json:
+    """The header with the tensors from ``first`` on ``by`` bytes further on."""
+    begin = header[first]["data_offsets"][0]
+    out = copy.deepcopy(header)
+    for entry in out.values():
+        if entry["data_offsets"][0] >= begin:
+            entry["data_offsets"] = [offset + by for offset in entry["data_offsets"]]
+    return out
+
+
+def doubled(header: Json, body: bytes, name: str, **changes: Any) -> bytes:
+    """A header in which one name appears twice."""
+    again = json.dumps({name: header[name] | changes}).encode()
+    return frame(json.dumps(header).encode()[:-1] + b", " + again[1:], body)
+
+
+FIRST, SECOND, LAST = "keys.0.weight", "keys.1.weight", "values.1.weight"
+BROKEN_FILES: dict[str, Callable[[Json, bytes], bytes]] = {
+    "empty": lambda h, b: b"",
+    "three bytes": lambda h, b: b"\x01\x00\x00",
+    "length alone": lambda h, b: (0).to_bytes(8, "little"),
+    "zeros": lambda h, b: bytes(64),
+    "header not JSON": lambda h, b: frame(b"{keys.0.weight}", b),
+    "header cut in JSON": lambda h, b: frame(json.dumps(h).encode()[:-3], b),
+    "header bad UTF-8": lambda h, b: frame(json.dumps(h).encode().replace(b"keys", b"\xff\xfe"), b),
+    "header with BOM": lambda h, b: frame(b"\xef\xbb\xbf" + json.dumps(h).encode(), b),
+    "header a list": lambda h, b: repack([h], b),
+    "header a string": lambda h, b: repack("keys", b),
+    "header null": lambda h, b: repack(None, b),
+    "header a number": lambda h, b: repack(1, b),
+    "no tensors": lambda h, b: repack({}, b""),
+    "metadata alone": lambda h, b: repack({"__metadata__": {"format": "pt"}}, b""),
+    "metadata not strings": lambda h, b: repack({"__metadata__": {"format": 1}, **h}, b),
+    "deep nesting": lambda h, b: frame(b'{"a":' * 200_000 + b"1" + b"}" * 200_000, b),
+    "deep nesting ignored": lambda h, b: frame(
+        json.dumps(h).encode()[:-2] + b', "x": ' + b"[" * 99_999 + b"]" * 99_999 + b"}}", b
+    ),
+    "header longer than file": lambda h, b: (10**6).to_bytes(8, "little") + b"{}" + b,
+    "header one byte too long": lambda h, b: (3).to_bytes(8, "little") + b"{}",
+    "header 2^63": lambda h, b: (2**63).to_bytes(8, "little") + b"{}" + b,
+    "header 2^64-1": lambda h, b: (2**64 - 1).to_bytes(8, "little") + b"{}" + b,
+    "overlap": with_entry(SECOND, data_offsets=[0, 12 * 16 * 4]),
+    "partial overlap": lambda h, b: repack(moved(h, SECOND, -4), b[:-4]),
+    "gap": lambda h, b: repack(moved(h, SECOND, 4), b[:768] + bytes(4) + b[768:]),
+    "gap at the start": lambda h, b: repack(moved(h, FIRST, 8), bytes(8) + b),
+    "trailing byte": lambda h, b: repack(h, b + b"\0"),
+    "trailing kilobyte": lambda h, b: repack(h, b + bytes(1024)),
+    "truncated by a byte": lambda h, b: repack(h, b[:-1]),
+    "truncated by half": lambda h, b: repack(h, b[: len(b) // 2]),
+    "no body": lambda h, b: repack(h, b""),
+    "duplicate key": lambda h, b: doubled(h, b, SECOND),
+    "duplicate key, other offsets": lambda h, b: doubled(h, b, SECOND, data_offsets=[0, 768]),
+    "duplicate key, other shape": lambda h, b: doubled(h, b, SECOND, shape=[16, 12]),
+    "offsets negative": with_entry(FIRST, data_offsets=[-768, 0]),
+    "offsets swapped": with_entry(FIRST, data_offsets=[768, 0]),
+    "offsets past the end": with_entry(LAST, data_offsets=[10**9, 10**9 + 960]),
+    "offsets past 2^64": with_entry(LAST, data_offsets=[2**64 - 4, 2**64 + 956]),
+    "offsets wrapping": with_entry(LAST, data_offsets=[2**64 - 960, 0]),
+    "offsets floats": with_entry(FIRST, data_offsets=[0.0, 768.0]),
+    "offsets strings": with_entry(FIRST, data_offsets=["0", "768"]),
+    "one offset": with_entry(FIRST, data_offsets=[0]),
+    "three offsets": with_entry(FIRST, data_offsets=[0, 768, 768]),
+    "shape negative": with_entry(FIRST, shape=[-12, -16]),
+    "shape null": with_entry(FIRST, shape=None),
+    "shape floats": with_entry(FIRST, shape=[12.0, 16.0]),
+    "shape true": with_entry(FIRST, shape=[True, 192]),
+    "shape overflow": with_entry(FIRST, shape=[65536] * 4, data_offsets=[0, 0]),
+    "shape smaller than data": with_entry(FIRST, shape=[12, 15]),
+    "shape of 100 axes": with_entry(FIRST, shape=[1] * 98 + [12, 16]),
+    "shape of 4 axes": with_entry(FIRST, shape=[1, 1, 12, 16]),
+    "shape empty": lambda h, b: pack({"a": ("F32", [], bytes(4))}),
+    "zero by 2^63": lambda h, b: pack({"a": ("F32", [0, 2**63], b"")}),
+    "zero by 2^64-1": lambda h, b: pack(
+        {"a": ("F32", [0, 2**64 - 1], b""), "b": ("F32", [1], bytes(4))}
+    ),
+    "zero rows": lambda h, b: pack({"a": ("F32", [0, 3], b"")}),
+    "unknown dtype": with_entry(FIRST, dtype="F33"),
+    "dtype a number": with_entry(FIRST, dtype=32),
+    "unknown field": with_entry(FIRST, strides=[16, 1]),
+    "entry a list": lambda h, b: repack(h | {FIRST: ["F32", [12, 16], [0, 768]]}, b),
+    "entry null": lambda h, b: repack(h | {FIRST: None}, b),
+    **{
+        f"entry without {field}": lambda h, b, f=field: repack(
+            h | {FIRST: {k: v for k, v in h[FIRST].items() if k != f}}, b
+        )
+        for field in ("dtype", "shape", "data_offsets")
+    },
+}  # fmt: skip
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below ``folder``, hidden ones too, with its bytes."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def listing(folder: Path) -> list[str]:
+    """What lies directly in ``folder``, hidden or not."""
+    return sorted(path.name for path in folder.iterdir())

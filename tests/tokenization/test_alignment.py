@@ -1,0 +1,324 @@
+"""Minimal groups across tokenizers, against plain loops over characters, on many languages."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import sys
+import unicodedata
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers
+
+from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, TokenAlignment, align, token_ends
+from tests.support.languages import TEXTS, byte_level, sentencepiece
+
+Offsets = list[tuple[int, int]]
+NORMALISED = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+KINDS = {
+    "byte-level": byte_level,
+    "byte-level, trimmed": functools.partial(byte_level, prefix=True, trim=True),
+    "byte-level, NFKC": functools.partial(byte_level, normaliser=NORMALISED),
+    "byte-level, NFD": functools.partial(byte_level, normaliser=normalizers.NFD()),
+    "sentencepiece": sentencepiece,
+    "sentencepiece, not legacy": functools.partial(sentencepiece, legacy=False),
+    "sentencepiece, unigram": functools.partial(sentencepiece, unigram=True),
+}
+often = functools.partial(settings, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@functools.cache
+def tokenizer(kind: str) -> Tokenizer:
+    return KINDS[kind]()
+
+
+def offsets_of(kind: str, text: str, *, special: bool = False) -> Offsets:
+    return tokenizer(kind).encode(text, add_special_tokens=special).offsets
+
+
+# ---- the slow reference: plain loops over characters --------------------------------------
+
+
+def slow_owners(offsets: Offsets, text: str) -> list[set[int]]:
+    """For each character, the tokens that hold part of it."""
+    owners: list[set[int]] = [set() for _ in text]
+    reached = 0
+    for token, (start, stop) in enumerate(offsets):
+        if start == stop > reached:  # white space, trimmed away to nothing
+            start = reached
+        for character in range(start, stop):
+            owners[character].add(token)
+        reached = max(reached, stop)
+    held = [i for i, found in enumerate(owners) if found]
+    if not held:
+        return [{len(offsets) - 1} for _ in text]
+    for i in range(len(text)):
+        if owners[i]:
+            continue
+        before = [j for j in held if j < i]
+        after = [j for j in held if j > i]
+        # White space up to the next held character leads that character's token.
+        leads = after and all(text[j].isspace() for j in range(i, after[0]))
+        near = after[0] if leads or not before else before[-1]
+        owners[i] = {min(owners[near])} if near > i else {max(owners[near])}
+    return owners
+
+
+def slow_cuts(offsets: Offsets, text: str) -> dict[int, tuple[int, int]]:
+    """Offsets between tokens, each with the fewest and most tokens before it."""
+    owners = slow_owners(offsets, text)
+    cuts = {}
+    for cut in range(len(text) + 1):
+        left = {token for found in owners[:cut] for token in found}
+        right = {token for found in owners[cut:] for token in found}
+        fewest = max(left) + 1 if left else 0
+        most = min(right) if right else len(offsets)
+        if fewest <= most:
+            cuts[cut] = (fewest, most)
+    return cuts
+
+
+def slow_groups(source: Offsets, target: Offsets, text: str) -> list[tuple[int, int, int, int]]:
+    ours, theirs = slow_cuts(source, text), slow_cuts(target, text)
+    groups, begun = [], None
+    for cut in range(len(text) + 1):
+        if cut not in ours or cut not in theirs:
+            continue
+        if begun is None:
+            begun = ours[cut][1], theirs[cut][1]
+        else:
+            groups.append((begun[0], ours[cut][0], begun[1], theirs[cut][0]))
+            begun = ours[cut][0], theirs[cut][0]
+    return groups
+
+
+def slow_positions(groups: list[tuple[int, int, int, int]]) -> list[int]:
+    """The appendix's rule, as it is written: i, j, p and q count from 1."""
+    positions = []
+    for start, stop, first, last in groups:
+        p, q = stop - start, last - first
+        for i in range(1, p + 1):
+            j = 1 + round((i - 1) * (q - 1) / (p - 1)) if p >= 2 else 1
+            positions.append(first + j - 1)
+    return positions
+
+
+# ---- what holds for every alignment -------------------------------------------------------
+
+
+def aligned(source: Offsets, target: Offsets, text: str) -> TokenAlignment:
+    return align(*(Cuts.of(token_ends(offsets, text)) for offsets in (source, target)))
+
+
+def check(source: Offsets, target: Offsets, text: str) -> TokenAlignment:
+    found = aligned(source, target, text)
+    groups = found.groups.tolist()
+    assert [tuple(g) for g in groups] == slow_groups(source, target, text)
+    assert found.assigned.tolist() == slow_positions(groups)
+    ours, theirs = slow_cuts(source, text), slow_cuts(target, text)
+    at = 0  # the character up to which the groups cover the text
+    for index, (start, stop, first, last) in enumerate(groups):
+        assert start < stop and first < last
+        if index:
+            assert [start, first] == [groups[index - 1][1], groups[index - 1][3]]
+        ends = [c for c in ours if c > at and ours[c][0] == stop]
+        others = [c for c in theirs if c > at and theirs[c][0] == last]
+        assert ends == others and len(ends) == 1  # both sides end at the same character
+        assert not any(c in theirs for c in ours if at < c < ends[0])  # cannot be split
+        inside = found.assigned[start - found.source[0] : stop - found.source[0]]
+        assert inside[0] == first and (stop - start == 1 or inside[-1] == last - 1)
+        at = ends[0]
+    assert at == len(text)
+    assert (np.diff(found.assigned) >= 0).all()
+    assert (found.group_of == np.repeat(range(len(groups)), [g[1] - g[0] for g in groups])).all()
+    counts = [found.assigned.tolist().count(t) for t in range(*found.target)]
+    assert found.entries.tolist() == counts
+    assert found.is_identity == (
+        found.source == found.target
+        and found.assigned.tolist() == list(range(*found.source))
+        and all(g[:2] == g[2:] for g in groups)
+    )
+    return found
+
+
+excerpts = st.builds(
+    lambda text, start, length: text[start : start + length],
+    st.sampled_from(list(TEXTS.values())),
+    st.integers(0, 280),
+    st.integers(1, 60),
+)
+odd = st.sampled_from([
+    " ", "  ", "\n", "\r\n", "\t", "a", "<|im_end|>", "[INST]", "<think>", "👩‍👩‍👧", "🏴󠁧󠁢󠁳󠁣󠁴󠁿",
+    "e\u0301", "\u0301", "각", "\u1100\u1161\u11a8", "İ", "ﬁ", "½", "▁", "Ġ", "<0x41>",
+    "\u200d", "\ufffd", "\u00a0", "\u2028", "\x00", "שלום", "\u202e", "ཀྵ", "𝔊",
+])  # fmt: skip
+anything = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+texts = st.lists(st.one_of(excerpts, odd, anything), min_size=1, max_size=4).map("".join)
+texts = texts.filter(bool)
+
+
+@often(max_examples=60)
+@given(texts, st.sampled_from(list(KINDS)), st.sampled_from(list(KINDS)))
+def test_real_tokenizers(text: str, source: str, target: str) -> None:
+    check(offsets_of(source, text), offsets_of(target, text), text)
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_language(name: str) -> None:
+    text = unicodedata.normalize("NFC", TEXTS[name])[:160]
+    for source in KINDS:
+        for target in ("byte-level", "sentencepiece"):
+            check(offsets_of(source, text), offsets_of(target, text), text)
+
+
+@often(max_examples=60)
+@given(texts, st.sampled_from(list(KINDS)))
+def test_one_tokenizer_twice_gives_the_identity(text: str, kind: str) -> None:
+    offsets = offsets_of(kind, text)
+    found = check(offsets, offsets, text)
+    assert found.is_identity
+    assert found.assigned.tolist() == list(range(*found.source))
+    unheld = sum(offset == (0, 0) for offset in offsets[:-1])  # a mark for no space, trimmed
+    assert found.source == (unheld, len(offsets))
+
+
+@st.composite
+def tokenised(draw: st.DrawFn, text: str) -> Offsets:
+    """A random cut of a text's bytes, as a byte-level tokenizer reports it."""
+    spelled = [i for i, character in enumerate(text) for _ in character.encode()]
+    inner = range(1, len(spelled))
+    cuts = sorted(draw(st.sets(st.sampled_from(inner)))) if len(spelled) > 1 else []
+    bounds = [0, *cuts, len(spelled)]
+    offsets = [(spelled[a], spelled[b - 1] + 1) for a, b in itertools.pairwise(bounds)]
+    if draw(st.booleans()):  # leading spaces trimmed off
+        offsets = [(b - len(text[a:b].lstrip(" ")), b) for a, b in offsets]
+    if draw(st.booleans()):  # a token that stands for no character, at either end
+        offsets = [(0, 0), *offsets, (0, 0)]
+    return offsets
+
+
+@st.composite
+def cut_twice(draw: st.DrawFn) -> tuple[str, Offsets, Offsets]:
+    text = draw(st.text("ab  é漢👩", min_size=1, max_size=12))
+    return text, draw(tokenised(text)), draw(tokenised(text))
+
+
+@often(max_examples=150)
+@given(cut_twice())
+@example(("aé", [(0, 2), (1, 2)], [(0, 1), (1, 2), (1, 2)]))
+def test_random_cuts(drawn: tuple[str, Offsets, Offsets]) -> None:
+    text, source, target = drawn
+    check(source, target, text)
+
+
+# ---- offsets as tokenizers report them ----------------------------------------------------
+
+CASES = [
+    # Three bytes of a character, and the rest of it with the next: one end, the second's.
+    ("東京", [(0, 1), (0, 2)], [-1, 2]),
+    # A leading-space mark for which no space stands shares its first character.
+    ("ab", [(0, 1), (0, 1), (1, 2)], [-1, 1, 2]),
+    # White space trimmed off tokens leads the next one.
+    ("a b  c", [(0, 1), (2, 3), (4, 4), (5, 6)], [1, 3, 4, 6]),
+    # White space at the end that no token reports.
+    ("ab \n", [(0, 1), (1, 2)], [1, 4]),
+    # A composed accent belongs to the letter before it, the space after it to the next token.
+    ("e\u0301 a", [(0, 1), (3, 4)], [2, 4]),
+    # Tokens of no characters at both ends.
+    ("ab", [(0, 0), (0, 1), (1, 2), (0, 0)], [0, 1, 2, 2]),
+    # Offsets that go back.
+    (" ab", [(0, 0), (1, 2), (0, 1), (2, 3)], [0, -1, 2, 3]),
+    ("", [], []),
+    ("", [(0, 0)], [0]),
+]
+
+
+@pytest.mark.parametrize(("text", "offsets", "ends"), CASES)
+def test_ends(text: str, offsets: Offsets, ends: list[int]) -> None:
+    assert token_ends(offsets, text).tolist() == ends
+
+
+def test_offsets_beyond_the_text_are_refused() -> None:
+    with pytest.raises(ValueError, match="from 0 to 3, but the text has 2 characters"):
+        token_ends([(0, 3)], "ab")
+
+
+def test_different_texts_are_refused() -> None:
+    with pytest.raises(ValueError, match="source's text has 2 characters and the target's 3"):
+        align(Cuts.of(np.array([1, 2])), Cuts.of(np.array([3])))
+
+
+def test_a_character_in_pieces_is_one_group() -> None:
+    text = "a👩b"
+    bytes_of = [(0, 1), (1, 2), (1, 2), (1, 2), (1, 2), (2, 3)]
+    found = check(bytes_of, [(0, 1), (1, 2), (2, 3)], text)
+    assert found.groups.tolist() == [[0, 1, 0, 1], [1, 5, 1, 2], [5, 6, 2, 3]]
+    assert found.assigned.tolist() == [0, 1, 1, 1, 1, 2]
+    assert found.one_to_one.tolist() == [True, False, True]
+    back = aligned([(0, 1), (1, 2), (2, 3)], bytes_of, text)
+    assert back.assigned.tolist() == [0, 1, 5] and back.entries.tolist() == [1, 1, 0, 0, 0, 1]
+
+
+def test_spans_leave_out_what_crosses_their_border() -> None:
+    # "x|ab|c" within "[ xabc ]": the source merges "[ " with nothing, the target "[ x".
+    source, target = (Cuts.of(np.array(ends)) for ends in ([2, 3, 5, 6, 8], [3, 5, 8]))
+    found = align(source.within((2, 6)), target.within((2, 6)))
+    assert found.groups.tolist() == [[2, 3, 1, 2]]
+    assert align(source.within((3, 4)), target.within((3, 4))).groups.shape == (0, 4)
+    assert NO_END not in found.groups
+
+
+# ---- the rule ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "q", "expected"), [
+    (1, 4, [0]), (4, 1, [0, 0, 0, 0]), (2, 5, [0, 4]), (3, 3, [0, 1, 2]), (3, 2, [0, 0, 1]),
+    (3, 4, [0, 2, 3]), (5, 3, [0, 0, 1, 2, 2]), (5, 2, [0, 0, 0, 1, 1]), (4, 3, [0, 1, 1, 2]),
+])  # fmt: skip
+def test_rule(p: int, q: int, expected: list[int]) -> None:
+    assert TokenAlignment(np.array([[0, p, 0, q]])).assigned.tolist() == expected
+
+
+def test_rule_rounds_as_python_does_in_every_group_there_is() -> None:
+    groups = [(p, q) for p in range(1, 50) for q in range(1, 50)]
+    starts = np.concatenate([[(0, 0)], np.cumsum(groups, axis=0)])
+    table = np.stack([starts[:-1, 0], starts[1:, 0], starts[:-1, 1], starts[1:, 1]], axis=1)
+    assert TokenAlignment(table).assigned.tolist() == slow_positions(table.tolist())
+
+
+def test_canonical_positions_are_others() -> None:
+    """Negative control: counting source tokens, as same-tokenizer keys are rotated."""
+    text = " ".join(TEXTS.values())
+    found = aligned(offsets_of("sentencepiece", text), offsets_of("byte-level", text), text)
+    canonical = np.arange(len(found.assigned))
+    assert (found.assigned != canonical).mean() > 0.5
+    # The rule over the whole text, not cut into groups, puts tokens at others' characters.
+    whole = TokenAlignment(np.array([[*found.source, *found.target]]))
+    assert (whole.assigned != found.assigned).mean() > 0.1
+    assert whole.assigned[[0, -1]].tolist() == found.assigned[[0, -1]].tolist()
+
+
+def test_32k_tokens_take_few_steps_each() -> None:
+    """Fewer than two lines of Python; the rest is NumPy's. benchmarks/alignment.py has times."""
+    text = " ".join(TEXTS.values())
+    text *= 32_768 // len(offsets_of("byte-level, trimmed", text)) + 1
+    source, target = (offsets_of(kind, text) for kind in ("byte-level, trimmed", "sentencepiece"))
+    assert min(len(source), len(target)) >= 32_768
+    source, target, lines = np.array(source), np.array(target), 0
+
+    def trace(frame: object, event: str, argument: object) -> Callable[..., Any]:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        found = aligned(source, target, text)
+    finally:
+        sys.settrace(None)
+    assert found.assigned.size == len(source) and 0 < lines < 2 * len(source)

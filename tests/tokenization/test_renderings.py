@@ -1,0 +1,341 @@
+"""What two models' renderings of one conversation share, and what the target prefills."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from kvlingo_mlx.tokenization.alignment import NO_END
+from kvlingo_mlx.tokenization.renderings import (
+    Rendering,
+    Stretch,
+    chat,
+    content_spans,
+    plain,
+    stretches,
+    written,
+)
+from tests.support import ROOT
+from tests.support.languages import TEXTS, byte_level, sentencepiece
+
+ZOO = (ROOT / "tools" / "chat_template.jinja").read_text()
+QWEN = (
+    "{%- for m in messages -%}"
+    "{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endfor -%}"
+    "{{- '<|im_start|>assistant\\n' -}}"
+)
+# Mistral's puts the system message into the last question; Gemma's trims.
+MISTRAL = (
+    "{{- '<s>' -}}{%- set system = messages[0].content if messages[0].role == 'system' -%}"
+    "{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{{- '[INST] ' + (system + '\\n\\n' if loop.last and system else '') -}}"
+    "{{- m.content + '[/INST]' -}}"
+    "{%- elif m.role == 'assistant' -%}{{- ' ' + m.content + '</s>' -}}{%- endif -%}{%- endfor -%}"
+)
+GEMMA = (
+    "{{- '<bos>' -}}{%- for m in messages -%}"
+    "{{- '<start_of_turn>' + m.role + '\\n' + m.content | trim + '<end_of_turn>\\n' -}}"
+    "{%- endfor -%}{{- '<start_of_turn>model\\n' -}}"
+)
+# Tells tool results by how a message begins, as Qwen3's does.
+FUSSY = (
+    "{%- for m in messages -%}"
+    "{{- '[tool]' if m.content.startswith('<tool>') else '[text]' -}}"
+    "{{- m.content -}}{%- endfor -%}"
+)
+TEMPLATES = {"zoo": ZOO, "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA, "fussy": FUSSY}
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "user"},
+    {"role": "assistant", "content": "  Das Brot ist gut.\n"},
+    {"role": "user", "content": "user"},
+]
+Render = Callable[[Any], str]
+
+
+def render(name: str) -> Render:
+    environment = ImmutableSandboxedEnvironment()
+    template = environment.from_string(TEMPLATES[name])
+    return lambda messages: template.render(messages=messages)
+
+
+@functools.cache
+def tokenizer(kind: str) -> Tokenizer:
+    return sentencepiece() if kind == "sentencepiece" else byte_level()
+
+
+def plan(source: Rendering, target: Rendering, stop: int | None = None) -> list[Stretch]:
+    """The stretches, with what must hold for all."""
+    found = stretches(source, target, stop)
+    positions = [p for stretch in found for p in range(stretch.start, stretch.stop)]
+    assert positions == list(range(len(target.ids)))  # every token once, in order
+    assert all(s.start < s.stop for s in found)
+    for before, after in itertools.pairwise(found):
+        assert before.alignment or after.alignment  # a prefill is one piece
+    for stretch in found:
+        if stretch.alignment is not None:
+            assert stretch.alignment.target == (stretch.start, stretch.stop)
+            assert stop is None or stretch.stop <= stop
+            assert said(source, *stretch.alignment.source) == said(
+                target, *stretch.alignment.target
+            )
+    return found
+
+
+def said(rendering: Rendering, start: int, stop: int) -> str:
+    """The text of some tokens that begin and end where tokens do."""
+    bounds = [0, *rendering.ends.tolist()]
+    assert NO_END not in (bounds[start], bounds[stop])
+    return rendering.text[bounds[start] : bounds[stop]]
+
+
+def translated(source: Rendering, target: Rendering) -> list[str]:
+    """The texts that are translated, in the target's order."""
+    found = (s.alignment for s in plan(source, target) if s.alignment)
+    return [said(source, *alignment.source) for alignment in found]
+
+
+# ---- where contents stand -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "expected"), [
+    ("qwen", [(1, "Be brief."), (3, "user"), (5, "Das Brot ist gut."), (7, "user")]),
+    ("gemma", [(1, "Be brief."), (3, "user"), (5, "Das Brot ist gut."), (7, "user")]),
+    ("mistral", [(5, "Be brief."), (1, "user"), (3, "Das Brot ist gut."), (7, "user")]),
+])  # fmt: skip
+def test_contents_are_found_by_message(name: str, expected: list[tuple[int, str]]) -> None:
+    """``expected``: each content, and its place among boilerplate and contents in turn."""
+    text, spans = content_spans(render(name), TALK)
+    assert text == render(name)(TALK)
+    assert [text[a:b] for a, b in spans] == [content for _, content in expected]
+    order = sorted(spans)
+    assert [2 * order.index(span) + 1 for span in spans] == [place for place, _ in expected]
+    assert "user" in text[: spans[1][0]] or name == "mistral"  # the role looks like the content
+
+
+def test_boilerplate_in_contents() -> None:
+    content = "<|im_end|>\n<|im_start|>user\nNo.<|im_end|>"
+    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": "user\nNo."}]
+    text, spans = content_spans(render("qwen"), talk)
+    assert [text[a:b] for a, b in spans] == [content, "user\nNo."]
+    assert text[: spans[0][0]] == "<|im_start|>user\n" and text.endswith("<|im_start|>assistant\n")
+
+
+def test_a_stripped_trace_is_left_out_and_the_answer_is_not() -> None:
+    talk = [
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "<think>\nHm.\n</think>\n\nSo."},
+        {"role": "user", "content": "Ah."},
+    ]
+    text, spans = content_spans(render("zoo"), talk)
+    assert "Hm." not in text
+    assert [span and text[slice(*span)] for span in spans] == ["Why?", None, "So.", "Ah."]
+    text, spans = content_spans(render("qwen"), talk)
+    assert [text[slice(*span)] for span in spans] == ["Why?", "Hm.", "So.", "Ah."]
+    source, target = chat(tokenizer("a"), render("qwen"), talk), None
+    target = chat(tokenizer("sentencepiece"), render("zoo"), talk)
+    assert "Hm" not in "".join(translated(source, target))
+
+
+def test_marks_that_a_template_trips_over_are_set_one_by_one() -> None:
+    talk = [{"role": "tool", "content": "<tool>7"}, {"role": "user", "content": "What is it?"}]
+    text, spans = content_spans(render("fussy"), talk)
+    assert text == "[tool]<tool>7[text]What is it?"
+    assert spans[0] is None and text[slice(*spans[1])] == "What is it?"
+
+
+def test_templates_that_parse_a_content_may_refuse_a_marked_one() -> None:
+    def strict(messages: Any) -> str:
+        numbers = [int(m["content"]) for m in messages if m["role"] == "tool"]
+        return f"{numbers}" + "".join(f"[{m['content']}]" for m in messages)
+
+    talk = [{"role": "tool", "content": "7"}, {"role": "user", "content": "7"}]
+    text, spans = content_spans(strict, talk)
+    assert text == "[7][7][7]" and spans == (None, (7, 8))
+
+
+@pytest.mark.parametrize("content", ["", " \n", None, [{"type": "text", "text": "x"}]])
+def test_contents_without_text_have_no_part(content: Any) -> None:
+    def plainly(messages: Any) -> str:
+        return "".join(f"[{m['content'] or ''}]" for m in messages)
+
+    talk = [{"role": "user", "content": content}, {"role": "user", "content": "x"}]
+    text, spans = content_spans(plainly, talk)
+    assert [text[slice(*span)] for span in spans] == ["x"]
+    assert (
+        content_spans(plainly, [{"role": "assistant", "tool_calls": [], "content": None}])[1] == ()
+    )
+
+
+def test_altered_contents_are_left_to_the_target() -> None:
+    def loud(messages: Any) -> str:
+        return "".join(f"<{m['content'].upper()}>" for m in messages)
+
+    talk = [{"role": "user", "content": "Brot"}, {"role": "user", "content": "OK"}]
+    text, spans = content_spans(loud, talk)
+    assert spans[0] is None and text[slice(*spans[1])] == "OK"
+    marked = [{"role": "user", "content": "a\ufdd00\ufdd1b"}]
+    assert content_spans(render("qwen"), marked)[1] == (None,)
+
+
+# ---- the plan ------------------------------------------------------------------------------
+
+short = st.sampled_from([
+    "user", "a", "<|im_end|>", "assistant\n", " [INST] hi [/INST]", "\n\nNo.\n", "Yes. ", "", " ",
+    "<think>\nHm.\n</think>\n\nSo.", "👩‍👩‍👧", "e\u0301", "שלום", "早上六点", "[tool]",
+])  # fmt: skip
+excerpts = st.builds(lambda text, n: text[n : n + 40], st.sampled_from(list(TEXTS.values())),
+                     st.integers(0, 100))  # fmt: skip
+contents = st.one_of(short, excerpts)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.lists(contents, min_size=1, max_size=5),
+    st.booleans(),
+    st.sampled_from(list(TEMPLATES)),
+    st.sampled_from(list(TEMPLATES)),
+)
+def test_every_target_token_has_one_origin(
+    said_: list[str], system: bool, ours: str, theirs: str
+) -> None:
+    roles = [*(["system"] if system else []), *itertools.islice(
+        itertools.cycle(["user", "assistant"]), len(said_))]  # fmt: skip
+    talk = [{"role": r, "content": c} for r, c in zip(roles, said_, strict=False)]
+    source = chat(tokenizer("byte-level"), render(ours), talk)
+    target = chat(tokenizer("sentencepiece"), render(theirs), talk)
+    for a, b in ((source, target), (target, source)):
+        plan(a, b)
+        plan(a, b, len(b.ids) - 1)
+        bodies = {text[slice(*span)] for text, span in zip(
+            itertools.repeat(b.text), b.contents, strict=False) if span}  # fmt: skip
+        assert all(any(t in body for body in bodies) for t in translated(a, b))
+    same = plan(source, chat(tokenizer("byte-level"), render(ours), talk))
+    assert len(same) == 1 and same[0].alignment and same[0].alignment.is_identity
+
+
+def test_contents_are_translated_and_boilerplate_is_not() -> None:
+    talk = [
+        {"role": "user", "content": TEXTS["es"]},
+        {"role": "assistant", "content": TEXTS["el"]},
+        {"role": "user", "content": TEXTS["en"]},
+    ]
+    source = chat(tokenizer("byte-level"), render("qwen"), talk)
+    target = chat(tokenizer("sentencepiece"), render("mistral"), talk)
+    for a, b in ((source, target), (target, source)):
+        found = translated(a, b)
+        assert len(found) == 3
+        # The template's space merges with the first word in one tokenizer, and no more is lost.
+        for text, message in zip(found, talk, strict=True):
+            assert message["content"].endswith(text)
+            assert len(message["content"]) - len(text) <= 12
+
+
+def test_a_token_across_the_border_is_prefilled() -> None:
+    """SentencePiece joins the template's space to the first word, which is then prefilled."""
+    talk = [{"role": "user", "content": "the harbour at six"}]
+    source = chat(tokenizer("byte-level"), render("qwen"), talk)
+    target = chat(tokenizer("sentencepiece"), render("mistral"), talk)
+    assert "▁the" in tokenizer("sentencepiece").encode(target.text).tokens
+    first, middle, last = plan(source, target)
+    assert first.alignment is None and last.alignment is None
+    assert said(target, first.start, first.stop).endswith("[INST] the")
+    assert translated(source, target) == [" harbour at six"]
+    assert middle.alignment is not None and middle.alignment.source[0] > 0
+
+
+def test_the_last_token_is_left_to_the_target() -> None:
+    text = TEXTS["de"]
+    source, target = (plain(tokenizer(kind), text) for kind in ("byte-level", "sentencepiece"))
+    count = len(target.ids)
+    bos, body = plan(source, target)
+    assert (bos.start, bos.stop, bos.alignment) == (0, 1, None)  # <s> is the target's own
+    assert body.alignment is not None and body.alignment.source == (0, len(source.ids))
+    *_, body, last = plan(source, target, count - 1)
+    assert body.alignment is not None and last.alignment is None and last.stop == count
+    same = plan(source, source, len(source.ids) - 1)
+    assert [(s.start, s.stop, s.alignment is None) for s in same] == [
+        (0, len(source.ids) - 1, False), (len(source.ids) - 1, len(source.ids), True),
+    ]  # fmt: skip
+
+
+def test_one_tokenizer_and_another_template() -> None:
+    """Equal tokens stand for each other, wherever the templates have put them."""
+    source, target = (chat(tokenizer("byte-level"), render(n), TALK) for n in ("qwen", "gemma"))
+    for stretch in plan(source, target):
+        if stretch.alignment is not None:
+            start = stretch.alignment.source[0]
+            ids = source.ids[start + np.arange(len(stretch.alignment.assigned))]
+            assert (ids == target.ids[stretch.alignment.assigned]).all()
+            assert stretch.alignment.one_to_one.all()
+    assert translated(source, target) == [m["content"].strip() for m in TALK]
+
+
+def test_renderings_of_different_messages_are_refused() -> None:
+    source, target = (
+        chat(tokenizer("byte-level"), render("qwen"), talk) for talk in (TALK, TALK[1:])
+    )
+    with pytest.raises(ValueError, match=r"different messages \(4 contents and 3\)"):
+        stretches(source, target)
+
+
+# ---- tokenizers as they come ----------------------------------------------------------------
+
+
+def test_tokenizers_of_transformers_and_mlx_lm() -> None:
+    backend = byte_level()
+    bare = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    text = "<|im_start|>user\n" + TEXTS["vi"]
+    expected = plain(backend, text)
+    for each in (bare, TokenizerWrapper(bare)):
+        found = plain(each, text)
+        assert found.ids.tolist() == each.encode(text) == expected.ids.tolist()
+        assert (found.ends == expected.ends).all()
+    backend.enable_truncation(8)
+    backend.enable_padding(length=500)
+    assert len(plain(backend, text).ids) == len(expected.ids)
+
+
+def test_slow_tokenizers_are_refused() -> None:
+    class Slow:
+        def encode(self, text: str) -> list[int]:
+            return []
+
+    with pytest.raises(ValueError, match="Slow gives no character offsets"):
+        plain(Slow(), "text")
+
+
+@pytest.mark.parametrize("kind", ["byte-level", "sentencepiece"])
+@pytest.mark.parametrize("name", TEXTS)
+def test_tokens_that_a_model_chose(kind: str, name: str) -> None:
+    """Decoded one by one they end where the tokenizer says; spelled otherwise, somewhere too."""
+    text, used = TEXTS[name], tokenizer(kind)
+    encoding = used.encode(text, add_special_tokens=False)
+    spelled, ends = written(used, encoding.ids)
+    assert spelled == text == used.decode(encoding.ids, skip_special_tokens=False)
+    known = chat(used, lambda _: text, []).ends
+    assert (ends[1:] == known[1:]).all()  # a mark for no space may be the first
+    # One character at a time, as no tokenizer would.
+    ids = [i for part in text for i in used.encode(part, add_special_tokens=False).ids]
+    spelled, ends = written(used, ids)
+    assert spelled == used.decode(ids, skip_special_tokens=False)
+    assert ends[-1] == len(spelled) and (np.diff(ends[ends != NO_END]) >= 0).all()
+
+
+def test_tokens_that_break_off_within_a_character() -> None:
+    used = tokenizer("byte-level")
+    ids = [i for c in "aཀ" for i in used.encode(c, add_special_tokens=False).ids][:-1]
+    text, ends = written(used, ids)
+    assert text == "a\ufffd" and ends.tolist()[0] == 1 and ends[-1] == 2
+    assert written(used, []) == ("", pytest.approx([]))

@@ -1,0 +1,1236 @@
+"""The PyTorch training path: against MLX, finite differences, plain sums, and itself resumed."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import SafetensorError
+
+from tests.support import tiny
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import kvlingo_mlx as kv  # noqa: E402
+from kvlingo_mlx.cli import run  # noqa: E402
+from kvlingo_mlx.errors import (  # noqa: E402
+    KVLingoError,
+    MissingModelError,
+    UnsupportedModelError,
+)
+from kvlingo_mlx.evaluation import conditions  # noqa: E402
+from kvlingo_mlx.format import translator_folder  # noqa: E402
+from kvlingo_mlx.format.geometry import canonical_json, configured_rope  # noqa: E402
+from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
+from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.stage1.norms import NORMS  # noqa: E402
+from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
+from kvlingo_mlx.training import (  # noqa: E402
+    checkpoints,
+    command_line,
+    distill,
+    stage1,
+    torch_model,
+)
+from kvlingo_mlx.training.distributed import Group  # noqa: E402
+from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.training.objectives import loss_of, objective_named  # noqa: E402
+from kvlingo_mlx.training.pipeline import Training  # noqa: E402
+from kvlingo_mlx.training.plan import TrainingPlan, make_config, reconstruction  # noqa: E402
+from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
+from kvlingo_mlx.training.runs import Best  # noqa: E402
+from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
+from kvlingo_mlx.training.translator import TorchTranslator, initial_mlp  # noqa: E402
+from kvlingo_mlx.translators import build  # noqa: E402
+from tests.support import ROOT  # noqa: E402
+from tests.support.trainings import (  # noqa: E402
+    Random,
+    altered,
+    device_kl,
+    die_after,
+    double,
+    linear_config,
+    log_of,
+    random_arrays,
+    training,
+)
+
+PAIRS = (("dense", "wide"), ("dense", "moe"), ("moe", "dense"))
+
+
+class Signalled(Random):
+    """The same, and a signal as sample number ``at`` is drawn, counted over the stream's life."""
+
+    def __init__(self, at: int, number: int) -> None:
+        super().__init__()
+        self.at, self.number, self.drawn = at, number, []
+
+    def sample(self, index: int) -> Sample:
+        self.drawn.append(index)
+        if len(self.drawn) == self.at:
+            signal.raise_signal(self.number)
+        return super().sample(index)
+
+
+# ---- the two runtimes describe and fit alike -------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dense", "wide", "moe"])
+def test_both_runtimes_describe_a_model_alike(
+    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], name: str
+) -> None:
+    ours = dataclasses.replace(torch_models[name].spec(), name="", revision=None)
+    assert ours == dataclasses.replace(models[name].spec(), name="", revision=None)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "kind"),
+    [
+        (None, "default"),
+        ({"rope_type": "linear", "factor": 4.0}, "linear"),
+        ({"type": "linear", "factor": 49}, "linear"),
+        ({"rope_type": "linear", "factor": 1}, "default"),
+        (YARN, "yarn"),
+    ],
+    ids=str,
+)
+def test_both_runtimes_describe_a_scaled_rotation_alike(
+    folders: dict[str, Path], tmp_path: Path, scaling: dict[str, Any] | None, kind: str
+) -> None:
+    folder = altered(folders["dense"], tmp_path / "scaled", rope_scaling=scaling)
+    mine, theirs = torch_model.load(str(folder), dtype=torch.float32), kv.load(folder)
+    assert mine.geometry == theirs.geometry
+    assert mine.geometry.fingerprint == theirs.geometry.fingerprint
+    assert {rope.type for rope in mine.geometry.rope} == {kind}
+    tokens = np.random.default_rng(0).integers(5, 280, 90).tolist()
+    states = mine.states(tokens, "post_rope")
+    cache = conditions.native(theirs)([*tokens, 5])
+    native = np.array(cache[2].keys[0, :, :90]).swapaxes(0, 1).reshape(90, -1)
+    assert np.abs(states.keys[2].numpy() - native).max() < 1e-4
+
+
+def test_one_rotation_has_one_fingerprint() -> None:
+    """Whatever kind of number a config writes."""
+    spellings = (
+        {"rope_scaling": {"type": "linear", "factor": 4}, "rope_theta": 10000},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    )
+    assert len({canonical_json(asdict(configured_rope(c, 32))) for c in spellings}) == 1
+    plain = ({}, {"rope_scaling": {"type": "linear", "factor": 1}}, {"rope_scaling": YARN})
+    specs = [configured_rope(config, 32, scaled=config != plain[2]) for config in plain]
+    assert specs[0] == specs[1] == specs[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "message"),
+    [
+        ("moe", YARN, "of type 'yarn' .* rotates keys without that scaling"),
+        ("dense", {"type": "yarn", "factor": 4.0}, "which mlx-lm runs as 'yarn'"),
+        ("dense", YARN | {"attention_factor": 1.5}, "compute differently; training knows"),
+        ("dense", {"type": "dynamic", "factor": 2.0}, "scaled: dynamic NTK RoPE"),
+    ],
+    ids=str,
+)
+def test_a_rotation_that_mlx_lm_runs_otherwise_is_not_trained(
+    folders: dict[str, Path], tmp_path: Path, name: str, scaling: dict[str, Any], message: str
+) -> None:
+    folder = altered(folders[name], tmp_path / "scaled", rope_scaling=scaling)
+    with pytest.raises(UnsupportedModelError, match=message):
+        torch_model.load(str(folder), dtype=torch.float32)
+
+
+def test_a_window_that_mlx_lm_does_not_run_is_not_trained(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    folder = altered(folders["dense"], tmp_path / "windowed", **window)
+    message = "windowed: layer 1 attends to 8 tokens in .* to all in .*use_sliding_window to false"
+    with pytest.raises(UnsupportedModelError, match=message):
+        torch_model.load(str(folder))
+    folder = altered(folders["dense"], tmp_path / "off", **window | {"use_sliding_window": False})
+    torch_model.load(str(folder))
+
+
+HEAD = {"lm_head.weight": np.zeros((tiny.VOCAB, 64), np.float32)}
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": lambda t: t.pop(K_PROJ)}, f"1 missing weight.*: {K_PROJ};"),
+        ({"weights": lambda t: t.update({K_PROJ: t[K_PROJ][:8]})}, r"misshapen .*\(8, 64\), not"),
+        ({"num_hidden_layers": 2}, "11 unexpected weight.*model.layers.2"),
+        ({"rms_norm_eps": ...}, "has no rms_norm_eps in its config.json"),
+        ({"rope_theta": "fast"}, "cannot be loaded .TypeError"),
+        ({"weights": lambda t: t.update(HEAD)}, None),  # tied: a second copy of the embeddings
+    ],
+    ids="missing misshapen unexpected no-epsilon no-number tied-head".split(),
+)
+def test_damaged_models_are_refused(
+    folders: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str | None
+) -> None:
+    folder = str(altered(folders["dense"], tmp_path / "damaged", **change))
+    if message is None:
+        torch_model.load(folder)
+        return
+    with pytest.raises(MissingModelError, match=message) as caught:
+        torch_model.load(folder)
+    assert folder in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_truncated_weights_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = altered(folders["moe"], tmp_path / "half")
+    weights = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(MissingModelError, match="half cannot be loaded .SafetensorError"):
+        torch_model.load(str(folder))
+
+
+# Sources narrower than their hidden state: a square random projection is so badly conditioned
+# that the runtimes' rounding of a few 1e-7 in the states alone moves the maps by 1e-5.
+@pytest.mark.parametrize(
+    ("pair", "norm"),
+    [
+        *((("narrow", "wide"), norm) for norm in NORMS),
+        (("narrow", "moe"), "attention_mass"),
+        (("narrow_moe", "dense"), "frobenius"),
+    ],
+    ids=str,
+)
+def test_closed_form_equals_the_devices(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    pair: tuple[str, str],
+    norm: str,
+) -> None:
+    nu = 1 if pair[1] == "wide" else 2
+    data = [Random(60, different=99).sample(i) for i in range(10)]
+    device = kv.fit(*(models[n] for n in pair), data, norm=norm, nu=nu).to_weights()
+    source, target = (torch_models[n] for n in pair)
+    config = linear_config(source, target, nu=nu)
+    arrays, provenance = stage1.closed_form(config, source, target, data, norm=norm)
+    assert provenance["samples"] == 10
+    assert set(arrays) == set(device.arrays)
+    for name, array in arrays.items():
+        error = np.linalg.norm(array - device.as_float32(name)) / np.linalg.norm(array)
+        assert error < 1e-5, (name, error)
+
+
+@pytest.mark.parametrize("norm", ["frobenius", "sink_8", "attention_mass"])
+@pytest.mark.parametrize("method", ["r2", "greedy"])
+def test_chosen_layers_equal_the_devices(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    tmp_path: Path,
+    method: str,
+    norm: str,
+) -> None:
+    """The whole of stage 1: the same source layers, the same maps."""
+    stream = Random(60, different=99)
+    data = [stream.sample(i) for i in range(6)]
+    device = kv.fit(models["narrow_moe"], models["dense"], data, nu=2, norm=norm, assignment=method)
+    out = training(
+        torch_models, tmp_path / "t", pair=("narrow_moe", "dense"), stream=stream, steps=0, nu=2,
+        norm=norm, assignment=method,
+    ).run()  # fmt: skip
+    found = kv.load_translator(out)
+    assert found.config.assignment == device.config.assignment
+    assert (
+        found.config.assignment
+        != linear_config(torch_models["narrow_moe"], torch_models["dense"], nu=2).assignment
+    )  # the data chose otherwise
+    assert found.config.provenance["assignment"] == method
+    expected = device.to_weights()
+    for name, array in found.to_weights().arrays.items():
+        error = np.linalg.norm(array - expected.arrays[name]) / np.linalg.norm(array)
+        assert error < 1e-5, (name, error)
+
+
+@pytest.mark.parametrize("sample", [4, 9])
+def test_a_stopped_choice_goes_on(
+    torch_models: dict[str, TorchModel],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    sample: int,
+) -> None:
+    """Stopped as it reads for the choice, or afterwards for the maps: no prefix is read twice."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    options: dict[str, Any] = {
+        "pair": ("narrow_moe", "dense"), "steps": 0, "nu": 2, "assignment": "greedy",
+        "norm": "attention_mass",
+    }  # fmt: skip
+    whole = training(torch_models, tmp_path / "whole", **options).run()
+    stream = Signalled(sample, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        training(torch_models, tmp_path / "t", stream=stream, **options).run()
+    rest = training(torch_models, tmp_path / "t", stream=stream, **options).run()
+    assert stream.drawn == [*range(6), *range(6)]
+    for name in ("translator.safetensors", "selftest.safetensors"):
+        assert (rest / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_an_mlp_reads_chosen_layers(torch_models: dict[str, TorchModel], tmp_path: Path) -> None:
+    first = Recipe(objective="reconstruction", steps=2, batch=2, validate_every=2)
+    out = training(
+        torch_models, tmp_path / "t", pair=("narrow_moe", "dense"), steps=2, kind="mlp", hidden=8,
+        assignment="r2", stage1_recipe=first,
+    ).run()  # fmt: skip
+    linear = training(
+        torch_models, tmp_path / "u", pair=("narrow_moe", "dense"), steps=0, assignment="r2"
+    ).run()
+    configs = [translator_folder.read_config(folder) for folder in (out, linear)]
+    assert configs[0].assignment == configs[1].assignment and configs[0].kind == "mlp"
+
+
+def test_a_joint_closed_form_equals_least_squares(torch_models: dict[str, TorchModel]) -> None:
+    source, target = torch_models["moe"], torch_models["dense"]
+    config = linear_config(source, target, joint=True)
+    data = [Random(60, different=99).sample(i) for i in range(10)]
+    arrays, _ = stage1.closed_form(config, source, target, data)
+    read_, wanted = ([model.states(s.prefix) for s in data] for model in (source, target))
+    for t, (layer,) in enumerate(config.assignment.keys):
+        x = torch.cat([torch.cat([s.keys[layer], s.values[layer]], -1) for s in read_]).double()
+        y = torch.cat([torch.cat([s.keys[t], s.values[t]], -1) for s in wanted]).double()
+        best = np.linalg.lstsq(x.numpy(), y.numpy(), rcond=1e-4)[0].T
+        assert np.abs(arrays[f"joint.{t}.weight"] - best).max() < 1e-4 * np.abs(best).max()
+
+
+@pytest.mark.parametrize("capture", torch_model.POINTS)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_kl_equals_the_devices(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    pair: tuple[str, str],
+    capture: str,
+) -> None:
+    """One translator's KL by both runtimes, on samples of several lengths."""
+    source, target = (torch_models[n] for n in pair)
+    config = linear_config(source, target, nu=2, capture=capture)
+    arrays = random_arrays(config, 3)
+    weights = Weights.from_float32({n: a.astype(np.float32) for n, a in arrays.items()}, "float32")
+    device = build(config, weights)
+    mine = TorchTranslator.from_arrays(config, weights.arrays, "cpu")
+    objective = objective_named("kl")
+    for index in range(3):
+        sample = Random().sample(index)
+        reading = read(source, target, sample, capture)
+        ours = conversation_loss(target, mine, reading, objective).kl
+        theirs = device_kl(models[pair[0]], models[pair[1]], device, sample)
+        assert theirs > 0.01  # a random translator is a bad one
+        assert abs(ours - theirs) < 1e-4
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_kl_with_native_layers_equals_the_devices(
+    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], layers: int
+) -> None:
+    """One translator's KL where the target reads its first layers itself; not that without."""
+    names = ("dense", "moe")
+    source, target = (torch_models[n] for n in names)
+    config = linear_config(source, target)
+    arrays = {n: a.astype(np.float32) for n, a in random_arrays(config, 3).items()}
+    mine = TorchTranslator.from_arrays(config, arrays, "cpu")
+    device = build(config, Weights.from_float32(arrays, "float32"))
+    sample, kl = Random().sample(0), objective_named("kl")
+    ours, plain = (
+        conversation_loss(target, mine, read(source, target, sample, config.capture, n), kl).kl
+        for n in (layers, 0)
+    )
+    theirs = device_kl(*(models[n] for n in names), device, sample, layers)
+    assert abs(ours - theirs) < 1e-4
+    assert abs(plain - theirs) > 1e-2
+
+
+# ---- losses and gradients ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "weight"), [("kl", 1.0), ("ce", 1.0), ("mixed", 0.3)])
+def test_objectives_equal_plain_sums(
+    monkeypatch: pytest.MonkeyPatch, name: str, weight: float
+) -> None:
+    """In float64, in blocks of three tokens, against the formulas written out."""
+    monkeypatch.setattr("kvlingo_mlx.training.objectives.BLOCK", 3)
+    generator = torch.Generator().manual_seed(0)
+    student, teacher, head = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((8, 5), (8, 5), (5, 11))
+    )
+    labels = [3, 1, 4, 1, 5, 9, 2, 6]
+    found = loss_of(objective_named(name, weight), lambda h: h @ head, student, teacher, labels)
+    p, q = (np.exp((s @ head).numpy()) for s in (teacher, student))
+    p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
+    kl = (p * np.log(p / q)).sum(-1).mean()
+    ce = -np.log(q[np.arange(8), labels]).mean()
+    expected = {"kl": kl, "ce": ce, "mixed": kl + weight * ce}[name]
+    assert found.value == pytest.approx(expected, rel=1e-12)
+    assert found.kl == pytest.approx(kl, rel=1e-12)
+    onehot = np.eye(11)[labels]
+    slopes = {"kl": q - p, "ce": q - onehot, "mixed": q - p + weight * (q - onehot)}[name] / 8
+    assert np.allclose(found.gradient.numpy(), slopes @ head.numpy().T, atol=1e-12)
+
+
+def test_unknown_objective() -> None:
+    with pytest.raises(ValueError, match="objective is 'mse'; it must be one of kl, ce, mixed"):
+        objective_named("mse")
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"nu": 2},
+    "head-wise": {"head_mixing": False, "nu": 2},
+    "joint": {"joint": True},
+    "mlp": {"kind": "mlp", "nu": 2},
+    "head-wise mlp": {"kind": "mlp", "head_mixing": False},
+    "linear_mlp": {"kind": "linear_mlp"},
+    "post_norm": {"capture": "post_norm"},
+    "post_rope": {"capture": "post_rope", "nu": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective"),
+    [*((kind, "kl") for kind in KINDS), ("linear", "mixed"), ("mlp", "mixed")],
+)
+def test_gradients_equal_finite_differences(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, kind: str, objective: str
+) -> None:
+    """Along random directions, through the maps, k_norm, RoPE and the target."""
+    source, target = (double(folders[n], monkeypatch) for n in ("dense", "wide"))
+    config = linear_config(source, target, **KINDS[kind])
+    arrays = random_arrays(config)
+    translator = TorchTranslator.from_arrays(config, arrays, "cpu")
+    assert all(t.dtype == torch.float64 for t in translator.tensors.values())
+    reading = read(source, target, Random(20, 6).sample(0), config.capture)
+    goal = objective_named(objective)
+    conversation_loss(target, translator, reading, goal, scale=0.5)
+    rng = np.random.default_rng(1)
+    for name in sorted(arrays)[:: max(1, len(arrays) // 8)]:
+        direction = rng.normal(size=arrays[name].shape)
+        slope = 0.0
+        for sign in (1, -1):
+            moved = {**arrays, name: arrays[name] + sign * 1e-5 * direction}
+            there = TorchTranslator.from_arrays(config, moved, "cpu")
+            slope += sign * conversation_loss(target, there, reading, goal).value / 2e-5
+        found = 2.0 * float((translator.tensors[name].grad.numpy() * direction).sum())
+        assert found == pytest.approx(slope, rel=1e-5, abs=1e-9), name
+
+
+def test_gradients_above_native_layers(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal finite differences; maps of layers that the target reads itself have none."""
+    source, target = (double(folders[n], monkeypatch) for n in ("dense", "wide"))
+    config = linear_config(source, target)
+    arrays = random_arrays(config)
+    translator = TorchTranslator.from_arrays(config, arrays, "cpu")
+    reading = read(source, target, Random(20, 6).sample(0), config.capture, 1)
+    kl = objective_named("kl")
+    conversation_loss(target, translator, reading, kl, scale=1.0)
+    rng = np.random.default_rng(1)
+    for name, array in arrays.items():
+        if name.split(".")[1] == "0":
+            assert translator.tensors[name].grad is None
+            continue
+        direction = rng.normal(size=array.shape)
+        slope = 0.0
+        for sign in (1, -1):
+            moved = {**arrays, name: array + sign * 1e-5 * direction}
+            there = TorchTranslator.from_arrays(config, moved, "cpu")
+            slope += sign * conversation_loss(target, there, reading, kl).value / 2e-5
+        found = float((translator.tensors[name].grad.numpy() * direction).sum())
+        assert found == pytest.approx(slope, rel=1e-5, abs=1e-9), name
+
+
+def test_gradients_add_up(torch_models: dict[str, TorchModel]) -> None:
+    source, target = torch_models["dense"], torch_models["moe"]
+    config = linear_config(source, target)
+    sums = []
+    for indices in ((0, 1), (0,), (1,)):
+        translator = TorchTranslator.from_arrays(config, random_arrays(config), "cpu")
+        for index in indices:
+            reading = read(source, target, Random().sample(index), "pre_norm")
+            conversation_loss(target, translator, reading, objective_named("kl"), scale=1.0)
+        sums.append({n: t.grad.clone() for n, t in translator.tensors.items()})
+    for name, both in sums[0].items():
+        assert torch.allclose(both, sums[1][name] + sums[2][name], atol=1e-6)
+        assert both.abs().max() > 0
+
+
+# ---- training ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("assignment", ["relative_depth", "r2"])
+def test_training_tells_of_each_map_that_is_solved(
+    torch_models: dict[str, TorchModel], tmp_path: Path, assignment: str
+) -> None:
+    """Wide maps take minutes, in which nothing else is to be seen."""
+    told: list[tuple[str, Any]] = []
+    made = training(torch_models, tmp_path / "t", assignment=assignment, steps=0)
+    dataclasses.replace(made, progress=lambda *told_of: told.append(told_of)).run()
+    maps = 2 * len(made.target.geometry.layers)
+    assert told[-maps:] == [("stage 1, maps solved", n) for n in range(1, maps + 1)]
+
+
+def test_training_tells_of_a_kind_with_few_layers(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, before anything is trained."""
+    told: list[str] = []
+    planned = training(torch_models, tmp_path / "t", warn=told.append, nu=2)
+    config = make_config(planned.source, planned.target, planned.plan)
+    mixed = tuple(
+        dataclasses.replace(layer, attention="full" if layer.layer == 1 else "sliding")
+        for layer in config.source.layers
+    )
+    ends = {
+        side: dataclasses.replace(getattr(config, side), layers=mixed)
+        for side in ("source", "target")
+    }
+    monkeypatch.setattr(
+        sys.modules[Training.__module__],
+        "make_config",
+        lambda *models: dataclasses.replace(config, **ends),
+    )
+    monkeypatch.setattr(Training, "_run", lambda self, config, stop: self.out)
+    planned.run()
+    assert told == ["nu is 2, but the source has 1 of full attention: such layers read no more"]
+
+
+def test_distillation_lowers_the_kl_and_writes_a_folder_that_mlx_reads(
+    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], tmp_path: Path
+) -> None:
+    out = training(torch_models, tmp_path / "t", steps=30, learning_rates=(1e-3,)).run()
+    log = log_of(tmp_path / "t.log.jsonl")
+    assert [line["step"] for line in log] == list(range(0, 31, 2))
+    first, last = log[0]["held_out"][0], log[-1]["held_out"][0]
+    assert last < 0.7 * first
+    translator = kv.load_translator(out)
+    provenance = translator.config.provenance
+    assert provenance["stage"] == 2 and provenance["held_out_kl"] == pytest.approx(last)
+    source, target = models["dense"], models["wide"]
+    kls = [device_kl(source, target, translator, s) for s in Random().held_out(3)]
+    assert np.mean(kls) == pytest.approx(last, abs=1e-4)
+    assert kv.generate(source, target, "hello there", translator=translator, max_tokens=4)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if "mlp" in k] + ["joint", "head-wise"])
+def test_every_kind_trains_and_runs_on_the_device(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    stage1_recipe = Recipe(
+        steps=12, batch=2, learning_rates=(1e-2,), objective="reconstruction", validate_every=12
+    )
+    options = {**KINDS[kind], "hidden": 16, "stage1_recipe": stage1_recipe}
+    out = training(torch_models, tmp_path / "t", steps=12, learning_rates=(1e-3,), **options).run()
+    log = log_of(tmp_path / "t.log.jsonl")
+    assert log[-1]["held_out"][0] < log[0]["held_out"][0]
+    assert not (tmp_path / "t.partial").exists()
+    config, weights = translator_folder.read(out)
+    assert config.kind == KINDS[kind].get("kind", "linear")
+    assert set(weights.arrays) == set(expected_shapes(config, weights.arrays))
+    device, pair = kv.load_translator(out), (models["dense"], models["wide"])
+    kls = [device_kl(*pair, device, sample) for sample in Random().held_out(3)]
+    assert np.mean(kls) == pytest.approx(config.provenance["held_out_kl"], abs=1e-4)
+    shuffled = conditions.shuffled(device)
+    wrong = [device_kl(*pair, shuffled, sample) for sample in Random().held_out(3)]
+    assert np.mean(wrong) > np.mean(kls) + 0.01
+
+
+def test_an_mlp_beside_a_linear_map_starts_at_it(torch_models: dict[str, TorchModel]) -> None:
+    source, target = torch_models["dense"], torch_models["wide"]
+    linear = linear_config(source, target)
+    both = dataclasses.replace(linear, kind="linear_mlp")
+    arrays = random_arrays(linear)
+    branch = initial_mlp(both, 8, 0, zero=True, gated=False)
+    reading = read(source, target, Random().sample(0), "pre_norm")
+    kls = [
+        conversation_loss(
+            target, TorchTranslator.from_arrays(c, a, "cpu"), reading, objective_named("kl")
+        ).kl
+        for c, a in ((linear, arrays), (both, {**arrays, **branch}))
+    ]
+    assert kls[0] == pytest.approx(kls[1], rel=1e-6)
+
+
+def same_result(first: Path, second: Path) -> bool:
+    """Whether two trainings have the same curve and the same maps, bit by bit."""
+    logs = [log_of(out.with_name(f"{out.name}.log.jsonl")) for out in (first, second)]
+    maps = [translator_folder.read(out)[1].arrays for out in (first, second)]
+    same = (np.array_equal(array, maps[1][name]) for name, array in maps[0].items())
+    return logs[0] == logs[1] and all(same)
+
+
+def test_training_above_native_layers(torch_models: dict[str, TorchModel], tmp_path: Path) -> None:
+    """The maps below stay the closed form's, those above learn; the folder says how to use it."""
+    first, trained = (
+        training(torch_models, tmp_path / name, (1e-3,), native_layers=1, steps=steps).run()
+        for name, steps in (("first", 0), ("trained", 3))
+    )
+    assert translator_folder.read_config(trained).native_layers == 1
+    maps = [translator_folder.read(folder)[1].arrays for folder in (first, trained)]
+    for name, array in maps[0].items():
+        below = name.split(".")[1] == "0"
+        assert np.array_equal(array, maps[1][name]) == below, name
+    with pytest.raises(ValueError, match=r"--native-layers is 99; give 0 to \d"):
+        training(torch_models, tmp_path / "x", (1e-2,), native_layers=99).run()
+
+
+RATES = (1e-3, 1e-2)
+
+
+@pytest.fixture(scope="module")
+def unbroken(torch_models: dict[str, TorchModel], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six steps of two rates, looked at every second step, from start to end."""
+    out = tmp_path_factory.mktemp("unbroken") / "t"
+    return training(torch_models, out, learning_rates=RATES).run()
+
+
+@pytest.mark.parametrize(
+    ("steps", "keep_every", "resumed_at"), [(0, 900.0, 0), (3, 900.0, 2), (5, 0.0, 5)]
+)
+def test_a_killed_run_resumes_to_the_same_curve(
+    torch_models: dict[str, TorchModel],
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    steps: int,
+    keep_every: float,
+    resumed_at: int,
+) -> None:
+    """Killed between two validations, with and without a checkpoint made since the first."""
+    with monkeypatch.context() as patch:
+        die_after(patch, steps)
+        with pytest.raises(KeyboardInterrupt):
+            training(torch_models, tmp_path / "t", RATES, keep_every=keep_every).run()
+    assert not (tmp_path / "t").exists()
+    # Stage 1 is not worked out again.
+    monkeypatch.setattr(stage1, "closed_form", None)
+    steps_made: list[int] = []
+    rest = training(torch_models, tmp_path / "t", RATES, seen=steps_made)
+    assert same_result(rest.run(), unbroken)
+    assert steps_made == list(range(resumed_at + 1, 7))
+
+
+@pytest.mark.parametrize(("number", "sample"), [(signal.SIGINT, 4), (signal.SIGTERM, 6 + 7)])
+def test_a_signal_stops_a_training_that_then_goes_on(
+    torch_models: dict[str, TorchModel],
+    unbroken: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    number: int,
+    sample: int,
+) -> None:
+    """In stage 1 after its fourth of six conversations, in stage 2 in its fourth step."""
+    # A process started in the background ignores Ctrl-C; this one must not.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    stream, warnings = Signalled(sample, number), []
+    first = training(torch_models, tmp_path / "t", RATES, stream=stream, warn=warnings.append)
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else SystemExit):
+        first.run()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    stopped = f"stopped; {tmp_path / 't'}.partial keeps the work for the same command"
+    few = [text for text in warnings if "tokens are few for maps of" in text]
+    assert warnings == [*few, stopped] and len(few) == (sample >= 6)  # once stage 1 is done
+    assert len(stream.drawn) == (sample if sample < 6 else 6 + 2 * 4)
+    rest = training(torch_models, tmp_path / "t", RATES, stream=stream)
+    assert same_result(rest.run(), unbroken)
+    assert stream.drawn == [*range(6), *range(12)]  # no conversation was read twice
+
+
+def test_half_a_log_line_is_dropped(
+    torch_models: dict[str, TorchModel],
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with monkeypatch.context() as patch:
+        die_after(patch, 3)
+        with pytest.raises(KeyboardInterrupt):
+            training(torch_models, tmp_path / "t", RATES).run()
+    with open(tmp_path / "t.partial" / "stage2" / "log.jsonl", "a") as log:
+        log.write('{"step": 4, "learning_ra')
+    assert same_result(training(torch_models, tmp_path / "t", RATES).run(), unbroken)
+
+
+def interrupted(
+    models: dict[str, TorchModel], out: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> None:
+    """A training that is killed as it writes its result."""
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            translator_folder, "write", lambda *a, **o: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            training(models, out, steps=2, **options).run()
+
+
+def test_resuming_with_other_settings_is_refused(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "t"
+    interrupted(torch_models, out, monkeypatch)
+    for steps in (4, 0):
+        with pytest.raises(ValueError, match=f"steps was 2, is {steps}"):
+            training(torch_models, out, steps=steps).run()
+    with pytest.raises(ValueError, match="norm was 'frobenius', is 'sink_4'"):
+        training(torch_models, out, steps=2, norm="sink_4").run()
+    other = dataclasses.replace(
+        training(torch_models, out, steps=2), settings={"data": ["b.jsonl"]}
+    )
+    with pytest.raises(ValueError, match=r"data was None, is \['b.jsonl'\]"):
+        other.run()
+    # Another checkpoint under the same name.
+    source = dataclasses.replace(torch_models["narrow"], name=torch_models["dense"].name)
+    with pytest.raises(ValueError, match="source's geometry was '.*', is '.*source's norms was"):
+        training(torch_models | {"dense": source}, out, steps=2).run()
+    training(torch_models, out, steps=2).run()
+    assert not (tmp_path / "t.partial").exists()
+
+
+def test_resuming_with_replaced_weights_is_refused(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one name and shape and of the same norms, as where a LoRA was fused into a folder."""
+    out = tmp_path / "t"
+    interrupted(torch_models, out, monkeypatch)
+    for role, name in (("source", "dense"), ("target", "wide")):
+        old = torch_models[name]
+        model = copy.deepcopy(old.model)
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight[3, 5] += 0.25
+        other = dataclasses.replace(old, model=model)
+        assert other.spec() == old.spec() and other.projections == old.projections
+        with pytest.raises(ValueError, match=f"settings .{role}'s weights was "):
+            training(torch_models | {name: other}, out, steps=2).run()
+    same = dataclasses.replace(
+        torch_models["dense"], model=copy.deepcopy(torch_models["dense"].model)
+    )
+    training(torch_models | {"dense": same}, out, steps=2).run()
+
+
+def test_a_state_that_cannot_be_read_is_refused(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupted(torch_models, tmp_path / "t", monkeypatch)
+    state = tmp_path / "t.partial" / "stage2" / "validated.safetensors"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(ValueError, match="validated.safetensors is damaged, or of another"):
+        training(torch_models, tmp_path / "t", steps=2).run()
+
+
+def test_a_sweep_shares_its_readings_and_keeps_the_best(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    whole = distill.read
+    monkeypatch.setattr(distill, "read", lambda *a: counts.append(1) or whole(*a))
+    rates = (1e-6, 3e-3, 1e-5)
+    out = training(torch_models, tmp_path / "t", learning_rates=rates, steps=10).run()
+    assert len(counts) == 10 * 2 + 6 * 3  # conversations, and held-out ones at 0, 2, .. 10
+    assert translator_folder.read_config(out).provenance["learning_rate"] == 3e-3
+    alone = training(torch_models, tmp_path / "alone", learning_rates=(3e-3,), steps=10).run()
+    maps = [translator_folder.read(folder)[1].arrays for folder in (out, alone)]
+    for name, array in maps[0].items():
+        assert np.array_equal(array, maps[1][name])
+
+
+def poison_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its sixth conversation on, the first translator seen gets no number as gradient."""
+    learn, calls = distill.conversation_loss, []
+
+    def poisoned(target: Any, translator: TorchTranslator, *rest: Any, **options: Any) -> Any:
+        loss = learn(target, translator, *rest, **options)
+        if options and translator is (calls or [translator])[0]:
+            calls.append(translator)
+            if len(calls) > 5:
+                translator.tensors["keys.0.weight"].grad[0, 0] = math.nan
+        return loss
+
+    monkeypatch.setattr(distill, "conversation_loss", poisoned)
+
+
+def test_a_diverged_run_leaves_the_others_alone(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = training(torch_models, tmp_path / "alone", learning_rates=(1e-4,)).run()
+    poison_first_run(monkeypatch)
+    rates = (1e-3, 1e-4)
+    mixed = training(torch_models, tmp_path / "mixed", learning_rates=rates)
+    provenance = translator_folder.read_config(mixed.run()).provenance
+    curves = [[line["held_out"][-1] for line in log_of(log)]
+              for log in (mixed.log, alone.with_name("alone.log.jsonl"))]  # fmt: skip
+    assert curves[0] == curves[1]
+    # The run that diverged later was the best of all while it was sound.
+    first = [line["held_out"][0] for line in log_of(mixed.log)]
+    assert provenance["held_out_kl"] == min(first) < min(curves[0])
+    assert provenance["learning_rate"] == 1e-3
+    assert log_of(mixed.log)[first.index(min(first))]["step"] == provenance["best_step"] < 3
+    assert "null" not in json.dumps(log_of(mixed.log)[-1]["held_out"])
+
+
+def test_a_training_that_diverges_stops_and_keeps_what_was_good(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poison_first_run(monkeypatch)
+    with pytest.raises(KVLingoError, match=r"diverged.*0.01 at step 3; .*lower --lr"):
+        training(torch_models, tmp_path / "t").run()
+    state = tmp_path / "t.partial" / "stage2" / "validated.safetensors"
+    assert checkpoints.read_facts(state)["step"] == 2
+    assert all(bool(t.isfinite().all()) for t in checkpoints.load_file(state).values())
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_wrecked_translator_is_neither_kept_nor_written(
+    torch_models: dict[str, TorchModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate that overflows while its numbers are finite; then a lower one, as advised."""
+    out, start = tmp_path / "t", tmp_path / "start"
+    message = r"diverged.*3e\+36 at step 2; stage 1 and the last good checkpoint are kept"
+    with pytest.raises(KVLingoError, match=message):
+        training(torch_models, out, (3e36,), keep_every=0.0).run()
+    assert not out.exists()
+    folder = tmp_path / "t.partial" / "stage2"
+    kept = checkpoints.load_file(folder / "validated.safetensors")
+    assert checkpoints.read_facts(folder / "validated.safetensors")["step"] == 0
+    assert not (folder / "latest.safetensors").exists()
+    start_maps = translator_folder.read(training(torch_models, start, steps=0).run())[1].arrays
+    assert all(np.array_equal(a, kept[f"0/{name}"].numpy()) for name, a in start_maps.items())
+    monkeypatch.setattr(stage1, "closed_form", None)  # stage 1 is not worked out again
+    training(torch_models, out, (1e-3,)).run()
+    assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 2, 4, 6]
+
+
+NO_ROOM = OSError(28, "No space left on device")
+NO_ROOM_WRAPPED = SafetensorError("I/O error: No space left on device (os error 28)")
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "error"),
+    [
+        ("moments", "stage 1 at 1 conversations", NO_ROOM_WRAPPED),
+        ("initial", "stage 1", NO_ROOM_WRAPPED),
+        ("validated", "step 4", NO_ROOM),
+        ("latest", "step 3", NO_ROOM_WRAPPED),
+        ("translator", "the translator t", NO_ROOM),
+    ],
+    ids=str,
+)
+def test_a_full_disk_keeps_what_was_kept_before(
+    torch_models: dict[str, TorchModel],
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    what: str,
+    error: Exception,
+) -> None:
+    save = checkpoints.save_file
+
+    def full(tensors: Any, path: Path, metadata: dict[str, str]) -> None:
+        step = json.loads(metadata["facts"]).get("step")
+        if path.name.startswith(name) and step in (None, 3, 4):
+            path.write_bytes(b"half")
+            raise error
+        save(tensors, path, metadata)
+
+    def no_room(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "save_file", full)
+        if name == "translator":
+            patch.setattr(translator_folder, "write", no_room)
+        with pytest.raises(KVLingoError, match=f"the disk is full: {what} could not be kept in"):
+            training(torch_models, tmp_path / "t", RATES, keep_every=0.0).run()
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert same_result(training(torch_models, tmp_path / "t", RATES).run(), unbroken)
+
+
+# ---- many processes ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_shares_are_fair_and_cover_everything(size: int) -> None:
+    rng = np.random.default_rng(size)
+    costs = (10 ** rng.uniform(1, 4, 16)).astype(int).tolist()
+    shares = [Group(rank, size).share(costs) for rank in range(size)]
+    assert sorted(i for share in shares for i in share) == list(range(16))
+    loads = [sum(costs[i] for i in share) for share in shares]
+    # The largest load of longest-first is within 4/3 of the best, which is at least this.
+    assert max(loads) <= 4 / 3 * max(max(costs), math.ceil(sum(costs) / size))
+
+
+WORKER = """
+import sys
+from pathlib import Path
+import torch
+sys.path.insert(0, {root!r})
+torch.set_num_threads(1)
+from tests.support.trainings import Random, Recipe, TrainingPlan, Training, torch_model
+from kvlingo_mlx.training.distributed import join, leave
+group = join("cpu")
+models = [torch_model.load(f, dtype=torch.float32) for f in {folders!r}]
+recipe = Recipe(steps=4, batch=3, learning_rates=(1e-2,), validate_every=2)
+plan = TrainingPlan(fit_samples=4, held_out=3, recipe=recipe)
+Training(*models, Random(), plan, Path({out!r}), group).run()
+leave(group)
+"""
+
+
+def test_two_processes_give_the_result_of_one(
+    folders: dict[str, Path], torch_models: dict[str, TorchModel], tmp_path: Path
+) -> None:
+    pair = [str(folders["dense"]), str(folders["wide"])]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    maps = []
+    for processes, launcher in ((1, []), (2, torchrun)):  # one process alone needs none
+        out = tmp_path / f"by-{processes}"
+        script = tmp_path / f"worker-{processes}.py"
+        script.write_text(WORKER.format(root=str(ROOT), folders=pair, out=str(out)))
+        command = [sys.executable, *launcher, str(script)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-2000:]
+        maps.append(translator_folder.read(out)[1].arrays)
+    start = translator_folder.read(training(torch_models, tmp_path / "start", steps=0).run())[
+        1
+    ].arrays
+    for name, array in maps[0].items():
+        scale = np.linalg.norm(array)
+        assert np.linalg.norm(maps[1][name] - array) <= 1e-5 * scale
+        assert np.linalg.norm(start[name] - array) > 1e-3 * scale
+
+
+# ---- refusals ----------------------------------------------------------------------------
+
+
+def test_plans_that_make_no_sense() -> None:
+    with pytest.raises(ValueError, match="kind is 'conv'"):
+        TrainingPlan(kind="conv")
+    with pytest.raises(ValueError, match="a joint map is linear"):
+        TrainingPlan(joint=True, head_mixing=False)
+    with pytest.raises(ValueError, match="r2 chooses for keys and values apart"):
+        TrainingPlan(joint=True, assignment="r2")
+    with pytest.raises(ValueError, match="assignment is 'best'"):
+        TrainingPlan(assignment="best")
+    for options in ({"warmup": 1.5}, {"warmup": -0.1}, {"clip": 0.0}, {"learning_rates": ()}):
+        with pytest.raises(ValueError, match="expected"):
+            Recipe(**options)
+
+
+def test_a_destination_that_is_not_ours_is_refused_before_any_work(
+    torch_models: dict[str, TorchModel], tmp_path: Path
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "diary.txt").write_text("dear diary")
+    with pytest.raises(ValueError, match="is not a translator folder"):
+        training(torch_models, tmp_path / "mine").run()
+    assert not (tmp_path / "mine.partial").exists()
+
+
+# ---- the command --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def jsonl(tmp_path: Path) -> Path:
+    """Eighty small conversations of two questions each."""
+    rng = np.random.default_rng(0)
+    lines = []
+    for number in range(80):
+        words = [" ".join(rng.choice(list("abcdefgh"), 9)) for _ in range(4)]
+        turns = [
+            {"role": role, "content": f"{number} {text}"}
+            for role, text in zip(("user", "assistant") * 2, words, strict=True)
+        ]
+        lines.append(json.dumps({"messages": turns}))
+    path = tmp_path / "talks.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def arguments(folders: dict[str, Path], data: Path, *more: str) -> list[str]:
+    pair = ["--source", str(folders["dense"]), "--target", str(folders["wide"])]
+    small = {"fit-samples": "4", "held-out": "3", "batch-size": "2", "dtype": "float32"}
+    if "--histogram" in more:
+        small = {}
+    if "mlp" in more:  # which has no closed form
+        del small["fit-samples"]
+    if ("--steps", "0") in itertools.pairwise(more):  # no stage 2
+        del small["held-out"], small["batch-size"]
+    given = [word for name, value in small.items() for word in (f"--{name}", value)]
+    return ["train", *pair, "--data", str(data), *given, *more]
+
+
+def test_the_command_trains_a_folder_that_imports(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = str(tmp_path / "t")
+    options = ["--out", out, "--steps", "3", "--lr", "1e-4,1e-3", "--val-every", "1"]
+    assert run(arguments(folders, jsonl, *options, "--json", "-")) == 0
+    said = capsys.readouterr()
+    assert f"wrote {out}: held-out KL" in said.err
+    record = json.loads(said.out)
+    assert record["kind"] == "train" and record["config"]["learning_rates"] == [1e-4, 1e-3]
+    assert [line["step"] for line in record["results"]["curve"]] == [0, 1, 2, 3]
+    assert record["results"]["provenance"]["held_out"] == 3
+    assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 1, 2, 3]
+    provenance = translator_folder.read_config(out).provenance
+    assert (provenance["data"], provenance["held_out"]) == ([str(jsonl)], 3)
+    assert run(["import", out]) == 0
+    assert len(list(store.iterdir())) == 1
+    files = {path.name: path.read_bytes() for path in Path(out).iterdir()}
+    capsys.readouterr()
+    assert run(arguments(folders, jsonl, *options)) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{out} is finished already") and second.startswith("grade: ")
+    # Another one is not put in its place unasked.
+    other = arguments(folders, jsonl, "--out", out, "--steps", "0")
+    assert run(other) == 2 and "replace it with --force" in capsys.readouterr().err
+    assert files == {path.name: path.read_bytes() for path in Path(out).iterdir()}
+    # A later run without stage 2 has no log, and the one that is there is not its own.
+    assert run([*other, "--force"]) == 0
+    assert f"wrote {out}: stage 1 alone, as --steps is 0\n" in capsys.readouterr().out
+
+
+def test_an_mlps_stage_1_does_what_it_is_told(
+    folders: dict[str, Path], jsonl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its steps and rates are options; its batch and its looks at held-out data stage 2's."""
+    ran: list[Recipe] = []
+    whole = distill.Distillation.run
+
+    def spy(self: distill.Distillation, *progress: Any) -> Best:
+        ran.append(self.recipe)
+        return whole(self, *progress)
+
+    monkeypatch.setattr(distill.Distillation, "run", spy)
+    out = tmp_path / "t"
+    options = ["--out", str(out), "--kind", "mlp", "--hidden", "8", "--no-gated", "--steps", "1",
+               "--lr", "1e-4", "--val-every", "3", "--stage1-steps", "2",
+               "--stage1-lr", "1e-3,1e-2"]  # fmt: skip
+    assert run(arguments(folders, jsonl, *options)) == 0
+    first, second = ran
+    assert (first.objective, first.steps, first.batch) == ("reconstruction", 2, 2)
+    assert (first.learning_rates, first.validate_every) == ((1e-3, 1e-2), 3)
+    assert (second.objective, second.steps, second.batch) == ("kl", 1, 2)
+    config, weights = translator_folder.read(out)
+    assert config.kind == "mlp" and not any("gate" in name for name in weights.arrays)
+    assert config.provenance["stage1_rate"] in (1e-3, 1e-2)
+    paper = reconstruction(Recipe(), (), 5000)
+    assert (paper.steps, paper.batch, paper.learning_rates) == (5000, 8, (3e-3,))
+    assert paper == TrainingPlan().stage1_recipe
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--stage1-steps", "5"), "--stage1-steps has no effect with --kind linear,"),
+        (
+            ("--stage1-lr", "1e-3", "--kind", "linear_mlp"),
+            "--stage1-lr has no effect with --kind linear_mlp",
+        ),
+        (("--no-gated",), "--no-gated has no effect with --kind linear,"),
+        (("--kind", "mlp", "--stage1-lr", "x"), "--stage1-lr is 'x'; give a number"),
+        (("--kind", "mlp", "--stage1-steps", "-1"), "steps (--steps): -1"),
+        (("--kind", "mlp", "--stage1-steps", "0", "--steps", "0"), "neither stage has steps"),
+        (("--kind", "linear_mlp", "--steps", "0"), "which starts as nothing; give steps"),
+        (
+            ("--objective", "ce", "--ce-weight", "0"),
+            "--ce-weight has no effect with --objective ce",
+        ),
+        (("--objective", "mixed", "--ce-weight", "-1"), "(--ce-weight): -1, expected at least 0"),
+    ],
+)
+def test_what_would_train_nothing_is_refused(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    options: tuple[str, ...],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(arguments(folders, jsonl, "--out", str(tmp_path / "t"), *options)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+    assert [path.name for path in tmp_path.glob("t*")] == [jsonl.name]
+
+
+def test_the_command_sweeps_over_a_rate_that_diverges(
+    folders: dict[str, Path], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "kl.png"
+    options = ["--out", str(tmp_path / "t"), "--steps", "3", "--val-every", "1"]
+    options += ["--held-out", "20", "--plot", str(plot)]
+    assert run(arguments(folders, jsonl, *options, "--lr", "1e-3,3e36")) == 0
+    said = capsys.readouterr()
+    assert "warning: the records held out give 8 held-out conversations, not 20" in said.err
+    assert "nan" not in said.out and "drew" in said.out
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    last = log_of(tmp_path / "t.log.jsonl")[-1]["held_out"]
+    assert last[0] > 0 and last[1] is None
+    # Alone, it leaves nothing to write.
+    options[1] = str(tmp_path / "wreck")
+    assert run(arguments(folders, jsonl, *options, "--steps", "1", "--lr", "3e36")) == 2
+    assert "diverged" in capsys.readouterr().err
+    assert not (tmp_path / "wreck").exists()
+
+
+@pytest.mark.parametrize(
+    ("plot", "message"),
+    [("nowhere/kl.png", "in a folder that can be written"), ("kl.xyz", "suffix must be one of"),
+     ("kl", "suffix must be one of"), ("kl.png", r'pip install "kvlingo-mlx[plot]"')],
+)  # fmt: skip
+def test_a_picture_that_cannot_be_drawn_is_refused_before_training(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    plot: str,
+    message: str,
+) -> None:
+    if plot == "kl.png":
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    else:
+        pytest.importorskip("matplotlib")
+    command = arguments(folders, jsonl, "--out", str(tmp_path / "t"))
+    assert run([*command, "--plot", str(tmp_path / plot)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("t*.partial"))
+
+
+def test_the_command_does_not_resume_on_other_data(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = arguments(folders, jsonl, "--out", str(tmp_path / "t"), "--steps", "2")
+    with monkeypatch.context() as patch:
+        die_after(patch, 1)
+        assert run(command) == 130
+    jsonl.write_text(jsonl.read_text().replace("a b", "b a"))
+    assert run(command) == 2
+    assert f"contents of {jsonl} was '80 records of" in capsys.readouterr().err
+
+
+def test_the_command_shows_prefix_lengths_of_an_embedded_pair(
+    jsonl: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = {400: [(1, 2, 345, 678)], 480: [(3, 4, 5, 6)]}
+    monkeypatch.setattr(
+        command_line, "prefix_histogram", lambda stream, count, every=1: rows[count]
+    )
+    pair = {"dense": "tiny-qwen3-s", "wide": "tiny-qwen3-l"}
+    assert run([*arguments(pair, jsonl, "--histogram", "--json", "-"), "--steps", "5000"]) == 0
+    said = capsys.readouterr()
+    assert "678" in said.err
+    found = json.loads(said.out)["results"]
+    assert found["stage1"] == [{"from": 1, "below": 2, "reasoning": 345, "without": 678}]
+    assert found["stage2"] == [{"from": 3, "below": 4, "reasoning": 5, "without": 6}]
+    survey = found["survey"]
+    assert survey["records"] == 72 and survey["samples"] == 40_000 and survey["packed_share"] == 0
+
+
+def test_the_command_shows_prefix_lengths(
+    folders: dict[str, Path], jsonl: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    counts = ("--fit-samples", "30", "--steps", "20", "--batch-size", "4")
+    assert run(arguments(folders, jsonl, "--histogram", *counts)) == 0
+    said = capsys.readouterr().out
+    first, second = said.split("Stage 2: prefix lengths")
+    for part, count in ((first, 30), (second, 80)):
+        rows = [line for line in part.splitlines() if " to " in line and "data:" not in line]
+        assert sum(int(row.split()[-2]) for row in rows) == count
+    assert "data: 72 records to train on; 80 samples end in" in " ".join(second.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--out is missing"),
+        (("--out", "x", "--lr", "fast"), "--lr is 'fast'"),
+        (("--out", "x", "--lr", "-1"), "learning rates are positive"),
+        (("--out", "x", "--dtype", "int8"), "--dtype is 'int8'"),
+        (("--out", "x", "--kind", "conv"), "kind is 'conv'"),
+        (("--out", "x", "--objective", "mse"), "objective is 'mse'"),
+        (("--out", "x", "--norm", "max"), "norm is 'max'"),
+        (("--out", "x", "--nu", "9"), "nu is 9"),
+        (("--out", "x", "--nu", "0"), "(--nu): 0, expected at least 1"),
+        (("--out", "x", "--steps", "-5"), "(--steps): -5, expected at least 0"),
+        (("--out", "x", "--batch-size", "0"), "(--batch-size): 0, expected at least 1"),
+        (("--out", "x", "--val-every", "0"), "(--val-every): 0, expected at least 1"),
+        (("--out", "x", "--held-out", "0"), "(--held-out): 0, expected at least 1"),
+        (("--out", "x", "--fit-samples", "0"), "(--fit-samples): 0, expected at least 1"),
+        (("--out", "x", "--kind", "mlp", "--hidden", "0"), "(--hidden): 0, expected at least 1"),
+        (
+            ("--out", "x", "--objective", "mixed", "--ce-weight", "nan"),
+            "(--ce-weight): nan, expected at least 0",
+        ),
+        (("--out", "x", "--seed", "99999999999999999999"), "(--seed): 1e+20, expected"),
+        (("--out", "x", "--packed-share", "2"), "(--packed-share) 2.0: expected a share"),
+        (("--out", "x", "--device", "gpu"), "--device is 'gpu'; it must be cuda, cuda:N or cpu"),
+        (("--out", "x", "--device", "cuda:99"), "--device is cuda:99, but PyTorch finds"),
+        (("--out", "x", "--steps", "0", "--plot", "kl.png"), "--plot"),
+    ],
+)
+def test_bad_options(
+    folders: dict[str, Path],
+    jsonl: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert run(arguments(folders, jsonl, *options)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_rotated_keys_of_two_vocabularies_are_refused(
+    folders: dict[str, Path], jsonl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in folders["wide"].iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    command = arguments({**folders, "wide": other}, jsonl, "--out", str(tmp_path / "t"))
+    assert run([*command, "--capture", "post_rope"]) == 2
+    assert "are rotated at the source's; use capture" in capsys.readouterr().err
+    assert not list(tmp_path.glob("t*.partial"))

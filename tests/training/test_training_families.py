@@ -1,0 +1,464 @@
+"""Families other than Qwen3 in the PyTorch training path.
+
+Windows, two rotations, no k_norm, shared caches, normed values, latents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support import tiny
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.numpy import load_file  # noqa: E402
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration  # noqa: E402
+
+import kvlingo_mlx as kv  # noqa: E402
+from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError  # noqa: E402
+from kvlingo_mlx.format.geometry import CacheGeometry  # noqa: E402
+from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.models import capture  # noqa: E402
+from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
+from kvlingo_mlx.training import stage1, torch_model  # noqa: E402
+from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
+from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
+from kvlingo_mlx.training.translator import TorchTranslator  # noqa: E402
+from kvlingo_mlx.translators import build  # noqa: E402
+from tests.support.trainings import (  # noqa: E402
+    Random,
+    altered,
+    device_kl,
+    double,
+    linear_config,
+    log_of,
+    random_arrays,
+    training,
+)
+
+NAMES = ("gemma2x32", "gemma4x16", "gemma1x32", "llama2x16", "mistral4x24", "ministral2x24")
+PAIRS = (
+    ("gemma2x32", "gemma4x16"),
+    ("gemma4x16", "gemma1x32"),
+    ("llama2x16", "mistral4x24"),
+    ("mistral4x24", "llama2x16"),
+    ("llama2x16", "ministral2x24"),
+    ("ministral2x24", "mistral4x24"),
+)
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+KINDS = [LOCAL, LOCAL, GLOBAL, LOCAL, LOCAL, GLOBAL, LOCAL]
+# Tiny models of families whose caches are unlike the common one.
+UNLIKE = ("gemma4", "gemma4_moe", "deepseek_v3", "deepseek_v2", "glm4_moe_lite")
+UNLIKE_PAIRS = (
+    ("gemma4", "gemma4_moe"),  # other depth, head widths, and ratio of local to global layers
+    ("gemma4_moe", "gemma4"),
+    ("deepseek_v3", "latent_wide"),
+    ("latent_wide", "deepseek_v2"),
+    ("deepseek_v2", "glm4_moe_lite"),
+)
+KL = objective_named("kl")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Model folders by name; a narrow source and the multimodal wrapper of one beside the rest."""
+    root = tmp_path_factory.mktemp("families")
+    found = {name: tiny.write_model(root, name) for name in NAMES}
+    found["narrow"] = tiny.write_tiny_model(
+        root / "narrow", "gemma3_text", seed=10, layers=7, kv_heads=2, head_dim=16
+    )
+    found["stray"] = altered(found["llama2x16"], root / "stray", sliding_window=8)
+    found["wrapped"] = wrapped(root / "wrapped")
+    for name in UNLIKE:
+        model_type, options = tiny.FAMILIES[name]
+        found[name] = tiny.write_tiny_model(root / name, model_type, **options)
+    found["gemma4_narrow"] = tiny.write_tiny_model(
+        root / "gemma4_narrow", "gemma4_text", seed=13, layers=6, kv_heads=1, head_dim=32,
+        global_head_dim=48, layer_types=KINDS[:6], num_kv_shared_layers=2,
+        hidden_size_per_layer_input=32,
+    )  # fmt: skip
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    found["latent_wide"] = tiny.write_tiny_model(
+        root / "latent_wide", "deepseek_v3", seed=12, layers=4, kv_heads=4, head_dim=16,
+        kv_lora_rank=96, q_lora_rank=None, first_k_dense_replace=4,
+        rope_scaling={**scaling, "mscale": 1.0, "mscale_all_dim": 0.8},
+    )  # fmt: skip
+    return found
+
+
+def wrapped(folder: Path) -> Path:
+    """A Gemma-3 with a vision tower; as released, its config leaves out most of the text model's.
+
+    Its width has no whole square root, so that how embeddings are scaled matters.
+    """
+    tiny.write_tiny_model(
+        folder, "gemma3_text", seed=11, layers=7, kv_heads=4, head_dim=16, hidden=48, heads=8
+    )
+    text = json.loads((folder / "config.json").read_text())
+    kept = ("head_dim", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size",
+            "query_pre_attn_scalar", "rope_scaling", "sliding_window", "model_type")  # fmt: skip
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8,
+        "num_attention_heads": 2, "patch_size": 4, "vision_use_head": False,
+        "model_type": "siglip_vision_model",
+    }  # fmt: skip
+    config = {
+        "model_type": "gemma3",
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "text_config": {name: text[name] for name in kept},
+        "vision_config": vision,
+        "mm_tokens_per_image": 4,
+        "vocab_size": text["vocab_size"],
+        "eos_token_id": text["eos_token_id"],
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    whole = Gemma3ForConditionalGeneration(Gemma3Config(**config)).state_dict()
+    tensors |= {
+        name.removeprefix("model."): tensor.numpy()
+        for name, tensor in whole.items()
+        if "vision_tower" in name or "multi_modal" in name
+    }
+    tiny.write_tensors(folder / "model.safetensors", tensors)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(folders: dict[str, Path]) -> dict[str, LanguageModel]:
+    return {name: kv.load(folder) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def torch_models(folders: dict[str, Path]) -> dict[str, TorchModel]:
+    return {n: torch_model.load(str(f), dtype=torch.float32) for n, f in folders.items()}
+
+
+def sample_of(length: int, continuation: int = 20) -> Sample:
+    tokens = tiny.random_tokens(length + continuation)
+    return Sample(tuple(tokens[:length]), tuple(tokens[length:]))
+
+
+# The layers that read each cache, where several do.
+READERS = {"gemma4": ((0,), (1, 3, 4), (2, 5))}
+
+# ---- the two runtimes agree --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*NAMES, "narrow", "stray", "wrapped", *UNLIKE, "latent_wide"])
+def test_both_runtimes_describe_and_read_alike(
+    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], name: str
+) -> None:
+    device, ours = models[name], torch_models[name]
+    mine, theirs = (dataclasses.replace(m.spec(), name="", revision=None) for m in (ours, device))
+    assert mine == theirs
+    assert ours.context_length == device.context_length
+    assert device.projections.difference(ours.projections.numbers) < 1e-5  # nor in what they keep
+    tokens = tiny.random_tokens(60)
+    (states,) = capture.prefill(device, tokens)
+    point = ours.family.points[-1]
+    moved, here = capture.move(states, device, point), ours.states(tokens, point)
+    for side in ("keys", "values"):
+        for mine, theirs in zip(here.side(side), moved.side(side), strict=True):
+            theirs = np.array(theirs[0])
+            assert np.linalg.norm(mine.numpy() - theirs) < 1e-5 * np.linalg.norm(theirs)
+
+
+# A source as wide as its hidden state would be badly conditioned, as in test_training.
+@pytest.mark.parametrize("norm", ["frobenius", "attention_mass"])
+@pytest.mark.parametrize(
+    "pair",
+    [
+        ("narrow", "gemma4x16"), ("llama2x16", "mistral4x24"), ("llama2x16", "ministral2x24"),
+        ("gemma4_narrow", "gemma4_moe"), ("latent_wide", "deepseek_v2"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_closed_form_equals_the_devices(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    pair: tuple[str, str],
+    norm: str,
+) -> None:
+    data = [Random(60, different=99).sample(i) for i in range(12)]
+    device = kv.fit(*(models[n] for n in pair), data, norm=norm).to_weights()
+    source, target = (torch_models[n] for n in pair)
+    config = linear_config(source, target)
+    arrays, _ = stage1.closed_form(config, source, target, data, norm=norm)
+    assert set(arrays) == set(device.arrays)
+    for name, array in arrays.items():
+        error = np.linalg.norm(array - device.as_float32(name)) / np.linalg.norm(array)
+        assert error < 1e-5, (name, error)
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, *UNLIKE_PAIRS], ids="-".join)
+def test_kl_equals_the_devices(
+    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], pair: tuple[str, str]
+) -> None:
+    source, target = (torch_models[n] for n in pair)
+    for point in source.family.points:
+        config = linear_config(source, target, nu=2, capture=point)
+        arrays = {n: a.astype(np.float32) for n, a in random_arrays(config, 3).items()}
+        weights = Weights.from_float32(arrays, "float32")
+        mine = TorchTranslator.from_arrays(config, weights.arrays, "cpu")
+        for length in (6, 40):
+            sample = sample_of(length, 10)
+            reading = read(source, target, sample, point)
+            ours = conversation_loss(target, mine, reading, KL).kl
+            theirs = device_kl(*(models[n] for n in pair), build(config, weights), sample)
+            assert theirs > 0.01  # a random translator is a bad one
+            assert abs(ours - theirs) < 1e-4
+
+
+def test_a_trained_translator_is_as_good_on_the_device(
+    models: dict[str, LanguageModel], torch_models: dict[str, TorchModel], tmp_path: Path
+) -> None:
+    pair = ("gemma2x32", "gemma4x16")
+    out = training(torch_models, tmp_path / "t", (1e-3,), pair=pair, steps=8, nu=2).run()
+    log = log_of(tmp_path / "t.log.jsonl")
+    assert log[-1]["held_out"][0] < log[0]["held_out"][0]
+    translator = kv.load_translator(out)
+    kls = [device_kl(*(models[n] for n in pair), translator, s) for s in Random().held_out(3)]
+    assert np.mean(kls) == pytest.approx(log[-1]["held_out"][0], abs=1e-4)
+
+
+# ---- windows -------------------------------------------------------------------------------
+
+
+def decoded(
+    model: TorchModel, sample: Sample, starts: list[int], counted: int, shift: int = 0
+) -> torch.Tensor:
+    """Logits of a continuation from the model's own states, each layer's from its start on.
+
+    Negative controls alone miscount the tokens, or shift the keys' positions.
+    """
+    point = model.family.points[0]
+    states = model.states(sample.prefix, point)
+    entries = [
+        model.entry(t, states.keys[t][start:], states.values[t][start:], point, start + shift)
+        for t, start in enumerate(starts)
+    ]
+    with torch.no_grad():
+        return model.logits(model.hidden(sample.continuation, model.cache(entries, counted)))
+
+
+@pytest.mark.parametrize("length", [3, 8, 12, 13, 16, 17, 70])
+@pytest.mark.parametrize(
+    "name", ["gemma2x32", "gemma4x16", "gemma1x32", "stray", "wrapped", *UNLIKE, "latent_wide"]
+)
+def test_a_written_cache_is_read_as_the_models_own(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, name: str, length: int
+) -> None:
+    """Whole, or from each window on alone; the continuation is longer than any window."""
+    model, sample = double(folders[name], monkeypatch), sample_of(length)
+    with torch.no_grad():
+        native = model.logits(model.hidden((*sample.prefix, *sample.continuation))[length:])
+    starts, none = model.geometry.first_kept(length), [0] * len(model.attentions)
+    for kept in (starts, none):
+        assert (decoded(model, sample, kept, length) - native).abs().max() < 1e-6
+    assert (decoded(model, sample, none, length, shift=9) - native).abs().max() > 1e-4
+    if starts != none:
+        assert (decoded(model, sample, starts, length, shift=1) - native).abs().max() > 1e-3
+        assert (decoded(model, sample, starts, length - 1) - native).abs().max() > 1e-3
+
+
+def test_what_lies_before_a_window_has_no_part_in_a_step(
+    torch_models: dict[str, TorchModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loss and gradients are those of every token translated; less is translated."""
+    source, target = torch_models["gemma2x32"], torch_models["gemma4x16"]
+    config = linear_config(source, target, nu=2)
+    reading = read(source, target, sample_of(60), "pre_norm")
+    apply, found = TorchTranslator._apply, []
+    for whole in (False, True):
+        rows: list[int] = []
+
+        def counted(self: Any, name: str, x: torch.Tensor, rows: list[int] = rows) -> torch.Tensor:
+            rows.append(len(x))
+            return apply(self, name, x)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(TorchTranslator, "_apply", counted)
+            if whole:
+                patch.setattr(CacheGeometry, "first_kept", lambda self, count: [0] * 5)
+            translator = TorchTranslator.from_arrays(config, random_arrays(config), "cpu")
+            loss = conversation_loss(target, translator, reading, KL, scale=1.0)
+        found.append((loss.value, translator.tensors, sum(rows)))
+    (window, ours, few), (every, theirs, many) = found
+    assert window == pytest.approx(every, rel=1e-6)
+    assert few == 2 * 2 * (4 * 12 + 59) and many == 2 * 2 * 5 * 59
+    for name, tensor in ours.items():
+        error = torch.linalg.norm(tensor.grad - theirs[name].grad)
+        assert error < 1e-5 * torch.linalg.norm(tensor.grad), name
+
+
+@pytest.mark.parametrize("name", ["gemma4x16", "llama2x16", *UNLIKE, "latent_wide"])
+def test_attention_mass_is_what_the_model_attends_with(folders: dict[str, Path], name: str) -> None:
+    """Against transformers' own attention weights."""
+    target, sample = torch_model.load(str(folders[name]), dtype=torch.float32), sample_of(50)
+    found = stage1.attention_mass(target, sample)
+    target.model.set_attn_implementation("eager")
+    tokens = torch.tensor([[*sample.prefix, *sample.continuation]])
+    attentions = target.model(tokens, output_attentions=True).attentions
+    groups = READERS.get(name, tuple((i,) for i in range(len(attentions))))
+    for layer, (mine, group) in enumerate(zip(found, groups, strict=True)):
+        readers = torch.stack([attentions[i][0] for i in group]).double()
+        expected = readers[:, :, 50:, :50].mean(dim=(0, 1, 2))
+        assert (mine - expected).abs().max() < 1e-6
+        window = target.geometry.layers[layer].window or 51
+        assert bool((mine[: 51 - window] == 0).all()) and bool((mine[51 - window :] > 0).all())
+
+
+# ---- gradients -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pair", "options"),
+    [
+        (PAIRS[0], {"nu": 2}),
+        (PAIRS[0], {"joint": True}),
+        (PAIRS[0], {"head_mixing": False, "capture": "post_norm"}),
+        (PAIRS[1], {"kind": "mlp", "capture": "post_rope"}),
+        (PAIRS[2], {}),
+        (UNLIKE_PAIRS[1], {"nu": 2}),
+        (UNLIKE_PAIRS[1], {"capture": "post_rope"}),
+        (UNLIKE_PAIRS[2], {"joint": True}),
+    ],
+    ids=str,
+)
+def test_gradients_equal_finite_differences(
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[str, str],
+    options: dict[str, Any],
+) -> None:
+    """Along random directions, in float64, through a prefix that windows have left behind.
+
+    The targets have no experts: transformers routes in float32.
+    """
+    source, target = (double(folders[n], monkeypatch) for n in pair)
+    config = linear_config(source, target, **options)
+    arrays = random_arrays(config)
+    translator = TorchTranslator.from_arrays(config, arrays, "cpu")
+    reading = read(source, target, sample_of(30, 6), config.capture)
+    conversation_loss(target, translator, reading, KL, scale=0.5)
+    rng = np.random.default_rng(1)
+    for name in sorted(arrays)[:: max(1, len(arrays) // 8)]:
+        direction = rng.normal(size=arrays[name].shape)
+        slope = 0.0
+        for sign in (1, -1):
+            moved = {**arrays, name: arrays[name] + sign * 1e-6 * direction}
+            there = TorchTranslator.from_arrays(config, moved, "cpu")
+            slope += sign * conversation_loss(target, there, reading, KL).value / 2e-6
+        found = 2.0 * float((translator.tensors[name].grad.numpy() * direction).sum())
+        assert found == pytest.approx(slope, rel=1e-5, abs=1e-9), name
+
+
+# ---- configs -------------------------------------------------------------------------------
+
+# As transformers 5 writes what tiny.py writes in the older way.
+NEWER = {
+    "gemma2x32": {
+        "rope_theta": ..., "rope_scaling": ..., "rope_local_base_freq": ..., "layer_types": KINDS,
+        "rope_parameters": {
+            LOCAL: {"rope_type": "default", "rope_theta": 5000.0},
+            GLOBAL: {"rope_type": "linear", "rope_theta": 1e6, "factor": 4.0},
+        },
+    },
+    "llama2x16": {
+        "rope_theta": ..., "rope_scaling": ...,
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_both_spellings_of_a_rotation_are_one(
+    folders: dict[str, Path], torch_models: dict[str, TorchModel], tmp_path: Path, name: str
+) -> None:
+    folder = altered(folders[name], tmp_path / "newer", **NEWER[name])
+    newer = torch_model.load(str(folder), dtype=torch.float32)
+    assert newer.geometry == torch_models[name].geometry
+    tokens = tiny.random_tokens(40)
+    pairs = zip(newer.states(tokens).keys, torch_models[name].states(tokens).keys, strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("mistral4x24", {"sliding_window": 8}, "layer 0 attends to 8 .* to all in mlx-lm"),
+        (
+            "mistral4x24",
+            {"sliding_window": ..., "max_position_embeddings": 8192},
+            "attends to 4096 tokens in transformers and to all in mlx-lm; set sliding_window to n",
+        ),
+        (
+            "llama2x16",
+            {"sliding_window": 8, "layer_types": [GLOBAL, LOCAL, GLOBAL, GLOBAL]},
+            "layer 1 attends to all in transformers and to 8 tokens in mlx-lm",
+        ),
+        (
+            "gemma2x32",
+            {"layer_types": KINDS[::-1]},
+            "layer 1 .* to all .* to 16 .* sliding_window_pattern",
+        ),
+        ("gemma2x32", {"final_logit_softcapping": 30.0}, "has final_logit_softcapping"),
+        ("llama2x16", {"hidden_act": "relu"}, "has the activation 'relu' .* computes another"),
+        ("gemma2x32", {"use_bidirectional_attention": True}, "has use_bidirectional_attention"),
+        ("gemma2x32", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic NTK"),
+    ],
+    ids=str,
+)
+def test_what_mlx_lm_runs_otherwise_is_not_trained(
+    folders: dict[str, Path], tmp_path: Path, name: str, change: dict[str, Any], message: str
+) -> None:
+    folder = altered(folders[name], tmp_path / "other", **change)
+    with pytest.raises(UnsupportedModelError, match=message):
+        torch_model.load(str(folder), dtype=torch.float32)
+
+
+def test_a_window_as_long_as_the_context_is_none(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Mistral's is 4096 in transformers where a config says nothing; these models read 512."""
+    folder = altered(folders["mistral4x24"], tmp_path / "silent", sliding_window=...)
+    model = torch_model.load(str(folder), dtype=torch.float32)
+    assert {layer.window for layer in model.geometry.layers} == {None}
+
+
+def test_pairs_that_cannot_be_translated(torch_models: dict[str, TorchModel]) -> None:
+    with pytest.raises(IncompatibleTranslatorError, match="window of 16 tokens.* hold 12"):
+        linear_config(torch_models["gemma4x16"], torch_models["gemma2x32"])
+    with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
+        linear_config(torch_models["llama2x16"], torch_models["gemma2x32"])
+
+
+def test_gemma3_by_its_layer_types_alone(tmp_path: Path) -> None:
+    """As transformers 5 writes it; the device takes it too."""
+    folder = tiny.write_tiny_model(
+        tmp_path / "m", "gemma3_text", seed=3, layers=6, kv_heads=2, head_dim=16
+    )
+    before = torch_model.load(str(folder), dtype=torch.float32).spec()
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("sliding_window_pattern") == 3
+    local, whole = "sliding_attention", "full_attention"
+    config["layer_types"] = [local, local, whole] * 2
+    (folder / "config.json").write_text(json.dumps(config))
+    found = torch_model.load(str(folder), dtype=torch.float32)
+    assert found.spec() == before and found.spec().fingerprint == kv.load(folder).spec().fingerprint
+    assert [g.window for g in found.geometry.layers] == [16, 16, None] * 2
+    config["layer_types"] = [local, whole, local, local, whole, local]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="do not alternate regularly"):
+        torch_model.load(str(folder), dtype=torch.float32)

@@ -1,0 +1,376 @@
+"""Every translator kind on the device against plain loops, written from the format page alone.
+
+The models are made up: two attention groups of other widths, where the maps' hidden widths
+differ too, so that layers fall into several groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.kinds import KINDS
+from kvlingo_mlx.format.maps import expected_shapes, flops_of
+from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators import base, build, products
+from tests.support import tiny
+from tests.support.kinds import (
+    FORMS,
+    SIDES,
+    TOLERANCE,
+    WRONG,
+    Arrays,
+    Form,
+    config_json,
+    each_form,
+    each_layout,
+    errors,
+    layer_json,
+    layers_of,
+    random_arrays,
+    random_states,
+    reference,
+    shapes_of,
+    to_config,
+    to_device,
+)
+
+SPANS = tuple(itertools.product((1, 2), (1, 7)))  # batch and tokens
+
+
+# ---- translators, made from the format's description alone --------------------------------
+
+
+each_dtype = pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+
+
+def on_device(
+    data: dict[str, Any], arrays: Arrays, states: dict[str, list[np.ndarray]], batched: bool
+) -> dict[str, list[np.ndarray]]:
+    translator = build(to_config(data), Weights("float32", arrays), batched=batched)
+    return layers_of(translator(to_device(states)))
+
+
+# ---- the reference: float64, a token, a layer and a head at a time ---------------------------
+
+
+# ---- what maps compute ----------------------------------------------------------------------
+
+
+@each_layout
+@pytest.mark.parametrize("nu", [1, 2])
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@each_form
+def test_every_kind_equals_plain_loops(form: Form, bias: bool, nu: int, batched: bool) -> None:
+    data = config_json(form, nu)
+    arrays = random_arrays(form, data, bias)
+    for batch, tokens in SPANS:
+        states = random_states(data, batch, tokens)
+        found = on_device(data, arrays, states, batched)
+        assert max(errors(found, reference(data, arrays, states))) <= TOLERANCE
+
+
+@each_layout
+@each_form
+def test_layers_fall_into_groups(form: Form, batched: bool) -> None:
+    """As on a GPU: all of one shape and hidden width together. On a CPU: none."""
+    data = config_json(form)
+    weights = Weights("float32", random_arrays(form, data, True))
+    groups = build(to_config(data), weights, batched=batched).groups
+    found = {side: sorted(group.layers for group in groups[side]) for side in SIDES}
+    alone = [(0,), (1,), (2,), (3,), (4,)]
+    alike = [(0, 2, 4), (1, 3)]
+    apart = alike if form.kind == "linear" else [(0, 2), (1, 3), (4,)]
+    together = {"keys": apart, "values": alike}
+    assert found == (together if batched else {"keys": alone, "values": alone})
+
+
+@each_form
+def test_groups_of_many_hidden_units_are_cut(form: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = config_json(form)
+    arrays, states = random_arrays(form, data, True), random_states(data, 2, 3)
+    whole = on_device(data, arrays, states, batched=True)
+    monkeypatch.setattr(products, "MAX_HIDDEN", 11)
+    cut = build(to_config(data), Weights("float32", arrays), batched=True)
+    assert max(errors(layers_of(cut(to_device(states))), whole)) <= TOLERANCE
+    most = max(len(group.layers) for side in SIDES for group in cut.groups[side])
+    assert most == (3 if form.kind == "linear" else 2 if form.head_mixing else 1)
+
+
+@each_layout
+@pytest.mark.parametrize("name", ["linear head-wise", "linear own heads", "linear_mlp own heads"])
+def test_own_heads_are_segments_of_one_product(name: str, batched: bool) -> None:
+    """On a CPU, where a layer has no window."""
+    data = config_json(FORMS[name])
+    weights = Weights("float32", random_arrays(FORMS[name], data, True))
+    built = build(to_config(data), weights, batched=batched)
+    windows = [layer["window"] for layer in data["target"]["layers"]]
+    for group in (group for side in SIDES for group in built.groups[side]):
+        own = "own" in name and windows[group.layers[0]] is None
+        assert group.segmented == (own and not batched and mx.default_device() == mx.cpu)
+
+
+def without(last: str) -> Callable[[dict[str, Any], Arrays], Arrays]:
+    """A translator in which tensors of one name are ignored."""
+    return lambda data, arrays: {
+        name: array * 0 if name.endswith(f".{last}") else array for name, array in arrays.items()
+    }
+
+
+def without_gates(data: dict[str, Any], arrays: Arrays) -> Arrays:
+    return {name: array for name, array in arrays.items() if not name.endswith(".gate")}
+
+
+def rolled_heads(data: dict[str, Any], arrays: Arrays) -> Arrays:
+    """Hidden units given to the next head."""
+    return {n: np.roll(a, 1, axis=0) if n.endswith(".w1") else a for n, a in arrays.items()}
+
+
+def other_order(data: dict[str, Any], arrays: Arrays) -> Arrays:
+    """Source layers read in the opposite order, where there are two of them."""
+    for side in SIDES:
+        data["assignment"] = data["assignment"] | {
+            side: [layers[::-1] for layers in data["assignment"][side]]
+        }
+    return arrays
+
+
+SPOILED = [
+    *((name, spoil) for name in ("mlp gated", "mlp head-wise gated") for spoil in
+      (without_gates, without("bias"), without("b1"), without("b2"))),
+    ("mlp head-wise", rolled_heads),
+    ("joint", without("bias")),
+    ("linear_mlp", without("weight")),
+    ("linear_mlp", without("w2")),
+    ("linear_mlp head-wise", without("b2")),
+]  # fmt: skip
+
+
+@each_layout
+@pytest.mark.parametrize(("name", "spoil"), SPOILED)
+def test_every_tensor_counts(
+    name: str, spoil: Callable[[dict[str, Any], Arrays], Arrays], batched: bool
+) -> None:
+    """Negative control: a reference that leaves a tensor out is far from every layer."""
+    data = config_json(FORMS[name])
+    arrays, states = random_arrays(FORMS[name], data, True), random_states(data, 1, 7)
+    found = on_device(data, arrays, states, batched)
+    assert min(errors(found, reference(data, spoil(data, arrays), states))) > WRONG
+
+
+@pytest.mark.parametrize("name", ["joint", "mlp gated", "linear_mlp head-wise"])
+def test_the_reading_order_counts(name: str) -> None:
+    data = config_json(FORMS[name])
+    arrays, states = random_arrays(FORMS[name], data, False), random_states(data, 1, 7)
+    found = on_device(data, arrays, states, batched=True)
+    wrong = errors(found, reference(data, other_order(data, arrays), states))
+    read_two = [layer % 2 == 0 for _ in SIDES for layer in range(5)]
+    assert all((error > WRONG) == two for error, two in zip(wrong, read_two, strict=True))
+
+
+@pytest.mark.parametrize("name", ["mlp", "linear_mlp"])
+def test_gelu_is_the_exact_one(name: str) -> None:
+    """Its approximation by tanh is close, and still told apart."""
+    data = config_json(FORMS[name])
+    arrays, states = random_arrays(FORMS[name], data, False), random_states(data, 1, 7)
+    found = on_device(data, arrays, states, batched=False)
+
+    def by_tanh(z: float) -> float:
+        return 0.5 * z * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+    wrong = errors(found, reference(data, arrays, states, by_tanh))
+    assert min(wrong) > 10 * TOLERANCE and max(wrong) < WRONG
+    assert min(errors(found, reference(data, arrays, states, lambda z: max(z, 0.0)))) > WRONG
+
+
+@each_layout
+@each_form
+def test_every_kind_equals_pytorch(form: Form, batched: bool) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from kvlingo_mlx.training.torch_model import States
+    from kvlingo_mlx.training.translator import TorchTranslator
+
+    data = config_json(form)
+    arrays, states = random_arrays(form, data, True), random_states(data, 1, 7)
+    twin = TorchTranslator.from_arrays(to_config(data), arrays, "cpu")
+    read = States(*(tuple(torch.tensor(array[0]) for array in states[side]) for side in SIDES))
+    expected: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
+    for t, layer in enumerate(data["target"]["layers"]):
+        for side, array in zip(SIDES, twin.layer(t, read), strict=True):
+            heads = array.detach().numpy().reshape(1, 7, layer["kv_heads"], -1)
+            expected[side].append(heads.swapaxes(1, 2))
+    assert max(errors(on_device(data, arrays, states, batched), expected)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@each_form
+def test_sixteen_bits_as_on_a_gpu(form: Form, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and products of 16 bits, vectors and results in float32."""
+    for module in (products, base):
+        monkeypatch.setattr(module, "on_gpu", lambda: True)
+    data = config_json(form)
+    weights = Weights.from_float32(random_arrays(form, data, True), dtype)
+    translator = build(to_config(data), weights)
+    states = to_device(random_states(data, 2, 7), getattr(mx, dtype))
+    rounded = {side: [np.array(array.astype(mx.float32)) for array in states.side(side)]
+               for side in SIDES}  # fmt: skip
+    exact = {name: weights.as_float32(name) for name in weights.arrays}
+    found = errors(layers_of(translator(states)), reference(data, exact, rounded))
+    assert 1e-5 < max(found) < 2e-2
+    vectors = sum(a.size for n, a in exact.items() if n.split(".")[2] not in ("weight", "w1", "w2"))
+    assert translator.nbytes == 2 * (translator.num_parameters + vectors)
+    # Inputs in float32 are not rounded, neither is what becomes of them.
+    states = random_states(data, 2, 7)
+    found = errors(layers_of(translator(to_device(states))), reference(data, exact, states))
+    assert max(found) <= TOLERANCE
+
+
+# ---- what a translator says of itself, and what it writes -----------------------------------
+
+
+@each_layout
+@each_dtype
+@each_form
+def test_saving_gives_the_bytes_that_were_loaded(
+    form: Form, dtype: str, batched: bool, tmp_path: Path
+) -> None:
+    data = config_json(form)
+    arrays = random_arrays(form, data, True)
+    for array in arrays.values():  # signed zeros, and numbers below the normal ones
+        array.reshape(-1)[:2] = (-0.0, 1e-40 if dtype != "float16" else 1e-7)
+    weights = Weights.from_float32(arrays, dtype)
+    first = translator_folder.write(tmp_path / "first", to_config(data), weights)
+    translator = build(*translator_folder.read(first), batched=batched)
+    again = translator.to_weights()
+    assert again.dtype == dtype and set(again.arrays) == set(weights.arrays)
+    for name, array in weights.arrays.items():
+        assert again.arrays[name].shape == array.shape
+        assert again.arrays[name].tobytes() == array.tobytes()
+    second = translator.save(tmp_path / "second")
+    for file in ("translator.safetensors", "selftest.safetensors", "translator_config.json"):
+        assert (second / file).read_bytes() == (first / file).read_bytes()
+
+
+@each_layout
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "bias"])
+@each_form
+def test_sizes(form: Form, bias: bool, batched: bool) -> None:
+    data = config_json(form)
+    arrays = random_arrays(form, data, bias)
+    translator = build(to_config(data), Weights("float32", arrays), batched=batched)
+    numbers = {name: math.prod(shape) for name, shape in shapes_of(form, data, bias).items()}
+    assert translator.num_parameters == sum(numbers.values())
+    assert translator.nbytes == 4 * sum(numbers.values())
+    matrices = [n for n in numbers if n.split(".")[2] in ("weight", "w1", "w2")]
+    assert translator.flops_per_token == 2 * sum(numbers[n] for n in matrices)
+
+
+@pytest.mark.parametrize(("layers", "megaflops"), [(28, 117), (36, 151)])
+def test_the_papers_operations_per_token(layers: int, megaflops: int) -> None:
+    """Appendix "Computational gains": Qwen3's widths, layer to layer."""
+    data = config_json(Form(), 1)
+    for end in ("source", "target"):
+        data[end] = data[end] | {"layers": [layer_json(i, 8, 128, 128) for i in range(layers)]}
+    data["assignment"] = {side: [[i] for i in range(layers)] for side in SIDES}
+    shapes = expected_shapes(to_config(data), ())
+    flops = flops_of((name, math.prod(shape)) for name, shape in shapes.items())
+    assert round(flops / 1e6) == megaflops
+
+
+def test_there_is_a_translator_of_every_kind() -> None:
+    kinds = {"joint" if form.joint else form.kind for form in FORMS.values()}
+    assert kinds == {"joint" if spec.joint else spec.kind for spec in KINDS}
+
+
+@each_form
+def test_shuffled_maps_sit_at_other_layers(form: Form) -> None:
+    data = config_json(form)
+    arrays, states = random_arrays(form, data, True), random_states(data, 1, 7)
+    translator = build(to_config(data), Weights("float32", arrays))
+    control = conditions.shuffled(translator)
+    moved = control.to_weights().arrays
+    assert set(moved) == set(arrays)
+    places: dict[int, set[int]] = {}
+    for name, array in moved.items():
+        side, layer, last = name.split(".")
+        (was,) = (t for t in range(5) if np.array_equal(arrays[f"{side}.{t}.{last}"], array))
+        places.setdefault(int(layer), set()).add(was)
+    # One order for all tensors of a layer, none at its own place, none in the other group.
+    assert sorted(was for (was,) in places.values()) == [0, 1, 2, 3, 4]
+    assert all(layer != was and (layer - was) % 2 == 0 for layer, (was,) in places.items())
+    found = errors(layers_of(control(to_device(states))), reference(data, arrays, states))
+    assert min(found) > WRONG
+
+
+def test_a_layer_like_no_other_cannot_be_shuffled() -> None:
+    data = config_json(Form())
+    data["target"]["layers"][3]["key_dim"] = 8
+    arrays = random_arrays(Form(), data, False)
+    with pytest.raises(ValueError, match="maps of target layer 1 fit no other layer"):
+        conditions.shuffled(build(to_config(data), Weights("float32", arrays)))
+
+
+# ---- from end to end ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [2048, 5])
+@pytest.mark.parametrize("nu", [1, 2])
+def test_a_folder_of_mlp_maps_hands_over(
+    folders: dict[str, Path],
+    models: dict[str, LanguageModel],
+    tmp_path: Path,
+    nu: int,
+    step: int,
+) -> None:
+    """Captured after RoPE: the source's own cache, mapped, is the target's."""
+    like = tiny.write_random_translator(
+        tmp_path / "like", folders["dense"], folders["moe"], nu=nu, capture="post_rope"
+    )
+    folder = tiny.write_mlp_translator(tmp_path / "mlp", like)
+    source, target, tokens = models["dense"], models["moe"], tiny.random_tokens(18)
+    native = conditions.native(source)(tokens)
+    states = {
+        side: [np.array(array[:, :, :17]).swapaxes(1, 2).reshape(1, 17, -1) for array in arrays]
+        for side, arrays in (
+            ("keys", [c.keys for c in native]), ("values", [c.values for c in native])
+        )
+    }  # fmt: skip
+    data = json.loads((folder / "translator_config.json").read_text())
+    expected = reference(data, dict(translator_folder.read(folder)[1].arrays), states)
+    cache = kv.hand_over(source, target, tokens, translator=folder, prefill_step_size=step)
+    found = {"keys": [np.array(c.keys[:, :, :17]) for c in cache],
+             "values": [np.array(c.values[:, :, :17]) for c in cache]}  # fmt: skip
+    assert max(errors(found, expected)) < 1e-5
+    shuffled = conditions.shuffled(kv.load_translator(folder))
+    wrong = kv.hand_over(source, target, tokens, translator=shuffled)
+    assert np.linalg.norm(np.array(wrong[0].values[:, :, :17]) - found["values"][0]) > WRONG
+    text = kv.generate(source, target, "hello there", translator=folder, max_tokens=6)
+    assert text == kv.generate(
+        source, target, "hello there", translator=kv.load_translator(folder), max_tokens=6
+    )
+    assert text != kv.generate(source, target, "hello there", translator=shuffled, max_tokens=6)
+
+
+def test_a_form_is_told_in_words() -> None:
+    words = {name: to_config(config_json(form)).form for name, form in FORMS.items()}
+    assert words["joint"] == "linear, head-mixing, keys and values joint"
+    assert words["mlp head-wise"] == "mlp, head-wise"
+    config = to_config(config_json(FORMS["joint"]))
+    weights = Weights("float32", random_arrays(FORMS["joint"], config_json(FORMS["joint"]), True))
+    card = translator_folder.model_card(dataclasses.replace(config, capture="post_norm"), weights)
+    assert "- kind: linear, head-mixing, keys and values joint, captured post-norm\n" in card

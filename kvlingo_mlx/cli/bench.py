@@ -75,7 +75,7 @@ def _run(options: BenchOptions, lengths: Sequence[int] | None) -> None:
         if options.save_timings:
             keep_timings(ran, pair, asked.step_size)
     if beside is not None and (differs := beside.differences(config)):
-        say(f"the reference is not of the same run: {differs}")
+        say(f"the reference was measured with other settings: {differs}")
     foot(pair, ran.rates, asked.text)
     say(measure.machine_line())
     if options.plot:

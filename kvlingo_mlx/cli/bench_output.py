@@ -46,8 +46,8 @@ def show(ran: Ran, pair: Pair, beside: Reference | None) -> dict[str, Any]:
         columns = ["prompt tokens", *(str(t.prompt_tokens) for t in timings)]
         title = f"{shown.title}\n{pair.source.name} to {pair.target.name}"
         table(title, columns, rows + _derived(shown, timings))
-        say("Medians in ms; in brackets the share of the machine's own ceiling.")
-        table("Least / distance between the quartiles (ms)", columns, _spreads(timings))
+        say("Medians in ms; in brackets: how close to the fastest that this machine could be.")
+        table("Fastest / interquartile range (ms)", columns, _spreads(timings))
         grown = _extrapolate(timings, pair, columns)
         if beside is not None:
             _beside(ran.name, timings, grown, pair.layers, beside)
@@ -116,21 +116,11 @@ def _extrapolate(
     timings: Sequence[Timing], pair: Pair, columns: list[str]
 ) -> list[dict[str, float]]:
     """Print what the times would be at full depth, if the models are not whole."""
-    from kvlingo_mlx.backend import on_gpu
-
-    from kvlingo_mlx.reporting.measure import seconds
-    from kvlingo_mlx.timing import derived, paths
-    from kvlingo_mlx.timing.ceilings import Costs
+    from kvlingo_mlx.timing.runs import at_full_depth
 
     if pair.layers is None:
         return []
-    batch = timings[0].batch
-    work = lambda: paths.run_head(pair.target, batch)  # noqa: E731
-    head = min(seconds(work) for _ in range(5))
-    ends = zip((pair.source, pair.target), pair.layers, strict=True)
-    depths = [derived.Depth(*layers, Costs(model).last_share) for model, layers in ends]
-    steps = 1 if on_gpu() or batch > 1 else paths.QUEUED
-    grown = [derived.extrapolated(timing, head, *depths, steps=steps) for timing in timings]
+    grown = at_full_depth(pair, timings)
     rows = [[label(phase), *(ms(g[phase]) for g in grown)] for phase in grown[0]]
     full = " and ".join(str(whole) for _, whole in pair.layers)
     table(f"Extrapolated to {full} layers, not measured (ms)", columns, rows)
@@ -165,8 +155,8 @@ def _beside(
             rows.append([said, *(f"{ms(o)} ({m / o:.1f}x)" for m, o in pairs)])
     if not rows:
         say(
-            f"the reference ({reference.name}) has nothing in common with this table: found "
-            f"{_contents(theirs)}; expected {_contents(ours)}"
+            f"the reference ({reference.name}) has nothing in common with this table: it holds "
+            f"{_contents(theirs)}; this table holds {_contents(ours)}"
         )
         return
     title = "Reference (ms)"

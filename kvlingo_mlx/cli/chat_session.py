@@ -219,7 +219,7 @@ class Chat:
         print_lines(self.talk.stats())
         switch = self.talk.last_switch
         if switch is None:
-            say("nobody has answered since this chat began")
+            say("no model has answered since this chat began")
         else:
             print_switch(switch, self._reprefill(switch))
 

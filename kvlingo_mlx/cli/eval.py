@@ -97,16 +97,16 @@ def _parsed(options: EvalOptions) -> tuple[list[str], list[str], dict[str, Any]]
 def _tasks(
     options: EvalOptions, names: list[str], models: Models, haystack: str | None
 ) -> list[Task]:
-    from kvlingo_mlx.evaluation import tasks
+    from kvlingo_mlx.evaluation import own_tasks
 
-    asked = tasks.Asked(
+    asked = own_tasks.Asked(
         needles=words(options.needles),
         lengths=parsing.lengths(options.lengths),
         haystack=haystack,
         max_tokens=options.max_tokens or ANSWER_TOKENS,
         **options.some("limit seed data style thinking"),
     )
-    return [tasks.make(name, *models, asked) for name in names]
+    return [own_tasks.make(name, *models, asked) for name in names]
 
 
 def _line_up(

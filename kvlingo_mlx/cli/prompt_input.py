@@ -28,7 +28,7 @@ def read_prompt(prompt: str | None, messages_file: str | None) -> str | list[dic
             raise ValueError("--prompt and --messages are both given; leave out one of them")
         return _messages(_read(messages_file), messages_file)
     if prompt is None:
-        raise ValueError("nothing is asked; give --prompt TEXT, or --messages FILE")
+        raise ValueError("no prompt is given; give --prompt TEXT, or --messages FILE")
     text = prompt.replace("\\n", "\n").replace("\\t", "\t")
     text = _stdin("--prompt") if prompt == "-" else text
     if not text.strip():
@@ -102,7 +102,7 @@ def thinking_switch(thinking: bool | None, models: Collection[LanguageModel]) ->
     names = " and ".join(dict.fromkeys(model.name for model in models))
     warn(
         f"{names} can only repeat facts that the prompt states; asked without thinking, as "
-        f"trained (--thinking: with). Try {shlex.quote(EXAMPLE)}"
+        f"they were trained; --thinking asks with it. Try {shlex.quote(EXAMPLE)}"
     )
     return False
 

@@ -52,7 +52,11 @@ def command(options: VerifyOptions) -> None:
         else f"none: it has no {translator_folder.SELFTEST_FILE}",
     }
     sound = _run_maps(config, weights, rows)
-    text = "the maps are computed as they are stored" if sound else "MLX computes other maps here"
+    text = (
+        "the maps are computed as they are stored"
+        if sound
+        else "MLX computes something else here than the maps that are stored"
+    )
     numbers: dict[str, Any] = {}
     if options.source is not None and options.target is not None and sound:
         names = options.source, options.target

@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from kvlingo_mlx.timing import tables
-from kvlingo_mlx.timing.ceilings import Rates, measured_rates
+from kvlingo_mlx.backend import on_gpu
+
+from kvlingo_mlx.reporting.measure import seconds
+from kvlingo_mlx.timing import derived, paths, tables
+from kvlingo_mlx.timing.ceilings import Costs, Rates, measured_rates
 from kvlingo_mlx.timing.pairs import Pair
 from kvlingo_mlx.timing.tables import Clock, Table, Timing
 
@@ -104,3 +107,15 @@ def run(pair: Pair, asked: Asked, clock: Clock, bar: Bar) -> Iterator[Ran]:
         rates = rates.best(measured_rates())
         beyond = [n for n in own.lengths if n > room] if asked.lengths is None else []
         yield Ran(name, shown, timings, over, beyond, rates)
+
+
+def at_full_depth(pair: Pair, timings: Sequence[Timing]) -> list[dict[str, float]]:
+    """By length, seconds of each phase at the models' full depth; none where they are whole."""
+    if pair.layers is None:
+        return []
+    batch = timings[0].batch
+    head = min(seconds(lambda: paths.run_head(pair.target, batch)) for _ in range(5))
+    ends = zip((pair.source, pair.target), pair.layers, strict=True)
+    depths = [derived.Depth(*layers, Costs(model).last_share) for model, layers in ends]
+    steps = 1 if on_gpu() or batch > 1 else paths.QUEUED
+    return [derived.extrapolated(timing, head, *depths, steps=steps) for timing in timings]

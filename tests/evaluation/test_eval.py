@@ -325,7 +325,7 @@ def test_an_interruption_says_how_to_go_on(
     ("options", "message"),
     [
         (["--baselines", "droid"], "--baselines names 'droid'"),
-        (["--tasks", "needles", "--lengths", "10,99999"], "--lengths is '10,99999'"),
+        (["--tasks", "needles", "--lengths", "10,99999"], "--lengths holds 99999; give "),
         (["--tasks", "needles", "--lengths", "20"], "the needles alone take"),
         (["--tasks", "needles", "--needles", "double"], "'double' is no needle variant"),
         (["--tasks", "needles", "--style", "odd"], "'odd' is no needle style"),

@@ -395,7 +395,7 @@ def test_bench_keeps_timings_that_generate_goes_by(
         (["generate", "--strategy", "fast"], "strategy is 'fast'; give accelerator, native or"),
         (["generate", "--strategy", "switch"], "nobody has read this prompt yet"),
         (["bench", "--save-timings", "--table", "quant"], "does not time every way"),
-        (["bench", "--save-timings", "--geometry", "a:b"], "whose models nobody"),
+        (["bench", "--save-timings", "--geometry", "a:b"], "whose models are random"),
     ],
 )
 def test_refusals(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 def version() -> str:
     """What the package says of itself; it is not imported."""
-    text = (ROOT / "kvlingo_mlx" / "__init__.py").read_text(encoding="utf-8")
+    text = (ROOT / "kvlingo_mlx" / "version.py").read_text(encoding="utf-8")
     (found,) = re.findall(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
     return found
 

@@ -100,16 +100,16 @@ def run(
     from kvlingo_mlx.evaluation.harness.results import collect
     from kvlingo_mlx.evaluation.harness.task_loading import load_tasks
 
+    answers: dict[str, Any] = {"enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks}
     model = PrefixLM(
         target,
         make_cache,
         condition=condition,
         use_chat_template=apply_chat_template,
-        enable_thinking=enable_thinking,
-        max_gen_toks=max_gen_toks,
         max_length=max_length,
         responses=Responses(None if responses is None else Path(responses)),
         progress=progress,
+        **answers,
     )
     files = {name: str(path) for name, path in (data or {}).items()}
     with _quiet(), _seeded(seed):
@@ -124,15 +124,8 @@ def run(
         }
         own = {"samples": numbers or None, "confirm_run_unsafe_code": unsafe_code}
         evaluated = _evaluated(model, loaded, **own, **asked)
-    settings = asked | {
-        "items": numbers or None,
-        "seed": seed,
-        "num_fewshot": num_fewshot,
-        "data": files,
-        "enable_thinking": enable_thinking,
-        "max_gen_toks": max_gen_toks,
-        "max_length": model.max_length,
-    }
+    examples = {"items": numbers or None, "seed": seed, "num_fewshot": num_fewshot}
+    settings = asked | answers | examples | {"data": files, "max_length": model.max_length}
     named = {"condition": condition, "target": target.name, "settings": settings}
     return named | collect(model, loaded, evaluated)
 

@@ -79,7 +79,7 @@ def _lengths(lengths: Sequence[int] | None, room: int) -> Sequence[int]:
     for length in lengths:
         if not 1 <= length <= room:
             raise ValueError(
-                f"--lengths holds {length}; give numbers from 1 to {room}, which the shorter "
-                "context leaves for a prompt: 1024,2048"
+                f"--lengths holds {length}; give numbers of tokens from 1 to {room}, which is what "
+                "the shorter of the two contexts leaves for a prompt"
             )
     return lengths

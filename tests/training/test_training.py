@@ -929,7 +929,7 @@ def test_two_processes_give_the_result_of_one(
 def test_plans_that_make_no_sense() -> None:
     with pytest.raises(ValueError, match="kind is 'conv'"):
         TrainingPlan(kind="conv")
-    with pytest.raises(ValueError, match="a joint map is linear"):
+    with pytest.raises(ValueError, match="joint is true, expected kind linear"):
         TrainingPlan(joint=True, head_mixing=False)
     with pytest.raises(ValueError, match="r2 chooses for keys and values apart"):
         TrainingPlan(joint=True, assignment="r2")

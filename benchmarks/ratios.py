@@ -200,9 +200,10 @@ def _choice(
     chosen = []
 
     def first(strategy: str) -> None:
+        used = {} if strategy == "native" else {"translator": translator}
         responses = generation.stream_generate(
-            source, target, prompt, translator=translator, strategy=strategy, max_tokens=1,
-        )  # fmt: skip
+            source, target, prompt, strategy=strategy, max_tokens=1, **used
+        )
         chosen.append(next(responses).strategy)
         responses.close()
 

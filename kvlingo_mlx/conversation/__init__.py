@@ -12,18 +12,16 @@ import copy
 import json
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.arguments import checked, renamed
-from kvlingo_mlx.caches.limits import check_bits
-from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, check_room, stats_of
+from kvlingo_mlx.conversation.asking import Asking, ReplyOptions, history_of
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
-from kvlingo_mlx.conversation.cross_turn import CrossTurn
 from kvlingo_mlx.conversation.directions import Given
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line
@@ -32,12 +30,11 @@ from kvlingo_mlx.conversation.transcript import (
     Transcript,
     same_message,
     template_difference,
-    without_oldest_turn,
 )
 from kvlingo_mlx.conversation.turn import Decoding, Turn, thought_end
 from kvlingo_mlx.conversation.use import Use, claiming
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.handover.generation import DECODE_OPTIONS, check_drafting, check_max_tokens
+from kvlingo_mlx.handover.generation import check_max_tokens
 from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import (
     DecodingOptions,
@@ -46,29 +43,13 @@ from kvlingo_mlx.handover.sampling import (
     choice_of,
     given,
 )
-from kvlingo_mlx.loading.models import Model, load, load_together
+from kvlingo_mlx.loading.models import Model, load_together
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, check_tools
-from kvlingo_mlx.tokenization.renderings import with_joined_parts
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
 ON_FULL = ("error", "drop_oldest")
-
-
-class ReplyOptions(DecodingOptions, total=False):
-    """What :meth:`Conversation.reply` passes on to :meth:`Conversation.stream_reply`."""
-
-    messages: Sequence[Message] | None
-    prefill: str | None
-    first_token: str
-    reasoning: str | None
-    max_tokens: int
-    sampler: Sampler | None
-    logits_processors: list[LogitsProcessor] | None
-    enable_thinking: bool | None
-    draft_model: Model | None
-    num_draft_tokens: int | None
 
 
 class ResumeOptions(TypedDict, total=False):
@@ -190,7 +171,7 @@ class Conversation:
     @messages.setter
     def messages(self, messages: Sequence[Message]) -> None:
         with self._use.claimed():
-            listed = _history(messages) if messages else []
+            listed = history_of(messages) if messages else []
             made, rest = self.transcript.at(listed, self._same())
             made.messages += rest
             made.previous = self.transcript
@@ -367,19 +348,20 @@ class Conversation:
         named = [n for n in (name, prefill, reasoning) if n is not None]
         for each in named:  # all, before anybody begins
             self.exchange.line(each)
-        base, new = self._begun(message, messages, enable_thinking, known.get("tools"))
+        asking = Asking(self.exchange, self.transcript, self._same(), self.on_full)
+        base, new = asking.begun(message, messages, enable_thinking, known.get("tools"))
         check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
         alone = reasoning is None and first_token == "target"
-        draft = self._draft(draft_model, alone=alone)
+        draft = asking.draft(draft_model, alone=alone)
         decoding = Decoding(
             choice,
             base.switches.get("tools"),
-            self._quantised(named, known),
+            asking.quantised(named, known),
             draft,
             num_draft_tokens or 2,
         )
-        base, new = self._fitting(base, new, named, max_tokens)
-        turn = self._turn(base, named, new, max_tokens, decoding)
+        base, new = asking.fitting(base, new, named, max_tokens)
+        turn = asking.turn(base, named, new, max_tokens, decoding)
         parts: list[tuple[str, int | None, str | None]] = [(name, None, None)]
         if reasoning is not None:
             parts.insert(0, (reasoning, None, thought_end(self.exchange.line(reasoning).model)))
@@ -423,110 +405,6 @@ class Conversation:
         else:
             self._finish(base, turn, turn.said(name, cut=False))
         return latest
-
-    def _begun(
-        self,
-        message: str | Sequence[Message] | None,
-        messages: Sequence[Message] | None,
-        enable_thinking: bool | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> tuple[Transcript, list[Message]]:
-        """What of the conversation stands before the messages that are to be answered, and these.
-
-        Raises:
-            ValueError: Both or neither are given, or the last one is an answer.
-        """
-        if message is not None and messages is not None:
-            raise ValueError(
-                "message and messages are both given; give the new message alone, or the whole "
-                "conversation as messages"
-            )
-        if messages is not None:
-            base, new = self.transcript.at(_history(messages), self._same())
-        else:
-            base = self.transcript.copy()
-            new = [] if message is None else _messages(message)
-        asked = [m for m in [*base.messages, *new][-1:] if m.get("role") in ("user", "tool")]
-        if message is None and messages is not None and not asked:
-            raise ValueError(
-                "the last of the messages is no user's and no tool's, so there is nothing to "
-                "answer; add what is to be answered"
-            )
-        if message is None and not asked:
-            _messages(message)  # None, which it refuses
-        switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
-        base.switches |= {name: value for name, value in switches.items() if value is not None}
-        return base, new
-
-    def _quantised(self, names: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
-        """mlx-lm's options for a quantised cache, refused where it cannot be quantised."""
-        found = {option: known[option] for option in DECODE_OPTIONS if option in known}
-        if found and isinstance(self.exchange, CrossExchange):
-            raise ValueError(
-                "kv_bits cannot be used in a conversation of several tokenizers, whose caches "
-                "mlx-lm cannot quantise; leave it out"
-            )
-        for name in names if found else ():
-            model = self.exchange.line(name).model
-            check_bits(model, found["kv_bits"], found.get("kv_group_size", 64))
-        return found
-
-    def _draft(self, draft_model: Model | None, *, alone: bool) -> Line | None:
-        """A line of its own for a draft model, which holds what a line of that name holds."""
-        if draft_model is None:
-            return None
-        if isinstance(self.exchange, CrossExchange) or not alone:
-            what = "beside reasoning or first_token" if not alone else "between several tokenizers"
-            raise ValueError(f"draft_model cannot be used {what}; leave one of them out")
-        if isinstance(draft_model, str) and draft_model in self.lines:
-            line = self.lines[draft_model].copy()
-            line.records = False
-            return line
-        return Line("draft", load(draft_model), records=False)
-
-    def _fitting(
-        self, base: Transcript, new: list[Message], names: Sequence[str], max_tokens: int
-    ) -> tuple[Transcript, list[Message]]:
-        """The same, the oldest turns dropped until the answer has room, if that was asked for."""
-        if self.on_full != "drop_oldest":
-            return base, new
-        models = [self.exchange.line(name).model for name in names]
-        messages, same = [*base.messages, *new], self._same()
-
-        def fits() -> bool:
-            return all(
-                room_for(model, len(base.prompt(model, new)), -1)
-                >= (1 if max_tokens == -1 else min(max_tokens, model.context_length // 2))
-                for model in models
-            )
-
-        while not fits() and (shorter := without_oldest_turn(messages)) is not None:
-            messages, switches = shorter, base.switches
-            base, new = self.transcript.at(messages, same)
-            base.switches = switches
-        return base, new
-
-    def _turn(
-        self,
-        base: Transcript,
-        names: Sequence[str],
-        new: list[Message],
-        max_tokens: int,
-        decoding: Decoding,
-    ) -> Turn:
-        """An answer to ``new`` by some models, the first of which gives the template."""
-        models = [self.exchange.line(n).model for n in names]
-        if isinstance(self.exchange, CrossExchange):
-            assert isinstance(base, CrossTranscript)
-            return CrossTurn(self.exchange, base, new, names, max_tokens, decoding)
-        prompt = base.prompt(models[0], new)
-        for each in models:
-            each.check_tokens(prompt)
-        if (draft := decoding.draft) is not None:
-            drafts = decoding.num_draft_tokens
-            check_drafting(models[0], draft.model, prompt, max_tokens, drafts)
-        mark = base.end_of_messages(models[0], new, prompt)
-        return Turn(self.exchange, new, prompt, mark, max_tokens, decoding)
 
     def _check_room(self, turn: Turn, names: Iterable[str]) -> None:
         """Refuse (NotEnoughMemoryError) a prompt whose caches do not fit; nothing has changed."""
@@ -653,31 +531,6 @@ def _by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
     for model in listed:
         found.setdefault(model.tokenizer_fingerprint, []).append(model)
     return list(found.values())
-
-
-def _messages(message: object) -> list[Message]:
-    """What the user says, as messages; ValueError if it is neither text nor messages."""
-    if isinstance(message, str):
-        return [{"role": "user", "content": message}]
-    listed: list[Any] = list(message) if isinstance(message, Sequence | Iterator) else []
-    if not listed or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) for m in listed
-    ):
-        raise ValueError(
-            f"the message is {message!r:.80}; give text, or a list of messages, each with a "
-            '"role" and a "content"'
-        )
-    return with_joined_parts(listed)
-
-
-def _history(messages: object) -> list[Message]:
-    """A whole conversation; ValueError if it is no list of messages."""
-    if isinstance(messages, str):
-        raise ValueError(
-            f"messages is {messages!r:.80}; give the whole conversation as a list of messages, or "
-            "the new message alone as message"
-        )
-    return _messages(messages)
 
 
 def _check_json(tools: object) -> None:

@@ -1,0 +1,183 @@
+"""What a conversation is asked, made ready to be answered: a turn over a transcript."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvlingo_mlx.caches.limits import check_bits
+from kvlingo_mlx.caches.validation import room_for
+from kvlingo_mlx.conversation.cross_exchange import CrossExchange
+from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
+from kvlingo_mlx.conversation.cross_turn import CrossTurn
+from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.transcript import Transcript, without_oldest_turn
+from kvlingo_mlx.conversation.turn import Decoding, Turn
+from kvlingo_mlx.handover.generation import DECODE_OPTIONS, check_drafting
+from kvlingo_mlx.handover.sampling import DecodingOptions, LogitsProcessor, Sampler
+from kvlingo_mlx.loading.models import Model, load
+from kvlingo_mlx.models.prompts import Message
+from kvlingo_mlx.tokenization.renderings import with_joined_parts
+
+
+class ReplyOptions(DecodingOptions, total=False):
+    """What :meth:`Conversation.reply` passes on to :meth:`Conversation.stream_reply`."""
+
+    messages: Sequence[Message] | None
+    prefill: str | None
+    first_token: str
+    reasoning: str | None
+    max_tokens: int
+    sampler: Sampler | None
+    logits_processors: list[LogitsProcessor] | None
+    enable_thinking: bool | None
+    draft_model: Model | None
+    num_draft_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A conversation as it stands when a reply is asked for.
+
+    Attributes:
+        exchange: Its lines.
+        transcript: What was said.
+        same: Whether a message is one of its own.
+        on_full: What a full context does.
+    """
+
+    exchange: Exchange
+    transcript: Transcript
+    same: Callable[[Message, Message], bool]
+    on_full: str
+
+    def begun(
+        self,
+        message: str | Sequence[Message] | None,
+        messages: Sequence[Message] | None,
+        enable_thinking: bool | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> tuple[Transcript, list[Message]]:
+        """What of the conversation stands before the messages that are to be answered, and these.
+
+        Raises:
+            ValueError: Both or neither are given, or the last one is an answer.
+        """
+        if message is not None and messages is not None:
+            raise ValueError(
+                "message and messages are both given; give the new message alone, or the whole "
+                "conversation as messages"
+            )
+        if messages is not None:
+            base, new = self.transcript.at(history_of(messages), self.same)
+        else:
+            base = self.transcript.copy()
+            new = [] if message is None else messages_of(message)
+        asked = [m for m in [*base.messages, *new][-1:] if m.get("role") in ("user", "tool")]
+        if message is None and messages is not None and not asked:
+            raise ValueError(
+                "the last of the messages is no user's and no tool's, so there is nothing to "
+                "answer; add what is to be answered"
+            )
+        if message is None and not asked:
+            messages_of(message)  # None, which it refuses
+        switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
+        base.switches |= {name: value for name, value in switches.items() if value is not None}
+        return base, new
+
+    def quantised(self, names: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
+        """mlx-lm's options for a quantised cache, refused where it cannot be quantised."""
+        found = {option: known[option] for option in DECODE_OPTIONS if option in known}
+        if found and isinstance(self.exchange, CrossExchange):
+            raise ValueError(
+                "kv_bits cannot be used in a conversation of several tokenizers, whose caches "
+                "mlx-lm cannot quantise; leave it out"
+            )
+        for name in names if found else ():
+            model = self.exchange.line(name).model
+            check_bits(model, found["kv_bits"], found.get("kv_group_size", 64))
+        return found
+
+    def draft(self, draft_model: Model | None, *, alone: bool) -> Line | None:
+        """A line of its own for a draft model, which holds what a line of that name holds."""
+        if draft_model is None:
+            return None
+        if isinstance(self.exchange, CrossExchange) or not alone:
+            what = "beside reasoning or first_token" if not alone else "between several tokenizers"
+            raise ValueError(f"draft_model cannot be used {what}; leave one of them out")
+        if isinstance(draft_model, str) and draft_model in self.exchange.lines:
+            line = self.exchange.lines[draft_model].copy()
+            line.records = False
+            return line
+        return Line("draft", load(draft_model), records=False)
+
+    def fitting(
+        self, base: Transcript, new: list[Message], names: Sequence[str], max_tokens: int
+    ) -> tuple[Transcript, list[Message]]:
+        """The same, the oldest turns dropped until the answer has room, if that was asked for."""
+        if self.on_full != "drop_oldest":
+            return base, new
+        models = [self.exchange.line(name).model for name in names]
+        messages, same = [*base.messages, *new], self.same
+
+        def fits() -> bool:
+            return all(
+                room_for(model, len(base.prompt(model, new)), -1)
+                >= (1 if max_tokens == -1 else min(max_tokens, model.context_length // 2))
+                for model in models
+            )
+
+        while not fits() and (shorter := without_oldest_turn(messages)) is not None:
+            messages, switches = shorter, base.switches
+            base, new = self.transcript.at(messages, same)
+            base.switches = switches
+        return base, new
+
+    def turn(
+        self,
+        base: Transcript,
+        names: Sequence[str],
+        new: list[Message],
+        max_tokens: int,
+        decoding: Decoding,
+    ) -> Turn:
+        """An answer to ``new`` by some models, the first of which gives the template."""
+        models = [self.exchange.line(n).model for n in names]
+        if isinstance(self.exchange, CrossExchange):
+            assert isinstance(base, CrossTranscript)
+            return CrossTurn(self.exchange, base, new, names, max_tokens, decoding)
+        prompt = base.prompt(models[0], new)
+        for each in models:
+            each.check_tokens(prompt)
+        if (draft := decoding.draft) is not None:
+            drafts = decoding.num_draft_tokens
+            check_drafting(models[0], draft.model, prompt, max_tokens, drafts)
+        mark = base.end_of_messages(models[0], new, prompt)
+        return Turn(self.exchange, new, prompt, mark, max_tokens, decoding)
+
+
+def messages_of(message: object) -> list[Message]:
+    """What the user says, as messages; ValueError if it is neither text nor messages."""
+    if isinstance(message, str):
+        return [{"role": "user", "content": message}]
+    listed: list[Any] = list(message) if isinstance(message, Sequence | Iterator) else []
+    if not listed or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) for m in listed
+    ):
+        raise ValueError(
+            f"the message is {message!r:.80}; give text, or a list of messages, each with a "
+            '"role" and a "content"'
+        )
+    return with_joined_parts(listed)
+
+
+def history_of(messages: object) -> list[Message]:
+    """A whole conversation; ValueError if it is no list of messages."""
+    if isinstance(messages, str):
+        raise ValueError(
+            f"messages is {messages!r:.80}; give the whole conversation as a list of messages, or "
+            "the new message alone as message"
+        )
+    return messages_of(messages)

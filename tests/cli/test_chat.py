@@ -338,7 +338,7 @@ def test_stats(chats: Chats, recorder: type[Recorder]) -> None:
     assert ["a", "12", "7", "5", "3.00", "0.04", "8bit"] in cells
     assert ["b", "0", "0", "0", "0.00", "0.00", "empty"] in cells
     assert ["models", "(MB)", "11.00"] in cells and ["total", "(MB)", "1,234.57"] in cells
-    assert ["translators", "(MB)", "2.50"] in cells and cells[-1][:2] == ["nobody", "has"]
+    assert ["translators", "(MB)", "2.50"] in cells and cells[-1][:3] == ["no", "model", "has"]
     out = chats("hi there", "/use b", "and you", "/stats", "/stats", "hi there", "/stats")
     assert recorder.measured == 2  # once for each of two switches
     assert re.search(r"reading \d+ tokens anew with b to compare; Ctrl-C skips", out)

@@ -53,6 +53,9 @@ class ChatOptions(WritingOptions):
     on_missing: str = option(
         "error", "Without a translator: error, or reprefill (read it all again)."
     )
+    on_full: str = option(
+        "error", "A full context: error, or drop_oldest (drop the oldest turns, each whole)."
+    )
     eager: bool = option(True, "Translate for the others as soon as one has answered.")
     offload: str | None = option(None, "Keep the others' caches in 8bit, or on disk.")
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
@@ -72,9 +75,10 @@ def command(options: ChatOptions) -> None:
     In a terminal a paste is one message, however many lines it has. --json appends the messages
     and what each model holds when the chat ends.
     """
-    missing, offload = options.on_missing, options.offload
+    missing, full, offload = options.on_missing, options.on_full, options.offload
     check_ranges(
         ("--on-missing", missing, missing in ("error", "reprefill"), "error or reprefill"),
+        ("--on-full", full, full in ("error", "drop_oldest"), "error or drop_oldest"),
         ("--offload", offload, offload in (None, *OFFLOAD), " or ".join(OFFLOAD)),
     )
     named = _named(options)
@@ -168,7 +172,9 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
     from kvlingo_mlx.conversation import Conversation
 
     models, translators = _models(named), options.translator or ()
-    given = options.some("on_missing eager prefill_step_size allow_mismatch offload quantize")
+    given = options.some(
+        "on_missing on_full eager prefill_step_size allow_mismatch offload quantize"
+    )
     given["native_layers"] = native_number(options.native_layers)
     if options.resume is not None:
         return Conversation.resume(os.path.expanduser(options.resume), models, translators, **given)

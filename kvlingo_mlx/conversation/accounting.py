@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvlingo_mlx.backend import mx, nn
 
+import numpy as np
 from mlx.utils import tree_flatten
 
 from kvlingo_mlx.caches.memory import cache_bytes, caches_of, check
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.threads import unit
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class LineStats:
         cache_bytes: Bytes of memory its caches take, buffers' spare room included.
         recording_bytes: Bytes kept of what its model wrote, for lines that lack it.
         where: ``empty``, ``resident``, ``8bit`` or ``disk``.
+        shared_bytes: Those of ``cache_bytes`` that a branch of this conversation, or what it was
+            branched from, uses as well: until one of both writes, a branch takes no memory.
     """
 
     name: str
@@ -35,6 +40,7 @@ class LineStats:
     cache_bytes: int
     recording_bytes: int
     where: str
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,16 @@ class Stats:
     used: Mapping[str, str] = field(default_factory=dict)
 
 
+@unit
 def stats_of(exchange: Exchange) -> Stats:
     """What a conversation holds, once all that other lines follow by is worked out."""
     for line in exchange.lines.values():
         line.settle()
-    lines = tuple(_line(line) for line in exchange.lines.values())
+    others = [other for other in exchange.relatives if other is not exchange]
+    lines = tuple(
+        _line(line, [other.lines[name] for other in others])
+        for name, line in exchange.lines.items()
+    )
     models = {id(line.model.model): line.model.model for line in exchange.lines.values()}
     weights = sum(_nbytes(model) for model in models.values())
     translators = {id(t): t.nbytes for t in exchange.directions.loaded.values()}
@@ -90,7 +101,10 @@ def check_room(lengths: Mapping[str, int], lines: Mapping[str, Line]) -> None:
     check({caches_of(max(lengths.values())): needed})
 
 
-def _line(line: Line) -> LineStats:
+def _line(line: Line, branched: Sequence[Line]) -> LineStats:
+    """One line; ``branched`` are the same model's in related conversations."""
+    own = _buffers(line)
+    theirs = {place for other in branched for place in _buffers(other)}
     native = sum(span.stop - span.start for span in line.spans if not span.passes)
     return LineStats(
         line.name,
@@ -100,7 +114,15 @@ def _line(line: Line) -> LineStats:
         line.cache_bytes,
         line.native.nbytes,
         line.where,
+        sum(size for place, size in own.items() if place in theirs),
     )
+
+
+def _buffers(line: Line) -> dict[int, int]:
+    """Where the arrays of a line's caches lie in memory, and how many bytes each has."""
+    bits = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # NumPy has no bfloat16
+    views: list[Any] = [array.view(bits[array.itemsize]) for array in line.resident_arrays]
+    return {np.asarray(memoryview(view)).ctypes.data: view.nbytes for view in views if view.size}
 
 
 def _nbytes(model: nn.Module) -> int:

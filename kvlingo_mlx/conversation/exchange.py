@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,7 @@ class Exchange:
         lines: By name.
         last: What the last switch took, or None.
         active: Whose line was brought up to date last, or None.
+        relatives: This one, and those of all conversations that branched from one another.
     """
 
     def __init__(
@@ -84,12 +86,14 @@ class Exchange:
         self.active: str | None = None
         self._from: str | None = None
         self.directions = Directions(models, translators, rules)
+        self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @unit
     def copy(self) -> Exchange:
         """One that goes its own way; models, translators and numbers are shared."""
         made = copy.copy(self)
         made.lines = {name: line.copy() for name, line in self.lines.items()}
+        self.relatives.add(made)  # one set for all of them
         return made
 
     def line(self, name: str) -> Line:

@@ -109,6 +109,12 @@ class Line:
         away = 0 if self._away is None else self._away.nbytes
         return caches.nbytes([*self._caches, *marked]) + away
 
+    @property
+    def resident_arrays(self) -> list[mx.array]:
+        """The arrays of its caches and of its marks that are in memory as they are."""
+        marked = [ring for _, rings in self._marks for ring in rings if ring is not None]
+        return caches.arrays([*self._caches, *marked])
+
     def arrays(self) -> dict[str, mx.array]:
         """The arrays of its caches and its marks by name, from wherever they are."""
         if self._away is not None:

@@ -318,7 +318,7 @@ def test_save_and_resume(
     )  # fmt: skip
     assert out == says((one, "hi there"), (one, "and you"))[1] + f"\nsaved to {here}\n"
     options = {"offload": "8bit", "eager": False, "prefill_step_size": 9,
-               "on_missing": "error", "allow_mismatch": False, "quantize": None,
+               "on_missing": "error", "on_full": "error", "allow_mismatch": False, "quantize": None,
                "native_layers": None}  # fmt: skip
     assert recorder.made == (here, options) and recorder.saved == [(here, 4)]
 

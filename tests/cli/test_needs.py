@@ -40,7 +40,7 @@ from tests.support.command_line import fails
 ALWAYS = {
     "generate": "source target prompt messages_file max_tokens temp "
                 "prefill_step_size kv_bits memory_budget verbose json_file",
-    "chat": "model resume save max_tokens temp prefill_step_size keep_history json_file",
+    "chat": "model on_full resume save max_tokens temp prefill_step_size keep_history json_file",
     "demo": "every_pair json_file",
     "fit": "source target data out norm capture assignment head_mixing memory_gb force json_file",
     "train": "source target data plain_text seed histogram steps json_file",

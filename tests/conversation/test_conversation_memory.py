@@ -321,6 +321,29 @@ def test_measure_reprefill(models: dict[str, LanguageModel]) -> None:
 # ---- at the same time -----------------------------------------------------------------------
 
 
+def test_stats_tell_what_a_branch_shares(models: dict[str, LanguageModel]) -> None:
+    """Against what MLX says: a branch takes nothing, its first answer what was shared."""
+
+    def shared(talk: Conversation) -> dict[str, int]:
+        return {line.name: line.shared_bytes for line in talk.stats().lines}
+
+    talk, apart = (talk_of(models["qwen3"], eager=False) for _ in range(2))
+    for each in (talk, apart):
+        ask(each, "a", "the use of an other")
+        ask(each, "b", "is it on?")
+    assert shared(talk) == {"a": 0, "b": 0}  # equal numbers elsewhere are not shared
+    before = mx.get_active_memory()
+    branch = talk.branch()
+    held = {line.name: line.cache_bytes for line in talk.stats().lines}
+    assert shared(talk) == shared(branch) == held and min(held.values()) > 0
+    assert mx.get_active_memory() - before < min(held.values()) / 2
+    branch.reply("a", "and you", max_tokens=2)
+    assert shared(talk) == shared(branch) == {"a": 0, "b": held["b"]}
+    assert mx.get_active_memory() - before >= held["a"]
+    del branch
+    assert shared(talk) == {"a": 0, "b": 0}
+
+
 def test_branches_of_a_line_that_is_still_being_written_are_apart(
     models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

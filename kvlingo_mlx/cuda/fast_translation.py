@@ -123,7 +123,7 @@ class FastTranslation:
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations of the products, as ``translator_config.flops_of`` counts."""
+        """The products' floating-point operations, as ``translator_config.flops_of`` counts them."""
         return 2 * (self.keys.weight.numel() + self.values.weight.numel())
 
     @torch.no_grad()

@@ -65,7 +65,7 @@ class Memory:
         )
 
     def cache(self, num_tokens: int) -> Cache:
-        """A cache to decode from, which holds the first ``num_tokens`` of this and grows in it."""
+        """A cache for decoding, with the first ``num_tokens`` of this memory and room to grow."""
         rooms = zip(self.keys[:, None], self.values[:, None], strict=True)
         return Cache(layers=[Filled(room, num_tokens) for room in rooms])
 

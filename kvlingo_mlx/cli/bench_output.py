@@ -208,7 +208,7 @@ def keep_timings(ran: Ran, pair: Pair, step_size: int) -> None:
 
     if not saving.serves(ran.table):
         return
-    first = next(iter(pair.translators.values()))  # whole ways are timed with this one
+    first = next(iter(pair.translators.values()))  # used for the whole ways
     kept = saving.timings_of(pair.source, pair.target, first, ran.timings, step_size)
     timings.write(kept)
     ways = ", ".join(f"{n} tokens {kept.best(n)}" for n in kept.prompt_tokens)

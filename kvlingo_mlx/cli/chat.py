@@ -112,7 +112,7 @@ def _record(json_file: str, talk: Conversation) -> None:
     keep(json_file, "chat", {"models": models}, results)
 
 
-# ---- before anything is loaded ---------------------------------------------------------------
+# ---- checks before loading -------------------------------------------------------------------
 
 
 def _named(options: ChatOptions) -> dict[str, str]:
@@ -151,7 +151,7 @@ def _check_folder(save: str | None) -> None:
         raise ValueError(f"--save is {save!r}; name a folder that can be written")
 
 
-# ---- what is loaded --------------------------------------------------------------------------
+# ---- loading ---------------------------------------------------------------------------------
 
 
 def _models(named: Mapping[str, str]) -> dict[str, LanguageModel]:

@@ -3,7 +3,8 @@
 It is made for a GPU. The maps of all layers are stacked, so one product serves many layers. One
 kernel does k_norm, RoPE, cast and the cache's layout. Only a small buffer is allocated. Without
 Triton (:mod:`.kernels`) plain PyTorch does the same; the kernels are tested against it. It is
-forward only; training translates layer by layer (:mod:`.translator`).
+forward only; training translates layer by layer (``training.translator``).
+
 Legend: Ls source layers, L target layers, T tokens, Hs and H KV heads, Ds and D head widths.
 
     states in     (Ls, T, Hs * Ds), as projections write them, or (Ls, Hs, T, Ds), as caches do
@@ -123,7 +124,7 @@ class FastTranslation:
 
     @property
     def flops_per_token(self) -> int:
-        """The products' floating-point operations, as ``translator_config.flops_of`` counts them."""
+        """The products' floating-point operations, counted as in ``format.maps.flops_of``."""
         return 2 * (self.keys.weight.numel() + self.values.weight.numel())
 
     @torch.no_grad()
@@ -180,9 +181,3 @@ class FastTranslation:
                 fused(maps, states, span, finish, start, tile)
             else:
                 products(maps, states, span, finish, start, method, cut or Cut())
-
-
-# ---- layout --------------------------------------------------------------------------------
-
-
-# ---- translation ---------------------------------------------------------------------------

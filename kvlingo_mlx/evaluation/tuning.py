@@ -70,7 +70,7 @@ class Point:
         }
 
 
-# ---- what is tuned, and by what ----------------------------------------------------------------
+# ---- what to tune ------------------------------------------------------------------------------
 
 
 def translator_of(
@@ -146,7 +146,7 @@ def task_of(
     return make(target, records, limit, context)
 
 
-# ---- what is measured, and what is chosen ------------------------------------------------------
+# ---- measuring and choosing --------------------------------------------------------------------
 
 
 def line_up(

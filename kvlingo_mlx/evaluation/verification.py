@@ -114,9 +114,9 @@ def agreement(
 ) -> Agreement | None:
     """The quality of the target's continuations of the bundled conversations.
 
-    The caches are translated, except the first ``native_layers``: the number with which the receipt
-    was measured, whatever `tune` has chosen since. ``allow_mismatch`` is as in :func:`hand_over`.
-    None if no conversation fits both models' contexts.
+    The caches are translated above the first ``native_layers``, which the target reads itself: as
+    many as the receipt was measured with, whatever `tune` has chosen since. ``allow_mismatch`` is
+    as in :func:`hand_over`. None if no conversation fits both models' contexts.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)

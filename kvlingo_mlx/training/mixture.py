@@ -18,7 +18,7 @@ from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX
 Kind = Literal["natural", "packed", "text"]
 Range = tuple[int, int]
 
-BLOCK = 8  # samples over which shares are kept
+BLOCK = 8  # samples in a block; every block keeps the shares
 WORD = (1 << 64) - 1
 GOLDEN = (math.sqrt(5) - 1) / 2
 

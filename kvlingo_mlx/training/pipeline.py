@@ -107,7 +107,7 @@ class Training:
     def run(self) -> Path:
         """Train, or resume a training; returns the folder written.
 
-        A :attr:`finished` result is left as it is.
+        A :meth:`finished` result is left as it is.
 
         Raises:
             ValueError: ``out`` holds something else, or the settings differ from those of the run
@@ -171,7 +171,7 @@ class Training:
             )
         return held_out
 
-    # ---- what is kept -----------------------------------------------------------------
+    # ---- files kept on the way --------------------------------------------------------
 
     @property
     def _initial(self) -> Path:
@@ -220,7 +220,7 @@ class Training:
         settings = {**self._settings(config), **dataclasses.asdict(recipe)}
         checkpoints = Checkpoints(self.partial / stage, settings)
         stale = checkpoints.stale()
-        self.group.wait()  # until every process has looked
+        self.group.wait()  # until every process has read the folder
         if stale and self.group.leads:
             shutil.rmtree(checkpoints.folder)
         self.group.wait()

@@ -102,7 +102,7 @@ class TorchModel:
     @cached_property
     @torch.no_grad()
     def projections(self) -> Sketch:
-        """A sketch of the projections, which distinguishes fine-tuned copies, as on the device."""
+        """A sketch of the projections, as MLX models have it, to detect fine-tuned copies."""
         outputs = []
         for attention in self.attentions:
             for module in self.family.taps(attention):

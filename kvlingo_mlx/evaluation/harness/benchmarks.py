@@ -17,7 +17,7 @@ from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.models.language_model import LanguageModel
 
 Progress = Callable[[str, int, int], None]
-Run = dict[str, Any]  # the result of harness.run
+Run = dict[str, Any]  # the result of running.run
 
 
 def evaluate(
@@ -37,13 +37,13 @@ def evaluate(
         conditions: Conditions with different names.
         judge: Makes the judge of free answers; called once all answers are there.
         progress: Called with a text, the number of requests done and the number known.
-        options: Options of :func:`harness.run`.
+        options: Options of :func:`running.run`.
 
     Returns:
         One outcome per task, then one per group.
 
     Raises:
-        Exception: Any that :func:`harness.run` raises.
+        Exception: Any that :func:`running.run` raises.
     """
     runs: dict[str, list[Run]] = {}
     for condition in conditions:

@@ -118,7 +118,7 @@ def judge_answers(
     """Have a judge score the answers that need one.
 
     Args:
-        results: The result of ``harness.run``, possibly read back from JSON.
+        results: The result of ``running.run``, possibly read back from JSON.
         judge: A function from a prompt to a reply, such as a :class:`Judge`.
         prompts: A benchmark's own prompts in place of ours, by their names in
             ``judge_prompts.TEMPLATES``, with the same ``{places}``.

@@ -88,7 +88,7 @@ class TorchFamily:
         """Finished keys and values as transformers' cache stores them, (1, H, T, D) each."""
         return keys, values
 
-    # ---- attention, for the norms that weigh by it ------------------------------------------
+    # ---- attention, for the attention norms -------------------------------------------------
 
     def query_projection(self, attention: Any) -> Any:
         """The module whose output :meth:`queries` takes."""

@@ -112,7 +112,7 @@ def translated(
 
 
 def canonical(make: CacheMaker) -> CacheMaker:
-    """Control: rotate translated keys by their entries' own order, not by assigned positions."""
+    """Control: rotate translated keys by their entries' order in the text, not as assigned."""
     return lambda prefix: make(prefix.canonical() if isinstance(prefix, AlignedPrefix) else prefix)
 
 

@@ -370,7 +370,7 @@ def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12, every: in
 
     Returns:
         For each bin its shortest length (tokens), its exclusive upper bound, and the number of
-            samples with a reasoning trace and without (figure "prefixhist").
+        samples with a reasoning trace and without (figure "prefixhist").
     """
     draws = [stream.draw(index * every) for index in range(count)]
     if not draws:

@@ -35,10 +35,10 @@ class Shelf:
         source: The number of the source.
         share: The source's share of the samples.
         records: The records' numbers in the source (M,).
-        whole: Each record's tokens up to the end of its last reply, or of its whole text; estimated
-            (M,).
-        starts: Where each record's replies begin in ``lengths``, and where the last ones end (M +
-            1,).
+        whole: Each record's tokens up to the end of its last reply, or of its whole text;
+            estimated (M,).
+        starts: Where each record's replies begin in ``lengths``, and where the last ones end
+            (M + 1,).
         lengths: The tokens before each reply, or of a whole text; estimated (R,).
         traces: Whether a reply has a reasoning trace (R,).
     """

@@ -2,6 +2,7 @@
 
 Paper: section "Training the translator", equation (3.3); appendix "Objective ablation:
 cross-entropy and mixed objectives".
+
 Losses are means over a continuation's tokens. They are computed from final hidden states, one block
 of tokens at a time: with a vocabulary of 150,000, two copies of a whole continuation's logits would
 not fit.

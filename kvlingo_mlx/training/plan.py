@@ -47,7 +47,7 @@ class TrainingPlan:
         joint: Whether one map translates keys and values together.
         capture: The capture point of keys; by default the first one that both models have.
         nu: The number of source layers that each target layer reads.
-        assignment: How they are chosen: ``relative_depth``, ``r2`` or ``greedy``.
+        assignment: How these source layers are chosen: ``relative_depth``, ``r2`` or ``greedy``.
         norm: The norm of the closed form.
         fit_samples: The number of conversations for the closed form.
         held_out: The number of conversations that choose the learning rate.

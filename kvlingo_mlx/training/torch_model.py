@@ -1,7 +1,7 @@
 """A frozen transformers model with the operations that training needs.
 
-It reads one conversation at a time, without padding (appendix "Training protocol"). States are (T,
-d) for T tokens, with the keys or values of all heads side by side.
+It reads one conversation at a time, without padding (appendix "Training protocol"). States are
+(T, d) for T tokens, with the keys or values of all heads side by side.
 """
 
 from __future__ import annotations

@@ -126,8 +126,8 @@ def judge_answers(
 
     Returns:
         A copy of ``results``. Each judged item has its score, or None for a reply without a
-            verdict, and the reply as ``judgement``. Each judged task has its metric over the
-            verdicts, and the number of replies without one as ``malformed``.
+        verdict, and the reply as ``judgement``. Each judged task has its metric over the verdicts,
+        and the number of replies without one as ``malformed``.
 
     Raises:
         ValueError: ``prompts`` names an unknown prompt, or one lacks a place or has an unknown one.

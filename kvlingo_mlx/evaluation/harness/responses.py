@@ -1,4 +1,4 @@
-"""Responses that are kept in a file at once, so that none is computed twice."""
+"""Responses that are kept in a file immediately, so that none is computed twice."""
 
 from __future__ import annotations
 

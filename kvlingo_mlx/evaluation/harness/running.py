@@ -75,22 +75,21 @@ def run(
         include_path: A folder of further task files.
         data: Local files in place of the Hub's data, by the name of one of our tasks.
         metadata: Passed to tasks that ask for it, such as RULER's ``max_seq_lengths``.
-        responses: A JSONL file that keeps every response at once. A later call with the same file
-            skips those requests, whether the first call finished or was interrupted.
+        responses: A JSONL file that keeps every response immediately. A later call with the same
+            file skips those requests, whether the first call finished or was interrupted.
         unsafe_code: Allow tasks that run code written by the model.
         progress: Called with the number of requests done and the number known so far.
 
     Returns:
         Plain data for JSON: ``condition``, ``target``, ``settings``, ``tasks`` and, where lm-eval
-            aggregates, ``groups``. A task has ``metrics`` (name to value, standard error over items
-            and count; the error is None if the score is not a mean over items),
-            ``higher_is_better``, ``num_fewshot``, ``version`` and ``items``. A group has
-            ``metrics`` and, by metric, the ``weights`` of its tasks. An item has its ``id``,
-            ``prefix_tokens``, ``scores`` by metric and raw ``responses``; in our tasks it also has
-            ``cluster`` and ``subset`` and, if it needs a judge, ``answer`` (without reasoning) and
-            ``to_judge``: pass the result to
-            :func:`kvlingo_mlx.evaluation.harness.judge.judge_answers`. Metrics of a named filter
-            are called "metric,filter", as in lm-eval.
+        aggregates, ``groups``. A task has ``metrics`` (name to value, standard error over items and
+        count; the error is None if the score is not a mean over items), ``higher_is_better``,
+        ``num_fewshot``, ``version`` and ``items``. A group has ``metrics`` and, by metric, the
+        ``weights`` of its tasks. An item has its ``id``, ``prefix_tokens``, ``scores`` by metric
+        and raw ``responses``; in our tasks it also has ``cluster`` and ``subset`` and, if it needs
+        a judge, ``answer`` (without reasoning) and ``to_judge``: pass the result to
+        :func:`kvlingo_mlx.evaluation.harness.judge.judge_answers`. Metrics of a named filter are
+        called "metric,filter", as in lm-eval.
 
     Raises:
         MissingExtraError: lm-eval, or a module that a task needs, is not installed.

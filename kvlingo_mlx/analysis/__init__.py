@@ -1,1 +1,1 @@
-"""How two models' caches correspond: CKA, R2, effective rank, head alignment."""
+"""The correspondence of two models' caches: CKA, R2, effective rank, head alignment."""

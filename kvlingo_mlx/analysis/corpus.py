@@ -1,4 +1,7 @@
-"""The text that both models read: token ids of documents, cut alike and split by document."""
+"""The text that both models read: tokenised documents, cut to a common maximum length.
+
+Whole documents are either fitted on or scored.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,11 @@ HELD_OUT_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents one after another; token i of theirs is row i of every layer's states.
+    """A sequence of documents; its token i is row i of every layer's states.
 
     Attributes:
         documents: Token ids; a token's position is its index within its document.
-        held_out: The documents that are scored and never fitted.
+        held_out: The indices of documents that are scored and never fitted.
     """
 
     documents: tuple[tuple[int, ...], ...]
@@ -29,18 +32,18 @@ class Corpus:
 
     @cached_property
     def positions(self) -> np.ndarray:
-        """(T,) position of every token."""
+        """The position of every token (T,)."""
         return np.concatenate([np.arange(len(d)) for d in self.documents])
 
     @cached_property
     def scored(self) -> np.ndarray:
-        """(T,) whether a token's document is held out."""
+        """Whether each token's document is held out (T,)."""
         flags = [np.full(len(d), i in self.held_out) for i, d in enumerate(self.documents)]
         return np.concatenate(flags)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
+        """The number of tokens of all documents."""
         return len(self.positions)
 
 
@@ -48,7 +51,7 @@ def split(documents: Sequence[Sequence[int]], seed: int) -> Corpus:
     """Hold out a fifth of the documents, drawn at random (paragraph "Protocol").
 
     Raises:
-        ValueError: There are fewer than two.
+        ValueError: There are fewer than two documents.
     """
     count = len(documents)
     if count < 2:
@@ -69,10 +72,9 @@ def read(
     tokens: int,
     context_length: int,
 ) -> list[tuple[int, ...]]:
-    """The first ``documents`` records with text in them, whole conversations or texts.
+    """The first ``documents`` records with text, as whole conversations or texts.
 
-    Each is cut where ``tokens`` would be reached were all of them as long, and at the
-    models' context.
+    Each is cut at ``tokens`` divided by the number of documents, and at the models' context length.
     """
     found: list[tuple[int, ...]] = []
     for record in records:
@@ -86,6 +88,6 @@ def read(
 
 
 def bundled(documents: int) -> Iterator[dict[str, Any]]:
-    """Records of the package's own dialogues, none of which its translators were fitted on."""
+    """Records of the package's own dialogues that no embedded translator was fitted on."""
     for talk in held_out_dialogues(documents):
         yield {"messages": talk.conversation()}

@@ -16,7 +16,7 @@ PANEL = 3.4  # inches
 
 
 def write(report: Report, folder: str, title: str = "") -> list[Path]:
-    """Draw what the report holds, under a title; returns the files written, each at once."""
+    """Draw the report's figures under a title; returns the files, each written atomically."""
     figures = {name: figure for name, draw in FIGURES.items() if (figure := draw(report))}
     root = Path(folder)
     pictures.save_all({root / name: figure for name, figure in figures.items()}, title)
@@ -24,7 +24,7 @@ def write(report: Report, folder: str, title: str = "") -> list[Path]:
 
 
 def cka(report: Report) -> Any:
-    """Heatmaps of CKA, keys and values on one scale; dashed at equal relative depth."""
+    """Heatmaps of CKA for keys and values on one scale; dashed at equal relative depth."""
     if not report.cka:
         return None
     figure, panels = _panels(1, len(SIDES))
@@ -44,7 +44,7 @@ def cka(report: Report) -> Any:
 
 
 def linearity(report: Report) -> Any:
-    """Held-out R2 of every target layer: linear, affine, MLP and the translator given."""
+    """Held-out R2 of every target layer: linear, affine, MLP and the given translator."""
     figure, panels = _panels(1, len(SIDES), sharey=True)
     for axes, side in zip(panels[0], SIDES, strict=True):
         fits = report.linearity[side]
@@ -62,7 +62,7 @@ def linearity(report: Report) -> Any:
 
 
 def rank(report: Report) -> Any:
-    """Effective rank of every layer, over relative depth, both models."""
+    """The effective rank of every layer over relative depth, for both models."""
     figure, panels = _panels(1, len(SIDES), sharey=True)
     for axes, side in zip(panels[0], SIDES, strict=True):
         for model, style in (("source", "o-"), ("target", "s-")):
@@ -75,9 +75,10 @@ def rank(report: Report) -> Any:
 
 
 def heads(report: Report) -> Any:
-    """Shares of each source head's map that go to each target head, on one scale from 0 to 1.
+    """The shares of each source head's map that go to each target head, on a scale from 0 to 1.
 
-    A column a source head, as a source layer in :func:`cka`; the line on the scale is chance.
+    Columns are source heads, as columns are source layers in :func:`cka`. The line on the scale
+    marks chance.
     """
     if not report.heads:
         return None
@@ -103,7 +104,7 @@ def heads(report: Report) -> Any:
 
 
 def positions(report: Report) -> Any:
-    """Linear R2 of every target layer, one curve for each range of positions."""
+    """The linear R2 of every target layer, one curve for each range of positions."""
     curves = {f"{b.start} to {b.stop - 1}": b.r2 for b in report.positions if b.r2 is not None}
     if not curves:
         return None

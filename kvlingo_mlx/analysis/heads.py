@@ -1,4 +1,4 @@
-"""Which target heads a source's heads are sent to.
+"""The alignment of source heads with target heads.
 
 Paper: appendix "Head alignment in released Qwen3 pairs".
 """
@@ -25,14 +25,14 @@ def closed_form_alignment(
     seed: int,
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, HeadAlignment]:
-    """Alignment of the closed-form joint map [K; V] of all tokens, by side.
+    """The alignment of the closed-form joint map [K; V] fitted on all tokens, by side.
 
     Args:
-        source: Its states.
-        target: Its states, over the same tokens.
-        source_layers: What each target layer reads.
-        heads: KV heads of the source and of the target.
-        seed: Of the null's permutations.
+        source: The source's states.
+        target: The target's states, over the same tokens.
+        source_layers: The source layer that each target layer reads.
+        heads: The numbers of KV heads of the source and of the target.
+        seed: The seed of the null's permutations.
         progress: Called after each layer.
     """
     maps: dict[str, list[np.ndarray]] = {side: [] for side in SIDES}
@@ -52,9 +52,9 @@ def closed_form_alignment(
 def translator_alignment(
     translator: Translator, heads: tuple[int, int], seed: int
 ) -> dict[str, HeadAlignment]:
-    """Alignment of a head-mixing translator's own maps, by side.
+    """The alignment of a head-mixing translator's own maps, by side.
 
-    A source head's block holds its columns of every layer read.
+    The block of a source head holds its columns of every layer read.
     """
     weights = translator.to_weights()
     aligned = {}
@@ -69,5 +69,5 @@ def translator_alignment(
 
 
 def head_counts(geometry: CacheGeometry) -> set[int]:
-    """The numbers of KV heads that a model's layers have."""
+    """The numbers of KV heads that occur in a model's layers."""
     return {layer.kv_heads for layer in geometry.layers}

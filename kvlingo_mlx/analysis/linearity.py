@@ -1,4 +1,4 @@
-"""How far a map from one source layer explains a target layer on held-out documents: R2."""
+"""How well a map of one source layer explains a target layer on held-out documents: R2."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.translators.base import Translator
 
 POSITIONS = (0, 256, 1024, 4096, 16_384)  # bucket edges (paragraph "Depth x position")
-# A bucket's map has as many unknowns an output as its input is wide.
+# The map of a bucket has, per output, as many unknowns as its input is wide.
 TOKENS_PER_WIDTH, FEWEST_SCORED = 4, 64
 
 
 @dataclass(frozen=True)
 class LayerFit:
-    """R2 of one target layer's side on held-out documents, by kind of map.
+    """The R2 of one side of a target layer on held-out documents, by kind of map.
 
     Attributes:
-        linear: No intercept.
-        affine: With one.
-        mlp: The linear map with a two-layer MLP beside it, or the linear map alone where
-            that scores higher: never below ``linear``. None if not asked for.
-        network: The R2 of the two together, whichever scores higher.
-        epochs: Epochs that the MLP was trained for; 0 where it did not help the stopping set.
+        linear: Of the linear map without intercept.
+        affine: Of the linear map with intercept.
+        mlp: Of the linear map with a two-layer MLP beside it, or of the linear map alone if that
+            scores higher, so it is never below ``linear``. None if not asked for.
+        network: Of the linear map with the MLP, even if that is lower than ``linear``.
+        epochs: The epochs of training that were kept; 0 if the MLP did not help on the stopping
+            set.
     """
 
     linear: float
@@ -44,13 +45,13 @@ class LayerFit:
 
 
 def fit_layer(x: np.ndarray, y: np.ndarray, scored: np.ndarray, recipe: Recipe | None) -> LayerFit:
-    """Fit on the tokens that are not ``scored``, score on those that are.
+    """Fit on the tokens that are not ``scored``, and score on the others.
 
     Args:
         x: (T, in) states of the source layer.
         y: (T, out) states of the target layer.
         scored: (T,) flags.
-        recipe: Of the MLP; None leaves it out.
+        recipe: The recipe of the MLP; None leaves the MLP out.
     """
     x_fit, y_fit, x_new, y_new = x[~scored], y[~scored], x[scored], y[scored]
     mean = y_fit.mean(axis=0, dtype=np.float64)
@@ -66,10 +67,10 @@ def fit_layer(x: np.ndarray, y: np.ndarray, scored: np.ndarray, recipe: Recipe |
 def translator_r2(
     translator: Translator, source: States, target: States, scored: np.ndarray
 ) -> dict[str, list[float]]:
-    """R2 of a translator's own maps on the ``scored`` tokens: for each side, each target layer.
+    """The R2 of a translator's own maps on the ``scored`` tokens, by side and target layer.
 
-    Self-distilled maps may score far below zero and still decode well: they were trained on
-    what the target makes of its cache, not on the cache.
+    Self-distilled maps may score far below zero and still decode well: they were trained on the
+    target's predictions from its cache, not on the cache.
     """
 
     def rows(layers: Sequence[np.ndarray]) -> tuple[mx.array, ...]:
@@ -92,15 +93,15 @@ def translator_r2(
 
 @dataclass(frozen=True)
 class Bucket:
-    """The linear map refitted and scored within a range of positions.
+    """The linear map, refitted and scored within a range of positions.
 
     Attributes:
         start: The first position.
-        stop: The position after the last.
-        available: Tokens to fit on that the data hold there.
-        fitted: How many of them were used, alike for every bucket that has a score.
-        scored: Tokens to score.
-        r2: For each side, each target layer; None where there are too few tokens.
+        stop: The position after the last one.
+        available: The number of tokens in this range that could be fitted on.
+        fitted: The number of them that were used, equal for all buckets with a score.
+        scored: The number of tokens to score.
+        r2: By side, for each target layer; None if there are too few tokens.
     """
 
     start: int
@@ -119,11 +120,11 @@ def by_position(
     seed: int,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Bucket]:
-    """Linear R2 (no intercept) by position in the document.
+    """The linear R2 (no intercept) by position in the document.
 
-    Every bucket is fitted on as many tokens as the scarcest has, drawn at random: a map that saw
-    more tokens would score higher wherever they stand. Buckets beyond the longest document
-    are left out; those with too few tokens have no score.
+    Every bucket is fitted on the same number of randomly drawn tokens, the number in the scarcest
+    bucket: otherwise a map that saw more tokens would score higher at any position. Buckets beyond
+    the longest document are left out; buckets with too few tokens have no score.
     """
     widest = max(source.side(side)[s].shape[1] for side in SIDES for s in set(source_layers))
     spans = [(a, b) for a, b in pairwise(POSITIONS) if a <= corpus.positions.max()]

@@ -1,4 +1,4 @@
-"""What a linear map leaves unexplained, fitted by a two-layer MLP (table "linearity")."""
+"""A two-layer MLP, fitted to what a linear map leaves unexplained (table "linearity")."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import mlx.optimizers as optimizers
 import numpy as np
 from mlx.utils import tree_map
 
-STOPPING_SHARE = 0.1  # of the fitting tokens (paragraph "Protocol")
+STOPPING_SHARE = 0.1  # share of the fitting tokens (paragraph "Protocol")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the network is trained: AdamW, until ``patience`` epochs have brought nothing.
+    """How to train the network: AdamW, stopped after ``patience`` epochs without improvement.
 
-    ``hidden`` None is twice the input's width, as the paper's MLP translators have it.
+    ``hidden`` is by default (None) twice the input's width, as in the paper's MLP translators.
     """
 
     hidden: int | None = None
@@ -29,9 +29,9 @@ class Recipe:
 
 
 class TwoLayers(nn.Module):
-    """W2 ReLU(W1 x + b1) + b2, the second layer zero at first.
+    """W2 ReLU(W1 x + b1) + b2, with a second layer that starts at zero.
 
-    ReLU scores as GELU does here, and a step takes half as long on a CPU.
+    ReLU scores like GELU here, and a step takes half as long on a CPU.
     """
 
     def __init__(self, inputs: int, hidden: int, outputs: int, rng: np.random.Generator) -> None:
@@ -48,7 +48,7 @@ class TwoLayers(nn.Module):
 class Correction:
     """A trained network, added to the linear map's prediction: (T, in) to (T, out).
 
-    ``epochs`` it was trained for; 0 is the linear map alone.
+    ``epochs`` is the number of epochs it was trained for; 0 means the linear map alone.
     """
 
     network: TwoLayers
@@ -63,15 +63,14 @@ class Correction:
 
 
 def fit_correction(x: np.ndarray, residual: np.ndarray, recipe: Recipe) -> Correction:
-    """Fit what is left of the targets after the linear map.
+    """Fit the residual of the linear map.
 
-    The network starts at zero, so the linear solution is the first checkpoint, and a later one
-    is kept only where it has a lower squared error on the stopping set, a tenth of the tokens
-    given.
+    The network starts at zero, so the linear solution is the first checkpoint. A later checkpoint
+    is kept only if its squared error on the stopping set, a tenth of the given tokens, is lower.
 
     Args:
         x: (T, in) inputs.
-        residual: (T, out) targets less the linear map's prediction.
+        residual: (T, out) targets minus the linear map's prediction.
         recipe: How to train.
     """
     rng = np.random.default_rng(recipe.seed)

@@ -11,14 +11,15 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from kvlingo_mlx.models.language_model import LanguageModel
 
-DEFAULT_STD = 0.02  # of Hugging Face's configs that do not say
+DEFAULT_STD = 0.02  # the default of Hugging Face's configs
 
 
 def randomly_initialised(model: LanguageModel, seed: int) -> LanguageModel:
-    """The same architecture and tokenizer, weights drawn anew as before a pretraining.
+    """The same architecture and tokenizer, with weights drawn as before a pretraining.
 
-    Matrices are normal with the config's ``initializer_range``, biases zero, norms one, in
-    the dtype of the model's cache; a quantised model's are not quantised.
+    Matrices are normal with the config's ``initializer_range``, biases are zero, norms are one.
+    They have the dtype of the model's cache; the weights of a quantised model are not quantised
+    again.
     """
     architecture: Any = type(model.model)
     fresh = architecture(model.model.args)

@@ -53,17 +53,17 @@ class Settings:
     """What to measure, and on how much text.
 
     Attributes:
-        capture: Where keys are taken: pre_norm, post_norm or post_rope, or latent (MLA); None
+        capture: The capture point of keys: pre_norm, post_norm or post_rope, or latent (MLA). None
             is the translator's point, else pre_norm, or latent for models that cache latents.
-        documents: Records to read, the first ones.
-        tokens: Tokens in all; each document is cut at ``tokens`` / ``documents``.
-        seed: Of the split by document, the MLPs, the permutations and random weights.
-        random_init: Give both models random weights first: the null.
+        documents: The number of records to read, from the first on.
+        tokens: The number of tokens in all; each document is cut at ``tokens`` / ``documents``.
+        seed: The seed of the split by document, the MLPs, the permutations and random weights.
+        random_init: Whether to give both models random weights first, which is the null.
         cka: Whether to compare every pair of layers.
-        mlp: Whether to fit an MLP a layer and side.
+        mlp: Whether to fit an MLP for each layer and side.
         heads: Whether to fit the joint map and align its heads.
-        hidden: The MLP's hidden width; None is twice its input's.
-        epochs: Most epochs that it is trained for.
+        hidden: The MLP's hidden width; None is twice the width of its input.
+        epochs: The most epochs of its training.
     """
 
     capture: str | None = None
@@ -109,7 +109,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Rank:
-    """How much of its width a layer's cache occupies."""
+    """A layer's effective rank, and the share of its variance along one direction."""
 
     effective: float
     top_share: float
@@ -120,19 +120,19 @@ class Report:
     """What two models' caches have in common over one corpus.
 
     Attributes:
-        capture: Where keys were taken, as far as the settings said.
-        documents: How many were read.
-        fitted: Tokens of the documents fitted on.
-        scored: Tokens of those held out.
-        source_layers: The source layer that each target layer is predicted from: the one at
-            its relative depth.
+        capture: The capture point of keys, if the settings named one.
+        documents: The number of documents read.
+        fitted: The number of tokens in the documents fitted on.
+        scored: The number of tokens in the held-out documents.
+        source_layers: For each target layer, the source layer that predicts it: the one at its
+            relative depth.
         linearity: By side, for each target layer.
         translator: R2 of the given translator's maps by side, for each target layer.
         rank: By model ("source", "target") and side, for each layer.
         cka: By side; empty if not asked for.
         heads: By map ("closed form", "translator") and side; empty if not asked for.
         positions: Linear R2 by position.
-        notes: What was left out or is not to be trusted, and why; a sentence each.
+        notes: Measurements that were left out or are unreliable, and why; one sentence each.
     """
 
     capture: str | None
@@ -149,7 +149,7 @@ class Report:
     notes: list[str]
 
     def to_json(self) -> dict[str, Any]:
-        """Everything as plain lists and numbers; what is not a number is None."""
+        """The report as plain lists and numbers; numbers that are not finite become None."""
         return _plain(asdict(self))
 
 
@@ -165,16 +165,16 @@ def analyze(
     """Measure what two models' caches have in common (paper: "Motivating measurements").
 
     Args:
-        source: Whose cache would be translated.
-        target: Whose cache is wanted.
+        source: The model whose cache would be translated.
+        target: The model whose cache is wanted.
         records: {"messages": [...]} or {"text": ...}.
         settings: What to measure.
-        translator: One whose own maps are scored and aligned beside the closed form's.
-        progress: Called with a word on what was done, after each part.
+        translator: A translator whose own maps are scored and aligned beside the closed form's.
+        progress: Called after each part with a word for it.
 
     Raises:
         ValueError: A bad argument, or no usable text.
-        IncompatibleTranslatorError: The tokenizers differ, or the translator is another pair's.
+        IncompatibleTranslatorError: The tokenizers differ, or the translator is for another pair.
     """
     check_tokenizers(source, target, "an analysis compares them token by token")
     if translator is not None:
@@ -207,11 +207,11 @@ def analyze(
 def check_translator(
     translator: Translator, source: LanguageModel, target: LanguageModel, settings: Settings
 ) -> None:
-    """Refuse a translator that cannot be scored on what ``settings`` ask for.
+    """Refuse a translator that cannot be scored under ``settings``.
 
     Raises:
-        ValueError: Another capture point, or random weights.
-        IncompatibleTranslatorError: It is another pair's.
+        ValueError: The settings ask for another capture point, or for random weights.
+        IncompatibleTranslatorError: The translator is for another pair.
     """
     check_pair(translator.config, source, target)
     if settings.random_init:
@@ -235,7 +235,8 @@ def compare(
 ) -> Report:
     """All statistics of two models' states over ``corpus``; ``heads`` are their KV heads.
 
-    ``reads`` are the source layers that explain each target layer; default: by relative depth.
+    ``reads`` gives, for each target layer, the source layer that explains it; by default the one at
+    its relative depth.
     """
     depths = len(source.keys), len(target.keys)
     source_layers = list(reads or (layers[0] for layers in relative_depth(*depths).keys))

@@ -1,11 +1,11 @@
 """Both models' keys and values over one corpus, layer by layer.
 
-States are kept in memory, in the models' own dtype: tokens x (sum of all layers' key and
-value widths) x 2 bytes for 16-bit models, so that 16,384 tokens of two models of 36 layers and
-1024 wide take 4.8 GB, beside the models' weights. Statistics take one layer at a time as
-float32 and compute in float64. Summing moments while the models run would keep no states,
-but takes more memory as soon as every pair of layers is asked about: 21 GB for the cross
-moments of that pair's CKA grids alone; and the MLP needs the states anyway.
+States are kept in memory, in the models' own dtype. They take tokens x (sum of all layers' key and
+value widths) x 2 bytes for 16-bit models: 4.8 GB for 16,384 tokens of two models of 36 layers and
+width 1024, beside the models' weights. Statistics read one layer at a time as float32 and compute
+in float64. Sums of moments, computed while the models run, would need no states. But they take more
+memory once every pair of layers is compared: 21 GB for the cross moments of that pair's CKA grids
+alone. The MLP needs the states anyway.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 
 
 class Layers(Sequence[np.ndarray]):
-    """One side of a model: layer i as (T, width) float32, made from its own dtype when asked."""
+    """One side of a model: layer i as (T, width) float32, converted from its dtype on access."""
 
     def __init__(self, arrays: Sequence[mx.array]) -> None:
         self._arrays = arrays
@@ -72,8 +72,8 @@ def collect(
     """Run a model over every document, each from an empty cache.
 
     Raises:
-        ValueError: A token id is not the model's.
-        KVLingoError: Its states are not finite.
+        ValueError: A token id is outside the model's vocabulary.
+        KVLingoError: The model's states are not finite.
     """
     layers = len(model.attentions)
     parts: list[list[mx.array]] = [[] for _ in range(2 * layers)]
@@ -94,7 +94,7 @@ def collect(
 
 
 def _check_finite(model: LanguageModel, layer: int, pair: Sequence[mx.array]) -> None:
-    """The first layer that overflows is at fault: those after it read its output."""
+    """Refuse states that are not finite; the first such layer is named, as later ones read it."""
     for side, array in zip(SIDES, pair, strict=True):
         if not mx.isfinite(array).all().item():
             raise KVLingoError(
@@ -104,7 +104,7 @@ def _check_finite(model: LanguageModel, layer: int, pair: Sequence[mx.array]) ->
 
 
 def _join(parts: list[mx.array]) -> mx.array:
-    """One array of a layer's spans, which it lets go of."""
+    """A layer's spans as one array; the spans are released."""
     joined = mx.concatenate(parts)
     mx.eval(joined)
     parts.clear()

@@ -1,7 +1,7 @@
-"""Statistics of caches, NumPy in float64 (paper: appendix "Motivating
-measurements: layer correspondence, linearity and rank").
+"""Statistics of caches, computed with NumPy in float64.
 
-Keys or values of a layer are (T, d): T tokens, all heads side by side.
+Paper: appendix "Motivating measurements: layer correspondence, linearity and rank". Keys or values
+of a layer are (T, d): T tokens, all heads side by side.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-RIDGE = 1e-3  # of the mean diagonal of the inputs' Gram matrix (paragraph "Protocol")
+RIDGE = 1e-3  # relative to the mean diagonal of the inputs' Gram matrix (paragraph "Protocol")
 
 
 # ---- layer correspondence ---------------------------------------------------------------
@@ -20,8 +20,8 @@ RIDGE = 1e-3  # of the mean diagonal of the inputs' Gram matrix (paragraph "Prot
 def cka(x: np.ndarray, y: np.ndarray) -> float:
     """Linear centred kernel alignment of two point clouds over the same tokens.
 
-    ||X^T Y||_F^2 / (||X^T X||_F ||Y^T Y||_F), both centred; 1 for clouds that differ by an
-    orthogonal map and a scale, NaN where a cloud is one point.
+    It is ||X^T Y||_F^2 / (||X^T X||_F ||Y^T Y||_F), with X and Y centred. It is 1 for clouds that
+    differ by an orthogonal map and a scale, and NaN if a cloud is a single point.
     """
     x, y = _centred(x), _centred(y)
     size = np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y)
@@ -35,8 +35,7 @@ def cka_grid(
 ) -> np.ndarray:
     """CKA of every target layer (rows) with every source layer (columns).
 
-    One layer of each side is held in float64 at a time, whatever the sequences keep;
-    ``progress`` is called after each row.
+    Only one layer of each side is in float64 at a time. ``progress`` is called after each row.
     """
     own = np.array([_gram_norm(_centred(x)) for x in source])
     rows = []
@@ -53,7 +52,7 @@ def _gram_norm(x: np.ndarray) -> float:
 
 
 def diagonal_of(rows: int, columns: int) -> np.ndarray:
-    """The column at each row's own relative depth; the row itself where depths are equal."""
+    """The column at each row's relative depth, which is the row itself for equal depths."""
     if rows == 1:
         return np.array([0])
     return np.floor(np.arange(rows) * (columns - 1) / (rows - 1) + 0.5).astype(int)
@@ -61,11 +60,11 @@ def diagonal_of(rows: int, columns: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Correspondence:
-    """A grid in two numbers (figure "Diagonal contrast").
+    """A grid summarised by two numbers (figure "Diagonal contrast").
 
     Attributes:
-        contrast: Mean on the diagonal less the mean off it.
-        offset: Mean distance of each row's largest entry from the diagonal, in layers.
+        contrast: The mean on the diagonal minus the mean off it.
+        offset: The mean distance of each row's largest entry from the diagonal, in layers.
     """
 
     contrast: float
@@ -73,7 +72,7 @@ class Correspondence:
 
 
 def correspondence(grid: np.ndarray) -> Correspondence:
-    """How much a grid of layers is peaked on its relative-depth diagonal."""
+    """How strongly a grid of layers peaks on its relative-depth diagonal."""
     diagonal = diagonal_of(*grid.shape)
     on = np.zeros(grid.shape, bool)
     on[np.arange(len(grid)), diagonal] = True
@@ -86,20 +85,20 @@ def correspondence(grid: np.ndarray) -> Correspondence:
 
 
 def spectrum(x: np.ndarray) -> np.ndarray:
-    """Eigenvalues of the tokens' covariance, largest first; what rounding made negative is 0."""
+    """The eigenvalues of the tokens' covariance, largest first; negative ones are set to 0."""
     x = _centred(x)
     values = np.linalg.eigvalsh(x.T @ x / len(x))[::-1]
     return np.maximum(values, 0.0)
 
 
 def effective_rank(eigenvalues: np.ndarray) -> float:
-    """Roy and Vetterli's: the exponential of the entropy of the normalised spectrum."""
+    """The effective rank of Roy and Vetterli: e to the entropy of the normalised spectrum."""
     share = eigenvalues[eigenvalues > 0] / eigenvalues.sum()
     return float(np.exp(-(share * np.log(share)).sum()))
 
 
 def top_share(eigenvalues: np.ndarray) -> float:
-    """The share of the variance that one direction carries."""
+    """The share of the variance along the first direction."""
     return float(eigenvalues.max() / eigenvalues.sum())
 
 
@@ -118,7 +117,7 @@ class LinearFit:
 
 
 def fit_linear(x: np.ndarray, y: np.ndarray, *, affine: bool = False) -> LinearFit:
-    """Least squares with the diagnostic's small ridge, with or without an intercept."""
+    """Fit by least squares with the diagnostic's small ridge, with or without an intercept."""
     x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if affine:
         fit = fit_linear(x - x.mean(axis=0), y - y.mean(axis=0))
@@ -130,7 +129,7 @@ def fit_linear(x: np.ndarray, y: np.ndarray, *, affine: bool = False) -> LinearF
 
 
 def r2(predicted: np.ndarray, y: np.ndarray, mean: np.ndarray) -> float:
-    """The share of the variance around ``mean`` (the fitting tokens') that is explained."""
+    """The explained share of the variance around ``mean`` (the mean of the fitting tokens)."""
     y = np.asarray(y, np.float64)
     return float(1.0 - ((y - predicted) ** 2).sum() / ((y - mean) ** 2).sum())
 
@@ -140,13 +139,15 @@ def r2(predicted: np.ndarray, y: np.ndarray, mean: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class HeadAlignment:
-    """Where each source head's map goes (paper: appendix "Head alignment in released Qwen3 pairs").
+    """The target heads to which source heads' maps go.
+
+    Paper: appendix "Head alignment in released Qwen3 pairs".
 
     Attributes:
         grid: (source heads, target heads), rows sum to one.
-        diagonal: Its mean diagonal.
-        null: The mean diagonal under random permutations of the target heads: mean,
-            standard deviation.
+        diagonal: The mean diagonal of the grid.
+        null: The mean diagonal under random permutations of the target heads, as mean and standard
+            deviation.
         p: The share of permutations whose diagonal is at least as large.
     """
 
@@ -164,14 +165,14 @@ def head_alignment(
     permutations: int = 100_000,
     seed: int = 0,
 ) -> HeadAlignment:
-    """Frobenius norms of a map's head-to-head blocks, averaged over layers.
+    """The Frobenius norms of a map's head-to-head blocks, averaged over layers.
 
     Args:
-        maps: (out, in) of each layer, as the format stores them, from one source layer.
-        source_heads: In how many blocks the columns are cut.
-        target_heads: In how many blocks the rows are cut.
-        permutations: How many make the null.
-        seed: Of the permutations.
+        maps: The map (out, in) of each layer, as the format stores it, from one source layer.
+        source_heads: The number of blocks into which the columns are cut.
+        target_heads: The number of blocks into which the rows are cut.
+        permutations: The number of permutations for the null.
+        seed: The seed of the permutations.
     """
     norms = [_block_norms(m, source_heads, target_heads) for m in maps]
     grid = np.mean(norms, axis=0)
@@ -181,13 +182,14 @@ def head_alignment(
     orders = rng.permuted(np.tile(np.arange(target_heads), (permutations, 1)), axis=1)
     null = grid[rows, orders[:, :count]].mean(axis=1)
     diagonal = float(grid[rows, rows].mean())
-    # Rounding: of equal sums in different orders, and of blocks that should be zero. Rows sum to 1.
+    # The tolerance covers rounding of equal sums in different orders, and of blocks that should be
+    # zero. Rows sum to 1.
     p = float((null >= diagonal - 1e-12).mean())
     return HeadAlignment(grid, diagonal, (float(null.mean()), float(null.std())), p)
 
 
 def _block_norms(weight: np.ndarray, source_heads: int, target_heads: int) -> np.ndarray:
-    """Frobenius norms of an (out, in) map's blocks, (source heads, target heads)."""
+    """The Frobenius norms of an (out, in) map's blocks, (source heads, target heads)."""
     width = weight.shape[1] // source_heads
     blocks = np.asarray(weight, np.float64).reshape(target_heads, -1, source_heads, width)
     return np.linalg.norm(blocks, axis=(1, 3)).T

@@ -1,6 +1,6 @@
-"""The command line: one file a verb, its heavy imports inside its body.
+"""The command line: one file per verb, with its heavy imports inside the verb's function.
 
-A user's error is one line on standard error that starts with "error:", exit status 2;
+A user's error is one line on standard error that begins with "error:", with exit status 2.
 ``--debug`` before the verb shows the traceback instead.
 """
 
@@ -40,14 +40,14 @@ VERBS = (
     "analyze",
     "bench",
 )
-OLD_VERBS = {"profile": "tune"}  # by their new names, for one release
+OLD_VERBS = {"profile": "tune"}  # old names with their new ones, accepted for one release
 
 
 class Verbs(TyperGroup):
-    """All verbs; an old name finds the new one."""
+    """All verbs, found by their names or old names."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The verb of this name."""
+        """The verb of this name; an old name gives the new verb and tells its name."""
         if cmd_name in OLD_VERBS:
             tell_new_name(f"`kvlingo-mlx {cmd_name}`", f"`kvlingo-mlx {OLD_VERBS[cmd_name]}`")
         return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
@@ -80,26 +80,26 @@ def _options(
 
 
 for _verb in VERBS:
-    # `import` is a keyword and `list` a type, so their files are called otherwise.
+    # `import` is a keyword and `list` a type, so their files have other names.
     _file = f"{_verb}_" if _verb in ("import", "list") else _verb
     _module = importlib.import_module(f"{__name__}.{_file}")
     app.command(_verb, cls=Checked)(_module.command)
 
 
 def main() -> None:
-    """Run the command line; the process's exit status says how it went."""
-    # Warnings of the tokenizer library would stand beside our one line of error.
+    """Run the command line; the process's exit status tells success or failure."""
+    # Warnings of the tokenizer library would clutter our one-line error messages.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    # As Ctrl-C does, so that what is half written is cleared away.
+    # SIGTERM exits like Ctrl-C, so that half-written files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(run(sys.argv[1:]))
 
 
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
-    debug = "--debug" in arguments  # wherever it stands
+    debug = "--debug" in arguments  # at any place
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
         with warnings.catch_warnings():
@@ -116,7 +116,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _in_a_line(others: Callable[..., None]) -> Callable[..., None]:
-    """Shows what is meant for users as our other warnings, without the place in our code."""
+    """A hook that shows user warnings like our own, without their place in the code."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, UserWarning):
@@ -128,7 +128,10 @@ def _in_a_line(others: Callable[..., None]) -> Callable[..., None]:
 
 
 def _is_users(error: Exception) -> bool:
-    """Errors of usage carry format_message, whichever click typer is built on."""
+    """Whether the user caused an error; click's usage errors have a ``format_message``.
+
+    This holds for each click on which typer may be built.
+    """
     return isinstance(error, KVLingoError | ValueError | OSError) or hasattr(
         error, "format_message"
     )

@@ -16,7 +16,7 @@ SIDES = ("keys", "values")
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions(Options):
-    """What `analyze` is asked."""
+    """The options of `analyze`."""
 
     source: Source
     target: Target
@@ -109,7 +109,7 @@ def _print(report: Report) -> None:
 
 
 def _print_layers(report: Report, side: str) -> None:
-    """A row for each target layer: what it resembles, and how much of it can be predicted."""
+    """Print a row per target layer: the layer most like it, and how well it can be predicted."""
     columns = ["layer", "reads", *(["CKA", "most alike"] if report.cka else [])]
     scores = {
         kind: [getattr(fit, kind) for fit in report.linearity[side]]

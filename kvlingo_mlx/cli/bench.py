@@ -1,4 +1,4 @@
-"""kvlingo-mlx bench: what a switch saves on this machine."""
+"""kvlingo-mlx bench: the time that a switch saves on this machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(options: BenchOptions) -> None:
     Without --source and --target two tiny embedded models are timed.
     """
     check(options)
-    least = 1 if options.table_name == BUDGET else 2  # of one token nothing is handed over
+    least = 1 if options.table_name == BUDGET else 2  # one token leaves nothing to hand over
     asked = options.prompt_tokens
     lengths = numbers("--prompt-tokens", asked, "64,256", least) if asked else None
     if options.table_name == BUDGET:
@@ -40,7 +40,7 @@ def command(options: BenchOptions) -> None:
 
 
 def _run(options: BenchOptions, lengths: Sequence[int] | None) -> None:
-    """Time a switch's tables, print them and append the record."""
+    """Time the tables of a switch, print them and append the record."""
     bits = [] if options.quantize == "none" else numbers("--quantize", options.quantize, "8,4")
     layers = options.native_layers
     hybrids = numbers("--native-layers", layers, "1,2") if layers else []
@@ -57,7 +57,7 @@ def _run(options: BenchOptions, lengths: Sequence[int] | None) -> None:
     if options.plot:
         pictures.check(options.plot)
     beside = load_reference(options.reference) if options.reference else None
-    clock = Clock(options.time_limit)  # models are made or read within it, too
+    clock = Clock(options.time_limit)  # it includes making or reading the models
     tell_of_machine()
     pair = _pair(options, ends, bits)
     asked = runs.Asked(
@@ -84,7 +84,7 @@ def _run(options: BenchOptions, lengths: Sequence[int] | None) -> None:
 
 
 def _pair(options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[int]) -> Pair:
-    """What is timed: models from folders, or random ones."""
+    """The timed pair: models from folders, or random ones."""
     from kvlingo_mlx.timing import pairs
 
     nu = 1 if options.nu is None else options.nu
@@ -108,7 +108,7 @@ def _pair(options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[in
 
 
 def _config(pair: Pair, asked: Asked) -> dict[str, Any]:
-    """What a record says of the run."""
+    """The run's settings in a record."""
     return {
         "source": pair.source.name,
         "target": pair.target.name,

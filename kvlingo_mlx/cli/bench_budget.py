@@ -33,7 +33,7 @@ def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence
 
     tell_of_machine()
     precision, trials = options.precision or "4bit", options.num_trials
-    clock = Clock(options.time_limit)  # models are made within it, too
+    clock = Clock(options.time_limit)  # it includes making the models
     models = memory_budget.setup(options.layers, precision)
     contexts, decoded = contexts or memory_budget.CONTEXTS, memory_budget.default_decoded()
     with progress_bar("timing memory-budget", len(contexts) * len(batches) * trials) as step:

@@ -1,4 +1,4 @@
-"""What ``kvlingo-mlx bench`` is asked; refused before any model is made or read."""
+"""The options of ``kvlingo-mlx bench``, which are checked before a model is made or read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvlingo_mlx.cli.command import (
 )
 
 TABLES = ("moe-switch", "switch", "quant")
-BUDGET = "memory-budget"  # a table of its own: no translation is timed, so "all" leaves it out
+BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Options):
-    """What `bench` is asked."""
+    """The options of `bench`."""
 
     table_name: str = option(
         "moe-switch",
@@ -54,10 +54,10 @@ class BenchOptions(Options):
 
 
 def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
-    """The numbers of a list such as ``64,256``, each once, in their order.
+    """The numbers of a list such as ``64,256``, each once, in the given order.
 
     Raises:
-        ValueError: One is no number, or below ``least``.
+        ValueError: A part is not a number, or is below ``least``.
     """
     try:
         found = list(dict.fromkeys(int(part) for part in text.split(",")))
@@ -69,7 +69,7 @@ def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
 
 
 def check(options: BenchOptions) -> None:
-    """Refuse (ValueError) what has no meaning."""
+    """Refuse (ValueError) meaningless option values."""
     table = options.table_name
     if table not in (*TABLES, BUDGET, "all"):
         raise ValueError(f"--table is {table!r}; give {', '.join(TABLES)} or all; or {BUDGET}")
@@ -83,10 +83,11 @@ def check(options: BenchOptions) -> None:
 
 
 def geometry_names(options: BenchOptions) -> tuple[str, str] | None:
-    """Source and target of ``--geometry``, if it is given.
+    """The source and target of ``--geometry``; None without it.
 
     Raises:
-        ValueError: Not two known names, or not with these layers, precision or ``--nu``.
+        ValueError: They are not two known names, or do not fit ``--layers``, ``--precision`` or
+            ``--nu``.
     """
     if options.geometry is None:
         return None

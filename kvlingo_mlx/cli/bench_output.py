@@ -1,4 +1,4 @@
-"""How a bench's tables look."""
+"""The output of a bench's tables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPEED_LABELS = {
 
 
 def show(ran: Ran, pair: Pair, beside: Reference | None) -> dict[str, Any]:
-    """Print a table, beside a reference if there is one; returns what its record holds."""
+    """Print a table, beside a reference if there is one; returns the contents of its record."""
     from kvlingo_mlx.timing import derived, tables
 
     shown, timings = ran.table, ran.timings
@@ -65,7 +65,7 @@ def show(ran: Ran, pair: Pair, beside: Reference | None) -> dict[str, Any]:
 
 
 def _derived(shown: Table, timings: Sequence[Timing]) -> list[list[str]]:
-    """Rows of what is derived from times, and of memory."""
+    """The rows of quantities derived from times, and of memory."""
     from kvlingo_mlx.timing import derived
 
     rows = []
@@ -83,7 +83,7 @@ def _derived(shown: Table, timings: Sequence[Timing]) -> list[list[str]]:
 
 
 def _spreads(timings: Sequence[Timing]) -> list[list[str]]:
-    """A row of every timed phase."""
+    """One row per timed phase."""
     return [
         [label(phase), *("{} / {}".format(*map(ms, t.spread(phase))) for t in timings)]
         for phase in timings[0].samples
@@ -91,7 +91,7 @@ def _spreads(timings: Sequence[Timing]) -> list[list[str]]:
 
 
 def label(phase: str) -> str:
-    """What a phase of a table is called."""
+    """The name of a phase in a table."""
     kind, _, rest = phase.partition(" ")
     if kind == "hybrid":
         return f"switch, {rest} layers native"
@@ -115,7 +115,7 @@ def _times(
 def _extrapolate(
     timings: Sequence[Timing], pair: Pair, columns: list[str]
 ) -> list[dict[str, float]]:
-    """Print what the times would be at full depth, if the models are not whole."""
+    """Print the times extrapolated to full depth, if the models have fewer layers."""
     from kvlingo_mlx.timing.runs import at_full_depth
 
     if pair.layers is None:
@@ -134,9 +134,9 @@ def _beside(
     layers: Layers,
     reference: Reference,
 ) -> None:
-    """Print a reference's times, and how many times as long this machine takes.
+    """Print a reference's times, and the ratio of this machine's times to them.
 
-    Models of the same layers are compared as measured, others at full depth alone.
+    Models with the same layers are compared as measured, others only at full depth.
     """
     from kvlingo_mlx.timing.reference import counterpart
 
@@ -172,7 +172,7 @@ def _beside(
 
 
 def _contents(times: Times) -> str:
-    """Which lengths and phases there are, in words."""
+    """The lengths and phases in some times, in words."""
     if not times:
         return "no such table"
     phases = dict.fromkeys(label(phase) for found in times.values() for phase in found)
@@ -180,7 +180,7 @@ def _contents(times: Times) -> str:
 
 
 def foot(pair: Pair, rates: Rates, text: bool) -> None:
-    """Say what a reader must know of all tables."""
+    """Print the notes that apply to all tables."""
     from kvlingo_mlx.backend import on_gpu
 
     for note in pair.notes:
@@ -202,13 +202,13 @@ def draw(plot: str, results: Mapping[str, Any], pair: Pair) -> None:
 
 
 def keep_timings(ran: Ran, pair: Pair, step_size: int) -> None:
-    """Keep the times of a table that has all ways, for `generate --strategy auto`."""
+    """Keep the times of a table with all ways, for `generate --strategy auto`."""
     from kvlingo_mlx.handover import timings
     from kvlingo_mlx.timing import saving
 
     if not saving.serves(ran.table):
         return
-    first = next(iter(pair.translators.values()))  # whole ways are timed with this one
+    first = next(iter(pair.translators.values()))  # used for the whole ways
     kept = saving.timings_of(pair.source, pair.target, first, ran.timings, step_size)
     timings.write(kept)
     ways = ", ".join(f"{n} tokens {kept.best(n)}" for n in kept.prompt_tokens)

@@ -34,7 +34,7 @@ HISTORY_HELP = "Keep the lines that are typed in a terminal for later chats' arr
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(WritingOptions):
-    """What `chat` is asked."""
+    """The options of `chat`."""
 
     source: MaybeSource = None
     target: MaybeTarget = None
@@ -84,7 +84,7 @@ def command(options: ChatOptions) -> None:
     named = _named(options)
     _check_use(options.use, named, routed=options.route is not None)
     _check_folder(options.save)
-    native_number(options.native_layers)  # refused before anything is loaded
+    native_number(options.native_layers)  # refused before any model is loaded
     lines = Lines()
 
     from kvlingo_mlx.conversation.routing import load_route
@@ -103,7 +103,7 @@ def command(options: ChatOptions) -> None:
 
 
 def _record(json_file: str, talk: Conversation) -> None:
-    """What was said, what each model holds of it, and what the last switch took."""
+    """Append the messages, what each model holds of them, and the time of the last switch."""
     import dataclasses
 
     switch = talk.last_switch
@@ -116,11 +116,11 @@ def _record(json_file: str, talk: Conversation) -> None:
     keep(json_file, "chat", {"models": models}, results)
 
 
-# ---- before anything is loaded ---------------------------------------------------------------
+# ---- checks before loading -------------------------------------------------------------------
 
 
 def _named(options: ChatOptions) -> dict[str, str]:
-    """Models by name: from NAME=MODEL, or called source and target."""
+    """The models by name: from NAME=MODEL, or named source and target."""
     if options.source is not None and options.target is not None:
         return {"source": options.source, "target": options.target}
     if not options.model:
@@ -143,7 +143,7 @@ def _check_use(use: str | None, named: Mapping[str, str], *, routed: bool) -> No
 
 
 def _check_folder(save: str | None) -> None:
-    """Refuse what could not be written to after the conversation."""
+    """Refuse a folder that could not be written after the conversation."""
     if save is None:
         return
     from kvlingo_mlx.conversation.folder import check_destination
@@ -155,11 +155,11 @@ def _check_folder(save: str | None) -> None:
         raise ValueError(f"--save is {save!r}; name a folder that can be written")
 
 
-# ---- what is loaded --------------------------------------------------------------------------
+# ---- loading ---------------------------------------------------------------------------------
 
 
 def _models(named: Mapping[str, str]) -> dict[str, LanguageModel]:
-    """The models by name; one that has two names is loaded once."""
+    """The models by name; a model with two names is loaded once."""
     from kvlingo_mlx.loading.models import load_together
 
     paths = list(dict.fromkeys(named.values()))
@@ -168,7 +168,7 @@ def _models(named: Mapping[str, str]) -> dict[str, LanguageModel]:
 
 
 def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversation:
-    """A new one, or the saved one that goes on."""
+    """A new conversation, or the saved one that is resumed."""
     from kvlingo_mlx.conversation import Conversation
 
     models, translators = _models(named), options.translator or ()

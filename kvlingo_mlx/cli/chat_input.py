@@ -1,4 +1,4 @@
-"""What the user types into a chat: lines, and Ctrl-C."""
+"""The user's input in a chat: lines, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from types import FrameType, ModuleType
 
 from kvlingo_mlx.cli.output import ask, complain, say
 
-KEPT_LINES = 1000  # of the history
+KEPT_LINES = 1000  # lines in the history file
 PAUSE = 0.03  # seconds: nobody types the next line sooner, and a paste has no such gap
-PASTE_MARKS = ("\033[200~", "\033[201~")  # what terminals put around a bracketed paste
+PASTE_MARKS = ("\033[200~", "\033[201~")  # terminals put these around a bracketed paste
 
 
 class Lines:
-    """The user's messages: asked for in a terminal, a line each from a pipe.
+    """The user's messages: typed in a terminal, or one per line from a pipe.
 
-    What is pasted into a terminal is one message, however many lines it has. GNU readline knows a
-    paste by the terminal's marks; elsewhere it is what arrives in one go after the prompt.
+    Text pasted into a terminal is one message, even with several lines. GNU readline recognises a
+    paste by the terminal's marks; without it, a paste is the text that arrives at once after the
+    prompt.
 
     Attributes:
-        terminal: Whether somebody sits there.
-        readline: What edits a line there; None where there is nothing of the kind.
+        terminal: Whether standard input is a terminal.
+        readline: The module that edits lines in a terminal; None if there is none.
 
     Raises:
         ValueError: Standard input is closed.
@@ -40,16 +41,16 @@ class Lines:
         self.readline = _readline() if self.terminal else None
 
     def next(self, prompt: str) -> str | None:
-        """The next message, empty where there was none to take; None at the end.
+        """The next message, empty if a line was not usable; None at the end.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C, in a terminal the second one in a row.
-            ValueError: A pipe holds something else than text.
+            KeyboardInterrupt: Ctrl-C; in a terminal, the second one in a row.
+            ValueError: A pipe holds something other than text.
         """
         return self._ask(prompt) if self.terminal else self._read()
 
     def _ask(self, prompt: str) -> str | None:
-        # Lines that were waiting were typed during the last answer, each to be sent alone.
+        # Waiting lines were typed during the last answer, so each is sent alone.
         ahead = _arrived(0)
         lines: list[str] = []
         try:
@@ -74,7 +75,7 @@ class Lines:
         return text
 
     def _remember(self, text: str) -> None:
-        """Put a line under the arrow keys; of a paste its lines would come back one by one."""
+        """Add a line to the history; a paste is left out, as its lines would return one by one."""
         if self.readline is None or not text.strip() or "\n" in text:
             return
         last = self.readline.get_current_history_length()
@@ -82,7 +83,7 @@ class Lines:
             self.readline.add_history(text)
 
     def _warn(self) -> None:
-        """Tell how to leave, once."""
+        """Tell how to leave, once; the second Ctrl-C in a row raises KeyboardInterrupt."""
         say("")
         if self._warned:
             raise KeyboardInterrupt
@@ -98,10 +99,10 @@ class Lines:
 
 
 def _arrived(seconds: float) -> bool:
-    """Whether more of standard input is there, or comes within that time."""
+    """Whether more of standard input is available, or arrives within ``seconds``."""
     try:
         return bool(select.select([sys.stdin], [], [], seconds)[0])
-    except (OSError, ValueError):  # no file: an object that stands for a terminal
+    except (OSError, ValueError):  # not a file, but an object that acts as a terminal
         return False
 
 
@@ -110,9 +111,9 @@ def _arrived(seconds: float) -> bool:
 
 @contextlib.contextmanager
 def history(path: Path | None, lines: Lines) -> Iterator[None]:
-    """Earlier chats' lines under the arrow keys, and this one's for later ones.
+    """Load earlier chats' lines into the history, and save this chat's lines for later ones.
 
-    A file that cannot be read or written costs the history alone; None is no file.
+    If the file cannot be read or written, only the history is lost. None stands for no file.
     """
     readline = lines.readline
     if readline is None or path is None:
@@ -128,13 +129,13 @@ def history(path: Path | None, lines: Lines) -> Iterator[None]:
 
 
 def _readline() -> ModuleType | None:
-    """The standard library's, which some builds of Python lack; it knows pastes where it can."""
+    """The standard library's readline, if Python has it; it detects pastes where it can."""
     try:
         import readline
     except ImportError:
         return None
     readline.set_auto_history(False)
-    dumb = os.environ.get("TERM", "dumb") == "dumb"  # would show the marks as text
+    dumb = os.environ.get("TERM", "dumb") == "dumb"  # such a terminal would show the marks as text
     if not dumb and "libedit" not in (readline.__doc__ or ""):
         readline.parse_and_bind("set enable-bracketed-paste on")
     return readline
@@ -142,7 +143,7 @@ def _readline() -> ModuleType | None:
 
 def _write(readline: ModuleType, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    # What was said is nobody else's business, at no moment.
+    # At no moment may others read the user's lines.
     os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
     path.chmod(0o600)
     readline.set_history_length(KEPT_LINES)
@@ -154,13 +155,13 @@ def _write(readline: ModuleType, path: Path) -> None:
 
 
 class Stop:
-    """What Ctrl-C does while an answer is made.
+    """The handler of Ctrl-C while an answer is made.
 
-    Before the first token it raises KeyboardInterrupt, once; afterwards it is a wish that the
-    loop over the tokens sees.
+    Before the first token it raises KeyboardInterrupt, once. Later it only sets ``asked``, which
+    the loop over the tokens checks.
 
     Attributes:
-        began: Whether the first token is there.
+        began: Whether the first token has arrived.
         asked: Whether Ctrl-C was pressed.
     """
 
@@ -176,7 +177,7 @@ class Stop:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Stop]:
-    """Let Ctrl-C stop an answer, inside of this."""
+    """Let Ctrl-C stop an answer within this context."""
     stop, before = Stop(), signal.getsignal(signal.SIGINT)
     try:
         signal.signal(signal.SIGINT, stop)

@@ -1,4 +1,4 @@
-"""A chat's turns and commands, over a conversation."""
+"""The turns and commands of a chat, over a conversation."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from kvlingo_mlx.conversation import Conversation, Switch
     from kvlingo_mlx.conversation.routing import Route
 
-# What MLX says on a CPU, on Metal and on CUDA.
+# The words of MLX's memory errors on a CPU, on Metal and on CUDA.
 MEMORY = re.compile("malloc|allocat|insufficient memory|out of memory", re.IGNORECASE)
 AUTO = "auto"  # /use auto: the route chooses
-SHOWN_TURNS, SHOWN_CHARACTERS = 2, 300  # of a conversation that is resumed
+SHOWN_TURNS, SHOWN_CHARACTERS = 2, 300  # shown of a resumed conversation
 HELP = {
     "/use NAME": "this model answers from now on",
     "/use auto": "--route chooses again",
@@ -37,16 +37,16 @@ HELP = {
 
 
 class Chat:
-    """One user at the keyboard and several models.
+    """A chat of one user with several models.
 
     Args:
         talk: The conversation.
-        lines: Where the user's lines come from.
-        options: What every reply is asked with.
-        route: Chooses who answers, where the user has not.
-        use: Who answers at first.
-        save: Where the conversation is saved in the end.
-        resume: Where it came from.
+        lines: The source of the user's lines.
+        options: The options of every reply.
+        route: Chooses the answering model, unless the user has chosen one.
+        use: The model that answers first.
+        save: The folder where the conversation is saved at the end.
+        resume: The folder from which it was resumed.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Chat:
         """Take the user's lines until there are no more.
 
         Raises:
-            KeyboardInterrupt: The user insists.
+            KeyboardInterrupt: The user pressed Ctrl-C twice in a row.
         """
         if self._lines.terminal:
             self._show_last_turns()
@@ -83,13 +83,14 @@ class Chat:
                 self._save_somewhere(self._save_at_end)
 
     def _show_last_turns(self) -> None:
-        """What was said last, where this conversation did not begin now."""
+        """Show the last turns of a conversation that was resumed."""
         said = [m for m in self.talk.messages if m["role"] != "system"]
         asked = [index for index, m in enumerate(said) if m["role"] == "user"]
         for message in said[asked[-SHOWN_TURNS:][0] :] if asked else said:
             text = str(message.get("content") or "")
             cut = text[:SHOWN_CHARACTERS] + (" ..." if len(text) > SHOWN_CHARACTERS else "")
-            # It may be a stranger's conversation: no control codes but line ends.
+            # It may be another person's conversation, so control codes other than line ends are
+            # removed.
             lines = "\n".join(map(printable, cut.split("\n")))
             say(f"{message['role']}: {lines}")
 
@@ -101,7 +102,7 @@ class Chat:
             try:
                 self._take(line)
             except BrokenPipeError:
-                raise  # nobody reads any more
+                raise  # nobody reads the output any more
             except (KVLingoError, ValueError, OSError) as error:
                 complain(error)
             except (MemoryError, RuntimeError) as error:
@@ -124,13 +125,13 @@ class Chat:
             with interruptible() as stop:
                 self._stream(self._who(message), message, stop)
         except KeyboardInterrupt:
-            # It may fall between the arrival of the first token and our taking note of that.
+            # Ctrl-C may fall between the arrival of the first token and the note of it.
             if len(self.talk.messages) > before:
                 self.talk.undo()
             say("stopped; nothing was kept")
 
     def _who(self, message: str) -> str:
-        """The model that the user asked, or that the route chooses."""
+        """The model that the user named or, if none, the one that the route chooses."""
         if self._route is None or self._active != AUTO:
             return self._active
         name = self._route([*self.talk.messages, {"role": "user", "content": message}], self.names)
@@ -138,7 +139,7 @@ class Chat:
         return name
 
     def _stream(self, name: str, message: str, stop: Stop) -> None:
-        """Print an answer as it comes; the conversation keeps what has come when it is closed."""
+        """Print an answer as it arrives; when it is closed, the conversation keeps that much."""
         responses = self.talk.stream_reply(name, message, **self._options)
         cut, text, ended = False, "", None
         try:
@@ -197,7 +198,7 @@ class Chat:
         say(f"saved to {self.talk.save(os.path.expanduser(place))}")
 
     def _save_somewhere(self, folder: str) -> None:
-        """Save where the user said; if that fails, beside the store, and fail all the same."""
+        """Save where the user said; if that fails, save beside the store and raise the error."""
         try:
             self._save(folder)
         except (ValueError, OSError):
@@ -224,7 +225,7 @@ class Chat:
             print_switch(switch, self._reprefill(switch))
 
     def _reprefill(self, switch: Switch) -> float | None:
-        """Seconds in which the last switch's model reads all of it anew; None if skipped."""
+        """Seconds in which the last switch's model reads all tokens anew; None if skipped."""
         if self._measured is None or self._measured[0] is not switch:
             count = switch.kept + switch.translated + switch.read
             say(f"reading {count} tokens anew with {switch.name} to compare; Ctrl-C skips")
@@ -236,7 +237,10 @@ class Chat:
 
 
 def _out_of_memory(error: MemoryError | RuntimeError) -> KVLingoError:
-    """The way out, if that is what an error means; MLX has no class of its own for it."""
+    """A message with a way out, if the error is about memory, for which MLX has no class.
+
+    Any other error is raised again.
+    """
     text = str(error)
     if not isinstance(error, MemoryError) and not MEMORY.search(text):
         raise error

@@ -1,4 +1,4 @@
-"""What a chat's models hold, and what its last switch took."""
+"""The output of /stats: what a chat's models hold, and the time of the last switch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMNS = ["model", "tokens", "own", "translated", "cache (MB)", "for others (MB
 
 
 def print_lines(stats: Stats) -> None:
-    """A row a model, and the memory of all."""
+    """Print a row per model, and the memory of all."""
     rows = [
         [
             line.name,
@@ -39,7 +39,7 @@ def print_lines(stats: Stats) -> None:
 
 
 def print_switch(switch: Switch, anew: float | None) -> None:
-    """What the last one took, beside the seconds of reading the same prompt anew."""
+    """Print the last switch, beside the seconds of reading the same prompt anew."""
     from kvlingo_mlx.reporting import measure
 
     facts(

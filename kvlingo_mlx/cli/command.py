@@ -1,7 +1,7 @@
-"""How a verb gets its options: a frozen dataclass with a field for each, and a function of it.
+"""A verb gets its options as a frozen dataclass with a field for each option.
 
-A verb's own options are fields made by :func:`option`. Those of several verbs are types here, so
-that each has the same name, help and spellings everywhere.
+A verb's own options are fields made by :func:`option`. Options of several verbs are types in this
+file, so that each has the same name, help and spellings everywhere.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvlingo_mlx.cli.output import keep_stdout_for_json
 
 
 def option(default: Any, help: str, *names: str, **more: Any) -> Any:
-    """A field that is an option; ``...`` stands for no default, ``names`` are its spellings."""
+    """A field for an option; a default of ``...`` makes it required, ``names`` spell it."""
     return _described(default, typer.Option(*names, help=help, **more))
 
 
 def argument(default: Any, help: str, **more: Any) -> Any:
-    """A field that is typed without a name before it."""
+    """A field for a positional argument."""
     return _described(default, typer.Argument(help=help, **more))
 
 
@@ -60,7 +60,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace another translator
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every verb takes."""
+    """The options that every verb takes."""
 
     json_file: str | None = option(
         None,
@@ -69,7 +69,7 @@ class Options:
     )
 
     def some(self, names: str) -> dict[str, Any]:
-        """The options of these names, which stand between spaces."""
+        """The options named in ``names``, which are separated by spaces."""
         return {name: getattr(self, name) for name in names.split()}
 
 
@@ -100,7 +100,7 @@ def verb(options: type[Given]) -> Callable[[Callable[[Given], None]], Callable[.
 
 
 def _parameter(described: Field, hint: Any) -> inspect.Parameter:
-    """A field as typer reads it."""
+    """A field as the parameter that typer reads."""
     if info := described.metadata.get("typer"):
         hint = Annotated[hint, info]
     default = inspect.Parameter.empty if described.default is MISSING else described.default

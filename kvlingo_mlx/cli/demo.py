@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     Found = dict[str, Demonstration]  # by pair
 
 SAMPLES = 12
-# From dense to mixture of experts, and between two dense models, both ways.
+# From dense to mixture of experts, and between two dense models in both directions.
 PAIRS = (
     ("tiny-qwen3-s", "tiny-qwen3-moe"),
     ("tiny-qwen3-s", "tiny-qwen3-l"),
@@ -24,7 +24,7 @@ PAIRS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(Options):
-    """What `demo` is asked."""
+    """The options of `demo`."""
 
     every_pair: bool = option(False, "All six pairs, not three.", "--every-pair")
 

@@ -1,4 +1,4 @@
-"""kvlingo-mlx doctor: what is installed, what is stored, and what of it is wrong."""
+"""kvlingo-mlx doctor: what is installed and stored, and what is wrong with it."""
 
 from __future__ import annotations
 

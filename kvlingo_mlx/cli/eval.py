@@ -1,4 +1,4 @@
-"""kvlingo-mlx eval: what a translator costs in quality, beside native decoding and alternatives."""
+"""kvlingo-mlx eval: a translator's cost in quality, beside native decoding and alternatives."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def command(options: EvalOptions) -> None:
     named, line = _line_up(options, models)
     outcomes: list[Outcome] = []
     with _resumable():
-        if public:  # first: their data may be out of reach
+        if public:  # first, since their data may be out of reach
             outcomes += _public(options, public, models, line, harness)
         with progress_bar("evaluating", sum(len(task.items) for task in asked)) as step:
             results = compare.evaluate(models[1], asked, line, journal, lambda name: step())
@@ -81,7 +81,7 @@ def command(options: EvalOptions) -> None:
 
 
 def _parsed(options: EvalOptions) -> tuple[list[str], list[str], dict[str, Any]]:
-    """Tasks of our own, lm-eval's, and what these are asked with; refused before all else."""
+    """Our own tasks, lm-eval's tasks, and the latter's options; bad options are refused first."""
     most = options.max_tokens
     check_ranges(
         ("--limit", options.limit, options.limit > 0, "1 or more"),
@@ -112,7 +112,7 @@ def _tasks(
 def _line_up(
     options: EvalOptions, models: Models
 ) -> tuple[dict[str, list[Translator]], list[Condition]]:
-    """The translators, told by name, and all that is compared."""
+    """The translators by name, and all conditions to compare."""
     from kvlingo_mlx.evaluation import lineup
 
     mismatch = options.some("allow_mismatch")
@@ -126,7 +126,7 @@ def _line_up(
 
 
 def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[str, Any]:
-    """What a record says of the run."""
+    """The run's settings in a record."""
     return {
         "source": models[0].name,
         "target": models[1].name,
@@ -139,7 +139,7 @@ def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[
 
 
 def _identities(named: dict[str, list[Translator]]) -> dict[str, Any]:
-    """Which translators those were."""
+    """The paths and digests of the translators."""
     return {
         name: [{"path": str(t.path), "digest": t.digest} for t in every]
         for name, every in named.items()
@@ -162,7 +162,7 @@ def _public(
     line: list[Condition],
     harness: dict[str, Any],
 ) -> list[Outcome]:
-    """What lm-eval's tasks find."""
+    """The outcomes of lm-eval's tasks."""
     from kvlingo_mlx.evaluation.harness import benchmarks
     from kvlingo_mlx.evaluation.harness.judge import Judge
 
@@ -190,7 +190,11 @@ def _public(
 
 
 def _print(outcome: Outcome) -> None:
-    """One metric: a column a group, or a row where there are many. Several: a table a group."""
+    """Print an outcome.
+
+    One metric makes one table with a column per group, or a row per group if there are many.
+    Several metrics make a table per group.
+    """
     title, tables, metrics = outcome.task, outcome.tables, outcome.metrics
     groups = list(next(iter(tables.values())))
     if len(metrics) == 1:

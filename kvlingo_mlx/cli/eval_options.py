@@ -1,4 +1,4 @@
-"""What ``kvlingo-mlx eval`` is asked, and what its options stand for."""
+"""The options of ``kvlingo-mlx eval``, and the parsing of their values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN = ("continuation", "recall", "needles")
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(Options):
-    """What `eval` is asked."""
+    """The options of `eval`."""
 
     translators: list[str] | None = argument(
         None, "Translators: FOLDER, NAME=FOLDER, or NAME=A,B,C (seeds); else the store's."
@@ -73,7 +73,7 @@ class EvalOptions(Options):
 
     @property
     def responses(self) -> str:
-        """Where lm-eval's responses go, which are long."""
+        """The file for lm-eval's responses, which are long."""
         return f"{self.out.removesuffix('.jsonl')}.responses.jsonl"
 
 
@@ -83,10 +83,10 @@ def words(text: str) -> list[str]:
 
 
 def split_tasks(names: list[str], judge: str | None) -> tuple[list[str], list[str]]:
-    """Tasks of our own, and those that lm-eval runs.
+    """Our own tasks, and the tasks that lm-eval runs.
 
     Raises:
-        ValueError: No task, a slip of the pen, or answers that nobody judges.
+        ValueError: No task is given, a name looks misspelt, or answers need a judge and have none.
     """
     from kvlingo_mlx.evaluation.harness.tasks import JUDGED
 
@@ -113,7 +113,7 @@ def named_files(texts: list[str] | None) -> dict[str, str]:
 
 
 def json_object(text: str | None) -> dict[str, Any]:
-    """What ``--metadata`` holds."""
+    """The object in ``--metadata``."""
     try:
         found = json.loads(text or "{}")
     except ValueError:
@@ -126,7 +126,7 @@ def json_object(text: str | None) -> dict[str, Any]:
 
 
 def named_translators(translators: list[str] | None) -> dict[str, list[str | None]]:
-    """What each argument is called: NAME= before it, else its last part, else "translated"."""
+    """The translators by name: NAME= before them, else their last part, else "translated"."""
     if not translators:
         return {"translated": [None]}
     named: dict[str, list[str | None]] = {}
@@ -144,7 +144,7 @@ def named_translators(translators: list[str] | None) -> dict[str, list[str | Non
 
 
 def forms(text: str | None) -> list[int | None]:
-    """The forms in which each translator is compared: as it is, and those of ``--quantize``."""
+    """The forms in which each translator is compared: unchanged, and those of ``--quantize``."""
     listed = words(text or "")
     if (text is not None and not listed) or set(listed) - {"8", "4"}:
         raise ValueError(f"--quantize is {text!r}; give 8, 4 or 8,4")
@@ -152,7 +152,7 @@ def forms(text: str | None) -> list[int | None]:
 
 
 def lengths(text: str | None) -> list[int] | None:
-    """The numbers of ``--lengths``; None where it is not given."""
+    """The numbers of ``--lengths``; None without the option."""
     try:
         found = None if text is None else [int(word) for word in words(text)]
     except ValueError:
@@ -163,7 +163,7 @@ def lengths(text: str | None) -> list[int] | None:
 
 
 def haystack_text(path: str | None) -> str | None:
-    """The text that needles are hidden in, if not generated."""
+    """The text that hides the needles; None if it is generated."""
     if path is None:
         return None
     try:

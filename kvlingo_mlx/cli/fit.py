@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Options):
-    """What `fit` is asked."""
+    """The options of `fit`."""
 
     source: Source
     target: Target
@@ -97,7 +97,7 @@ def _fit(
 
 
 def _assignment(text: str, source: LanguageModel, target: LanguageModel) -> Assignment | str:
-    """A rule's name as it is, a file as what it lists."""
+    """The name of a rule unchanged, or the assignment in a file."""
     if not text.endswith(".json"):
         return text
     from pathlib import Path

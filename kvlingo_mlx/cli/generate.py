@@ -37,7 +37,7 @@ TIMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(WritingOptions):
-    """What `generate` is asked."""
+    """The options of `generate`."""
 
     source: Source
     target: Target
@@ -78,7 +78,7 @@ def command(options: GenerateOptions) -> None:
 
     check_bits(options.quantize)
     check_strategy(options.strategy)
-    native_number(options.native_layers)  # refused before anything is loaded
+    native_number(options.native_layers)  # refused before any model is loaded
     sampler = options.sampler()
     source, target = load_pair(
         options.source,
@@ -126,7 +126,7 @@ def _check_template(options: GenerateOptions, target: LanguageModel) -> bool:
 def _arguments(
     options: GenerateOptions, source: LanguageModel, target: LanguageModel
 ) -> dict[str, Any]:
-    """The options as the library's functions take them."""
+    """The options as arguments of the library's functions."""
     from kvlingo_mlx.loading.translators import resolve_translator
 
     given = options.some("translator max_tokens prefill_step_size allow_mismatch")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(Options):
-    """What `import` is asked."""
+    """The options of `import`."""
 
     path_or_hub_id: str = argument(..., "The translator: a folder or Hub id.")
     revision: str | None = option(None, "Branch, tag or commit of a Hub id.")

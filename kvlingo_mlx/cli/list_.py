@@ -1,4 +1,4 @@
-"""kvlingo-mlx list: which translators are stored here, and what each is worth."""
+"""kvlingo-mlx list: the stored translators, with their grades."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What each verb's options need beside them to have an effect; all else is refused.
+"""The table of options that need others to have an effect; without them they are refused.
 
-A row a line, by the names of the fields in a verb's dataclass. Whoever adds an option adds a row,
-or a word to the test's list of options that always count.
+Each row names fields of a verb's dataclass. A new option needs a row here, or an entry in the
+test's list of options that always have an effect.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from kvlingo_mlx.errors import tell_new_name
 from kvlingo_mlx.evaluation.harness.tasks import JUDGED
 from kvlingo_mlx.format.kinds import KINDS
 
-OLD_OPTIONS = {"--save-profile": "--save-timings"}  # by their new names, for one release
+OLD_OPTIONS = {"--save-profile": "--save-timings"}  # old names with new ones, for one release
 
 
 def _asks(*names: str) -> Any:
-    """Whether one of these tasks is among ``--tasks``."""
+    """A function that tells whether one of these tasks is among ``--tasks``."""
     return lambda tasks: any(name in names for name in words(tasks))
 
 
 def _public(tasks: str) -> bool:
-    """Whether lm-eval runs one of them."""
+    """Whether lm-eval runs one of the tasks."""
     return any(name not in OWN for name in words(tasks))
 
 
 def _written(tasks: str) -> bool:
-    """Whether a model writes the answers of one of them."""
+    """Whether a model writes the answers of one of the tasks."""
     return _asks("needles")(tasks) or _public(tasks)
 
 
 def _drawn(data: str | None, tasks: str) -> bool:
-    """Whether some item is made or chosen by chance."""
+    """Whether some item is generated or chosen at random."""
     return data is None or words(tasks) != ["continuation"]
 
 
 def _local(files: list[str] | None, tasks: str) -> bool:
-    """Whether every NAME=FILE is of a task that is asked for."""
+    """Whether every NAME=FILE names one of the tasks."""
     return all(text.partition("=")[0] in words(tasks) for text in files or [])
 
 
@@ -50,7 +50,7 @@ GREEDY = "which takes the likeliest token"
 SAMPLING = Need("top_p top_k min_p seed", "temp", lambda temp: temp != 0, 0.7, GREEDY)
 OWN_CACHE = "which decodes from the source's own cache"
 HIDDEN = tuple(spec.kind for spec in KINDS if spec.has_hidden)
-UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # in closed form
+UNSOLVED = tuple(spec.kind for spec in KINDS if not spec.solved)  # not solved in closed form
 PAIR = (
     Need("source", "target", is_set, "MODEL"),
     Need("target", "source", is_set, "MODEL"),
@@ -150,16 +150,16 @@ VERBS: dict[str, tuple[Need, ...]] = {
 
 
 class Checked(TyperCommand):
-    """A verb that refuses options which would do nothing, before it begins."""
+    """A verb that refuses options without effect before it begins."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line, old options by their new names."""
+        """Read the command line, with old options replaced by their new names."""
         for old in OLD_OPTIONS.keys() & set(args):
             tell_new_name(old, OLD_OPTIONS[old])
         return super().parse_args(ctx, [OLD_OPTIONS.get(word, word) for word in args])
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the verb, its options checked."""
+        """Check the options, then run the verb."""
         options = {p.name: p for p in self.params}
 
         def spell(name: str, value: Any) -> str:

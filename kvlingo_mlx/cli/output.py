@@ -1,4 +1,4 @@
-"""Tables, progress bars and records, alike for every verb."""
+"""Tables, progress bars and records, the same for every verb."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import typer
 
 from kvlingo_mlx.errors import printable
 
-# rich is imported where it is used: --help needs none of this.
+# rich is imported where it is used, since --help does not need it.
 
 
 def native_number(text: str | None) -> int | str | None:
-    """What ``--native-layers`` says: a number, ``auto``, or None: as the translator is tuned."""
+    """The value of ``--native-layers``: a number, ``auto``, or None, which means as tuned."""
     if text in (None, "auto"):
         return text
     if not text.isdecimal():
@@ -27,10 +27,10 @@ def native_number(text: str | None) -> int | str | None:
 
 @contextlib.contextmanager
 def progress_bar(text: str, total: int | None) -> Iterator[Callable[..., None]]:
-    """A bar on standard error that vanishes when done, or where there is no terminal.
+    """A progress bar on standard error that vanishes when done; none without a terminal.
 
-    Yields a function to call after each step, with the number done if it is known; ``text``
-    says something else beside the bar.
+    Yields a function to call after each step, with the number done if it is known. Its ``text``
+    replaces the text beside the bar.
     """
     from rich.console import Console
     from rich.progress import (
@@ -79,7 +79,7 @@ _on_stderr = False
 
 
 def keep_stdout_for_json(json_file: str | None) -> None:
-    """Send what is for people to standard error where ``--json -`` takes standard output.
+    """Send text for people to standard error if ``--json -`` uses standard output.
 
     Raises:
         ValueError: The record could not be written after the work.
@@ -95,15 +95,15 @@ def keep_stdout_for_json(json_file: str | None) -> None:
 
 
 def say(text: str, *, end: str = "\n") -> None:
-    """Print a line as it is."""
+    """Print a text unchanged."""
     typer.echo(text + end, err=_on_stderr, nl=False)
 
 
 def ask(prompt: str) -> str:
-    """A line that the user types, asked for where :func:`say` prints.
+    """A line typed by the user, after a prompt where :func:`say` prints.
 
     Raises:
-        EOFError: There is none any more.
+        EOFError: There is no more input.
     """
     if _on_stderr:
         say(prompt, end="")
@@ -112,20 +112,20 @@ def ask(prompt: str) -> str:
 
 
 def warn(text: str) -> None:
-    """Print a warning, one line on standard error."""
+    """Print a warning as one line on standard error."""
     typer.echo(f"warning: {printable(' '.join(text.split()))}", err=True)
 
 
 def complain(error: Exception) -> None:
-    """Print a user's error, one line on standard error, without its traceback."""
-    # Errors of usage carry format_message, whichever click typer is built on.
+    """Print a user's error as one line on standard error, without its traceback."""
+    # click's usage errors have a format_message, in each click on which typer may be built.
     told = error.format_message() if hasattr(error, "format_message") else str(error)
     text = " ".join(told.split()) or type(error).__name__
     typer.echo(f"error: {printable(text)}", err=True)
 
 
 def given_options(context: typer.Context) -> dict[str, str]:
-    """The options that were typed, by their parameters' names: what is told apart from defaults."""
+    """The options that were typed, by parameter name, without those left at their defaults."""
     typed = {}
     for parameter in context.command.params:
         name = parameter.name or ""
@@ -137,7 +137,7 @@ def given_options(context: typer.Context) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Told:
-    """A fact whose words for people are not its value for programs."""
+    """A fact whose text for people differs from its value for programs."""
 
     value: Any
     text: str
@@ -147,12 +147,12 @@ class Told:
 
 
 def plain(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """What :func:`facts` prints, as JSON has it: numbers are numbers."""
+    """The facts that :func:`facts` prints, as JSON values: numbers stay numbers."""
     return {name: row.value if isinstance(row, Told) else row for name, row in rows.items()}
 
 
 def facts(rows: Mapping[str, Any]) -> None:
-    """Print names and values, one a line."""
+    """Print names and values, one pair per line."""
     width = max(len(name) for name in rows)
     for name, value in rows.items():
         say(printable(f"{name:<{width}}  {value}"))
@@ -161,7 +161,7 @@ def facts(rows: Mapping[str, Any]) -> None:
 def keep(
     json_file: str | None, kind: str, config: Mapping[str, Any], results: Mapping[str, Any] | list
 ) -> None:
-    """Append a record to what ``--json`` names, if anything."""
+    """Append a record to the file of ``--json``, if it is given."""
     if json_file is not None:
         from kvlingo_mlx.reporting import measure
 
@@ -169,7 +169,7 @@ def keep(
 
 
 def tell_of_machine() -> None:
-    """Say that times are no Mac's, where they are not."""
+    """Say that the times are not a Mac's, on other machines."""
     from kvlingo_mlx.reporting import measure
 
     if not measure.is_apple():
@@ -177,6 +177,6 @@ def tell_of_machine() -> None:
 
 
 def ms(seconds: float) -> str:
-    """Seconds as milliseconds, three digits or all before the point."""
+    """Seconds as milliseconds, with three digits or all digits before the point."""
     found = 1e3 * seconds
     return f"{found:.0f}" if found >= 999.5 else f"{found:.3g}"

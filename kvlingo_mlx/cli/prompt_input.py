@@ -1,4 +1,4 @@
-"""What a verb that answers is asked, and what is to be said of an answer that disappoints."""
+"""The prompt of a verb that answers, and advice about disappointing answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_prompt(prompt: str | None, messages_file: str | None) -> str | list[dic
     """The text of ``--prompt``, or the messages of ``--messages``.
 
     Raises:
-        ValueError: Neither or both were given, nothing is there, or it is something else.
+        ValueError: Neither or both were given, the input is empty, or it is something else.
     """
     if messages_file is not None:
         if prompt is not None:
@@ -58,7 +58,7 @@ def _stdin(option: str) -> str:
 
 
 def _messages(text: str, path: str) -> list[dict[str, Any]]:
-    """Messages: a JSON list, one a line, or a record {"messages": [...]} as training data have."""
+    """Messages from a JSON list, one per line, or a training record {"messages": [...]}."""
     found = _json(text, path)
     records = [r for r in found if isinstance(r, dict) and "messages" in r]
     if len(records) > 1:
@@ -73,7 +73,7 @@ def _messages(text: str, path: str) -> list[dict[str, Any]]:
 
 
 def _json(text: str, path: str) -> list[Any]:
-    """All that a JSON or JSONL file holds, as a list."""
+    """All values in a JSON or JSONL file, as a list."""
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):
@@ -81,7 +81,7 @@ def _json(text: str, path: str) -> list[Any]:
     else:
         return whole if isinstance(whole, list) else [whole]
     found = []
-    # Not splitlines: a JSON string may hold U+2028, which is a line's end to it.
+    # splitlines would also split at U+2028, which a JSON string may hold.
     for number, line in enumerate(text.split("\n"), 1):
         try:
             found += [json.loads(line)] if line.strip() else []
@@ -91,9 +91,9 @@ def _json(text: str, path: str) -> list[Any]:
 
 
 def thinking_switch(thinking: bool | None, models: Collection[LanguageModel]) -> bool | None:
-    """What ``--thinking`` says; where it says nothing the embedded models are asked without.
+    """The value of ``--thinking``; without the option it is False for the embedded models.
 
-    They were trained to answer at once: with an open think block they write junk.
+    They were trained to answer at once, and write junk with an open think block.
     """
     from kvlingo_mlx.embedded import EXAMPLE, is_embedded
 
@@ -108,7 +108,7 @@ def thinking_switch(thinking: bool | None, models: Collection[LanguageModel]) ->
 
 
 def tell_of_cut_thought(model: LanguageModel, answer: str, thinking: bool | None) -> None:
-    """Say what to do about an answer that reached its limit within a reasoning trace."""
+    """Advise the user if an answer reached its limit within a reasoning trace."""
     from kvlingo_mlx.models.prompts import ends_in_thought
 
     if ends_in_thought(model, answer, enable_thinking=thinking):

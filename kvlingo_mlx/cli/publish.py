@@ -11,7 +11,7 @@ from kvlingo_mlx.errors import printable
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions(Options):
-    """What `publish` is asked."""
+    """The options of `publish`."""
 
     folder: str = argument(..., "The translator's folder.")
     repo: str = argument(..., "Where to: OWNER/NAME on the Hub.")

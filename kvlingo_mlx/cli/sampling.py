@@ -1,4 +1,4 @@
-"""How a verb that writes text chooses its tokens."""
+"""The options by which a verb that writes text chooses its tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_ranges(*checks: tuple[str, object, bool, str]) -> None:
-    """Refuse the first option that is not sound, saying what to give."""
+    """Refuse the first option that is not sound, and say what to give."""
     for name, value, sound, expected in checks:
         if not sound:
             raise ValueError(f"{name} is {value}; give {expected}")
@@ -21,10 +21,10 @@ def check_ranges(*checks: tuple[str, object, bool, str]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class WritingOptions(Options):
-    """What every verb is asked whose model writes an answer.
+    """The options of every verb whose model writes an answer.
 
     Raises:
-        ValueError: A number without meaning; says which.
+        ValueError: A number is out of range; the message names it.
     """
 
     max_tokens: int = option(100, "Longest answer; -1: to the context's end.", "--max-tokens", "-m")
@@ -48,7 +48,7 @@ class WritingOptions(Options):
         )
 
     def sampler(self) -> Callable[[mx.array], mx.array]:
-        """mlx-lm's sampler, its random numbers seeded."""
+        """mlx-lm's sampler, with a seeded random generator."""
         from kvlingo_mlx.backend import mx
 
         from mlx_lm.sample_utils import make_sampler

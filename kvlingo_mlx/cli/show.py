@@ -1,4 +1,4 @@
-"""kvlingo-mlx show: what a translator or a model is."""
+"""kvlingo-mlx show: the facts of a translator or a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
-    """What `show` is asked."""
+    """The options of `show`."""
 
     path_or_hub_id: str = argument(..., "A translator or model folder, or a Hub id.")
     quantize: Quantize = None

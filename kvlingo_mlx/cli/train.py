@@ -19,7 +19,7 @@ TITLES = {"stage1": "Stage 1: prefix lengths", "stage2": "Stage 2: prefix length
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Options):
-    """What `train` is asked."""
+    """The options of `train`."""
 
     source: Source
     target: Target
@@ -113,7 +113,7 @@ def command(options: TrainOptions) -> None:
         done = command_line.train(
             asked, plan, recipe, options.out, show, warn, stage1, options.force
         )
-    if done is not None:  # a process that does not lead has nothing to tell
+    if done is not None:  # a process that does not lead reports nothing
         _tell(options, done)
         curve = [] if done.log is None else command_line.read_log(done.log)
         results = {"provenance": command_line.provenance(done.folder), "curve": curve}
@@ -122,7 +122,7 @@ def command(options: TrainOptions) -> None:
 
 
 def _rates(option: str, text: str | None) -> tuple[float, ...]:
-    """The rates of an option; none stands for the default."""
+    """The rates of an option; empty for the default."""
     try:
         rates = tuple(float(part) for part in text.split(",")) if text else ()
     except ValueError:
@@ -141,7 +141,7 @@ def _stage1(options: TrainOptions) -> dict[str, Any] | None:
 
 
 def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
-    """Show what a run would read."""
+    """Show the prefix lengths that a run would read."""
     from kvlingo_mlx.training import command_line
 
     found = command_line.histogram(asked, options.steps, options.batch_size, options.fit_samples)
@@ -156,7 +156,7 @@ def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
 
 
 def _tell(options: TrainOptions, done: command_line.Done) -> None:
-    """Say what a training left, and draw it."""
+    """Report the result of a training, and draw its curve."""
     from kvlingo_mlx.reporting import pictures
     from kvlingo_mlx.training import command_line
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Options):
-    """What `tune` is asked."""
+    """The options of `tune`."""
 
     pair: list[str] | None = argument(None, "Short for --source A --target B.", metavar="[A B]")
     source: MaybeSource = None
@@ -101,7 +101,7 @@ def command(options: TuneOptions) -> None:
 
 
 def _pair(options: TuneOptions) -> tuple[str, str]:
-    """The two models, by their options or in a row."""
+    """The two models, from their options or as two arguments."""
     both, source, target = options.pair or [], options.source, options.target
     if not both and source is not None and target is not None:
         return source, target

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Options):
-    """What `verify` is asked."""
+    """The options of `verify`."""
 
     translator: str = argument(..., "A translator folder or Hub id.")
     source: MaybeSource = None
@@ -90,7 +90,7 @@ def _run_maps(config, weights, rows: dict[str, Any]) -> bool:
 def _run_models(
     config, weights, names: tuple[str, str], allow_mismatch: bool, rows: dict[str, Any]
 ) -> tuple[Receipt, Receipt | None]:
-    """What is measured here, and what the translator's making left."""
+    """The measurement on this machine, and the receipt from the translator's making."""
     from kvlingo_mlx.evaluation.verification import agreement
     from kvlingo_mlx.loading.grading import receipt_of
     from kvlingo_mlx.loading.models import load_pair

@@ -1,9 +1,9 @@
 """A linear translator applied to a whole prefix at once, straight into the target's cache.
 
-For a GPU: maps of all layers lie stacked, so a product is one for many layers; k_norm, RoPE, cast
-and the cache's layout are one kernel; nothing is allocated beside a small buffer. Without Triton
-(:mod:`.kernels`) the same is done in plain PyTorch, which is also what the kernels are tested
-against. Forward only; training translates layer by layer (:mod:`.translator`).
+It is made for a GPU. The maps of all layers are stacked, so one product serves many layers. One
+kernel does k_norm, RoPE, cast and the cache's layout. Only a small buffer is allocated. Without
+Triton (:mod:`.kernels`) plain PyTorch does the same; the kernels are tested against it. It is
+forward only; training translates layer by layer (``training.translator``).
 
 Legend: Ls source layers, L target layers, T tokens, Hs and H KV heads, Ds and D head widths.
 
@@ -11,7 +11,7 @@ Legend: Ls source layers, L target layers, T tokens, Hs and H KV heads, Ds and D
     caches out    (L, H, capacity, D), written at positions start to start + T
     maps          (L, H, nu * Hs * Ds, D); head-wise (L, H, nu * Ds, D)
 
-All layers of a model must be alike, as Qwen3's and Llama's are.
+All layers of a model must have the same shape, as in Qwen3 and Llama.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from kvlingo_mlx.training.families import TorchFamily
 from kvlingo_mlx.training.families.llama import Llama
 from kvlingo_mlx.training.torch_model import TorchModel
 
-# torch: products, then the rest in plain PyTorch. products: the same, the rest one kernel.
-# fused: everything one kernel a side.
+# "torch": products, then the rest in plain PyTorch. "products": products, then one kernel for the
+# rest. "fused": one kernel per side for everything.
 METHODS = ("torch", "products", "fused")
 
 
@@ -44,9 +44,9 @@ class FastTranslation:
     """A linear translator laid out for whole prefixes; see the module's legend.
 
     Attributes:
-        keys: Maps of the keys.
-        values: Maps of the values.
-        finish: What becomes of translated keys; None where they are captured after RoPE.
+        keys: The maps of the keys.
+        values: The maps of the values.
+        finish: The k_norm and RoPE of translated keys; None if they are captured after RoPE.
     """
 
     keys: Maps
@@ -65,16 +65,16 @@ class FastTranslation:
         """Lay out a translator's tensors (by the format's names) on the target's device.
 
         Args:
-            config: Its facts.
-            tensors: Its weights, and biases where it has them.
-            target: Whose norms and rotation its keys get.
-            positions: Tokens that the longest prefix has; cosines are worked out once.
-            dtype: Of states, maps and caches; default the target's.
+            config: The translator's config.
+            tensors: Its weights, and its biases if it has any.
+            target: The model whose norms and rotation the keys get.
+            positions: The tokens of the longest prefix; cosines are computed once for all of them.
+            dtype: The dtype of states, maps and caches; default the target's.
 
         Raises:
-            UnsupportedModelError: The layers of one of the models differ, or its family does
-                something else to its keys.
-            ValueError: The translator is not linear, or joint.
+            UnsupportedModelError: The layers of one of the models differ, or its family processes
+                keys in another way.
+            ValueError: The translator is not linear, or it is joint.
         """
         if not config.spec.folds or config.joint:
             raise ValueError(f"only linear maps a side can be stacked; this is {config.form}")
@@ -104,27 +104,27 @@ class FastTranslation:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """Those of ``METHODS`` that there are for these shapes on this device."""
+        """The ``METHODS`` that are available for these shapes on this device."""
         fit = all(
             dim >= MIN_WIDTH and dim & (dim - 1) == 0 and maps.width % MIN_WIDTH == 0
             for maps in (self.keys, self.values)
             for dim in maps.weight.shape[-1:]
         )
         weight = self.keys.weight
-        fit = fit and weight.dtype != torch.float64  # kernels count in float32
+        fit = fit and weight.dtype != torch.float64  # kernels accumulate in float32
         on_gpu = weight.device.type == "cuda" and find_spec("triton") is not None
         return METHODS if fit and on_gpu else METHODS[:1]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that maps and tables take."""
+        """The bytes of maps and tables."""
         tables = () if self.finish is None else (self.finish.cos, self.finish.sin, self.finish.norm)
         arrays = (self.keys.weight, self.keys.bias, self.values.weight, self.values.bias, *tables)
         return sum(a.numel() * a.element_size() for a in arrays if a is not None)
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations of the products, as ``translator_config.flops_of`` counts."""
+        """The products' floating-point operations, counted as in ``format.maps.flops_of``."""
         return 2 * (self.keys.weight.numel() + self.values.weight.numel())
 
     @torch.no_grad()
@@ -142,18 +142,18 @@ class FastTranslation:
         """Translate a span that begins at position ``start`` into ``memory``.
 
         Args:
-            keys: The source's, at the translator's capture point; (Ls, T, Hs * Ds) or
-                (Ls, Hs, T, Ds). Head-mixing products copy the latter, chunk by chunk.
-            values: The same.
-            memory: Where to write; the rest of it is left alone.
-            start: Position of the first token.
-            method: One of :attr:`methods`; by default the last of them, but products where maps
-                mix heads.
+            keys: The source's keys at the translator's capture point; (Ls, T, Hs * Ds) or (Ls, Hs,
+                T, Ds). Head-mixing products copy the latter, chunk by chunk.
+            values: The source's values, in the same layout.
+            memory: The memory to write to; only the span is changed.
+            start: The position of the first token.
+            method: One of :attr:`methods`; by default the last of them, but "products" if maps mix
+                heads.
             cut: How products are cut.
-            tile: How the fused kernel is.
+            tile: How the fused kernel is cut.
 
         Raises:
-            ValueError: The span or the arrays do not fit, or the device has no such method.
+            ValueError: The span or the arrays do not fit, or the device lacks the method.
         """
         there = self.methods
         if method is None:
@@ -181,9 +181,3 @@ class FastTranslation:
                 fused(maps, states, span, finish, start, tile)
             else:
                 products(maps, states, span, finish, start, method, cut or Cut())
-
-
-# ---- layout --------------------------------------------------------------------------------
-
-
-# ---- translation ---------------------------------------------------------------------------

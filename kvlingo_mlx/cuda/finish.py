@@ -1,4 +1,4 @@
-"""What is done to translated keys: k_norm and RoPE, for whole prefixes."""
+"""The last steps for translated keys, k_norm and RoPE, for whole prefixes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from kvlingo_mlx.training.torch_model import TorchModel
 
 @dataclass(frozen=True)
 class Finish:
-    """What is done to translated keys: k_norm and RoPE, whichever there are.
+    """The k_norm and RoPE that translated keys still need.
 
     Attributes:
-        norm: (L, D), float32 at least, in pairs; None where the capture point is after it.
-        eps: Of the norm.
-        cos: (positions, D / 2), float32 at least.
-        sin: The same.
+        norm: The weights (L, D), float32 or wider, in pairs; None if the capture point is after the
+            norm.
+        eps: The epsilon of the norm.
+        cos: Cosines (positions, D / 2), float32 or wider.
+        sin: Sines, in the same shape.
     """
 
     norm: torch.Tensor | None
@@ -54,7 +55,7 @@ def finish_plainly(
     eps: float,
     table: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """k_norm, RoPE, cast and layout of keys in pairs, (G, T, H, D), into (G, H, T, D)."""
+    """Apply k_norm, RoPE, cast and layout to keys in pairs, (G, T, H, D), into (G, H, T, D)."""
     keys = product.to(table[0].dtype)
     if norm is not None:
         keys = keys * torch.rsqrt(keys.square().mean(-1, keepdim=True) + eps)
@@ -67,5 +68,5 @@ def finish_plainly(
 
 
 def in_pairs(array: torch.Tensor) -> torch.Tensor:
-    """The last axis of (..., D) reordered: what RoPE turns together side by side."""
+    """The last axis of (..., D) reordered: numbers that RoPE rotates together are adjacent."""
     return array.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)

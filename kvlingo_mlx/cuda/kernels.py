@@ -1,8 +1,8 @@
 """Triton kernels of :mod:`.fast_translation`; importing this needs Triton and no GPU.
 
-Keys come *in pairs*: the two numbers of a head that RoPE turns together, D / 2 apart in a cache,
-lie side by side. A matrix product's accumulator holds neighbouring columns in one thread, so
-pairs are turned in registers; halves would pass through shared memory.
+Keys come *in pairs*: the two numbers of a head that RoPE rotates together, D / 2 apart in a cache,
+are adjacent. A matrix product's accumulator holds adjacent columns in one thread, so pairs are
+rotated in registers; halves would pass through shared memory.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import triton.language as tl
 
 from kvlingo_mlx.cuda.tile import Tile
 
-# A tile of 256 tokens by a head of 128 makes 85 operations of a byte out of the L2 cache, one of
-# 128 tokens 64. A head-wise map's 128 inputs are over in two steps, too few for a deep pipeline.
+# A tile of 256 tokens by a head of 128 does 85 operations per byte from the L2 cache, a tile of 128
+# tokens 64. A head-wise map's 128 inputs take only two steps, too few for a deep pipeline.
 MIXING = Tile(tokens=256, inputs=64, warps=8, stages=4)
 HEAD_WISE = Tile(tokens=128, inputs=64, warps=8, stages=2)
 FINISH_TOKENS = 32
 
 
 def tile_of(mixing: bool, itemsize: int) -> Tile:
-    """A tile for a kind of map and numbers of so many bytes.
+    """A tile for a kind of map and numbers of ``itemsize`` bytes.
 
-    Steps of as many bytes: the pipeline's stages lie in shared memory, of which a block has 227 kB
-    on Hopper.
+    Every step reads the same number of bytes: the pipeline's stages are in shared memory, of which
+    a block has 227 kB on Hopper.
     """
     tile = MIXING if mixing else HEAD_WISE
     return replace(tile, inputs=tile.inputs * 2 // itemsize)
@@ -48,23 +48,23 @@ def translate(
     """Products, k_norm, RoPE, cast and layout of one side of every layer, in one kernel.
 
     Args:
-        out: (L, H, T, D), what to write: a span of a cache.
-        states: (Ls, Hs, T, Ds); any strides but for the last axis.
-        weight: (L, H, nu * inputs, D), inputs Hs * Ds, or with ``heads`` Ds; keys in pairs where
-            ``table`` is given. Any strides but for the last axis.
-        bias: (L, H, D), laid out alike.
+        out: (L, H, T, D), the output: a span of a cache.
+        states: (Ls, Hs, T, Ds), with any strides but for the last axis.
+        weight: (L, H, nu * inputs, D), where inputs is Hs * Ds, or Ds with ``heads``; keys are in
+            pairs if ``table`` is given. Any strides but for the last axis.
+        bias: (L, H, D), laid out like ``weight``.
         sources: (L, nu), int32.
-        heads: (H,), int32: the source head that a target head reads; None: all of them.
+        heads: (H,), int32: the source head that each target head reads; None: every head reads all.
         norm: (L, D), float32, in pairs.
-        eps: Of the norm.
-        table: Cosines and sines (T, D / 2), float32; None: no rotation, and no norm.
-        tile: By default :func:`tile_of`.
+        eps: The epsilon of the norm.
+        table: Cosines and sines (T, D / 2), float32; None: no rotation and no norm.
+        tile: The tile; by default :func:`tile_of`.
     """
     layers, num_heads, tokens, dim = out.shape
     width = states.shape[3]
     tile = tile or tile_of(heads is None, out.element_size())
     blocks = triton.cdiv(tokens, tile.tokens)
-    cos, sin = table or (out, out)  # never read
+    cos, sin = table or (out, out)  # placeholders that are not read
     _translate[(num_heads * blocks * layers,)](
         out, states, weight, out if bias is None else bias, sources,
         out if heads is None else heads, out if norm is None else norm, cos, sin, eps,
@@ -84,13 +84,13 @@ def finish(
     eps: float,
     table: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """k_norm, RoPE, cast and layout of a product that lies in memory.
+    """Apply k_norm, RoPE, cast and layout to a product in memory.
 
     Args:
-        out: (G, H, T, D), any strides but for the last axis.
+        out: (G, H, T, D), with any strides but for the last axis.
         product: (G, T, H * D), contiguous, in pairs.
         norm: (G, D), float32, in pairs.
-        eps: Of the norm.
+        eps: The epsilon of the norm.
         table: Cosines and sines (T, D / 2), float32.
     """
     layers, heads, tokens, dim = out.shape
@@ -120,7 +120,7 @@ def _translate(
     NU: tl.constexpr, TOKENS: tl.constexpr, STEP: tl.constexpr, BIAS: tl.constexpr,
     WISE: tl.constexpr, NORM: tl.constexpr, TURN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # Heads run fastest: they read the same tokens, which then lie in the L2 cache.
+    # Heads vary fastest: they read the same tokens, which are then in the L2 cache.
     program = tl.program_id(0)
     head = program % HEADS
     block = (program // HEADS) % blocks
@@ -176,7 +176,7 @@ def _finish(
     lift = tl.load(sin + row[:, None] * HALF + half, mask=inside, other=0.0)
     rows = product + (layer.to(tl.int64) * tokens + row[:, None]) * (HEADS * DIM)
     to = out + layer.to(tl.int64) * out_layer + row[:, None] * out_token + half
-    for head in range(HEADS):  # all of a token's heads turn by the same angles
+    for head in range(HEADS):  # all heads of a token rotate by the same angles
         keys = tl.load(rows + head * DIM + column, mask=inside, other=0.0).to(tl.float32)
         first, second = _turned(keys, norm + layer * DIM, turn, lift, eps, TOKENS, DIM, NORM)
         tl.store(to + head * out_head, first.to(out.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""One side's maps of all layers, stacked; how their products are cut."""
+"""The stacked maps of one side of all layers, and the cutting of their products."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Cut:
     """How products are cut.
 
     Attributes:
-        tokens: At most so many at a time, where products pass through a buffer: one that stays
+        tokens: The most tokens at a time, if products pass through a buffer: a buffer that stays
             within a GPU's L2 cache is not written to memory and read again.
-        layers: At most so many in one product.
-        direct: Products that need nothing more are written where they belong, a head at a time;
-            otherwise they pass through the buffer too.
+        layers: The most layers in one product.
+        direct: Whether products that need no further step are written in place, one head at a time;
+            otherwise they pass through the buffer, too.
     """
 
     tokens: int = 4096
@@ -33,17 +33,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class Maps:
-    """One side's maps, stacked.
+    """The maps of one side, stacked.
 
     Attributes:
-        weight: (L, H, nu * inputs, D), see the module's legend; keys that are yet to be rotated
-            are in pairs (:func:`in_pairs`).
-        bias: (L, H, D), laid out alike, or None.
-        width: Ds, of a source's head.
+        weight: (L, H, nu * inputs, D), see the legend of :mod:`.fast_translation`; keys that are
+            not rotated yet are in pairs (:func:`in_pairs`).
+        bias: (L, H, D), laid out like ``weight``, or None.
+        width: Ds, the width of a source head.
         layers: The source layers that each target layer reads.
-        sources: The same, (L, nu), int32.
+        sources: ``layers`` as a tensor (L, nu), int32.
         heads: The source head that each target head reads; None for maps that mix heads.
-        heads_there: The same, int32.
+        heads_there: ``heads`` as a tensor, int32.
     """
 
     weight: torch.Tensor
@@ -76,7 +76,7 @@ class Maps:
             )
 
     def runs(self, most: int) -> Iterator[Run]:
-        """The target layers, cut where the source layers that they read cease to be strided."""
+        """The target layers, cut where the source layers that they read are not evenly spaced."""
         first = 0
         while first < len(self.layers):
             end, steps = first + 1, (0,) * len(self.layers[first])
@@ -92,7 +92,7 @@ class Maps:
 
 @dataclass(frozen=True)
 class Run:
-    """Target layers ``first`` to ``end``, and the strided source layers that they read."""
+    """Target layers ``first`` to ``end``, and the evenly spaced source layers that they read."""
 
     first: int
     end: int
@@ -125,8 +125,8 @@ def stacked_maps(
     weights, biases = [], []
     for layer in range(len(config.target.layers)):
         weight = tensors[f"{side}.{layer}.weight"].detach().to(device)
-        # As stored: (H * D, inputs), or (H, D, inputs). Mixing maps keep all outputs of an input
-        # side by side, (inputs, H, D), so that they can be one product.
+        # Stored as (H * D, inputs), or (H, D, inputs). Mixing maps keep all outputs of an input
+        # adjacent, (inputs, H, D), so that they can be one product.
         weight = weight.T.unflatten(-1, (count, dim)) if heads is None else weight.mT
         weights.append((in_pairs(weight) if paired else weight).to(dtype))
         bias = tensors.get(f"{side}.{layer}.bias")

@@ -1,4 +1,4 @@
-"""Room for a target's cache on a GPU, written in place and decoded from."""
+"""Memory for a target's cache on a GPU, written in place and used for decoding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvlingo_mlx.format.translator_config import ModelSpec
 
 
 class Filled(DynamicLayer):
-    """A layer of a transformers cache that grows within memory of its own, without copies."""
+    """A layer of a transformers cache that grows within preallocated memory, without copies."""
 
     def __init__(self, room: tuple[torch.Tensor, torch.Tensor], num_tokens: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Filled(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new tokens after what is there; keys and values of all of them."""
+        """Write new tokens after the existing ones; returns the keys and values of all tokens."""
         start = self.get_seq_length()
         end = start + key_states.shape[2]
         for room, states in zip(self.room, (key_states, value_states), strict=True):
@@ -42,7 +42,7 @@ class Filled(DynamicLayer):
 
 @dataclass(frozen=True)
 class Memory:
-    """Room for a target's keys and values, (L, H, capacity, D) each."""
+    """Preallocated memory for a target's keys and values, (L, H, capacity, D) each."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -51,7 +51,7 @@ class Memory:
     def allocate(
         cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device | str
     ) -> Memory:
-        """For ``capacity`` tokens; what is in it is not set."""
+        """Allocate uninitialised memory for ``capacity`` tokens."""
         geometry = alike(spec)
         return cls(
             *(
@@ -65,7 +65,7 @@ class Memory:
         )
 
     def cache(self, num_tokens: int) -> Cache:
-        """A cache to decode from, which holds the first ``num_tokens`` of this and grows in it."""
+        """A cache for decoding, with the first ``num_tokens`` of this memory and room to grow."""
         rooms = zip(self.keys[:, None], self.values[:, None], strict=True)
         return Cache(layers=[Filled(room, num_tokens) for room in rooms])
 
@@ -74,7 +74,7 @@ def alike(spec: ModelSpec) -> LayerGeometry:
     """The shape that all layers of a model share.
 
     Raises:
-        UnsupportedModelError: They do not.
+        UnsupportedModelError: The shapes differ, or the layers keep windows or latents.
     """
     shapes = {(g.kv_heads, g.key_dim, g.value_dim, g.attention, g.window) for g in spec.layers}
     if len(shapes) > 1 or spec.layers[0].attention != "full":

@@ -1,4 +1,4 @@
-"""A span translated: one fused kernel a side, or products into a buffer and the rest."""
+"""Translates a span: by one fused kernel per side, or by products into a buffer and the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvlingo_mlx.cuda.finish import Finish, finish_plainly, table_of
 from kvlingo_mlx.cuda.maps import Cut, Maps
 from kvlingo_mlx.cuda.tile import Tile
 
-MIN_WIDTH = 16  # of a product in Triton, whose outputs are a power of two besides
+MIN_WIDTH = 16  # the least width of a product in Triton, whose output widths are also powers of two
 
 
 def fused(
@@ -42,7 +42,8 @@ def products(
     _, heads, tokens, dim = out.shape
     direct = finish is None and cut.direct
     runs = list(maps.runs(cut.layers))
-    # Strided products need no buffer; heads that lie apart are copied side by side for mixing ones.
+    # Strided products need no buffer. Mixing ones need adjacent heads; heads that lie apart are
+    # copied.
     strided = maps.heads is not None or states.stride(1) == states.shape[3]
     step = tokens if direct and strided else min(cut.tokens, tokens)
     most = 0 if direct else max(run.end - run.first for run in runs) * step
@@ -74,7 +75,7 @@ def products(
 def _multiply(maps: Maps, layers: slice, read: list[torch.Tensor], out: torch.Tensor) -> None:
     """The products of some layers, of (G, Hs, T, Ds) each, into (G, H, T, D) of any strides.
 
-    Several source layers are summed in ``out``, rounded as it is.
+    Several source layers are summed in ``out``, and rounded to its dtype each time.
     """
     weight = maps.weight[layers]
     if maps.bias is not None:
@@ -83,7 +84,7 @@ def _multiply(maps: Maps, layers: slice, read: list[torch.Tensor], out: torch.Te
     for nth, states in enumerate(read):
         maps_of_it = weight[:, :, nth * inputs : (nth + 1) * inputs]
         add = bool(nth) or maps.bias is not None
-        if maps.heads is not None:  # a head of all layers at a time: strided states need no copy
+        if maps.heads is not None:  # one head of all layers at a time: strided states need no copy
             for head, source in enumerate(maps.heads):
                 _product(out[:, head], states[:, source], maps_of_it[:, head], add)
             continue
@@ -92,7 +93,7 @@ def _multiply(maps: Maps, layers: slice, read: list[torch.Tensor], out: torch.Te
         if whole.is_contiguous():
             _product(whole.flatten(2), wide, maps_of_it.transpose(1, 2).flatten(2), add)
             continue
-        for to, x, w in zip(out, wide, maps_of_it, strict=True):  # a layer's heads at a time
+        for to, x, w in zip(out, wide, maps_of_it, strict=True):  # one layer's heads at a time
             _product(to, x.expand(len(to), -1, -1), w, add)
 
 

@@ -1,4 +1,4 @@
-"""How the fused kernel is cut; apart, since :mod:`.kernels` needs Triton."""
+"""How the fused kernel is cut; a file of its own, since :mod:`.kernels` needs Triton."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """How the fused kernel is cut: tokens and inputs at a time, warps, stages of its pipeline."""
+    """How the fused kernel is cut: tokens and inputs at a time, warps, pipeline stages."""
 
     tokens: int
     inputs: int

@@ -1,1 +1,1 @@
-"""What a translator costs in quality and what it saves in time."""
+"""The cost of a translator in quality, and its gain in time."""

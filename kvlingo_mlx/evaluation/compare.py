@@ -1,4 +1,4 @@
-"""Every condition on every item of every task, and what comes out, with error bars."""
+"""Scores of every condition on every item of every task, averaged with error bars."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALL = "mean"
 
 @dataclass(frozen=True)
 class Scored:
-    """One item's scores under one condition, averaged over its seeds."""
+    """One item's scores under one condition, averaged over the condition's seeds."""
 
     item: str
     group: str
@@ -45,13 +45,13 @@ def evaluate(
     journal: Journal,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Results:
-    """Score every condition on every item; what the journal has is taken from there.
+    """Score every condition on every item; scores in the journal are not computed again.
 
     Args:
-        target: Who decodes.
+        target: The model that decodes.
         questions: The tasks.
-        conditions: Their names must differ; the target's own cache goes by ``NATIVE``.
-        journal: Where scores are kept as they are made.
+        conditions: Conditions with different names; the target's own cache is named ``NATIVE``.
+        journal: Keeps each score as soon as it is known.
         progress: Called before each item.
     """
     results: Results = {task.name: {c.name: [] for c in conditions} for task in questions}
@@ -73,7 +73,7 @@ def _score(
     keys: Mapping[str, str],
     journal: Journal,
 ) -> dict[str, Scores]:
-    """One item's scores by condition; the target reads it only where something is missing."""
+    """One item's scores by condition; the target reads it only if a score is missing."""
     name = f"{item.name} {probes.fingerprint(item)[:16]}"
     kept: dict[str, Scores] = {}
     score: probes.Scorer | None = None
@@ -100,7 +100,7 @@ def _settings(target: LanguageModel, task: Task, condition: Condition) -> dict:
 
 
 def _mean(runs: Sequence[Scores]) -> Scores:
-    """Each item is averaged over seeds first (appendix "Seeds and error bars")."""
+    """The mean of each score over seeds (appendix "Seeds and error bars")."""
     return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
 
 
@@ -109,16 +109,16 @@ Table = dict[str, dict[str, Mean]]  # by group, then by metric
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of one task.
+    """The result of one task.
 
     Attributes:
-        task: Its name.
-        metrics: What its tables show, in order.
-        count: How many items it has.
-        prefix_tokens: The median length of their prefixes.
-        tables: By condition.
+        task: The task's name.
+        metrics: The metrics that its tables show, in order.
+        count: The number of items.
+        prefix_tokens: The median length of the items' prefixes.
+        tables: The tables, by condition.
         items: Every item's scores, by condition.
-        notes: What a reader of the tables has to know.
+        notes: Remarks that a reader of the tables needs.
     """
 
     task: str
@@ -131,16 +131,16 @@ class Outcome:
 
 
 def outcome(task: Task, scored: Mapping[str, list[Scored]]) -> Outcome:
-    """A task's items under every condition, averaged."""
+    """Average a task's items under every condition."""
     tables = {name: summarise(task, found) for name, found in scored.items()}
     length = statistics.median_low([len(item.prefix) for item in task.items])
     return Outcome(task.name, task.metrics, len(task.items), length, tables, dict(scored))
 
 
 def summarise(task: Task, scored: Sequence[Scored]) -> Table:
-    """Means over the items of each group, and over all where there are several groups.
+    """Means over the items of each group, and over all items if there are several groups.
 
-    Perplexity is of all tokens; it has no error bar.
+    Perplexity is computed over all tokens, and has no error bar.
     """
     groups: dict[str, list[Scored]] = {}
     for entry in scored:
@@ -160,7 +160,7 @@ def _over(metric: str, found: Sequence[Scored]) -> Mean:
 
 
 def plain(tables: Mapping[str, Table]) -> dict:
-    """A task's tables, by condition, as JSON holds them."""
+    """A task's tables, by condition, as JSON values."""
     return {
         condition: {
             group: {metric: mean.as_json() for metric, mean in means.items()}
@@ -171,7 +171,7 @@ def plain(tables: Mapping[str, Table]) -> dict:
 
 
 def found(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """All that was found, as JSON holds it."""
+    """All results as JSON values."""
     return {
         "means": {o.task: plain(o.tables) for o in outcomes},
         "first_token_s": times,
@@ -188,10 +188,10 @@ def first_tokens(
     questions: Sequence[Task],
     outcomes: Sequence[Outcome],
 ) -> tuple[int, dict[str, list[float]]]:
-    """Seconds to the first token at a switch, by condition, on the item of median length.
+    """Seconds to the first token at a switch, by condition, on an item of median length.
 
-    lm-eval's items are not at hand: prose as long as they are stands for them. The length in
-    tokens comes first.
+    The items of lm-eval are not available here, so generated prose of their length stands for them.
+    The first element of the result is the length in tokens.
     """
     items = sorted((item for task in questions for item in task.items), key=lambda i: len(i.prefix))
     if items:

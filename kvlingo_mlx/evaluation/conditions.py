@@ -1,9 +1,9 @@
 """Ways to fill a target's cache with a prefix: native, translated, baselines and controls.
 
-Each is a function of the prefix that returns a cache of all its tokens but the last, which the
-target runs itself. A prefix is its token ids; between two tokenizers it is a ``AlignedPrefix``. The
-controls give a measurement its meaning: if hiding the prefix, or shuffling the translator's
-layers, costs little, the data do not need the prefix and show nothing.
+Each way is a function from the prefix to a cache of all its tokens but the last, which the target
+runs itself. A prefix is its token ids; between two tokenizers it is an ``AlignedPrefix``. The
+controls show whether a measurement means anything: if hiding the prefix, or shuffling the
+translator's layers, costs little, then the data do not need the prefix.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ CacheMaker = Callable[[Prefix], list]
 
 
 def target_ids(prefix: Prefix) -> Sequence[int]:
-    """A prefix as the target reads it."""
+    """The prefix in the target's tokens."""
     return prefix.target_ids if isinstance(prefix, AlignedPrefix) else prefix
 
 
 def source_ids(prefix: Prefix) -> Sequence[int]:
-    """A prefix as the source reads it."""
+    """The prefix in the source's tokens."""
     return prefix.source_ids if isinstance(prefix, AlignedPrefix) else prefix
 
 
@@ -53,20 +53,20 @@ def plan_of(
     prefix: Prefix,
     part: Native | None = None,
 ) -> Plan:
-    """The hand-over of a prefix; ``part`` is what the target reads itself."""
+    """The plan of a prefix's hand-over; ``part`` names the layers that the target reads itself."""
     aligned = prefix if isinstance(prefix, AlignedPrefix) else None
     ids = list(target_ids(prefix))
     return Plan(source, target, ids, translator, part or Native(), aligned)
 
 
 def native(target: LanguageModel, step_size: int = 2048) -> CacheMaker:
-    """Caches that the target prefills itself (also: a full re-prefill)."""
+    """Make caches that the target prefills itself, which is also a full re-prefill."""
     layers = len(target.attentions)
     return lambda prefix: prefill_layers(target, target_ids(prefix)[:-1], step_size, layers)
 
 
 def text(source: LanguageModel, target: LanguageModel) -> CacheMaker:
-    """The target reads what the source's tokens spell, in its own tokens (a hand-over as text)."""
+    """Make caches in which the target reads the text of the source's tokens (a text hand-over)."""
 
     def make(prefix: Prefix) -> list:
         spelled = source.tokenizer.decode(list(source_ids(prefix)[:-1]))
@@ -77,7 +77,7 @@ def text(source: LanguageModel, target: LanguageModel) -> CacheMaker:
 
 
 def hidden(target: LanguageModel) -> CacheMaker:
-    """Control: the prefix is hidden altogether."""
+    """Control: make empty caches, so that the prefix is hidden."""
     return lambda prefix: make_prompt_cache(target.model)
 
 
@@ -89,10 +89,11 @@ def translated(
     *,
     allow_mismatch: bool = False,
 ) -> CacheMaker:
-    """Caches translated from a source's, above the layers that the target reads itself.
+    """Make caches that are translated from the source's, above the target's native layers.
 
-    None of them unless asked: None stands for what the translator was tuned to, which can change.
-    ``allow_mismatch`` accepts another checkpoint's translator, as in :func:`hand_over`.
+    By default there are no native layers. With None the number to which the translator was tuned is
+    used; it changes when the translator is tuned again. ``allow_mismatch`` accepts another
+    checkpoint's translator, as in :func:`hand_over`.
     """
 
     def make(prefix: Prefix) -> list:
@@ -111,7 +112,7 @@ def translated(
 
 
 def canonical(make: CacheMaker) -> CacheMaker:
-    """Control: keys of another tokenizer rotated by where their entries stand, not assigned."""
+    """Control: rotate translated keys by their entries' order in the text, not as assigned."""
     return lambda prefix: make(prefix.canonical() if isinstance(prefix, AlignedPrefix) else prefix)
 
 
@@ -122,12 +123,14 @@ def folded(
     *,
     allow_mismatch: bool = False,
 ) -> CacheMaker:
-    """The target reads the prefix from the source's own cache, by a post-RoPE linear translator.
+    """Make caches with which the target reads the source's own cache (folded decoding).
 
-    Every layer of it, whatever native layers the translator was tuned to.
+    The translator must be linear and post-RoPE. It serves every layer, whatever native layers it
+    was tuned to.
 
     Raises:
-        IncompatibleTranslatorError, UnsupportedModelError: It cannot; the message says why.
+        IncompatibleTranslatorError, UnsupportedModelError: Folding is not possible; the message
+            says why.
     """
     check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
     return lambda prefix: folded_hand_over(
@@ -141,7 +144,7 @@ def folded(
 
 
 def shuffled(translator: Translator, seed: int = 0) -> Translator:
-    """Control: a translator whose maps sit at wrong target layers of equal shape.
+    """Control: a translator whose maps are moved to wrong target layers of equal shape.
 
     Raises:
         ValueError: A layer's maps fit no other layer.
@@ -174,14 +177,14 @@ def shuffled(translator: Translator, seed: int = 0) -> Translator:
 def reused(
     source: LanguageModel, target: LanguageModel, recomputed: int = 0, step_size: int = 2048
 ) -> CacheMaker:
-    """DroidSpeak as the paper adapts it (appendix "Comparison with DroidSpeak").
+    """Make caches by DroidSpeak as the paper adapts it (appendix "Comparison with DroidSpeak").
 
-    The target computes its first ``recomputed`` layers over the prefix; above them stands the
-    source's cache as it is. None recomputed is verbatim reuse, all is a re-prefill.
+    The target computes its first ``recomputed`` layers over the prefix; the layers above are the
+    source's cache, unchanged. With 0 this is verbatim reuse, with all layers a re-prefill.
 
     Raises:
         IncompatibleTranslatorError: The two caches differ in shape.
-        ValueError: ``recomputed`` is no number of layers.
+        ValueError: ``recomputed`` is not a possible number of layers.
     """
     check_tokenizers(source, target, "a cache of other tokens cannot be reused")
     layers = len(target.attentions)
@@ -213,7 +216,7 @@ def reused(
 def prefill_layers(
     model: LanguageModel, tokens: Sequence[int], step_size: int, layers: int
 ) -> list:
-    """A model's cache of ``tokens``, its first ``layers`` layers filled."""
+    """A model's cache of ``tokens``, with its first ``layers`` layers filled."""
     cache = make_prompt_cache(model.model)
     hybrid.read_layers(model, tokens, cache, step_size, layers)
     return cache

@@ -1,4 +1,4 @@
-"""How well a model continues a prefix from a cache: native, translated, or a control."""
+"""Quality of the continuations of a prefix from a cache: native, translated, or a control."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvlingo_mlx.tokenization.samples import Sample, between, cut, other_tokeniz
 
 @dataclass(frozen=True)
 class RecallSample:
-    """A prefix, its continuation, and where in it recalled values stand.
+    """A prefix, its continuation, and the places of recalled values in the continuation.
 
     Attributes:
         prefix: Token ids up to and including the header that opens the first answer.
         continuation: Answers and further questions; no fact is asked twice.
         recalled: For each question, the continuation indices of the value's tokens.
         answers: For each question, the continuation index at which its answer begins.
-        aligned: The prefix as either of two tokenizers cuts it; None where there is one.
+        aligned: The prefix in the tokens of two tokenizers; None where there is one tokenizer.
     """
 
     prefix: tuple[int, ...]
@@ -39,18 +39,18 @@ class RecallSample:
 
     @property
     def read(self) -> Prefix:
-        """What conditions fill a cache with."""
+        """The prefix in the form that conditions take."""
         return self.prefix if self.aligned is None else self.aligned
 
 
 @dataclass(frozen=True)
 class Score:
-    """Sums over samples of one condition, for one target.
+    """The results of one condition for one target.
 
     Attributes:
         hits: Per question, whether every token of the value was the model's first choice.
-        kl: Per sample, mean KL(native || condition) over the continuation, in nats.
-        value_kl: Per sample, the same over the recalled values' tokens only.
+        kl: Per sample, the mean KL(native || condition) over the continuation, in nats.
+        value_kl: Per sample, the same mean over the recalled values' tokens only.
     """
 
     hits: tuple[bool, ...]
@@ -59,14 +59,17 @@ class Score:
 
     @property
     def recall(self) -> float:
-        """Share of questions answered right."""
+        """The share of questions answered correctly."""
         return float(np.mean(self.hits))
 
 
 def recall_sample(
     model: LanguageModel, dialogue: Dialogue, source: LanguageModel | None = None
 ) -> RecallSample:
-    """Tokenise a dialogue for a target ``model``, and a ``source`` of another tokenizer if any."""
+    """Tokenise a dialogue for the target ``model`` and, if given, for a ``source``.
+
+    The source may have another tokenizer.
+    """
     text = ""
     spans: list[tuple[int, int]] = []
     begins: list[int] = []
@@ -92,7 +95,7 @@ def recall_sample(
 def _aligned_prefix(
     model: LanguageModel, dialogue: Dialogue, source: LanguageModel | None
 ) -> AlignedPrefix | None:
-    """A dialogue's prefix as two tokenizers cut it, where ``source`` has another one."""
+    """The dialogue's prefix in both models' tokens; None if ``source`` has the same tokenizer."""
     if source is None or other_tokenizer(source.tokenizer, model.tokenizer) is None:
         return None
     ends = source.tokenizer, model.tokenizer
@@ -100,13 +103,13 @@ def _aligned_prefix(
 
 
 def _said(model: LanguageModel, question: str, answer: str) -> str:
-    """An answer as the template has it after its header, with what ends it."""
+    """An answer as the template renders it after its header, with its end-of-turn text."""
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return cut(turns, model.tokenizer)[1]
 
 
 def _next(model: LanguageModel, before: str, said: str, question: str) -> str:
-    """What the template puts after an answer: another question, and the header of the reply."""
+    """The template's text after an answer: the next question, and the header of the reply."""
     answer = said.removesuffix(model.tokenizer.eos_token).strip()
     turns = [("user", before), ("assistant", answer), ("user", question)]
     text = model.tokenizer.apply_chat_template(
@@ -119,12 +122,12 @@ def _next(model: LanguageModel, before: str, said: str, question: str) -> str:
 
 
 class DialogueStream:
-    """Dialogues as a training stream: a sample's continuation asks and answers six facts.
+    """Dialogues as a training stream; a sample's continuation asks and answers six facts.
 
-    The prefix is tokenised by ``model``'s own template, as :func:`recall_sample` has it. ``facts``
-    are the fewest and most a dialogue states. With ``turns`` a prefix ends at any of its questions,
-    those before it and their answers included, as the prefix of a conversation that goes on does.
-    ``source`` is who reads it first, where that may be a model of another tokenizer.
+    ``model``'s own template tokenises the prefix, as in :func:`recall_sample`. ``facts`` are the
+    least and the largest number of facts in a dialogue. With ``turns``, a prefix ends at any of the
+    questions and includes the earlier questions and answers, as in a longer conversation.
+    ``source`` is the model that reads the prefix first, if it may have another tokenizer.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class DialogueStream:
         self._options: dict[str, Any] = {"facts": tuple(facts)} if facts else {}
 
     def sample(self, index: int) -> Sample:
-        """Sample number ``index``, the same whenever it is asked for."""
+        """Sample number ``index``, which is the same at each call."""
         return self._cut(for_distilling(index, seed=self.seed, **self._options), index)
 
     def held_out(self, count: int = 64) -> list[Sample]:
@@ -165,7 +168,7 @@ def score(
     conditions: dict[str, CacheMaker],
     progress: Callable[[], None] = lambda: None,
 ) -> dict[str, Score]:
-    """Score every condition against the target's own cache, on first askings only.
+    """Score every condition against the target's own cache, on each fact's first question.
 
     Returns:
         A score for "native" and for each condition.

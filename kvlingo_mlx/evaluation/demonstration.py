@@ -27,13 +27,13 @@ SHOWN = 4  # dialogues whose answers are shown
 
 @dataclass(frozen=True)
 class Demonstration:
-    """What was found of one pair.
+    """The results for one pair.
 
     Attributes:
         scores: Recall and KL by cache: native, translated, shuffled, hidden.
-        latency: Times to the first token of 512 prompt tokens.
-        answers: A row a dialogue: the question, the true value, and what is answered from the
-            native cache, the translated one, and without the dialogue.
+        latency: Times to the first token with 512 prompt tokens.
+        answers: One row per dialogue: the question, the true value, and the answers from the native
+            cache, from the translated one, and without the dialogue.
     """
 
     scores: dict[str, quality.Score]
@@ -41,7 +41,7 @@ class Demonstration:
     answers: list[list[str]]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it."""
+        """All results as JSON values."""
         scores = {name: vars(score) for name, score in self.scores.items()}
         return {"scores": scores, "latency": vars(self.latency), "answers": self.answers}
 
@@ -49,9 +49,9 @@ class Demonstration:
 def demonstrate(
     source_name: str, target_name: str, count: int, progress: Callable[[], None]
 ) -> Demonstration:
-    """Hold the embedded translator of a pair up to native reading, over ``count`` dialogues."""
+    """Compare a pair's embedded translator with native reading, over ``count`` dialogues."""
     source, target = load(zoo(source_name)), load(zoo(target_name))
-    folder = TRANSLATORS / f"{source_name}--{target_name}"  # whatever the user's store holds
+    folder = TRANSLATORS / f"{source_name}--{target_name}"  # not the user's store
     translator = resolve_translator(folder, source, target)
     talks = list(dialogues.held_out(count, seed=1))
     samples = [quality.recall_sample(target, talk) for talk in talks]
@@ -71,7 +71,7 @@ def demonstrate(
 def _answers(
     talk: Dialogue, source: LanguageModel, target: LanguageModel, translator: Translator
 ) -> list[str]:
-    """A row of answers, decoded greedily."""
+    """One row of answers, decoded greedily."""
     options: dict[str, Any] = {"max_tokens": 24}
 
     def own(messages: Sequence[Message]) -> str:

@@ -1,7 +1,7 @@
-"""DroidSpeak's offline profiler: how many layers the target should recompute.
+"""DroidSpeak's offline profiler, which chooses how many layers the target recomputes.
 
-The group of layers starts at the first one, since the two models' hidden states differ in width
-(appendix "Comparison with DroidSpeak").
+The group of recomputed layers starts at the first layer, since the two models' hidden states differ
+in width (appendix "Comparison with DroidSpeak").
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities, per_token
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample, to_samples
 
-SHARE = 0.05  # of verbatim reuse's KL that may stay
+SHARE = 0.05  # the share of verbatim reuse's KL that may remain
 PROFILED = 8
 
 
 def choose(
     source: LanguageModel, target: LanguageModel, samples: Sequence[Sample] | None = None
 ) -> int:
-    """The fewest recomputed layers that close all but ``SHARE`` of the output's KL.
+    """The fewest recomputed layers that leave at most ``SHARE`` of verbatim reuse's KL.
 
-    The KL is measured at every number of layers, on ``samples`` (default: a few generated
-    dialogues that no evaluation uses).
+    The KL is measured at every number of layers, on ``samples`` (default: a few generated dialogues
+    that no evaluation uses).
 
     Raises:
         IncompatibleTranslatorError: The two caches differ in shape.
@@ -43,13 +43,13 @@ def choose(
 
 
 def bundled(target: LanguageModel) -> list[Sample]:
-    """Dialogues to profile on."""
+    """Generated dialogues for the profiler."""
     talks = ({"messages": t.conversation()} for t in dialogues.for_fitting(PROFILED, seed=1))
     return list(to_samples(talks, target.tokenizer, target.context_length))
 
 
 def profile(source: LanguageModel, target: LanguageModel, samples: Sequence[Sample]) -> list[float]:
-    """Mean KL(native || reuse above j) over the samples, for j from 0 to all layers."""
+    """The mean KL(native || reuse above j) over the samples, for j from 0 to all layers."""
     layers = len(target.attentions)
     sums = np.zeros(layers + 1)
     for sample in samples:
@@ -57,7 +57,7 @@ def profile(source: LanguageModel, target: LanguageModel, samples: Sequence[Samp
         reference = list(
             log_probabilities(target, native(target)(sample.prefix), last, continuation)
         )
-        for j in range(layers):  # at all layers it is the target's own cache
+        for j in range(layers):  # with all layers it is the target's own cache
             cache = reused(source, target, j)(sample.prefix)
             logs = log_probabilities(target, cache, last, continuation)
             sums[j] += per_token(reference, logs, continuation).kl.mean()

@@ -18,18 +18,20 @@ class Mean:
     count: int
 
     def __str__(self) -> str:
-        """The value, with its error where there is one."""
+        """The value, with its error if there is one."""
         spread = "" if math.isnan(self.error) else f" +- {self.error:.3f}"
         return f"{self.value:.3f}{spread}"
 
     def as_json(self) -> dict[str, float | int | None]:
-        """The three as JSON has them: None for NaN."""
+        """Value, error and count as JSON values, with None for NaN."""
         numbers = {"value": self.value, "error": self.error, "count": self.count}
         return {name: None if math.isnan(x) else x for name, x in numbers.items()}
 
 
 def over_items(scores: Sequence[float]) -> Mean:
-    """The mean of per-item scores: sample standard deviation over the root of their number.
+    """The mean of per-item scores, with its standard error.
+
+    The error is the sample standard deviation over the root of the number of items.
 
     Raises:
         ValueError: There are no scores.
@@ -42,11 +44,11 @@ def over_items(scores: Sequence[float]) -> Mean:
 
 
 def over_sets(means: Sequence[Mean], weights: Sequence[float] | None = None) -> Mean:
-    """A weighted mean over disjoint sets of items: errors add in squares, weighted.
+    """The weighted mean over disjoint sets of items; weighted errors add in squares.
 
     Args:
-        means: One a set.
-        weights: Scaled to sum to 1; default: equal.
+        means: The mean of each set.
+        weights: The weights, which are scaled to sum to 1; equal by default.
     """
     share = np.ones(len(means)) if weights is None else np.asarray(weights, np.float64)
     share = share / share.sum()
@@ -56,9 +58,9 @@ def over_sets(means: Sequence[Mean], weights: Sequence[float] | None = None) -> 
 
 
 def over_clusters(scores: Sequence[float], clusters: Sequence[Hashable]) -> Mean:
-    """The mean where items of one cluster belong together: a question asked at every length.
+    """The mean over clusters of items, such as one question asked at every length.
 
-    Each cluster's mean is one item.
+    The mean of each cluster counts as one item.
     """
     groups: dict[Hashable, list[float]] = {}
     for score, cluster in zip(scores, clusters, strict=True):

@@ -13,9 +13,9 @@ from kvlingo_mlx.reporting.measure import median
 
 
 def score_against_time(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> Any:
-    """A panel a task: its first metric over time to first token, a point for each condition.
+    """A figure with a panel per task: its first metric over the time to the first token.
 
-    Conditions without a time are lines across: a control costs nothing that could be compared.
+    Each condition is a point. A condition without a time, such as a control, is a horizontal line.
     """
     figure = pictures.figure(width=pictures.WIDTH * len(outcomes))
     for index, outcome in enumerate(outcomes, start=1):
@@ -54,7 +54,7 @@ def _line_across(axes: Any, value: float, label: str) -> None:
 
 
 def quality_by_layers(points: Sequence[Point]) -> Any:
-    """KL over time to first token, a line for each way, its points numbered by native layers."""
+    """A figure of KL over time to first token: a line per way, points labelled by native layers."""
     figure = pictures.figure()
     axes = figure.add_subplot(xlabel="time to first token (ms)", ylabel="KL (nats a token)")
     for way in dict.fromkeys(point.way for point in points):

@@ -1,8 +1,8 @@
-"""Scores of single items, kept as they are made: what is in the journal is not computed again.
+"""Scores of single items, kept as soon as they are known and never computed twice.
 
-A JSON line says what a run is made of and gives it a key, the hash of that; the lines after it
-hold one item's scores each under that key. So one file can hold many runs, an interrupted run
-goes on where it stopped, and a model or a translator that has changed is another run.
+One JSON line describes a run's settings and gives it a key, their hash. Each later line holds one
+item's scores under a run's key. So one file can hold many runs, an interrupted run continues where
+it stopped, and a changed model or translator makes a different run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEY_LENGTH = 16
 
 
 class Journal:
-    """A file of items' scores, or memory alone where ``path`` is None.
+    """A file of items' scores; the scores stay in memory if ``path`` is None.
 
     Raises:
         ValueError: The file is not such a journal, or cannot be read or written.
@@ -40,11 +40,11 @@ class Journal:
         return key
 
     def find(self, key: str, item: str) -> Scores | None:
-        """An item's scores, if that run has it."""
+        """An item's scores; None if the run does not have them yet."""
         return self.scores.get((key, item))
 
     def keep(self, key: str, item: str, scores: Scores) -> None:
-        """Add an item's scores, on disk before this returns."""
+        """Add an item's scores; they are in the file when this returns."""
         self.lines.append({"run": key, "item": item, "scores": scores})
         self.scores[key, item] = scores
 

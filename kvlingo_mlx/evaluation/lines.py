@@ -1,4 +1,4 @@
-"""JSON lines appended one by one, each on disk before the next is computed."""
+"""JSON lines that are appended one by one, each written before the next is computed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvlingo_mlx.errors import KVLingoError
 
 
 class Lines:
-    """A JSONL file, made when the first line comes, or nothing where ``path`` is None.
+    """A JSONL file, created with its first line; nothing is written if ``path`` is None.
 
-    A run that was killed in the middle of a line loses that line alone.
+    A run that is killed while it writes a line loses that line only.
 
     Args:
         path: The file.
-        take: Given each line that is there; what is not ours makes it raise.
-        what: What a line of the file is, for the message where one is none.
+        take: Called with each existing line; it raises for a line of another kind.
+        what: A name for the file's content, for error messages.
 
     Raises:
         ValueError: The file holds something else, or cannot be read or written.
@@ -64,6 +64,6 @@ class Lines:
                 raise ValueError(
                     f"{path}, line {number}: not a line of {what}; name another file"
                 ) from None
-        if whole < len(data):  # the next line must not join what was cut off
+        if whole < len(data):  # the next line must not join an incomplete one
             with path.open("r+b") as file:
                 file.truncate(whole)

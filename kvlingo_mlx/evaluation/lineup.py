@@ -1,4 +1,4 @@
-"""Who is compared: each way to fill a cache with its name, its identity and its cost."""
+"""The compared conditions: each way to fill a cache, with its name, identity and cost."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Condition:
     """One way to fill the target's cache with a prefix.
 
     Attributes:
-        name: What tables call it.
-        makers: One a seed; an item's scores are averaged over them.
-        identity: What its results depend on, beside the target, and what tells it from other
-            conditions, whatever their names; JSON-able.
-        at_switch: From a prefix, what is left to do once the source has read it; None for
+        name: The name in tables.
+        makers: One cache maker per seed; an item's scores are averaged over them.
+        identity: All that its results depend on beside the target. It distinguishes the condition
+            from others, whatever their names; JSON-able.
+        at_switch: Maps a prefix to the work that remains once the source has read it; None for
             controls, whose time means nothing.
     """
 
@@ -46,14 +46,14 @@ def load(
     *,
     allow_mismatch: bool = False,
 ) -> dict[str, list[Translator]]:
-    """Translators by name, each in every form; several of one name are one method's seeds.
+    """Load translators by name, each in every form; several under one name are one method's seeds.
 
     Args:
-        named: Folders or Hub ids; None is the local store's.
-        source: Whose cache they translate.
-        target: Who decodes.
-        forms: Bits of their weights; None is as they are.
-        allow_mismatch: Whether they may be other checkpoints'.
+        named: Folders or Hub ids; None stands for the local store.
+        source: The model whose cache they translate.
+        target: The model that decodes.
+        forms: The bits of their weights; None leaves the weights as they are.
+        allow_mismatch: Whether they may be made for other checkpoints.
     """
     return {
         name if bits is None else f"{name}, {bits} bits": [
@@ -74,7 +74,7 @@ def line_up(
     *,
     allow_mismatch: bool = False,
 ) -> list[Condition]:
-    """Who is compared: native, the translators, then the baselines; see :func:`baseline`."""
+    """The conditions to compare: native, the translators, then each :func:`baseline`."""
     every = [translator for found in named.values() for translator in found]
     more: dict[str, Any] = {"allow_mismatch": allow_mismatch}
     return [
@@ -85,7 +85,7 @@ def line_up(
 
 
 def native(target: LanguageModel) -> Condition:
-    """The target reads the prefix itself: also what a full re-prefill gives."""
+    """The condition in which the target reads the prefix itself, as in a full re-prefill."""
     make = conditions.native(target)
     return Condition("native", (make,), at_switch=lambda tokens: lambda: make(tokens))
 
@@ -99,10 +99,10 @@ def translated(
     *,
     allow_mismatch: bool = False,
 ) -> Condition:
-    """Translated from the source's cache; several translators are seeds of one method.
+    """A cache translated from the source's; several translators are seeds of one method.
 
-    The target reads its first ``native_layers`` itself, as in :func:`hand_over`, where None and
-    ``auto`` are what each translator was tuned to.
+    The target reads its first ``native_layers`` itself, as in :func:`hand_over`. None and ``auto``
+    stand for the number to which each translator was tuned.
     """
     digests = [t.digest for t in translators]
     parts = [native_part(t.config, native_layers) for t in translators]
@@ -124,7 +124,7 @@ def translated(
 
 
 def _layers_of(parts: Sequence[Native]) -> dict[str, Any]:
-    """What the identity of a condition says of native layers: nothing where there are none."""
+    """The native layers in a condition's identity; empty if there are none."""
     layers = [part.layers for part in parts]
     return {"native_layers": layers} if any(layers) else {}
 
@@ -136,7 +136,7 @@ def folded(
     *,
     allow_mismatch: bool = False,
 ) -> Condition:
-    """Nothing is translated: the target reads the source's own cache (folded decoding)."""
+    """Folded decoding: nothing is translated, and the target reads the source's own cache."""
 
     def at_switch(prefix: Prefix) -> Action:
         tokens = target_ids(prefix)
@@ -166,23 +166,23 @@ def baseline(
 
     Args:
         spec: ``hidden``; ``shuffled`` (the first translator's maps at wrong layers); ``canonical``
-            (between two tokenizers: the first translator's keys where their entries stand, not
-            at assigned positions); ``reuse``
-            (the source's cache as it is); ``droidspeak`` (its profiler chooses how many layers
-            the target recomputes) or ``droidspeak:J``; ``text`` (the target reads what the
-            source's tokens spell).
-        source: Whose cache is at hand.
-        target: Who decodes.
-        translators: What ``shuffled`` and ``canonical`` spoil and ``folded`` folds.
-        native_layers: Of ``shuffled``, as in :func:`translated`: a control has what it controls;
-            ``folded`` refuses any.
-        allow_mismatch: Whether those may be another checkpoint's.
+            (between two tokenizers: the first translator's keys at their entries' own places, not
+            at assigned positions); ``reuse`` (the source's cache, unchanged); ``droidspeak`` (its
+            profiler chooses how many layers the target recomputes) or ``droidspeak:J``; ``text``
+            (the target reads the text of the source's tokens); ``folded`` (folded decoding).
+        source: The model whose cache is available.
+        target: The model that decodes.
+        translators: The translators that ``shuffled`` and ``canonical`` change and ``folded``
+            folds.
+        native_layers: The native layers of ``shuffled``, as in :func:`translated`, so that the
+            control equals what it controls; ``folded`` refuses any.
+        allow_mismatch: Whether the translators may be made for another checkpoint.
 
     Raises:
-        ValueError: No such baseline, or ``canonical`` where there is one tokenizer.
-        IncompatibleTranslatorError: Reuse between caches of different shape; or translators that
-            cannot be folded.
-        UnsupportedModelError: A model that folded decoding does not reach.
+        ValueError: There is no such baseline, or ``canonical`` is asked for with one tokenizer.
+        IncompatibleTranslatorError: The caches to reuse differ in shape, or the translators cannot
+            be folded.
+        UnsupportedModelError: Folded decoding does not support one of the models.
     """
     name, _, argument = spec.partition(":")
     theirs = {"source": identity_of(source)}
@@ -238,7 +238,7 @@ def baseline(
 
 
 def identity_of(model: LanguageModel) -> dict[str, Any]:
-    """What tells one loaded model from another in a record: all of its weights, and its facts."""
+    """The facts that distinguish loaded models in a record, including a hash of all weights."""
     quantization = model.config.get("quantization")
     return {
         "model": model.name,

@@ -16,18 +16,18 @@ LENGTHS = (4096, 8192, 16384, 32768)
 
 @dataclass(frozen=True)
 class Asked:
-    """What tasks are made of.
+    """The options of our tasks.
 
     Attributes:
-        limit: Most items; of needles, of a variant and length.
-        seed: Of what is generated.
-        data: JSONL for continuation; None is generated dialogues.
-        needles: Variants of them.
-        lengths: Of haystacks, in tokens; None is ``LENGTHS`` as far as they fit.
-        style: Of needles: ``magic`` or ``facts``.
-        haystack: The text that needles are hidden in; None is generated prose.
-        max_tokens: The longest answer.
-        thinking: The chat template's switch.
+        limit: The most items of a task; for needles, of each variant and length.
+        seed: The seed of generated items.
+        data: A JSONL file for ``continuation``; None uses generated dialogues.
+        needles: The variants of needles.
+        lengths: The lengths of haystacks in tokens; None uses those of ``LENGTHS`` that fit.
+        style: The style of needles: ``magic`` or ``facts``.
+        haystack: The text that hides the needles; None uses generated prose.
+        max_tokens: The most tokens of an answer.
+        thinking: The chat template's reasoning switch.
     """
 
     limit: int = 64
@@ -42,10 +42,10 @@ class Asked:
 
 
 def make(name: str, source: LanguageModel, target: LanguageModel, asked: Asked) -> Task:
-    """``continuation``, ``recall`` or ``needles``, whose prompts fit both models' contexts.
+    """The task ``continuation``, ``recall`` or ``needles``, with prompts that fit both contexts.
 
     Raises:
-        ValueError: The data hold nothing of use, or a haystack does not fit.
+        ValueError: The data hold no usable item, or a haystack does not fit.
     """
     context = min(source.context_length, target.context_length)
     if name == "continuation":
@@ -73,7 +73,7 @@ def make(name: str, source: LanguageModel, target: LanguageModel, asked: Asked) 
 
 
 def _lengths(lengths: Sequence[int] | None, room: int) -> Sequence[int]:
-    """Those of haystacks that leave room for an answer."""
+    """The lengths of haystacks that leave room for an answer."""
     if lengths is None:
         return [length for length in LENGTHS if length <= room] or [room]
     for length in lengths:

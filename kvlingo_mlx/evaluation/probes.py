@@ -1,7 +1,7 @@
-"""What is asked of every condition: continuations to predict, facts to recall, needles to find.
+"""The tasks: continuations to predict, facts to recall, needles to find.
 
-A task is a list of items and how one is scored. Items of one group (a length, a kind of record)
-are averaged together; a task's mean is over all items, those of one question taken together.
+A task is a list of items and a way to score one. Items of one group (a length, a kind of record)
+are averaged together. A task's mean is over all items; items that share a question count as one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Item(Protocol):
     """One question.
 
     Attributes:
-        name: Its name within the task.
-        group: What it is averaged with.
-        cluster: What it shares with items of other groups: the same question at another length.
-        prefix: Token ids, the target's, whose cache the conditions fill.
-        read: The same as conditions take it.
+        name: The item's name within the task.
+        group: The group in which it is averaged.
+        cluster: The name shared with items of other groups that ask the same question at another
+            length.
+        prefix: The target's token ids, whose cache the conditions fill.
+        read: The prefix in the form that conditions take.
     """
 
     @property
@@ -56,15 +57,15 @@ class Item(Protocol):
 
 @dataclass(frozen=True)
 class Task:
-    """A list of items and how they are scored.
+    """A list of items and the way to score them.
 
     Attributes:
-        name: What tables and the command line call it.
+        name: The name in tables and on the command line.
         metrics: The scores of an item that tables show, in order.
-        items: What is asked.
-        scorer: From the target and an item, a function of a condition's cache maker (None
-            for the target's own cache) that returns the item's scores.
-        settings: What scores depend on beside the items themselves; JSON-able.
+        items: The items.
+        scorer: Maps the target and an item to a function. That function takes a condition's cache
+            maker (None for the target's own cache) and returns the item's scores.
+        settings: All that scores depend on beside the items themselves; JSON-able.
     """
 
     name: str
@@ -79,7 +80,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Known:
-    """A prefix with its continuation, and where in it recalled values stand, if any."""
+    """A prefix with its continuation, and the places of recalled values in it, if any."""
 
     name: str
     group: str
@@ -87,22 +88,22 @@ class Known:
 
     @property
     def cluster(self) -> str:
-        """Every record is a question of its own."""
+        """The item's name, since every record is a question of its own."""
         return self.name
 
     @property
     def prefix(self) -> tuple[int, ...]:
-        """The sample's."""
+        """The sample's prefix."""
         return self.sample.prefix
 
     @property
     def read(self) -> Prefix:
-        """The sample's."""
+        """The sample's prefix in the form that conditions take."""
         return self.sample.read
 
 
 def _teacher_forced(target: LanguageModel, item: Known) -> Scorer:
-    """KL, log loss, agreement with the target's own first choice, and recall."""
+    """Score by KL, log loss, agreement with the target's own first choice, and recall."""
     sample = item.sample
     last, continuation = sample.prefix[-1], sample.continuation
 
@@ -135,14 +136,14 @@ def continuation(
     context_length: int,
     source_tokenizer: Any = None,
 ) -> Task:
-    """Predict what follows in held-out conversations, with reasoning and without.
+    """Predict the continuations of held-out conversations, with and without reasoning.
 
     Args:
-        target: Whose tokenizer and template cut the records.
+        target: The model whose tokenizer and template cut the records.
         records: ``{"messages": [...]}`` or ``{"text": ...}``.
-        limit: Most items.
-        context_length: The shorter of both models'.
-        source_tokenizer: The source's where it has another one.
+        limit: The most items.
+        context_length: The shorter context of the two models.
+        source_tokenizer: The source's tokenizer where it differs from the target's.
 
     Raises:
         ValueError: No record has a continuation.
@@ -161,23 +162,23 @@ def continuation(
 
 
 def _recall(spans: tuple[tuple[int, ...], ...], sample: Sample) -> RecallSample:
-    """A sample with the places of what is recalled in its continuation."""
+    """A sample with the places of the recalled values in its continuation."""
     return RecallSample(sample.prefix, sample.continuation, spans, aligned=sample.aligned)
 
 
 def marked(
     target: LanguageModel, records: Sequence[Mapping[str, Any]], limit: int, context_length: int
 ) -> Task:
-    """Predict the last replies of conversations in which ``"answers"`` marks what is recalled.
+    """Predict the last replies of conversations in which ``"answers"`` marks recalled text.
 
     Args:
-        target: Whose tokenizer and template cut the records.
-        records: ``{"messages": [...], "answers": ["..."]}``; each answer stands in the last reply.
-        limit: Most items.
-        context_length: The shorter of both models'.
+        target: The model whose tokenizer and template cut the records.
+        records: ``{"messages": [...], "answers": ["..."]}``; the last reply contains each answer.
+        limit: The most items.
+        context_length: The shorter context of the two models.
 
     Raises:
-        ValueError: A record without answers, or with one that its reply does not hold.
+        ValueError: A record has no answers, or one that its reply does not contain.
     """
     items = []
     for number, record in enumerate(records[:limit], 1):
@@ -193,7 +194,7 @@ def marked(
 def _places(
     target: LanguageModel, tokens: Sequence[int], answers: object, number: int
 ) -> tuple[tuple[int, ...], ...]:
-    """The continuation indices of each answer's tokens, where it is said last."""
+    """The continuation indices of the tokens of each answer's last occurrence."""
     text = target.tokenizer.decode(list(tokens))
     if not isinstance(answers, list) or not answers:
         raise ValueError(
@@ -223,9 +224,9 @@ def _kind(record: Mapping[str, Any]) -> str:
 def recall(
     target: LanguageModel, limit: int, seed: int, source: LanguageModel | None = None
 ) -> Task:
-    """Recall facts of generated dialogues: six questions each, first askings only.
+    """Recall facts of generated dialogues; each dialogue asks six questions, each fact once.
 
-    ``source`` is who reads them first, where that may be a model of another tokenizer.
+    ``source`` is the model that reads them first, if it may have another tokenizer.
     """
     items = [
         Known(f"{seed}/{number}", "dialogues", recall_sample(target, talk, source))
@@ -250,7 +251,7 @@ class Needle:
 
     @property
     def read(self) -> Prefix:
-        """What conditions fill a cache with."""
+        """The prefix in the form that conditions take."""
         return self.prefix if self.aligned is None else self.aligned
 
 
@@ -267,19 +268,19 @@ def find_needles(
     thinking: bool = False,
     source: LanguageModel | None = None,
 ) -> Task:
-    """RULER's needles at several lengths: the share of wanted values in the answer.
+    """RULER's needles at several lengths; the score is the share of wanted values in the answer.
 
     Args:
-        target: Whose template and tokenizer the lengths count.
-        variants: Of ``needles.VARIANTS``.
-        lengths: In tokens, the whole prompt.
-        limit: Items a variant and length.
+        target: The model whose template and tokenizer determine the lengths.
+        variants: Names in ``needles.VARIANTS``.
+        lengths: The lengths of whole prompts, in tokens.
+        limit: The number of items per variant and length.
         seed: Another seed gives other items.
-        style: Of ``needles.STYLES``.
-        text: The haystack; default: generated sentences.
-        max_tokens: Most tokens of an answer.
-        thinking: The chat template's switch.
-        source: Who reads it first, where that may be a model of another tokenizer.
+        style: A name in ``needles.STYLES``.
+        text: The haystack; generated sentences by default.
+        max_tokens: The most tokens of an answer.
+        thinking: The chat template's reasoning switch.
+        source: The model that reads the prefix first, if it may have another tokenizer.
 
     Raises:
         ValueError: An unknown variant or style, or a length that is too short.
@@ -329,7 +330,7 @@ def find_needles(
 
 
 def _answer(target: LanguageModel, cache: list, last: int, max_tokens: int) -> str:
-    """What the target says, greedily, without its reasoning trace."""
+    """The target's greedy answer, without its reasoning trace."""
     responses = stream_generate(
         target.model, target.tokenizer, [last], max_tokens=max_tokens, prompt_cache=cache
     )
@@ -338,11 +339,11 @@ def _answer(target: LanguageModel, cache: list, last: int, max_tokens: int) -> s
 
 
 def fingerprint(item: Any) -> str:
-    """Sha256 of all that an item holds: scores of another item are not its own."""
+    """The sha256 of an item's contents, which keeps scores of different items apart."""
     return hashlib.sha256(repr(item).encode()).hexdigest()
 
 
 def perplexity(scores: Sequence[Scores]) -> float:
-    """Of all tokens of some items, e to the mean log loss."""
+    """The perplexity over all tokens of some items: e to the mean log loss."""
     tokens = sum(s["tokens"] for s in scores)
     return math.exp(sum(s["nll"] * s["tokens"] for s in scores) / tokens)

@@ -1,7 +1,7 @@
-"""A known continuation, read token by token from a cache: what the target predicts at each.
+"""Reads a known continuation token by token from a cache: the target's prediction at each token.
 
-Logits are made a block of tokens at a time; of a whole continuation only the target's own
-predictions are kept, (M, V) in float32, since every condition is compared with them.
+Logits are computed one block of tokens at a time. Only the target's own predictions are kept for a
+whole continuation, (M, V) in float32, since every condition is compared with them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 
 from kvlingo_mlx.models.language_model import LanguageModel
 
-BLOCK = 256  # tokens; at a vocabulary of 150k one block is 150 MB
+BLOCK = 256  # tokens; with a vocabulary of 150k one block is 150 MB
 
 
 @dataclass(frozen=True)
 class PerToken:
-    """What was predicted at each of M continuation tokens.
+    """The predictions at each of M continuation tokens.
 
     Attributes:
         kl: (M,) KL(native || this), in nats.
@@ -36,9 +36,9 @@ class PerToken:
 def log_probabilities(
     target: LanguageModel, cache: list, last: int, continuation: Sequence[int]
 ) -> Iterator[mx.array]:
-    """The target's log probabilities at each continuation token, (at most BLOCK, V) at a time.
+    """The target's log probabilities at each continuation token, as (at most BLOCK, V) blocks.
 
-    ``cache`` holds the tokens before ``last``, and is used up.
+    ``cache`` holds the tokens before ``last``; it cannot be used again afterwards.
     """
     tokens = [last, *continuation[:-1]]
     for start in range(0, len(tokens), BLOCK):

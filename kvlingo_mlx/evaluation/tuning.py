@@ -1,8 +1,8 @@
-"""How many layers the target should read itself: quality and time for each number of them.
+"""Quality and time for each number of native layers, to choose that number.
 
-Where translation fails, the loss may sit in few layers: their keys and values carry what an
-earlier attention step of the target itself computed. Native below, translated above, is to be
-compared with DroidSpeak, which reuses the source's cache verbatim above the same layer.
+Where translation fails, the loss may come from few layers: their keys and values carry the result
+of an earlier attention step of the target itself. The hybrid (native layers below, translated ones
+above) is compared with DroidSpeak, which reuses the source's cache verbatim above the same layer.
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ CONTROLS = ("hidden", "shuffled")
 
 @dataclass(frozen=True)
 class Point:
-    """One way to take over a prefix, and what comes of it.
+    """One way to take over a prefix, with its measured quality and time.
 
     Attributes:
         way: ``hybrid``, ``DroidSpeak``, or a reference's name.
-        layers: Cache layers that the target reads itself; None for controls.
-        kl: Of its predictions from those of the target's own cache, nats a token.
-        recall: Share of marked answers that are its first choice; None without marks.
-        seconds: To the first token of a prefix of median length, the source's states at hand.
+        layers: The number of cache layers that the target reads itself; None for controls.
+        kl: The KL of its predictions from those with the target's own cache, in nats a token.
+        recall: The share of marked answers that are its first choice; None without marks.
+        seconds: The times to the first token of a prefix of median length, after the source has
+            read it.
     """
 
     way: str
@@ -54,11 +55,11 @@ class Point:
 
     @property
     def time(self) -> float | None:
-        """Median seconds, or None."""
+        """The median of ``seconds``, or None if there are none."""
         return median(self.seconds) if self.seconds else None
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, raw seconds included."""
+        """All fields as JSON values, including every time."""
         recall = None if self.recall is None else self.recall.as_json()
         return {
             "way": self.way,
@@ -69,17 +70,17 @@ class Point:
         }
 
 
-# ---- what is tuned, and by what ----------------------------------------------------------------
+# ---- what to tune ------------------------------------------------------------------------------
 
 
 def translator_of(
     given: str | None, source: LanguageModel, target: LanguageModel, allow_mismatch: bool
 ) -> tuple[str, Translator]:
-    """The translator to tune, and where it lies; None is the local store's.
+    """The translator to tune, and its place; with None, the local store's translator.
 
     Raises:
-        MissingTranslatorError: There is none of this pair.
-        IncompatibleTranslatorError: It is between two tokenizers, or of other models.
+        MissingTranslatorError: There is no translator for this pair.
+        IncompatibleTranslatorError: It is between two tokenizers, or for other models.
     """
     place = given or str(find_translator(source, target, allow_mismatch=allow_mismatch))
     found = resolve_translator(place, source, target, allow_mismatch=allow_mismatch)
@@ -88,10 +89,11 @@ def translator_of(
 
 
 def own_folder(place: str) -> Path:
-    """The translator's folder, if what is chosen can be kept in it; asked before measuring.
+    """The translator's folder, checked before measuring: the result must be writable to it.
 
     Raises:
-        ValueError: It is no folder of the user's, or holds what is no file of a translator.
+        ValueError: It is not a folder of the user's, or it contains a file that is not a
+            translator's.
     """
     path = Path(place)
     if not path.is_dir() or path.parent == TRANSLATORS or not os.access(path, os.W_OK):
@@ -110,10 +112,12 @@ def own_folder(place: str) -> Path:
 
 
 def numbers(text: str | None, most: int) -> list[int]:
-    """The numbers of layers to try, each below ``most``, which is a re-prefill; None is all.
+    """The numbers of native layers to try; None stands for all below ``most``.
+
+    Each number is below ``most``, the number of all layers, which would be a re-prefill.
 
     Raises:
-        ValueError: One is no such number.
+        ValueError: A part of ``text`` is not such a number.
     """
     if text is None:
         return list(range(most))
@@ -132,7 +136,7 @@ def numbers(text: str | None, most: int) -> list[int]:
 def task_of(
     source: LanguageModel, target: LanguageModel, data: str | None, limit: int, seed: int
 ) -> Task:
-    """Conversations to score: a JSONL file's, or generated dialogues."""
+    """The conversations to score, from a JSONL file or generated."""
     if data is None:
         return probes.recall(target, limit, seed)
     records = read_jsonl(data)
@@ -142,7 +146,7 @@ def task_of(
     return make(target, records, limit, context)
 
 
-# ---- what is measured, and what is chosen ------------------------------------------------------
+# ---- measuring and choosing --------------------------------------------------------------------
 
 
 def line_up(
@@ -154,17 +158,17 @@ def line_up(
     droidspeak: bool = True,
     allow_mismatch: bool = False,
 ) -> dict[tuple[str, int | None], Condition]:
-    """The ways to compare: hybrids, DroidSpeak where it applies, a re-prefill, two controls.
+    """The ways to compare: hybrids, DroidSpeak if it applies, a re-prefill, two controls.
 
     Controls have no native layers, whatever the translator was tuned to.
 
     Args:
-        source: Has read the prefix.
-        target: Takes over.
-        translator: Of this pair.
-        layers: Numbers of native layers, each below the target's.
-        droidspeak: Whether to ask how DroidSpeak does with the same numbers.
-        allow_mismatch: Whether the translator may be another checkpoint's.
+        source: The model that has read the prefix.
+        target: The model that takes over.
+        translator: The translator of this pair.
+        layers: Numbers of native layers, each below the target's number of layers.
+        droidspeak: Whether to measure DroidSpeak with the same numbers of layers.
+        allow_mismatch: Whether the translator may be made for another checkpoint.
     """
     line: dict[tuple[str, int | None], Condition] = {}
     line["native", len(target.attentions)] = lineup.native(target)
@@ -193,7 +197,7 @@ def measure(
     trials: int = 5,
     progress: Callable[[], None] = lambda: None,
 ) -> list[Point]:
-    """Score every way on every item, then time those that a user could choose, interleaved."""
+    """Score every way on every item, then time, interleaved, those that a user could choose."""
     conditions = list(line.values())
     results = compare.evaluate(target, [task], conditions, journal, lambda name: progress())
     tables = compare.outcome(task, results[task.name]).tables
@@ -210,7 +214,7 @@ def measure(
 
 
 def check_bounds(task: Task, min_recall: float | None) -> None:
-    """Refuse (ValueError) a bound on recall, before anything is measured, where none is scored."""
+    """Refuse (ValueError) a bound on recall if the task does not score it, before measuring."""
     if min_recall is not None and "recall" not in task.metrics:
         raise ValueError(
             '--min-recall needs data that mark answers: records with "answers": ["..."]'
@@ -220,9 +224,9 @@ def check_bounds(task: Task, min_recall: float | None) -> None:
 def smallest(
     points: Sequence[Point], *, max_kl: float | None = None, min_recall: float | None = None
 ) -> int:
-    """The fewest native layers whose hybrid meets every bound; a re-prefill meets any.
+    """The fewest native layers whose hybrid meets every bound; a re-prefill meets any bound.
 
-    Points without recall meet no bound on it: :func:`check_bounds` refuses such data before.
+    Points without recall meet no bound on recall; :func:`check_bounds` refuses such data earlier.
     """
     hybrids = sorted(
         (p for p in points if p.way in (HYBRID, "native")), key=lambda point: point.layers or 0
@@ -237,7 +241,9 @@ def smallest(
 
 
 def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[Point]) -> None:
-    """Write what was chosen, and by what, into a translator's provenance; at once, or not at all.
+    """Write the choice, its bounds and the measured curve into a translator's provenance.
+
+    The write is atomic.
 
     Raises:
         MalformedTranslatorError: The folder breaks the format.
@@ -246,5 +252,5 @@ def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[
     curve = [[p.layers, p.kl.value, p.time] for p in points if p.way in (HYBRID, "native")]
     facts = {"native_layers": layers, "tuning": {**bounds, "layers_kl_seconds": curve}}
     before = {name: fact for name, fact in config.provenance.items() if name != "profile"}
-    tuned = dataclasses.replace(config, provenance={**before, **facts})  # "profile": its old name
+    tuned = dataclasses.replace(config, provenance={**before, **facts})  # "profile" is the old name
     translator_folder.write(folder, tuned, weights, overwrite=True)

@@ -1,4 +1,4 @@
-"""Whether a translator computes here what it was made to compute."""
+"""Checks that a translator computes on this machine what it computed when it was made."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kvlingo_mlx.translators.base import Translator
 
 @dataclass(frozen=True)
 class Agreement:
-    """What a translated cache predicts on the bundled conversations, beside the native one.
+    """The predictions from a translated cache on the bundled conversations, beside the native ones.
 
     Attributes:
-        receipt: What was measured, as a translator's provenance keeps it.
-        samples, tokens: How many conversations, and continuation tokens in all.
+        receipt: The measurement, in the form of a translator's provenance.
+        samples, tokens: The number of conversations, and of all continuation tokens.
     """
 
     receipt: Receipt
@@ -43,14 +43,14 @@ class Agreement:
 
 
 def devices() -> list[mx.Device]:
-    """The CPU, and the default device where that is another."""
+    """The CPU, and the default device if it is another one."""
     return list({str(d): d for d in (mx.Device(mx.cpu), mx.default_device())}.values())
 
 
 def map_error(config: TranslatorConfig, weights: Weights, device: mx.Device) -> float:
-    """Largest relative error of a map on its probe, MLX on ``device`` against NumPy in float64.
+    """The largest relative error of a map on its probe: MLX on ``device`` against float64 NumPy.
 
-    Token t of the states holds the probe of target layer t's maps, so all are run together.
+    Token t of the states holds the probe of target layer t's maps, so all maps run together.
     """
     with mx.stream(device):
         found = build(config, weights)(_probe_states(config)).states(len(config.target.layers))
@@ -66,7 +66,7 @@ def map_error(config: TranslatorConfig, weights: Weights, device: mx.Device) -> 
 
 
 def _probe_states(config: TranslatorConfig) -> KVStates:
-    """States in which each map finds its probe."""
+    """States that hold the probe of each map."""
     tokens = len(config.target.layers)
     arrays = {
         side: [
@@ -90,7 +90,7 @@ def _probe_states(config: TranslatorConfig) -> KVStates:
 def _expected(
     m: Map, config: TranslatorConfig, weights: Weights, probes: dict[str, np.ndarray]
 ) -> np.ndarray:
-    """A map's output on its probe; the format's own probes leave a linear map's bias out."""
+    """A map's output on its probe; the format's own probes leave out a linear map's bias."""
     out, bias = probes[f"{m.name}.{config.spec.probe}"].reshape(-1), f"{m.name}.bias"
     left_out = config.spec.folds and bias in weights.arrays
     return out + weights.as_float32(bias) if left_out else out
@@ -112,11 +112,11 @@ def agreement(
     *,
     allow_mismatch: bool = False,
 ) -> Agreement | None:
-    """How well the target continues the bundled conversations from a translated cache.
+    """The quality of the target's continuations of the bundled conversations.
 
-    It reads its first ``native_layers`` itself, whatever `tune` has chosen since: as many as
-    the receipt was measured with. ``allow_mismatch`` is as in :func:`hand_over`. None where no
-    conversation fits both models' contexts.
+    The caches are translated above the first ``native_layers``, which the target reads itself: as
+    many as the receipt was measured with, whatever `tune` has chosen since. ``allow_mismatch`` is
+    as in :func:`hand_over`. None if no conversation fits both models' contexts.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
@@ -141,7 +141,7 @@ def agreement(
 def _compared(
     target: LanguageModel, translated: conditions.CacheMaker, sample: Sample
 ) -> list[PerToken]:
-    """A conversation from a translated cache, from the target's own, and from none."""
+    """The predictions from a translated cache, from the target's own cache, and from no cache."""
 
     def predicted(make: conditions.CacheMaker) -> list[mx.array]:
         cache, last = make(sample.aligned or sample.prefix), sample.prefix[-1]
@@ -155,7 +155,7 @@ def _compared(
 def receipt(
     source: LanguageModel, target: LanguageModel, translator: Translator
 ) -> dict[str, Any] | None:
-    """What a fit leaves in its translator's provenance; None where no conversation fits."""
+    """The receipt that a fit writes into its translator's provenance; None if no prompt fits."""
     found = agreement(source, target, translator)
     if found is None:
         return None
@@ -164,13 +164,13 @@ def receipt(
 
 
 def verdict(found: Receipt, receipt: Receipt | None) -> tuple[bool, str]:
-    """Whether all is well, and why, in a line.
+    """Whether the translator is sound, and one line that says why.
 
-    A KL may be a fifth, or 0.01 nats, above or below its receipt's.
+    The KL may differ from the receipt's by a fifth or by 0.01 nats, whichever is more.
 
     Args:
-        found: What was measured here.
-        receipt: What the translator's making left.
+        found: The measurement on this machine.
+        receipt: The receipt from the translator's making.
     """
     if found.grade == GRADES[-1]:
         return False, f"{found}; is it for these models?"

@@ -1,7 +1,7 @@
-"""The training path: stage 1 and self-distillation in PyTorch, for a GPU or a small CPU run.
+"""Training in PyTorch: stage 1 and self-distillation (stage 2), on a GPU or in a small CPU run.
 
-The only room that imports torch; it needs the ``[cuda]`` extra and imports no MLX. What it
-writes is a translator folder that ``kvlingo-mlx import`` brings to a Mac.
+This is the only room that imports torch. It needs the ``[cuda]`` extra and imports no MLX. It
+writes a translator folder, which ``kvlingo-mlx import`` copies to a Mac.
 """
 
 from __future__ import annotations

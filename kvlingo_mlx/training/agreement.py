@@ -1,6 +1,7 @@
-"""Whether transformers runs a model as mlx-lm does: if not, it cannot be trained here.
+"""Checks that transformers runs a model as mlx-lm does.
 
-Its translator would be trained for another model than it meets on a Mac.
+A model for which they differ cannot be trained here: the translator would be trained for a model
+that computes something else than the one on the Mac.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.geometry import RopeSpec
 from kvlingo_mlx.training.families import TorchFamily
 
-# YaRN's gain: transformers heeds both or none, mlx-lm one alone as well.
+# YaRN's magnitude scaling: transformers applies it only where both parameters are given, mlx-lm
+# also with one of them.
 MSCALES = ("mscale", "mscale_all_dim")
-# RoPE types that transformers and mlx-lm compute alike, with the parameters both read.
+# RoPE types that transformers and mlx-lm compute alike, with the parameters that both read.
 ROPES = {
     "default": set(),
     "linear": {"factor"},
@@ -25,7 +27,7 @@ ROPES = {
         "beta_fast",
         "beta_slow",
         *MSCALES,
-        "llama_4_scaling_beta",  # of queries alone, in the family that has it
+        "llama_4_scaling_beta",  # scales queries only, in the family that has it
     },
     "proportional": {"partial_rotary_factor"},
     "llama3": {
@@ -38,12 +40,13 @@ ROPES = {
 
 
 def check_agreement(family: TorchFamily, model: Any, config: Mapping[str, Any], name: str) -> None:
-    """Refuse a model that transformers would run otherwise than mlx-lm does.
+    """Refuse a model that transformers runs differently from mlx-lm.
 
-    ``config`` is what ``family.facts`` gave.
+    ``config`` is the result of ``family.facts``.
 
     Raises:
-        UnsupportedModelError: Names the model, and its setting, window or RoPE.
+        UnsupportedModelError: The two differ; the message names the model and the setting, window
+            or RoPE in which they do.
     """
     try:
         misread.check(config["model_type"], config)
@@ -74,7 +77,7 @@ def _check_windows(family: TorchFamily, model: Any, config: Mapping[str, Any]) -
 
 
 def _narrow(windows: Sequence[int | None], context: int) -> list[int | None]:
-    """A window as long as the context is none."""
+    """The windows, with None for each one that is at least as long as the context."""
     return [w if w is not None and w < context else None for w in windows]
 
 

@@ -1,4 +1,4 @@
-"""Both models' states of a prefix, row by row what a map reads and what it should give."""
+"""The states of both models on a prefix, row by row: a map's inputs and its desired outputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from kvlingo_mlx.training.torch_model import States, TorchModel
 def paired_states(
     source: TorchModel, target: TorchModel, sample: Sample, capture: str
 ) -> tuple[States, States]:
-    """The source's states of a prefix beside the target's.
+    """The source's and the target's states of a prefix, row by row.
 
-    With one tokenizer, those of each token; with two, of each translated source token and the
-    mean over the target tokens of its minimal group (paper: appendix
+    With one tokenizer, a row is a token. With two tokenizers, a row is a translated source token,
+    and the target's side is the mean over the target tokens of its minimal group (paper: appendix
     "Cross-tokenizer cache translation", paragraph "Initialising the translators").
     """
     aligned = sample.aligned
@@ -29,20 +29,20 @@ def paired_states(
 
 
 def translated_rows(source: TorchModel, aligned: AlignedPrefix, capture: str) -> States:
-    """The source's states of the tokens that are translated, which must be some."""
+    """The source's states of the translated tokens; the sample must have at least one."""
     read = source.states(aligned.source_ids[: aligned.num_read], capture)
     return read.rows(aligned.rows)
 
 
 def paired_weights(sample: Sample, weights: np.ndarray | None) -> np.ndarray | None:
-    """The weights (layers or 1, T) of a prefix's tokens as those of its rows."""
+    """Turn the weights (layers or 1, T) of a prefix's tokens into weights of its rows."""
     if sample.aligned is None or weights is None:
         return weights
     return sample.aligned.spread(weights)
 
 
 def _means(array: torch.Tensor, aligned: AlignedPrefix) -> torch.Tensor:
-    """(S, d) the mean over each entry's group of (T, d), in float32 at least."""
+    """The mean of (T, d) over each entry's group of tokens: (S, d), in float32 or wider."""
     dtype = torch.promote_types(array.dtype, torch.float32)
     entries, tokens = (torch.tensor(side, device=array.device) for side in aligned.pairs)
     counts = torch.tensor(aligned.groups[:, 1] - aligned.groups[:, 0], device=array.device)

@@ -1,11 +1,11 @@
-"""Where a training's state is kept: tensors with their facts in one file, replaced at once.
+"""The state of a training on disk: files of tensors and facts, replaced atomically.
 
-A folder ``OUT.partial`` beside the translator to come: ``initial.safetensors`` (what stage 1
-ended with) and a folder for each stage under way. A closed form keeps its sums there
-(``moments.safetensors``); a distillation what it was when it last looked at the held-out
-conversations (``validated.safetensors``), what it was since (``latest.safetensors``), the
-translator that was best there (``best.safetensors``), and ``log.jsonl``. A process killed at any
-point leaves the state before or after.
+The folder ``OUT.partial`` stands beside the translator that is being made. It holds
+``initial.safetensors`` (the result of stage 1) and a folder for each unfinished stage. A closed
+form keeps its sums in ``moments.safetensors``. A distillation keeps its state at the last
+validation (``validated.safetensors``), its state since then (``latest.safetensors``), the best
+translator so far (``best.safetensors``) and ``log.jsonl``. A process that is killed at any point
+leaves either the previous state or the new one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvlingo_mlx.training.torch_model import TorchModel
 VALIDATED, LATEST, BEST = "validated.safetensors", "latest.safetensors", "best.safetensors"
 LOG, DIVERGED = "log.jsonl", "diverged"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KEEP_EVERY = 240.0  # seconds of work that a kill may cost
+KEEP_EVERY = 240.0  # the most seconds of work that a kill may lose
 
 
 # ---- one file ---------------------------------------------------------------------------
@@ -43,10 +43,11 @@ KEEP_EVERY = 240.0  # seconds of work that a kill may cost
 def write_state(
     path: Path, what: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
 ) -> None:
-    """Replace a file of tensors and JSON facts: the old one or the new, never half of it.
+    """Replace a file of tensors and JSON facts atomically.
 
     Raises:
-        KVLingoError: ``what`` it holds could not be written; the old one is still there.
+        KVLingoError: The file could not be written; the old one is still there. The message names
+            its content, ``what``.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     with disk_errors(what, path.parent):
@@ -59,10 +60,10 @@ def write_state(
 
 
 def read_facts(path: Path) -> dict[str, Any]:
-    """The facts of a file that :func:`write_state` wrote.
+    """The facts in a file that :func:`write_state` wrote.
 
     Raises:
-        ValueError: It is none, or damaged.
+        ValueError: The file is damaged, or :func:`write_state` did not write it.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -75,14 +76,10 @@ def read_facts(path: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def disk_errors(what: str, folder: Path) -> Iterator[None]:
-    """Say in one line that ``what`` could not be kept in ``folder``.
-
-    Raises:
-        KVLingoError: The disk is full, or the system refused to write.
-    """
+    """Turn errors of the disk into one line: ``what`` could not be kept in ``folder``."""
     try:
         yield
-    except (OSError, SafetensorError) as error:  # the second wraps the first in its own words
+    except (OSError, SafetensorError) as error:  # safetensors wraps OSError in its own text
         full = getattr(error, "errno", None) == errno.ENOSPC or "os error 28" in str(error)
         reason = "the disk is full" if full else getattr(error, "strerror", None) or str(error)
         raise KVLingoError(
@@ -92,14 +89,14 @@ def disk_errors(what: str, folder: Path) -> Iterator[None]:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    """Move a finished file into place, once it is on the disk."""
+    """Flush a finished file to the disk, then move it into place."""
     with open(temporary, "rb") as file:
         sync_file(file.fileno())
     os.replace(temporary, path)
 
 
 def check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse (ValueError) to resume with other settings; names those that differ."""
+    """Refuse (ValueError) to resume with other settings; the message names those that differ."""
     changed = differences(kept, settings)
     if changed:
         raise ValueError(
@@ -109,7 +106,7 @@ def check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str,
 
 
 def differences(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """The settings in which two runs differ, in words."""
+    """The settings in which two runs differ, each as a phrase."""
     current = json.loads(json.dumps(dict(settings)))
     changed = [n for n in sorted({*kept, *current}) if kept.get(n) != current.get(n)]
     return [f"{n} was {kept.get(n)!r}, is {current.get(n)!r}" for n in changed]
@@ -119,7 +116,7 @@ def differences(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[st
 
 
 class Training(Protocol):
-    """What of a distillation is kept (:class:`~kvlingo_mlx.training.distill.Distillation`)."""
+    """The parts of a :class:`~kvlingo_mlx.training.distill.Distillation` that are kept."""
 
     target: TorchModel
     group: Group
@@ -132,24 +129,24 @@ class Training(Protocol):
     seconds: float
 
     def recall(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take the best translator so far from its file."""
+        """Restore the best translator so far from its file."""
 
 
 @dataclass(frozen=True)
 class Checkpoints:
     """The state of one distillation on disk.
 
-    ``settings`` is what must not change between a run and its resumption.
+    ``settings`` are the settings that must not change between a run and its resumption.
     """
 
     folder: Path
     settings: Mapping[str, Any]
 
     def restore(self, training: Training) -> bool:
-        """Continue from the last checkpoint; whether there is one.
+        """Restore the last checkpoint; returns whether there was one.
 
         Raises:
-            ValueError: It was made with other settings; names those that differ.
+            ValueError: It was made with other settings; the message names those that differ.
         """
         newest = self._newest()
         if newest is not None:
@@ -172,10 +169,10 @@ class Checkpoints:
         return newest is not None
 
     def save(self, training: Training, entry: Mapping[str, object] | None = None) -> None:
-        """Keep the state of this step; with an ``entry`` for the log, as a validated one.
+        """Write the state of this step, as a validated one where an ``entry`` for the log is given.
 
         Raises:
-            KVLingoError: The disk is full; the checkpoint before is still there.
+            KVLingoError: The disk is full; the previous checkpoint is still there.
         """
         tensors = {}
         for index, run in enumerate(training.runs):
@@ -200,8 +197,10 @@ class Checkpoints:
         if entry is None:
             write_state(self.folder / LATEST, what, tensors, facts)
             return
-        # What is best first, and the log: they may be a look ahead of what is resumed, which will
-        # come to the same again. A line too many is dropped on resuming, a lost one is lost.
+        # The best translator and the log are written before the checkpoint. If the process is
+        # killed in between, they are one validation ahead, and the resumed run comes to the same
+        # values again. A surplus log line is dropped on resuming; a missing one could not be
+        # restored.
         best = training.best
         if best is not None and best.step == training.step:
             written = {"rate": best.rate, "step": best.step, "held_out": best.held_out}
@@ -216,17 +215,18 @@ class Checkpoints:
         (self.folder / LATEST).unlink(missing_ok=True)
 
     def mark_diverged(self) -> None:
-        """Keep the last sound checkpoint, and let a run with other settings replace it."""
-        (self.folder / LATEST).unlink(missing_ok=True)  # whether it was sound nobody has looked
+        """Keep only the last validated checkpoint, and let a run with other settings replace it."""
+        (self.folder / LATEST).unlink(missing_ok=True)  # it may already be unsound
         with disk_errors("the divergence", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / DIVERGED).touch()
 
     def stale(self) -> bool:
-        """Whether what is kept is of a diverged run with other settings, and may go.
+        """Whether the folder holds a diverged run with other settings, which may be removed.
 
         Raises:
-            ValueError: It is of a sound run with other settings; names those that differ.
+            ValueError: It holds a sound run with other settings; the message names those that
+                differ.
         """
         newest = self._newest()
         if newest is None:
@@ -236,8 +236,8 @@ class Checkpoints:
         return bool(differences(newest[1]["settings"], self.settings))
 
     def finish(self, log: Path) -> None:
-        """Move the log to ``log`` once the translator is written, and remove the folder."""
-        if (self.folder / LOG).exists():  # or a process was killed between these two lines
+        """Move the log to ``log`` and remove the folder, once the translator is written."""
+        if (self.folder / LOG).exists():  # already moved if a process was killed here
             os.replace(self.folder / LOG, log)
         shutil.rmtree(self.folder)
 
@@ -247,7 +247,7 @@ class Checkpoints:
         return max(found, key=lambda item: item[1]["step"], default=None)
 
     def _trim_log(self, step: int) -> None:
-        """Drop what was logged after the checkpoint that is resumed, and half a line."""
+        """Drop log lines later than the checkpoint that is resumed, and an incomplete last line."""
         path = self.folder / LOG
         if not path.exists():
             return
@@ -257,14 +257,14 @@ class Checkpoints:
             _replace(temporary, path)
 
     def _log(self, step: int) -> list[str]:
-        """The log's whole lines up to a step."""
+        """The log's complete lines up to a step."""
         kept = []
         for line in (self.folder / LOG).read_text(encoding="utf-8").splitlines():
             try:
                 if json.loads(line)["step"] <= step:
                     kept.append(f"{line}\n")
             except ValueError:
-                break  # a process was killed as it wrote this line, so it is the last
+                break  # incomplete: the process was killed while writing it, so it is the last line
         return kept
 
 
@@ -292,7 +292,7 @@ def _restore_run(run: Run, prefix: str, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _finite(entry: Mapping[str, object]) -> dict[str, object]:
-    """JSON knows no NaN: None stands for it."""
+    """The entry with None in place of NaN and infinities, which JSON does not have."""
 
     def clean(value: object) -> object:
         if isinstance(value, list):

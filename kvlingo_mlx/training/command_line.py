@@ -1,4 +1,4 @@
-"""What ``kvlingo-mlx train`` does between its options and its printing."""
+"""The work of ``kvlingo-mlx train`` between parsing its options and printing."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from kvlingo_mlx.training.pipeline import Progress, Training
 from kvlingo_mlx.training.plan import TrainingPlan, default_rate, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
 
-SHOWN = 480  # samples of a run that its histogram is made of
+SHOWN = 480  # the number of samples that a run's histogram is made of
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Options:
-    """Which models, which data, where to compute."""
+    """The models, the data and the device of a training."""
 
     source: str
     target: str
@@ -47,33 +47,33 @@ class Options:
         self._place()
 
     def load(self, name: str) -> torch_model.TorchModel:
-        """One of the two models, where this process computes."""
+        """Load one of the two models onto this process's device."""
         return torch_model.load(name, dtype=DTYPES[self.dtype], device=self._place())
 
     def stream(
         self, tokenizer: Any, context_length: int, planned: int, source_tokenizer: Any = None
     ) -> Stream:
-        """The samples, scaled to the shorter context of the two models.
+        """The stream of samples, scaled to the shorter context of the two models.
 
-        ``planned`` is how many a run will draw, ``source_tokenizer`` the source's where it has
-        another one.
+        ``planned`` is the number of samples that the run draws. ``source_tokenizer`` is the
+        source's tokenizer where it differs from ``tokenizer``.
         """
         mixture = self._mixture().scaled(context_length)
         return Stream(self.data, tokenizer, mixture, self.seed, source_tokenizer, planned)
 
     def settings(self, stream: Stream) -> dict[str, Any]:
-        """What must not change when a training is resumed, beside its plan and models."""
+        """The settings, beside plan and models, that must not change when a training is resumed."""
         names = ("dtype", "plain_text", "packed_share")
         contents = {f"contents of {name}": text for name, text in stream.contents.items()}
         own = {name: getattr(self, name) for name in names}
-        # The order of samples depends on how many there are to be.
+        # The order of samples depends on their planned number.
         return {"data": list(self.data), **own, **contents, "samples": stream.survey.samples}
 
     def _mixture(self) -> Mixture | PlainText:
         return PlainText() if self.plain_text else Mixture(packed_share=self.packed_share)
 
     def _place(self) -> str:
-        """This process's device, as PyTorch names it."""
+        """The name of this process's device in PyTorch."""
         gpus = torch.cuda.device_count()
         device = self.device or ("cuda" if gpus else "cpu")
         if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -89,10 +89,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Done:
-    """What a finished training left: its folder and, of stage 2, its log and held-out KL.
+    """The result of a finished training: its folder and, after stage 2, its log and held-out KL.
 
-    ``log``, ``first`` and ``best`` are None where there was no stage 2. ``before``: it was finished
-    already, and nothing was done.
+    ``log``, ``first`` and ``best`` are None without a stage 2. ``before`` means that the training
+    was already finished, so nothing was done.
     """
 
     folder: Path
@@ -112,17 +112,18 @@ def train(
     stage1: Mapping[str, Any] | None = None,
     force: bool = False,
 ) -> Done | None:
-    """Train, or resume; None in a process that does not lead.
+    """Train, or resume a training; returns None in a process that does not lead.
 
-    ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1; None for other kinds.
-    ``force`` trains anew what is finished, and replaces another translator at ``out``.
+    ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1, and is None for other kinds.
+    ``force`` trains again even if the training is finished, and replaces another translator at
+    ``out``.
 
     Raises:
-        ValueError: A bad option, unusable data, or a destination that is not ours.
+        ValueError: A bad option, unusable data, or a destination that holds something else.
         KVLingoError: A model cannot be used, training diverged, or the disk is full.
     """
     translator_folder.check_destination(out)
-    # Bad options are refused before anything is loaded.
+    # Bad options are refused before any model is loaded.
     rates = recipe["learning_rates"] or (default_rate(options.source, options.target),)
     stage2 = Recipe(**{**recipe, "learning_rates": rates})
     first: dict[str, Any] = {}
@@ -164,20 +165,21 @@ def train(
 
 
 def samples_of(steps: int, batch: int, fit_samples: int) -> int:
-    """How many samples a training draws: stage 1 reads the first of those of stage 2."""
+    """The number of samples that a training draws; stage 1 reads the first samples of stage 2."""
     return max(steps * batch, fit_samples)
 
 
 def _lowest(held_out: list[float | None]) -> float:
-    """The best run's KL; None stands for a run that has diverged."""
+    """The lowest KL of all runs; None stands for a run that has diverged."""
     return min((value for value in held_out if value is not None), default=math.nan)
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """What :func:`train` would read of the data.
+    """The lengths of the samples that :func:`train` would read.
 
-    ``stage1`` and ``stage2`` are ``data.prefix_histogram``'s rows of the first samples.
+    ``stage1`` and ``stage2`` are rows of ``data.prefix_histogram``; those of ``stage1`` cover the
+    first samples.
     """
 
     survey: Survey
@@ -193,19 +195,19 @@ def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Len
     planned = samples_of(steps, batch, fit_samples)
     stream = options.stream(tokenizer, context, planned, other_tokenizer(theirs, tokenizer))
     stage1 = prefix_histogram(stream, fit_samples)
-    # The whole run in few samples: each of them stands for as many.
+    # A few evenly spaced samples stand for the whole run.
     drawn = steps * batch
     stage2 = prefix_histogram(stream, min(drawn, SHOWN), every=max(1, drawn // SHOWN))
     return Lengths(stream.survey, stage1, stage2)
 
 
 def provenance(folder: Path) -> dict[str, Any]:
-    """What a finished translator's folder says of its making."""
+    """The provenance in a finished translator's folder."""
     return dict(translator_folder.read_config(folder).provenance)
 
 
 def grade(folder: Path) -> str:
-    """What a finished translator is worth by its receipt, in a line."""
+    """The grade of a finished translator by its receipt, in one line."""
     return said_of(translator_folder.read_config(folder))
 
 

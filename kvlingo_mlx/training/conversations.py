@@ -1,7 +1,7 @@
-"""What a record says, and the turns of a conversation that make a training sample.
+"""Records as conversations, and the turns of a conversation that make a training sample.
 
-Appendix "Training data and training recipe": how a sample is built, and where the
-reasoning trace goes. Rendering is ``samples.tokenise``'s, by the family's own template.
+Appendix "Training data and training recipe": how a sample is built, and where the reasoning trace
+goes. ``samples.tokenise`` renders the turns by the family's own chat template.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvlingo_mlx.tokenization.samples import Sample, check_record, encode_plain,
 Message = dict[str, str]
 
 CLOSE = "</think>"
-# Other names for the four roles, as ShareGPT and newer APIs write them.
+# Other names for the four roles, as in ShareGPT and newer APIs.
 ALIASES = {
     "human": "user",
     "gpt": "assistant",
@@ -32,14 +32,15 @@ ALIASES = {
 def normalise(record: Any, where: str) -> dict[str, Any]:
     """A record of any accepted schema as ``{"text": ...}`` or ``{"messages": [...]}``.
 
-    ``messages`` (role, content) and ShareGPT's ``conversations`` (from, value) are read. The
-    messages that come back are one optional system message, then user and assistant in
-    turn, none of them empty; a reasoning trace stands apart in ``reasoning_content``. A
-    conversation is read up to its first hole: a turn without text, or one with a tool in it.
-    No messages are left of a record without a usable assistant turn before that.
+    The schemas are ``messages`` (role, content) and ShareGPT's ``conversations`` (from, value). The
+    returned messages are an optional system message, then user and assistant in turn, none of them
+    empty; a reasoning trace is kept apart in ``reasoning_content``. A conversation ends before its
+    first unusable turn: one without text, or one that involves a tool. The list is empty if no
+    usable assistant turn is left.
 
     Raises:
-        ValueError: Neither schema, or an unknown role; the message starts with ``where``.
+        ValueError: The record has neither schema, or an unknown role; the message starts with
+            ``where``.
     """
     fields = record if isinstance(record, dict) else {}
     turns = next(
@@ -58,12 +59,12 @@ def normalise(record: Any, where: str) -> dict[str, Any]:
 
 
 def replies(messages: Sequence[Message]) -> list[int]:
-    """The assistant turns of a conversation, as indices."""
+    """The indices of a conversation's assistant turns."""
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _message(turn: Any) -> Any:
-    """A turn in our schema; what is no turn is left for ``check_record`` to refuse."""
+    """A turn in our schema; anything else is returned as it is, for ``check_record`` to refuse."""
     if not isinstance(turn, dict):
         return turn
     role = turn.get("role") or turn.get("from")
@@ -78,19 +79,19 @@ def _message(turn: Any) -> Any:
 
 
 def _trace_apart(content: str, trace: Any) -> Message:
-    """An assistant's content without its think block, and the block's text if it has any."""
+    """An assistant's content without its think block, and the block's text if there is any."""
     if CLOSE in content:
         head, content = content.split(CLOSE, 1)
         trace = trace or head.strip().removeprefix("<think>")
     elif content.lstrip().startswith("<think>"):
-        content = ""  # cut off inside its trace: there is no answer
+        content = ""  # cut off inside its trace, so there is no answer
     trace = trace.strip() if isinstance(trace, str) else ""
     content = content.lstrip("\n")
     return {"content": content, "reasoning_content": trace} if trace else {"content": content}
 
 
 def _readable(messages: Sequence[Message]) -> Iterator[Message]:
-    """Messages up to the first hole; empty system messages, as Nemotron's, are left out."""
+    """Messages up to the first unusable one, without empty system messages (as in Nemotron)."""
     for message in messages:
         blank = not message["content"].strip()
         if message["role"] == "tool" or (blank and message["role"] != "system"):
@@ -100,9 +101,9 @@ def _readable(messages: Sequence[Message]) -> Iterator[Message]:
 
 
 def _alternate(messages: Iterator[Message]) -> list[Message]:
-    """Merge turns of one role; what comes before the first user turn is no reply to it.
+    """Merge neighbouring turns of one role, and drop replies before the first user turn.
 
-    A system message later on is read as the user's, as Gemma's template refuses others.
+    A later system message becomes a user turn, since Gemma's template refuses it elsewhere.
     """
     turns: list[Message] = []
     for message in messages:
@@ -120,26 +121,26 @@ def _alternate(messages: Iterator[Message]) -> list[Message]:
 
 
 def keeps_system(tokenizer: Any) -> bool:
-    """Whether a chat template leaves a system message in front, whatever follows.
+    """Whether a chat template keeps a system message in front, whatever follows.
 
-    Gemma's refuses one, and Mistral's moves it to the last user turn, so that a
-    conversation with its reply does not begin as it does without.
+    Gemma's template refuses a system message. Mistral's moves it to the last user turn, so that a
+    conversation with its reply does not begin like the conversation without it.
     """
     rule, asked = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}
     talk = [rule, asked, {"role": "assistant", "content": "Hi."}]
-    tokenise({"messages": talk[1:]}, tokenizer)  # refuses a tokenizer without a template
+    tokenise({"messages": talk[1:]}, tokenizer)  # raises for a tokenizer without a template
     try:
         before, after = (
             tokenizer.apply_chat_template(talk[:count], tokenize=False, add_generation_prompt=p)
             for count, p in ((2, True), (3, False))
         )
-    except Exception:  # jinja's own error, or whatever a template written in Python raises
+    except Exception:  # jinja's own error, or any error of a template written in Python
         return False
     return rule["content"] in before and after.startswith(before.split("<think>")[0])
 
 
 def fold_system(messages: Sequence[Message]) -> list[Message]:
-    """A conversation with its system message, if any, put before the first user turn."""
+    """The conversation with its system message, if any, prepended to the first user turn."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     content = f"{messages[0]['content']}\n\n{messages[1]['content']}"
@@ -147,15 +148,15 @@ def fold_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def _plain(messages: Sequence[Message]) -> list[Message]:
-    """Earlier turns: without their traces, which only Qwen3's template would take off."""
+    """Earlier turns without their reasoning traces, which only Qwen3's template would remove."""
     return [{"role": m["role"], "content": m["content"]} for m in messages]
 
 
 def until(messages: Sequence[Message], turn: int, *, fold: bool) -> list[Message]:
-    """A conversation up to and with the reply ``turn`` (paragraph "How a sample is built").
+    """A conversation up to and including the reply ``turn`` (paragraph "How a sample is built").
 
-    The reply carries its reasoning trace as a think block in its content, where every
-    family's template keeps it; the turns before it carry none.
+    The reply's content begins with its reasoning trace as a think block, which every family's
+    template keeps there; earlier turns carry no trace.
     """
     reply = messages[turn]
     trace = reply.get("reasoning_content")
@@ -166,10 +167,10 @@ def until(messages: Sequence[Message], turn: int, *, fold: bool) -> list[Message
 
 
 def pack(conversations: Sequence[Sequence[Message]], lifted: int) -> list[Message]:
-    """Whole conversations as one, the last question of conversation ``lifted`` at its end.
+    """Whole conversations as one, with the last question of conversation ``lifted`` at the end.
 
-    That question and its answer are taken from their place; all other turns, those of
-    conversation ``lifted`` before the question among them, keep their order.
+    That question and its answer are moved to the end. All other turns, including the earlier ones
+    of conversation ``lifted``, keep their order.
     """
     wholes = [fold_system(messages[: replies(messages)[-1] + 1]) for messages in conversations]
     wholes[lifted], exchange = wholes[lifted][:-2], wholes[lifted][-2:]
@@ -180,16 +181,16 @@ def pack(conversations: Sequence[Sequence[Message]], lifted: int) -> list[Messag
 def to_sample(
     messages: Sequence[Message], tokenizer: Any, max_continuation: int, source_tokenizer: Any = None
 ) -> Sample:
-    """Tokens of a conversation that ends with a reply, which is cut to ``max_continuation``.
+    """The tokens of a conversation that ends with a reply, cut to ``max_continuation`` tokens.
 
-    ``source_tokenizer`` is the source's where it has another one.
+    ``source_tokenizer`` is the source's tokenizer where it differs from ``tokenizer``.
     """
     whole = tokenise({"messages": messages}, tokenizer, source_tokenizer=source_tokenizer)
     return replace(whole, continuation=whole.continuation[:max_continuation])
 
 
 def boilerplate(tokenizer: Any, source_tokenizer: Any = None) -> tuple[float, float]:
-    """How many tokens a chat template puts into a prefix once, and how many around a message."""
+    """How many tokens a chat template adds to a prefix once, and how many to each message."""
     asked, said = {"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hello!"}
     own = len(encode_plain(tokenizer, "Hello!"))
     short, long = (
@@ -201,7 +202,7 @@ def boilerplate(tokenizer: Any, source_tokenizer: Any = None) -> tuple[float, fl
 
 
 def excerpt(text: str, characters: int, rng: random.Random) -> str:
-    """Up to ``characters`` of a text from a random word on: a book need not be tokenised."""
+    """Up to ``characters`` of a text, from a random word on (a book is not tokenised whole)."""
     if len(text) <= characters:
         return text
     start = rng.randint(0, len(text) - characters)

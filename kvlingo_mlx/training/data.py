@@ -1,8 +1,9 @@
-"""The training stream: seeded samples by number, from one or more sources of records.
+"""The training stream: numbered, seeded samples from one or more sources of records.
 
-Appendix "Training data and training recipe". A sample is a pure function of the seed, its
-number and how many samples the run will draw: a run resumes at any number, and processes share
-a stream by sharing numbers. No record comes again before all others of its reach have come.
+Appendix "Training data and training recipe". A sample depends only on the seed, its number and how
+many samples the run will draw. So a run can resume at any number, and processes share a stream by
+dividing the numbers. No record is repeated before all other records of usable length have been
+drawn.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from kvlingo_mlx.training.records import Spec
 
 Bin = tuple[int, int, int, int]
 
-TRIES = 16  # records drawn for a sample before it is given up
-PACK_TRIES = 4  # fillings of one pack: each tells better how many bytes a token has
-PACK_LIMIT = 4096  # records read for one pack at most
-DIFFERENT_PACKS = 4  # packs without a conversation in common that the data must hold
+TRIES = 16  # records tried for one sample before it fails
+PACK_TRIES = 4  # attempts to fill one pack; each gives a better estimate of bytes per token
+PACK_LIMIT = 4096  # the most records read for one pack
+DIFFERENT_PACKS = 4  # disjoint packs that the data must hold
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A sample and where it comes from: the record that answers stands first."""
+    """A sample and its origin; the record that gives the answer is first in ``records``."""
 
     sample: Sample
     kind: Kind
@@ -49,13 +50,13 @@ class Draw:
 
 
 class Stream:
-    """Samples by number: natural and packed conversations, or windows of plain text.
+    """Numbered samples: natural and packed conversations, or windows of plain text.
 
     Attributes:
-        mixture: Lengths and shares, as the data bear them; a :class:`PlainText` draws windows of
-            texts instead.
-        seed: Another seed holds out other records and draws other samples.
-        survey: What a run will see of the data.
+        mixture: Lengths and shares, adjusted to what the data allow; a :class:`PlainText` draws
+            windows of texts instead.
+        seed: Chooses the samples and the held-out records.
+        survey: Statistics of the data that a run will see.
     """
 
     def __init__(
@@ -69,13 +70,14 @@ class Stream:
     ) -> None:
         """Open ``sources`` (see ``records.open_source``) for models that share ``tokenizer``.
 
-        ``source_tokenizer`` is the source's where it has another one; ``planned`` is how many
-        samples the run will draw (the paper's 5,000 steps of 8), over which lengths are spread.
+        ``source_tokenizer`` is the source's tokenizer where it differs. ``planned`` is the number
+        of samples that the run draws (the paper: 5,000 steps of 8), over which lengths are spread.
 
         Raises:
-            ValueError: Plain text for two tokenizers; a source cannot be read, has a malformed
-                record or none for the mixture, or a tokenizer has no chat template.
-            MissingExtraError: A Hugging Face dataset without the ``datasets`` package.
+            ValueError: Plain text is asked for with two tokenizers; a source cannot be read, has a
+                malformed record or none that fits the mixture; or a tokenizer has no chat template.
+            MissingExtraError: A source is a Hugging Face dataset, and ``datasets`` is not
+                installed.
         """
         mixture = Mixture() if mixture is None else mixture
         self.seed, self._planned = seed, planned
@@ -104,24 +106,24 @@ class Stream:
 
     @property
     def skipped(self) -> int:
-        """How many records have no usable assistant turn (or no text)."""
+        """The number of records without a usable assistant turn (or text)."""
         return self._library.skipped
 
     @property
     def reserved(self) -> int:
-        """How many usable records are kept from training for :meth:`held_out`."""
+        """The number of usable records reserved for :meth:`held_out`."""
         return sum(len(shelf.records) for shelf in self._library.reserved)
 
     @property
     def contents(self) -> dict[str, str]:
-        """Size and hash of each source by its name, for telling other data from the same."""
+        """Size and hash of each source by its name, to detect changed data."""
         return self._library.contents
 
     def _can_pack(self, mixture: Mixture) -> bool:
-        """Whether the data hold concatenations that differ; of one that is all, whether any.
+        """Whether the data hold enough different packs; at ``packed_share`` 1, one is enough.
 
         Raises:
-            ValueError: They hold none, and nothing else is asked for.
+            ValueError: The data hold no pack, and only packs are asked for.
         """
         packs = math.floor(self._training.tokens / (sum(mixture.packed) / 2))
         if mixture.packed_share == 1 and not packs:
@@ -157,11 +159,11 @@ class Stream:
         return self.draw(index).sample
 
     def draw(self, index: int) -> Draw:
-        """Training sample ``index`` with its origin, a function of seed and index alone.
+        """Training sample ``index`` with its origin, a function of ``index`` and the stream alone.
 
         Raises:
-            ValueError: Nothing fits in a bounded number of tries; the message names the lengths
-                wanted.
+            ValueError: No record fits within a bounded number of tries; the message names the
+                lengths wanted.
         """
         slot = slot_at(index, self.mixture, self.seed)
         found = self._find(slot.kind, slot.ordinal, self._training, tries=TRIES)
@@ -172,18 +174,18 @@ class Stream:
     def held_out(self, count: int = 64) -> list[Sample]:
         """Up to ``count`` samples of the same mixture, from reserved records only.
 
-        No record is in two of them; there are fewer where the reserved records do not suffice.
-        Training reads none of those records, nor others that open with the same question.
-        Where they are too few to pack, all samples are natural.
+        No record is in two samples; there are fewer samples if the reserved records do not suffice.
+        Training reads neither these records nor others that open with the same question. If there
+        are too few records for a pack, all samples are natural.
 
         Raises:
-            ValueError: There are too few records to reserve any, or nothing fits.
+            ValueError: There are too few records to reserve any, or none fits.
         """
         kinds: list[Kind] = [slot_at(i, self.mixture, self.seed).kind for i in range(count)]
         orders = Orders(self._library.reserved, self.mixture, count, self.seed)
         found: dict[Sample, None] = {}
         taken: set[Place] = set()
-        # A pack takes many records: what is scarce goes to natural samples first.
+        # Natural samples come first, since a pack uses up many records.
         wanted = [kind for kind in kinds if kind != "packed"]
         spare: list[Kind] = ["text" if isinstance(self.mixture, PlainText) else "natural"] * count
         ordinals = dict.fromkeys([*kinds, *spare], 0)
@@ -232,7 +234,7 @@ class Stream:
         return None
 
     def _unmet(self, mixture: Mixture | PlainText, kind: Kind) -> str:
-        """What was looked for in vain, and what to change."""
+        """The error message for a kind of sample that the data do not hold."""
         names = self._library.names
         if isinstance(mixture, PlainText):
             wanted = mixture.prefix + mixture.continuation
@@ -250,7 +252,7 @@ class Stream:
     # ---- natural ---------------------------------------------------------------------
 
     def _natural(self, mixture: Mixture, talk: Talk) -> Draw | None:
-        """One conversation up to one of its replies, if it is of a length wanted."""
+        """One conversation up to one of its replies, if its length is within the limits."""
         draw, (low, high) = self._whole(talk, mixture), mixture.natural
         return draw if low <= draw.sample.num_read <= high and draw.sample.continuation else None
 
@@ -266,14 +268,14 @@ class Stream:
     def _packed(
         self, mixture: Mixture, ordinal: int, lifted: Talk, orders: Orders, taken: frozenset[Place]
     ) -> Draw | None:
-        """Conversations one after another, the last question of ``lifted`` at the end."""
+        """Several conversations in a row, with the last question of ``lifted`` at the end."""
         rng = random.Random(f"packed/{self.seed}/{ordinal}")
         low, high = mixture.packed
         target = low + (high - low) * spread(ordinal, self.seed)
         others = self._others(orders, ordinal, lifted, mixture.packed, rng, taken)
         own = self._library.measure(lifted.place[0], {"messages": lifted.messages}).lengths[-1]
         tried: list[Talk] | None = None
-        scale = 1.0  # what a token was taken for, in tokens
+        scale = 1.0  # estimated tokens per real token
         for _ in range(PACK_TRIES):
             chosen = fill(others, own, target * scale, high * scale)
             if chosen == tried:
@@ -295,7 +297,7 @@ class Stream:
         rng: random.Random,
         taken: frozenset[Place],
     ) -> list[tuple[Talk, float]]:
-        """More conversations than a pack takes, with their tokens; none opens as ``lifted``."""
+        """More conversations than a pack needs, with their tokens; none opens like ``lifted``."""
         found: list[tuple[Talk, float]] = []
         seen, room = {lifted.place, *taken}, 1.5 * packed[1]
         for shelf, row in self._refill(orders, ordinal, packed, rng):
@@ -314,7 +316,7 @@ class Stream:
     def _refill(
         self, orders: Orders, ordinal: int, packed: Range, rng: random.Random
     ) -> Iterator[tuple[Shelf, int]]:
-        """Records of all sources by their weights, from where the packs before have come to."""
+        """Records of all sources by their weights, starting where the previous packs end."""
         refills = orders.refills
         shelves = [shelf for shelf in orders.shelves if shelf.source in refills]
         shares = orders.shares(refills)
@@ -345,9 +347,9 @@ class Stream:
     def _window(
         self, windows: PlainText, shelf: Shelf, row: int, ordinal: int, attempt: int
     ) -> Draw | None:
-        """A window of one text, at random in it."""
+        """A window at a random place in one text."""
         rng = random.Random(f"text/{self.seed}/{ordinal}/{attempt}")
-        first = front(self._tokenizer)  # a window stands where a prompt of text would
+        first = front(self._tokenizer)  # the tokens that begin every prompt of plain text
         wanted = windows.prefix - len(first) + windows.continuation
         per_token, _ = self._library.per_token[shelf.source]
         record = self._library.read(shelf.place(row))
@@ -362,13 +364,13 @@ class Stream:
 
 
 def prefix_histogram(stream: Stream, count: int = 240, bins: int = 12, every: int = 1) -> list[Bin]:
-    """Prefix lengths of ``count`` samples, in bins of equal width in their logarithm.
+    """Prefix lengths of ``count`` samples, in bins of equal logarithmic width.
 
-    ``every`` takes one sample of so many, from the first on.
+    ``every`` is the distance between two samples; the first is sample 0.
 
     Returns:
-        For each bin the shortest length (tokens), the length it stays below, and how many
-        samples it has with a reasoning trace and without (figure "prefixhist").
+        For each bin its shortest length (tokens), its exclusive upper bound, and the number of
+        samples with a reasoning trace and without (figure "prefixhist").
     """
     draws = [stream.draw(index * every) for index in range(count)]
     if not draws:

@@ -1,10 +1,9 @@
 """Stage 2: self-distillation.
 
-Paper: section "Training the translator", equation (3.3); appendix "Training protocol".
-
-Several translators of one pair, one for each learning rate, are trained in lockstep: they share
-the two no-gradient readings of every conversation. The step and rate of lowest held-out KL win,
-the start among them.
+Paper: section "Training the translator", equation (3.3); appendix "Training protocol". Several
+translators of one pair, one for each learning rate, are trained in lockstep and share the two
+no-gradient passes over every conversation. The translator of lowest held-out KL over all rates and
+steps is kept; the initial translator counts as step 0.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from kvlingo_mlx.training.watch import complaints
 
 
 class Samples(Protocol):
-    """Where training reads: a sample is a function of its index alone."""
+    """A source of samples, each a function of its index alone."""
 
     def sample(self, index: int) -> Sample: ...
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where a training stands, for a progress bar and the log."""
+    """The progress of a training, for a progress bar and the log."""
 
     step: int
     loss: float
@@ -56,11 +55,11 @@ class Report:
 
 @dataclass
 class Distillation:
-    """A training under way: the pair, its runs, its data and its checkpoints.
+    """A training in progress: the pair, its runs, its data and its checkpoints.
 
-    ``keep_every`` is how many seconds of steps a kill may cost; ``stop`` is looked at between
-    two steps. ``warn`` is told, once each, what the curve says against the training. ``curve`` is
-    the log so far, ``kept`` the step last kept, and when.
+    ``keep_every`` is the most seconds of work that a kill may lose. ``stop`` is checked between two
+    steps. ``warn`` receives each complaint about the curve once. ``curve`` is the log so far.
+    ``kept`` is the step last kept, and the time at which it was.
     """
 
     source: TorchModel
@@ -86,8 +85,8 @@ class Distillation:
         """Train to the last step; returns the translator of lowest held-out KL.
 
         Raises:
-            KVLingoError: Every run has diverged (says at which step), or the disk is full.
-            KeyboardInterrupt, SystemExit: ``stop`` asked for it; this step is kept.
+            KVLingoError: Every run has diverged (the message names the steps), or the disk is full.
+            KeyboardInterrupt, SystemExit: ``stop`` was set; the state of this step is kept.
         """
         resumed = self.checkpoints is not None and self.checkpoints.restore(self)
         self.kept = self.step, time.monotonic()
@@ -110,14 +109,14 @@ class Distillation:
         return self.best
 
     def look(self, entry: Mapping[str, Any]) -> None:
-        """Keep what was measured on the held-out conversations, and tell what it says."""
+        """Record a validation: the best translator, a checkpoint, and warnings of complaints."""
         leading = self.leading()
         if self.best is None or leading.held_out < self.best.held_out:
             self.best = Best.of(leading, self.step)
         self.curve.append(entry)
         for run in self.runs:
             run.kl_sum, run.kl_steps = 0.0, 0
-        # An MLP's stage 1 has an error of reconstruction there, and no KL to speak of.
+        # An MLP's stage 1 measures the reconstruction error, and no KL to judge.
         found = {} if self.recipe.objective == "reconstruction" else complaints(self.curve)
         for name, text in found.items():
             if name not in self.told and self.group.leads:
@@ -126,13 +125,13 @@ class Distillation:
         self.keep(entry)
 
     def recall(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take what was best before a run was stopped."""
+        """Restore the best translator from before the run was stopped."""
         self.best = Best(tensors=tensors, **facts)
 
     def _heed(self) -> None:
-        """Stop between two steps where a signal has asked any of the processes to."""
+        """Stop between two steps if any of the processes has received a signal."""
         asked = torch.tensor([float(bool(self.stop))], device=self.target.device)
-        self.group.add([asked])  # all stop at one step, or some would wait for the others
+        self.group.add([asked])  # all stop at the same step, or some would wait forever
         if asked.item():
             if self.kept[0] != self.step:
                 self.keep()
@@ -153,7 +152,7 @@ class Distillation:
         self._require_live()
 
     def _require_live(self) -> None:
-        """Refuse to go on where every run has diverged."""
+        """Raise KVLingoError if every run has diverged."""
         if self.live:
             return
         if self.step == 0:
@@ -218,7 +217,7 @@ class Distillation:
         """Measure every run's KL (or reconstruction error) on the held-out conversations.
 
         Raises:
-            KVLingoError: It is no number for any run.
+            KVLingoError: The result is not finite for any run.
         """
         mine = self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out])
         sums = torch.zeros(len(self.runs), dtype=torch.float64, device=self.target.device)
@@ -248,16 +247,17 @@ class Distillation:
         return min(self.live or self.runs, key=lambda run: run.held_out)
 
     def keep(self, entry: Mapping[str, object] | None = None) -> None:
-        """Write a checkpoint (the leading process alone), after validation with its ``entry``.
+        """Write a checkpoint in the leading process; with an ``entry``, as a validated one.
 
-        There is a run that was sound when last validated, or training would have ended.
+        At least one run was sound at the last validation: otherwise training would have ended
+        there.
         """
         if self.checkpoints is not None and self.group.leads:
             self.checkpoints.save(self, entry)
         self.kept = self.step, time.monotonic()
 
     def entry(self) -> dict[str, object]:
-        """The log's line of this step."""
+        """The log entry of this step."""
         return {
             "step": self.step,
             "learning_rates": [run.rate for run in self.runs],
@@ -270,7 +270,7 @@ class Distillation:
         }
 
     def report(self) -> Report:
-        """Where the leading run stands."""
+        """The progress of the leading run."""
         run = self.leading()
         pace = self.tokens / max(self.seconds, 1e-9)
         return Report(self.step, run.loss, run.kl, run.held_out, pace, self.seconds)

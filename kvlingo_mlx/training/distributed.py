@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Group:
-    """This process among those of a run; one process alone needs no torchrun."""
+    """This process's place among the processes of a run; a single process needs no torchrun."""
 
     rank: int = 0
     size: int = 1
@@ -22,10 +22,10 @@ class Group:
         return self.rank == 0
 
     def share(self, costs: Sequence[int]) -> list[int]:
-        """The items this process takes, so that the sums of ``costs`` are near equal.
+        """The items of this process, chosen so that all processes have nearly equal ``costs``.
 
-        Longest first, each to the process with the least so far: prefix lengths span
-        three orders of magnitude, so equal counts would leave most processes waiting.
+        Items are assigned longest first, each to the process with the least cost so far. Prefix
+        lengths span three orders of magnitude, so equal counts would leave most processes waiting.
         """
         loads = [0] * self.size
         mine = []
@@ -47,13 +47,13 @@ class Group:
             tensor.copy_(part.view_as(tensor))
 
     def wait(self) -> None:
-        """Let every process arrive here before any goes on."""
+        """Wait until every process has arrived here."""
         if self.size > 1:
             torch.distributed.barrier()
 
 
 def join(device: str) -> Group:
-    """The group that torchrun started this process in, else a group of one."""
+    """The group in which torchrun started this process, or a group of one."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Group()
@@ -63,11 +63,11 @@ def join(device: str) -> Group:
 
 
 def leave(group: Group) -> None:
-    """Take down what :func:`join` set up."""
+    """Destroy the process group that :func:`join` created."""
     if group.size > 1:
         torch.distributed.destroy_process_group()
 
 
 def local_device(device: str) -> str:
-    """``cuda`` as this process's own GPU."""
+    """The device, with ``cuda`` replaced by this process's own GPU."""
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device

@@ -1,9 +1,9 @@
-"""One conversation's part in a step: two readings without gradient, one with.
+"""One conversation's part in a step: two passes without gradient, one with gradient.
 
-Source and target are frozen. Translated keys and values enter the target as leaves; after
-the backward pass through the target, each layer's map is applied once more, with gradient,
-and takes what arrived at its leaves. So no graph of the translator lives beside the
-target's, and its memory is one layer's.
+Source and target are frozen. Translated keys and values enter the target as leaves of the graph.
+After the backward pass through the target, each layer's map runs once more, with gradient, and
+receives the gradients of its leaves. So no graph of the translator exists beside the target's, and
+only one layer's graph of the translator exists at a time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from kvlingo_mlx.training.translator import TorchTranslator
 
 @dataclass(frozen=True)
 class Reading:
-    """What several translators of one pair can share: the two no-gradient passes.
+    """The results of the two no-gradient passes, which all translators of a pair share.
 
     Attributes:
         sample: The conversation.
-        states: The source's states of ``prefix[:-1]``, or of what of it two tokenizers share.
-        native: The target's own states of ``prefix[:-1]``, of the layers that it reads itself.
-        teacher: (M, width) the target's final hidden states that predict the
-            continuation, from its own cache.
+        states: The source's states of ``prefix[:-1]``; with two tokenizers, of its translated
+            tokens.
+        native: The target's own states of ``prefix[:-1]`` in its native layers.
+        teacher: (M, width) the target's final hidden states that predict the continuation, from its
+            own cache.
     """
 
     sample: Sample
@@ -58,7 +59,7 @@ NO_STATES = States((), ())
 
 
 def _source_states(source: TorchModel, sample: Sample, capture: str) -> States:
-    """Those that are translated: of ``prefix[:-1]``, or of the tokens of two tokenizers' groups."""
+    """The states to translate: of ``prefix[:-1]``, or of the shared tokens of two tokenizers."""
     if sample.aligned is None:
         return source.states(sample.prefix[:-1], capture) if len(sample.prefix) > 1 else NO_STATES
     if not sample.num_translated:
@@ -81,11 +82,11 @@ def conversation_loss(
 ) -> Loss:
     """The loss of one conversation decoded from its translated cache (equation for L).
 
-    With a ``scale`` other than 0, that multiple of its gradient is added to the
-    translator's tensors. The last prefix token is run by the target.
+    The target runs the last prefix token. A ``scale`` other than 0 adds that multiple of the loss's
+    gradient to the translator's tensors.
     """
     sample, num_read = reading.sample, len(reading.sample.prefix) - 1
-    # What lies before a layer's window is not translated.
+    # Positions before a layer's window are not translated.
     starts = target.geometry.first_kept(num_read) if reading.states.keys else []
     first = len(reading.native.keys)
     with torch.no_grad():
@@ -119,7 +120,7 @@ def conversation_loss(
 def _native(
     target: TorchModel, native: States, layer: int, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's cache entries from position ``start`` on, as the target itself writes them."""
+    """A native layer's cache entries from position ``start`` on."""
     keys, values = native.keys[layer][start:], native.values[layer][start:]
     return target.entry(layer, keys, values, target.family.points[0], start)
 
@@ -127,7 +128,7 @@ def _native(
 def _entry(
     target: TorchModel, translator: TorchTranslator, reading: Reading, layer: int, start: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's cache entries from position ``start`` on, translated."""
+    """A translated layer's cache entries from position ``start`` on."""
     keys, values = translator.layer(layer, reading.states, start)
     aligned = reading.sample.aligned
     at = start if aligned is None else torch.tensor(aligned.positions, device=keys.device)
@@ -137,8 +138,9 @@ def _entry(
 def _student(target: TorchModel, sample: Sample, cache: DynamicCache) -> torch.Tensor:
     """The hidden states (M, width) that predict the continuation.
 
-    Between two tokenizers one pass also reads what the target prefills itself: entries are
-    translated, then those, then the last prefix token and the continuation.
+    Between two tokenizers, the same pass also reads the prefix tokens that the target prefills
+    itself. The order is then: translated entries, those tokens, the last prefix token, the
+    continuation.
     """
     following = (sample.prefix[-1], *sample.continuation[:-1])
     aligned = sample.aligned
@@ -161,7 +163,7 @@ def _pull_back(
     starts: Sequence[int],
     first: int,
 ) -> None:
-    """Carry the gradients at the leaves, from layer ``first`` on, through the maps and so on."""
+    """Propagate the gradients of the leaves, from layer ``first`` on, back through the maps."""
     for t, entry in enumerate(leaves, start=first):
         outputs = _entry(target, translator, reading, t, starts[t])
         torch.autograd.backward(outputs, [leaf.grad for leaf in entry])
@@ -172,11 +174,11 @@ def _pull_back(
 def reconstruction_loss(
     translator: TorchTranslator, read: States, wanted: States, *, scale: float = 0.0
 ) -> float:
-    """Mean squared error of the target's states on a prefix, averaged over maps.
+    """The mean squared error of the target's states on a prefix, averaged over maps.
 
-    What a translator without a closed form learns first (appendix "Training protocol", MLP
-    translators). Each map's error is over its target's mean square, so that a layer of
-    large values does not drown the others.
+    A translator without a closed form is first trained on it (appendix "Training protocol", MLP
+    translators). Each map's error is divided by the mean square of its target states, so that a
+    layer of large values does not dominate.
     """
     total = 0.0
     layers = len(translator.config.target.layers)

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM, put off until a training has kept its work."""
+"""Ctrl-C and SIGTERM, postponed until a training has kept its work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @dataclass
 class Interruption:
-    """Whether this process has been asked to stop, and by which signal."""
+    """Whether a signal has asked this process to stop, and which one."""
 
     signal: int | None = None
 
@@ -21,7 +21,7 @@ class Interruption:
         return self.signal is not None
 
     def error(self) -> BaseException:
-        """What ends the process as the signal would have."""
+        """The exception that ends the process as the signal would have done."""
         if self.signal == signal.SIGTERM:
             return SystemExit(128 + signal.SIGTERM)
         return KeyboardInterrupt()
@@ -29,9 +29,9 @@ class Interruption:
 
 @contextlib.contextmanager
 def postponed() -> Iterator[Interruption]:
-    """Note the first signal instead of raising it; a second one acts at once.
+    """Record the first signal instead of raising it; a second one acts at once.
 
-    Signals that the process ignores, as one started with nohup does, stay ignored.
+    Signals that the process ignores, for example under nohup, stay ignored.
     """
     asked = Interruption()
     handlers = {number: signal.getsignal(number) for number in SIGNALS}

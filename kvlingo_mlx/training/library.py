@@ -1,7 +1,7 @@
-"""The training records on their shelves: which ones train, how long they are.
+"""The usable training records of all sources, with their lengths.
 
-Every record is read once when a stream is opened: what is malformed or of no use is found
-before anything is trained, and no choice later on rests on a guess about what the data hold.
+Every record is read once when a stream is opened. So malformed or unusable records are found before
+training starts, and all later choices rest on known lengths.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ from kvlingo_mlx.training.conversations import Message, normalise, replies
 from kvlingo_mlx.training.mixture import key_of, shuffled
 from kvlingo_mlx.training.records import Source, Spec, open_source
 
-Place = tuple[int, int]  # a source and a record of it, both numbered from 0
+Place = tuple[int, int]  # a source and one of its records, both numbered from 0
 
-HELD_OUT = 2048  # records of a source kept from training, of few records a tenth
+HELD_OUT = 2048  # most records of a source kept from training; a small source keeps a tenth
 COUNTED = 8_000_000  # bytes of a source up to which tokens are counted, not estimated
-UNSURE = 1.5  # of a larger one, records this near a limit, up or down, are counted all the same
-MEASURED = 32  # records that tell how many bytes a token has
-MEASURED_CHARACTERS = 4096  # of each
+UNSURE = 1.5  # in larger sources, records within this factor of a limit are counted too
+MEASURED = 32  # records from which the bytes per token are measured
+MEASURED_CHARACTERS = 4096  # characters read of each of them
 
 
 @dataclass(frozen=True, eq=False)
 class Shelf:
-    """The usable records of one source, in their order there.
+    """The usable records of one source, in the source's order.
 
     Attributes:
         source: The number of the source.
         share: The source's share of the samples.
-        records: Their numbers in it (M,).
-        whole: Tokens of each up to its last reply, of a text all of it; estimated (M,).
-        starts: Where each record's replies begin in ``lengths``, and their end (M + 1,).
-        lengths: Tokens before each reply, of a text all of it; estimated (R,).
+        records: The records' numbers in the source (M,).
+        whole: Each record's tokens up to the end of its last reply, or of its whole text;
+            estimated (M,).
+        starts: Where each record's replies begin in ``lengths``, and where the last ones end
+            (M + 1,).
+        lengths: The tokens before each reply, or of a whole text; estimated (R,).
         traces: Whether a reply has a reasoning trace (R,).
     """
 
@@ -51,21 +53,21 @@ class Shelf:
 
     @property
     def last(self) -> np.ndarray:
-        """Each record's last reply, as indices into ``lengths`` (M,)."""
+        """The last reply of each record, as indices into ``lengths`` (M,)."""
         return self.starts[1:] - 1
 
     def place(self, row: int) -> Place:
-        """Where record ``row`` of the shelf stands."""
+        """The source and number of the record at ``row`` of the shelf."""
         return self.source, int(self.records[row])
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A record's tokens, about; a text is one reply with all of it before.
+    """The approximate length of a record; a text counts as one reply, after the whole text.
 
     Attributes:
-        lengths: Tokens before each reply.
-        whole: Tokens up to the end of the last.
+        lengths: The tokens before each reply.
+        whole: The tokens up to the end of the last reply.
         traces: Whether each reply has a reasoning trace.
     """
 
@@ -76,7 +78,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation and the reply in it that would be a sample's continuation."""
+    """A conversation, and the reply in it that would be a sample's continuation."""
 
     place: Place
     messages: list[Message]
@@ -84,25 +86,25 @@ class Talk:
 
     @property
     def reasoning(self) -> bool:
-        """Whether that reply has a reasoning trace."""
+        """Whether the reply has a reasoning trace."""
         return bool(self.messages[self.turn].get("reasoning_content"))
 
     @property
     def opening(self) -> str:
-        """The first question, by which a conversation is known again."""
+        """The first question, which identifies duplicates of a conversation."""
         return opening(self.messages)
 
 
 class Library:
-    """All records, apart for training and for validation.
+    """All records, separated into training and held-out ones.
 
     Attributes:
         sources: The opened sources, in the order given.
-        training: A shelf of each source that has records to train on.
-        reserved: Shelves of those that do not train, chosen by the seed and their number.
-        skipped: How many records have no usable assistant turn (or no text).
-        twins: How many open with the question of a reserved one, and do not train.
-        per_token: Of each source the characters of a token, and its bytes.
+        training: A shelf for each source that has records to train on.
+        reserved: Shelves of the records kept from training, chosen by the seed and their numbers.
+        skipped: The number of records without a usable assistant turn (or text).
+        twins: The number of records left out because they open with a reserved record's question.
+        per_token: For each source, its characters per token and its bytes per token.
     """
 
     def __init__(
@@ -116,10 +118,10 @@ class Library:
         """Read all records.
 
         Args:
-            specs: As for ``records.open_source``.
-            tokenizers: The target's, and the source's where it has another.
-            template: What ``conversations.boilerplate`` says of them; None where texts are read.
-            limits: The shortest and the longest prefix that are of use.
+            specs: The sources, as for ``records.open_source``.
+            tokenizers: The target's tokenizer, and the source's where it differs.
+            template: The result of ``conversations.boilerplate``; None for plain texts.
+            limits: The shortest and the longest usable prefix.
             seed: Chooses the reserved records.
         """
         if not specs:
@@ -145,22 +147,22 @@ class Library:
 
     @property
     def names(self) -> str:
-        """What the sources are called, for messages."""
+        """The names of the sources, for messages."""
         return ", ".join(source.name for source in self.sources)
 
     @property
     def contents(self) -> dict[str, str]:
-        """Size and hash of each source by its name, for telling other data from the same."""
+        """Size and hash of each source by its name, to detect changed data."""
         return {
             s.name: f"{len(s.sizes)} records of {s.sizes.sum()} bytes, sha256 {s.digest}"
             for s in self.sources
         }
 
     def read(self, place: Place) -> dict[str, Any] | None:
-        """A normalised record, or None if it is of no use.
+        """A normalised record, or None if it is not usable.
 
         Raises:
-            ValueError: It is malformed; the message names its file and line.
+            ValueError: The record is malformed; the message names its file and line.
         """
         record, where = self.sources[place[0]].read(place[1])
         found = {} if record is None else normalise(record, where)
@@ -173,7 +175,7 @@ class Library:
         return Talk(place, record["messages"], replies(record["messages"])[reply])
 
     def measure(self, number: int, record: dict[str, Any]) -> Measured:
-        """About how long a record of source ``number`` is: counted where that decides its use."""
+        """The length of a record of source ``number``, counted where an estimate is not enough."""
         _, per_token = self.per_token[number]
         if self.sources[number].sizes.sum() <= COUNTED:
             return self._measure(record, self._counted)
@@ -198,7 +200,7 @@ class Library:
         return Measured([base + ends[turn] for turn in turns], ends[turns[-1] + 1], traces)
 
     def _counted(self, text: str) -> float:
-        """Tokens of a text, by the tokenizer that makes more of it."""
+        """The tokens of a text, by the tokenizer that needs more of them."""
         return max(len(encode_plain(tokenizer, text)) for tokenizer in self._tokenizers)
 
     def _useless(self, number: int) -> ValueError:
@@ -216,7 +218,7 @@ class Library:
     def _shelf(
         self, number: int, share: float, records: np.ndarray, known: frozenset[str] = frozenset()
     ) -> Shelf:
-        """A source's shelf of those of ``records`` that are of use; none opens as one ``known``."""
+        """A shelf of a source's usable ``records``, without those whose opening is ``known``."""
         rows, whole, counts, lengths, traces = [], [], [], [], []
         for record in records.tolist():
             found = self.read((number, record))
@@ -244,8 +246,11 @@ class Library:
         )
 
     def _openings(self, kept: Iterable[Shelf]) -> frozenset[str]:
-        """Questions that open a reserved record: Nemotron has many twice, with and without
-        reasoning. One that opens several of the few reserved is a greeting or an instruction.
+        """The questions that open exactly one reserved record.
+
+        Nemotron has many conversations twice, with and without reasoning. A question that opens
+        several of the few reserved records is a greeting or an instruction, and does not identify
+        any.
         """
         places = (shelf.place(row) for shelf in kept for row in range(len(shelf.records)))
         found = (self.read(place) or {} for place in places)
@@ -253,7 +258,7 @@ class Library:
         return frozenset(question for question, count in counts.items() if count == 1)
 
     def _scale(self, number: int) -> tuple[float, float]:
-        """Characters a token and bytes a token, from records spread over the source."""
+        """A source's characters per token and bytes per token, from records spread over it."""
         count = len(self.sources[number].sizes)
         characters, size, tokens = 1, 1, 1.0
         found = (self.read((number, shuffled(i, count, 0))) for i in range(count))
@@ -268,9 +273,9 @@ class Library:
 
 
 def fill(talks: list[tuple[Talk, float]], used: float, target: float, most: float) -> list[Talk]:
-    """Conversations in their order until ``target`` tokens are met, none beyond ``most``.
+    """Conversations in order, until their tokens reach ``target``, without exceeding ``most``.
 
-    Each comes with the tokens it has.
+    Each of ``talks`` is a conversation with its tokens; ``used`` tokens are already taken.
     """
     chosen = []
     for talk, tokens in talks:
@@ -295,7 +300,7 @@ def _text(record: dict[str, Any]) -> str:
 
 
 def _reserve(count: int, seed: int) -> np.ndarray:
-    """Which of a source's records are kept from training (count,)."""
+    """A mask (count,) of the records of a source that are kept from training."""
     reserve = min(HELD_OUT, max(2, count // 10), count // 2)
     key = key_of(seed, "held out")
     kept = np.zeros(count, bool)

@@ -1,7 +1,7 @@
-"""What the training stream is mixed of, and the arithmetic of seeded choices.
+"""The mixture of the training stream, and the arithmetic of seeded choices.
 
-Appendix "Training data and training recipe": half the samples are natural conversations,
-half are conversations concatenated until they are long. Pure arithmetic on numbers.
+Appendix "Training data and training recipe": half the samples are natural conversations, half are
+conversations concatenated until they are long. This file only computes with numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX
 Kind = Literal["natural", "packed", "text"]
 Range = tuple[int, int]
 
-BLOCK = 8  # samples over which shares are kept
+BLOCK = 8  # samples in a block; every block keeps the shares
 WORD = (1 << 64) - 1
 GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -28,11 +28,11 @@ class Mixture:
     """Prefix lengths in tokens of the two kinds of samples (paragraph "Prefix lengths").
 
     Attributes:
-        natural: Shortest and longest prefix of a single conversation.
-        packed: Shortest and longest prefix of concatenated conversations.
-        packed_share: How many of the samples are packed, from 0 to 1.
-        max_prefix: No prefix is longer.
-        max_continuation: Where continuations are cut.
+        natural: The shortest and the longest prefix of a single conversation.
+        packed: The shortest and the longest prefix of concatenated conversations.
+        packed_share: The share of samples that are packed, from 0 to 1.
+        max_prefix: The length of the longest prefix.
+        max_continuation: The length to which continuations are cut.
     """
 
     natural: Range = (10, 10_000)
@@ -56,7 +56,7 @@ class Mixture:
             raise ValueError(f"max_continuation {self.max_continuation}: expected at least 1")
 
     def scaled(self, context_length: int) -> Mixture:
-        """The same mixture in proportion, for models whose context is shorter than it needs."""
+        """The same mixture with proportionally shorter lengths, for models with a short context."""
         needed = self.max_prefix + self.max_continuation
         if context_length >= needed:
             return self
@@ -65,7 +65,7 @@ class Mixture:
             (low * longest // self.max_prefix, high * longest // self.max_prefix)
             for low, high in (self.natural, self.packed)
         )
-        # A shortest prefix of 10 tokens is a question of a few words at any length.
+        # The shortest prefix stays: 10 tokens are a question of a few words in any context.
         return replace(
             self,
             natural=(min(self.natural[0], natural[1]), natural[1]),
@@ -77,7 +77,7 @@ class Mixture:
 
 @dataclass(frozen=True)
 class PlainText:
-    """Windows of plain text for base models: tokens of prefix and continuation."""
+    """Windows of plain text for base models: the tokens of a prefix and of a continuation."""
 
     prefix: int = 256
     continuation: int = 256
@@ -89,7 +89,7 @@ class PlainText:
             )
 
     def scaled(self, context_length: int) -> PlainText:
-        """The same windows, or in proportion smaller ones that fit ``context_length``."""
+        """The same windows, or proportionally smaller ones that fit ``context_length``."""
         needed = self.prefix + self.continuation
         if context_length >= needed:
             return self
@@ -99,14 +99,14 @@ class PlainText:
 
 @dataclass(frozen=True)
 class Slot:
-    """What a sample of the stream should be: its kind and its number among that kind."""
+    """The place of a sample in the stream: its kind, and its number among samples of that kind."""
 
     kind: Kind
     ordinal: int
 
 
 def slot_at(index: int, mixture: Mixture | PlainText, seed: int) -> Slot:
-    """The slot of sample ``index``: both kinds keep their shares in every block of samples."""
+    """The slot of sample ``index``; each block of samples keeps the shares of both kinds."""
     if isinstance(mixture, PlainText):
         return Slot("text", index)
     packed, ordinal = split(index, mixture.packed_share, key_of(seed, "kind"))
@@ -114,10 +114,10 @@ def slot_at(index: int, mixture: Mixture | PlainText, seed: int) -> Slot:
 
 
 def split(index: int, share: float, key: int) -> tuple[bool, int]:
-    """Whether item ``index`` belongs to a ``share`` of all, and its number among its likes.
+    """Whether item ``index`` belongs to a ``share`` of all items, and its number within its part.
 
-    The share holds in every block of items, whose order is shuffled, so that processes which
-    take every other item do not get one kind only.
+    Every block of items keeps the share. The order within a block is shuffled, so that processes
+    which take every other item get both kinds.
     """
     block, place = divmod(index, BLOCK)
     before = math.floor(block * BLOCK * share)
@@ -130,13 +130,13 @@ def split(index: int, share: float, key: int) -> tuple[bool, int]:
 
 
 def key_of(*parts: object) -> int:
-    """A 64-bit key, the same on every machine, for what ``parts`` spell out."""
+    """A 64-bit key that depends on the text of ``parts`` only, on every machine."""
     text = "/".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 def _mixed(value: Any) -> Any:
-    """Splitmix64's last step, of an int or of an array of uint64."""
+    """The last step of splitmix64, for an int or an array of uint64."""
     value = (value + 0x9E3779B97F4A7C15) & WORD
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & WORD
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & WORD
@@ -144,15 +144,15 @@ def _mixed(value: Any) -> Any:
 
 
 def hashed(key: int, numbers: np.ndarray) -> np.ndarray:
-    """A 64-bit number for each of ``numbers``, as good as random (uint64)."""
+    """A pseudo-random 64-bit number for each of ``numbers`` (uint64)."""
     return _mixed(_mixed(numbers.astype(np.uint64)) ^ np.uint64(key))
 
 
 def shuffled(position: int, size: int, key: int) -> int:
-    """Where a seeded permutation of ``range(size)`` takes ``position``.
+    """The image of ``position`` under a seeded permutation of ``range(size)``.
 
-    A four-round Feistel network: no table, so millions of records cost no memory, and no
-    dependence on a library's generator, so a resumed run meets the same records.
+    This is a four-round Feistel network. It needs no table, so millions of records cost no memory,
+    and no library's generator, so a resumed run meets the same records.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -166,5 +166,5 @@ def shuffled(position: int, size: int, key: int) -> int:
 
 
 def spread(ordinal: int, seed: int) -> float:
-    """The ``ordinal``-th of evenly spread numbers from 0 to 1 (a golden-ratio sequence)."""
+    """Element ``ordinal`` of an evenly spread sequence from 0 to 1 (a golden-ratio sequence)."""
     return (key_of(seed, "spread") / 2**64 + ordinal * GOLDEN) % 1.0

@@ -1,11 +1,11 @@
-"""What stage 2 minimises.
+"""The objectives of stage 2.
 
 Paper: section "Training the translator", equation (3.3); appendix "Objective ablation:
 cross-entropy and mixed objectives".
 
-Losses are means over a continuation's tokens, computed from final hidden states a block of
-tokens at a time: with a vocabulary of 150,000 a whole continuation's logits would not fit
-twice.
+Losses are means over a continuation's tokens. They are computed from final hidden states, one block
+of tokens at a time: with a vocabulary of 150,000, two copies of a whole continuation's logits would
+not fit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import log_softmax
 
-BLOCK = 256  # tokens whose logits are alive at once
+BLOCK = 256  # tokens whose logits are in memory at once
 
 
 @dataclass(frozen=True)
 class Objective:
-    """``kl`` KL(native || translated) plus ``ce`` times the cross-entropy of the text."""
+    """``kl`` times KL(native || translated) plus ``ce`` times the cross-entropy of the text."""
 
     kl: float
     ce: float
@@ -31,10 +31,10 @@ OBJECTIVES = {"kl": (1.0, 0.0), "ce": (0.0, 1.0), "mixed": (1.0, 1.0)}
 
 
 def objective_named(name: str, ce_weight: float = 1.0) -> Objective:
-    """``kl``, ``ce`` or ``mixed`` (KL plus ``ce_weight`` times cross-entropy).
+    """The objective ``kl``, ``ce`` or ``mixed`` (KL plus ``ce_weight`` times cross-entropy).
 
     Raises:
-        ValueError: There is no such objective, or nothing of it is left at that weight.
+        ValueError: There is no such objective, or ``ce_weight`` leaves nothing of it.
     """
     if name not in OBJECTIVES:
         raise ValueError(f"objective is {name!r}; it must be one of {', '.join(OBJECTIVES)}")
@@ -51,9 +51,9 @@ def objective_named(name: str, ce_weight: float = 1.0) -> Objective:
 class Loss:
     """A continuation's mean objective and mean KL, and the gradient of the objective.
 
-    ``gradient`` is with respect to the student's hidden states, (M, width). Where no gradient is
-    asked for, ``best`` are the student's first choices and ``agreed`` counts those that are the
-    teacher's as well.
+    ``gradient`` is with respect to the student's hidden states, (M, width). If it was not asked
+    for, ``best`` are the student's most likely tokens, and ``agreed`` counts those that are the
+    teacher's most likely tokens, too.
     """
 
     value: float
@@ -78,12 +78,12 @@ def loss_of(
     """The objective of one continuation.
 
     Args:
-        objective: What to minimise.
-        head: Hidden states (B, width) to logits (B, vocabulary).
+        objective: The objective to minimise.
+        head: Maps hidden states (B, width) to logits (B, vocabulary).
         student: (M, width) final hidden states that predict the M tokens of ``labels``.
-        teacher: The same from the native cache.
+        teacher: The same hidden states from the native cache.
         labels: The continuation itself.
-        with_gradient: Also work out ``gradient``.
+        with_gradient: Whether to compute ``gradient``.
     """
     total = kl_total = 0.0
     agreed = 0
@@ -119,10 +119,10 @@ def _block(
     labels: torch.Tensor,
     with_gradient: bool,
 ) -> tuple[float, float, torch.Tensor | None]:
-    """Sums of KL and cross-entropy over a block of logits (B, V), and their slope.
+    """The sums of KL and cross-entropy over a block of logits (B, V), and their gradient.
 
-    With p the native and q the translated distribution, KL(p || q) has slope q - p in q's
-    logits and cross-entropy q - onehot: written out, fewer numbers are alive than autograd keeps.
+    With p the native and q the translated distribution, the gradient in q's logits is q - p for
+    KL(p || q) and q - onehot for cross-entropy. Written out, it needs less memory than autograd.
     """
     log_q, log_p = log_softmax(translated, dim=-1), log_softmax(native, dim=-1)
     p = log_p.exp()

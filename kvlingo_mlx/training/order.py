@@ -1,8 +1,8 @@
-"""In which order records are drawn: none comes again before the others have come.
+"""The order in which records are drawn: none is repeated before all others have been drawn.
 
-Lengths are near uniform as far as that allows: of a data set that is larger than the run, the run
-gets records of all lengths in near equal numbers; of a smaller one it gets every record equally
-often. Pure arithmetic on arrays, the same on every machine.
+Prefix lengths are as uniform as that rule allows. A run that is shorter than its data set gets
+records of all lengths in nearly equal numbers; a longer run gets every record equally often. The
+code only computes with arrays, and gives the same order on every machine.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import numpy as np
 
 from kvlingo_mlx.training.mixture import hashed, key_of, split
 
-STRATA = 16  # equal parts of the lengths there are, filled evenly
+STRATA = 16  # equal parts of the range of lengths, which are filled evenly
 
 
 class Walk:
-    """An endless walk over records, each once an epoch, with the reply that ends its prefix.
+    """An endless walk over records and their replies, each record once an epoch.
 
     Args:
-        starts: Where each record's replies begin in the arrays below, and where the last one's
-            end (M + 1,).
-        lengths: Tokens before each reply, growing within a record (R,).
+        starts: Where each record's replies begin in the arrays below, and where the last ones end
+            (M + 1,).
+        lengths: The tokens before each reply, increasing within a record (R,).
         traces: Whether a reply has a reasoning trace (R,).
-        reach: Shortest and longest prefix that is wanted.
-        planned: How many steps of the walk a run will take. It gets those records first that
-            make its lengths near uniform, half of them with a trace where the data allow it.
-        key: What the order depends on.
-        strata: Into how many equal parts the lengths are divided.
+        reach: The shortest and the longest prefix wanted.
+        planned: The number of steps that a run will take. Its records are chosen so that their
+            lengths are near uniform, and half of them have a trace where the data allow it.
+        key: The seed of the order.
+        strata: The number of equal parts into which the lengths are divided.
     """
 
     def __init__(
@@ -53,16 +53,16 @@ class Walk:
         self._order = lru_cache(maxsize=2)(self._epoch)
 
     def __len__(self) -> int:
-        """How many records it meets."""
+        """The number of records in an epoch."""
         return len(self.rows)
 
     @property
     def longest(self) -> int:
-        """The longest prefix it can draw, in tokens."""
+        """The longest prefix of the walk, in tokens."""
         return int(self._lengths[self._candidates].max(initial=0))
 
     def first(self, steps: int) -> list[int]:
-        """The records that so many steps from the beginning meet."""
+        """The records of the first ``steps`` steps."""
         return self.rows[self._order(0)[0][:steps]].tolist() if len(self.rows) else []
 
     def at(self, position: int) -> tuple[int, int]:
@@ -73,7 +73,7 @@ class Walk:
         return row, int(replies[order[step]] - self._starts[row])
 
     def _epoch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of an epoch, and each record's reply in it (both of ``rows``)."""
+        """The order of an epoch, and each record's reply in that epoch (indexed like ``rows``)."""
         draw, place, jitter = (
             hashed(key_of(self._key, number, use), self.rows) for use in ("turn", "rank", "jitter")
         )
@@ -85,14 +85,14 @@ class Walk:
         sorted_ = np.lexsort((place, cells))
         ranks = np.empty(len(cells), int)
         ranks[sorted_] = np.arange(len(cells)) - (np.cumsum(sizes) - sizes)[cells[sorted_]]
-        # A cell's records come at even distances, those that the run needs before the others.
+        # The records of a cell are spread evenly; those that the run needs come before the others.
         late = ranks >= quotas[cells]
         share = np.where(late, sizes[cells] - quotas[cells], quotas[cells])
         when = (ranks - late * quotas[cells] + jitter / 2.0**64) / share
         return np.lexsort((when, late)), replies
 
     def _cells(self, lengths: np.ndarray, traces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Each record's cell (a part of the lengths, with or without trace), and cells' quotas."""
+        """Each record's cell (a part of the lengths, with or without trace), and all quotas."""
         low, high = lengths.min(), lengths.max()
         parts = (lengths - low) * self._strata / max(high - low, 1)
         strata = np.minimum(parts.astype(int), self._strata - 1)
@@ -106,12 +106,12 @@ class Walk:
 
 
 class Refill:
-    """An endless walk over records by the tokens they have, each once an epoch.
+    """An endless walk over records, addressed by tokens, each record once an epoch.
 
     Args:
         rows: The records.
-        tokens: How many tokens each has.
-        key: What the order depends on.
+        tokens: The number of tokens of each record.
+        key: The seed of the order.
     """
 
     def __init__(self, rows: np.ndarray, tokens: np.ndarray, key: int) -> None:
@@ -120,11 +120,11 @@ class Refill:
         self._order = lru_cache(maxsize=2)(self._epoch)
 
     def __len__(self) -> int:
-        """How many records it meets."""
+        """The number of records in an epoch."""
         return len(self._rows)
 
     def start(self, token: float) -> int:
-        """The position at which the walk has met so many tokens."""
+        """The position at which the walk has passed ``token`` tokens."""
         epoch, rest = divmod(token, self.total)
         ends = np.cumsum(self._tokens[self._order(int(epoch))])
         return int(epoch) * len(self._rows) + int(np.searchsorted(ends, rest, side="right"))
@@ -139,9 +139,9 @@ class Refill:
 
 
 def source_at(ordinal: int, shares: Sequence[float], key: int) -> tuple[int, int]:
-    """Which source gives sample ``ordinal``, and the sample's number among that source's.
+    """The source of sample ``ordinal``, and the sample's number within that source.
 
-    Shares, which add up to 1, hold in every stretch of samples.
+    The shares add up to 1, and they hold in every stretch of samples.
     """
     left = 1.0
     for source, share in enumerate(shares[:-1]):
@@ -153,7 +153,7 @@ def source_at(ordinal: int, shares: Sequence[float], key: int) -> tuple[int, int
 
 
 def fill_evenly(sizes: np.ndarray, total: int) -> np.ndarray:
-    """How much of each size is taken so that ``total`` is, all as equally as sizes allow."""
+    """How much to take of each size so that the sum is ``total``, as equally as sizes allow."""
     quotas = np.zeros_like(sizes)
     while (rest := total - int(quotas.sum())) > 0:
         open_ = np.flatnonzero(quotas < sizes)
@@ -164,7 +164,7 @@ def fill_evenly(sizes: np.ndarray, total: int) -> np.ndarray:
 
 
 def halve(some: np.ndarray, others: np.ndarray, quotas: np.ndarray) -> np.ndarray:
-    """How many of each quota are ``some``, so that half of all are, or as near as they allow."""
+    """How much of each quota to take from ``some``, so that they are half of all if possible."""
     least, most = np.maximum(quotas - others, 0), np.minimum(some, quotas)
     low, high = 0.0, 1.0
     for _ in range(40):

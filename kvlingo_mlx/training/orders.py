@@ -1,4 +1,4 @@
-"""The orders in which a run meets its records, for each kind of sample; and what it will see."""
+"""The order of a run's records for each kind of sample, and statistics of what it will see."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from kvlingo_mlx.training.library import Place, Shelf
 from kvlingo_mlx.training.mixture import Mixture, PlainText, key_of
 from kvlingo_mlx.training.order import Refill, Walk, source_at
 
-ELSEWHERE = 7919  # how far apart, in samples, the records lie that are tried for one
+ELSEWHERE = 7919  # the distance, in samples, between the records tried for one sample
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What a run will see of its data.
+    """Statistics of the data that a run will see.
 
     Attributes:
-        records: How many records can end a sample, of all sources.
-        skipped: How many cannot: without a usable assistant turn (or text), or of no length that
-            is wanted.
-        held_out: How many are kept from training.
-        samples: How many samples the run draws.
-        distinct: How many different records end them.
-        uses: How often one record does, at most.
-        longest: The longest natural prefix (or text), in tokens, about.
+        records: Records, of all sources, that can end a sample.
+        skipped: Records that cannot: they have no usable assistant turn (or text), or no wanted
+            length.
+        held_out: Records kept from training.
+        samples: Samples that the run draws.
+        distinct: Different records that end these samples.
+        uses: The most samples that end with the same record.
+        longest: The approximate length of the longest natural prefix (or text), in tokens.
         wanted: The longest natural prefix of the recipe.
-        tokens: Tokens of all conversations together, about.
-        packed_share: Share of samples that are concatenated.
-        packed_asked: The share that was asked for; it is not kept where the data hold too
-            little for different concatenations.
+        tokens: The approximate number of tokens of all conversations together.
+        packed_share: The share of samples that are concatenated.
+        packed_asked: The share that was asked for; it is not kept where the data hold too little
+            for different concatenations.
     """
 
     records: int
@@ -49,7 +49,7 @@ class Survey:
 
     @property
     def falls_short(self) -> bool:
-        """Whether the run is other than its recipe asks for."""
+        """Whether the data make the run differ from its recipe."""
         return (
             self.packed_share != self.packed_asked
             or 2 * self.longest < self.wanted
@@ -69,9 +69,9 @@ class Survey:
 
 
 class Orders:
-    """In which order the records of some shelves come, for each kind of sample.
+    """The order of the records of some shelves, for each kind of sample.
 
-    ``planned`` is how many samples a run draws.
+    ``planned`` is the number of samples that a run draws.
     """
 
     def __init__(
@@ -94,12 +94,13 @@ class Orders:
 
     @property
     def tokens(self) -> float:
-        """Tokens of all conversations that can be concatenated."""
+        """The tokens of all conversations that can be concatenated."""
         return sum(refill.total for refill in self.refills.values())
 
     def met(self, walks: dict[int, Walk], share: float) -> tuple[set[Place], int]:
-        """The records that a run meets on some walks, which give a share of its samples, and
-        how often at most.
+        """The records that a run meets on ``walks``, and the most uses of one of them.
+
+        The walks give ``share`` of the run's samples.
         """
         places: set[Place] = set()
         most = 0
@@ -110,12 +111,12 @@ class Orders:
         return places, most
 
     def shares(self, given: dict[int, Any]) -> list[float]:
-        """The weights of some sources beside one another."""
+        """The relative weights of the sources in ``given``; they add up to 1."""
         weights = [shelf.share for shelf in self.shelves if shelf.source in given]
         return [weight / sum(weights) for weight in weights]
 
     def of(self, walks: dict[int, Walk], ordinal: int, attempt: int) -> tuple[Shelf, int, int]:
-        """A shelf, a record of it and a reply, for sample ``ordinal`` of its kind."""
+        """The shelf, the record (by row) and the reply for sample ``ordinal`` of its kind."""
         sources = list(walks)
         index, position = source_at(ordinal, self.shares(walks), key_of(self.seed, "source"))
         row, reply = walks[sources[index]].at(position + attempt * ELSEWHERE)
@@ -125,7 +126,7 @@ class Orders:
     def _walks(
         self, use: str, within: tuple[float, float], share: float, last: bool = False
     ) -> dict[int, Walk]:
-        """A walk for each source that has such records; ``last``: with their last replies."""
+        """A walk for each source with usable records; ``last`` allows only their last replies."""
         found = {}
         for shelf in self.shelves:
             starts, lengths, traces = shelf.starts, shelf.lengths, shelf.traces
@@ -142,7 +143,7 @@ class Orders:
 
 
 def reach(mixture: Mixture | PlainText) -> tuple[float, float]:
-    """How long, in tokens, natural prefixes or texts have to be."""
+    """The shortest and the longest usable natural prefix, or text, in tokens."""
     if isinstance(mixture, PlainText):
         return mixture.prefix + mixture.continuation, float("inf")
     return mixture.natural

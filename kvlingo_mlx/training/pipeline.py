@@ -1,4 +1,4 @@
-"""A whole training: two models and a stream of conversations to a translator folder."""
+"""A whole training: from two models and a stream of conversations to a translator folder."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from kvlingo_mlx.version import __version__
 
 
 class Data(Protocol):
-    """A training stream (``data.Stream``): samples by number, and held-out ones."""
+    """A training stream (``data.Stream``): numbered samples, and held-out ones."""
 
     def sample(self, index: int) -> Sample: ...
 
@@ -64,11 +64,11 @@ Progress = Callable[[str, Report | int], None]
 
 @dataclass(frozen=True)
 class Training:
-    """One command's work: both stages of a plan, resumable, and the folder they end in.
+    """One command's work: both stages of a plan, resumable, and the folder with the result.
 
-    ``settings`` is what else must not change when it is resumed (``data``: which data, say).
-    ``keep_every`` is how many seconds of work a kill may cost; Ctrl-C and SIGTERM cost none.
-    ``notes`` are what the user is to know before the work begins.
+    ``settings`` are further settings that must not change on resumption (for example ``data``, the
+    sources). ``keep_every`` is the most seconds of work that a kill may lose; Ctrl-C and SIGTERM
+    lose none. ``notes`` are shown to the user as warnings before the work begins.
     """
 
     source: TorchModel
@@ -85,9 +85,10 @@ class Training:
     force: bool = False
 
     def finished(self) -> bool:
-        """Whether ``out`` holds what this very training makes, and nothing of it is left to do.
+        """Whether ``out`` holds the finished result of this same training.
 
-        With ``force`` nothing is finished: it is trained anew, and what stands there is replaced.
+        With ``force`` the answer is always False: the translator is trained again and replaces the
+        old one.
 
         Raises:
             ValueError: ``out`` holds something else, and ``force`` is off.
@@ -104,12 +105,12 @@ class Training:
         return not self.partial.exists()
 
     def run(self) -> Path:
-        """Train, or go on where a run stopped; returns the folder written.
+        """Train, or resume a training; returns the folder written.
 
-        What is :attr:`finished` is left as it is.
+        A :meth:`finished` result is left as it is.
 
         Raises:
-            ValueError: ``out`` is something else, or the settings are not those of the run
+            ValueError: ``out`` holds something else, or the settings differ from those of the run
                 that is resumed.
             IncompatibleTranslatorError: The tokenizers differ.
             KVLingoError: Training diverged, or the disk is full.
@@ -133,7 +134,8 @@ class Training:
     def _run(self, config: TranslatorConfig, stop: Interruption) -> Path:
         if self._initial.exists():
             self._check(self._initial, config)
-        # Whether or not this plan has a stage 2: work on one must not be dropped unseen.
+        # Checked even if this plan has no stage 2: unfinished work on one must not be lost
+        # silently.
         stage2 = self._checkpoints("stage2", config, self.plan.recipe)
         held_out = self._held_out()
         config, arrays, provenance = self._first(config, held_out, stop)
@@ -152,12 +154,12 @@ class Training:
 
     @property
     def partial(self) -> Path:
-        """Where unfinished work is kept."""
+        """The folder of unfinished work."""
         return self.out.with_name(f"{self.out.name}.partial")
 
     @property
     def log(self) -> Path:
-        """Where a finished stage 2's log is: held-out KL and more, a JSON line each."""
+        """The log of a finished stage 2: JSON lines with the held-out KL and more."""
         return self.out.with_name(f"{self.out.name}.log.jsonl")
 
     def _held_out(self) -> list[Sample]:
@@ -169,14 +171,14 @@ class Training:
             )
         return held_out
 
-    # ---- what is kept -----------------------------------------------------------------
+    # ---- files kept on the way --------------------------------------------------------
 
     @property
     def _initial(self) -> Path:
         return self.partial / "initial.safetensors"
 
     def _settings(self, config: TranslatorConfig) -> dict[str, Any]:
-        """What stage 1 depends on: the plan, the data, and both models."""
+        """All that stage 1 depends on: the plan, the data and both models."""
         plan = dataclasses.asdict(self.plan)
         del plan["recipe"]
         models = {
@@ -194,12 +196,12 @@ class Training:
         return {**plan, **self.settings, **models}
 
     def _identity(self, config: TranslatorConfig) -> str:
-        """Sha256 of all that the result depends on, kept in its provenance as ``run``."""
+        """The sha256 of all that the result depends on; its provenance keeps it as ``run``."""
         facts = {**self._settings(config), **dataclasses.asdict(self.plan.recipe)}
         return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
 
     def _is_ours(self, config: TranslatorConfig) -> bool:
-        """Whether ``out`` holds a translator of a training of these settings."""
+        """Whether ``out`` holds the result of a training with these settings."""
         try:
             return translator_folder.read_config(self.out).provenance.get("run") == self._identity(
                 config
@@ -208,17 +210,17 @@ class Training:
             return False
 
     def _check(self, path: Path, config: TranslatorConfig) -> dict[str, Any]:
-        """The facts of a file of ours; ValueError where its settings are not these."""
+        """The facts of one of our files; raises ValueError if its settings differ."""
         facts = read_facts(path)
         check_settings(self.partial, facts["settings"], self._settings(config))
         return facts
 
     def _checkpoints(self, stage: str, config: TranslatorConfig, recipe: Recipe) -> Checkpoints:
-        """Where a stage is kept; a diverged one with other settings is cleared away."""
+        """The checkpoints of a stage; those of a diverged run with other settings are removed."""
         settings = {**self._settings(config), **dataclasses.asdict(recipe)}
         checkpoints = Checkpoints(self.partial / stage, settings)
         stale = checkpoints.stale()
-        self.group.wait()  # until every process has looked
+        self.group.wait()  # until every process has read the folder
         if stale and self.group.leads:
             shutil.rmtree(checkpoints.folder)
         self.group.wait()
@@ -229,9 +231,9 @@ class Training:
     def _first(
         self, config: TranslatorConfig, held_out: Sequence[Sample], stop: Interruption
     ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
-        """Where stage 2 starts: worked out once, and kept for a resumed run."""
+        """The starting point of stage 2: computed once, and kept for resumed runs."""
         ready = self._initial.exists()
-        self.group.wait()  # or a late process would find what the first one wrote meanwhile
+        self.group.wait()  # a late process must not see the file that the leading one writes next
         if not ready:
             config, arrays, provenance = self._stage1(config, held_out, stop)
             if self.group.leads:
@@ -279,7 +281,7 @@ class Training:
     def _closed_form(
         self, config: TranslatorConfig, stop: Interruption
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """The linear maps; the sums they are solved from are kept on the way."""
+        """The linear maps; the sums from which they are solved are kept while reading."""
         linear = dataclasses.replace(config, kind="linear")
         sums = stage1.Sums.start(linear, self.target.device)
         kept = self.partial / "stage1" / "moments.safetensors"
@@ -296,7 +298,7 @@ class Training:
         )
 
     def _hooks(self, what: str, keep: Callable[..., None]) -> stage1.Hooks:
-        """Who is told of ``what``; each solved map too, since nothing else is to be seen then."""
+        """Hooks that report the progress of ``what``, the solved maps, and the sums."""
         numbers = itertools.count(1)
         return stage1.Hooks(
             lambda used: self.progress(what, used),
@@ -307,7 +309,7 @@ class Training:
     def _select(
         self, config: TranslatorConfig, stop: Interruption
     ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
-        """The source layers that the data choose, and the maps where those come with them."""
+        """The source layers chosen from the data, and the maps if they are solved with them."""
         plan, linear = self.plan, dataclasses.replace(config, kind="linear")
         sums = stage1.TileSums.start(linear)
         kept = self.partial / "stage1" / "tiles.safetensors"
@@ -325,7 +327,7 @@ class Training:
             sums=sums,
             hooks=self._hooks("selection", keep),
         )
-        keep(sums, at_once=True)  # a killed run goes on after the choice, not before it
+        keep(sums, at_once=True)  # a killed run then resumes after the reading
         return dataclasses.replace(config, assignment=assignment), arrays, provenance
 
     def _fit_samples(self, read: int) -> Iterator[Sample]:
@@ -334,7 +336,7 @@ class Training:
     def _keeper(
         self, path: Path, config: TranslatorConfig, stop: Interruption
     ) -> Callable[..., None]:
-        """A function that writes sums where they can be resumed from, every now and then."""
+        """A function that writes the sums every ``keep_every`` seconds, for a resumed run."""
         last = time.monotonic()
 
         def keep(sums: Any, at_once: bool = False) -> None:
@@ -388,7 +390,7 @@ class Training:
         curve: Sequence[Mapping[str, Any]],
     ) -> dict[str, Any]:
         recipe = self.plan.recipe
-        # Of stage 1 and of the held-out conversations; stage 2's are of the same mixture.
+        # The prefixes of stage 1 and the held-out ones; stage 2 has the same mixture.
         prefixes = [fitted.get("longest_prefix", 0), *(len(s.prefix) for s in held_out)]
         data = {"data": self.settings["data"]} if "data" in self.settings else {}
         if self.plan.native_layers:

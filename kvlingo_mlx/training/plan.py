@@ -1,4 +1,4 @@
-"""What to train, and how: a plan, the paper's defaults, the facts of the translator it makes."""
+"""What to train and how: a plan, the paper's defaults, and the config of the new translator."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe, require
 from kvlingo_mlx.training.torch_model import TorchModel
 
-# Best rates of the paper's linear translators, head-mixing (table "lrs"), by the two models'
-# names without their owner.
+# The best rates of the paper's linear, head-mixing translators (table "lrs"), by the two models'
+# names without their owners.
 RATES = {
     ("Qwen3-1.7B", "Qwen3-0.6B"): 3e-5,
     ("Qwen3-0.6B", "Qwen3-1.7B"): 1e-4,
@@ -44,21 +44,20 @@ class TrainingPlan:
     Attributes:
         kind: One of ``format.kinds.NAMES``.
         head_mixing: False for maps that stay within a head.
-        joint: One map over keys and values together.
-        capture: Where keys are read and written; by default the first point that both models
-            have.
-        nu: Source layers that each target layer reads.
-        assignment: How they are chosen: ``relative_depth``, ``r2`` or ``greedy``.
-        norm: The closed form's.
-        fit_samples: Conversations the closed form is fitted on.
-        held_out: Conversations that choose the learning rate.
-        hidden: Hidden width of an MLP.
+        joint: Whether one map translates keys and values together.
+        capture: The capture point of keys; by default the first one that both models have.
+        nu: The number of source layers that each target layer reads.
+        assignment: How these source layers are chosen: ``relative_depth``, ``r2`` or ``greedy``.
+        norm: The norm of the closed form.
+        fit_samples: The number of conversations for the closed form.
+        held_out: The number of conversations that choose the learning rate.
+        hidden: The hidden width of an MLP.
         gated: Whether an MLP has output gates.
-        recipe: Stage 2; no steps keep the closed form.
-        native_layers: Cache layers, from the first on, that the target reads itself in stage 2 and
-            whenever the translator is used; the maps above them learn to go with that.
-        stage1_recipe: How an MLP without a linear map learns to reconstruct, first.
-        seed: Of an MLP's start.
+        recipe: The recipe of stage 2; with 0 steps the closed form is kept.
+        native_layers: The number of native layers, from the first on, in stage 2 and whenever the
+            translator is used; the maps above them learn to work with them.
+        stage1_recipe: The recipe of stage 1 for an MLP without a linear map (reconstruction).
+        seed: The seed of an MLP's initial tensors.
     """
 
     kind: str = "linear"
@@ -106,7 +105,7 @@ class TrainingPlan:
             )
 
     def _check_work(self, spec: KindSpec) -> None:
-        """Refuse (ValueError) a plan after which an MLP is as it was before any data."""
+        """Refuse (ValueError) a plan that leaves an MLP untrained."""
         if self.recipe.steps or not spec.learnt:
             return
         if spec.solved:
@@ -122,8 +121,10 @@ class TrainingPlan:
 
 
 def reconstruction(recipe: Recipe, rates: tuple[float, ...], steps: int) -> Recipe:
-    """Stage 1 of an MLP: stage 2's batch and schedule, other steps and rates (appendix "Training
-    protocol", MLP translators)."""
+    """The recipe of an MLP's stage 1: that of stage 2 with other steps and rates.
+
+    Appendix "Training protocol", MLP translators.
+    """
     return replace(
         recipe,
         objective="reconstruction",
@@ -134,17 +135,17 @@ def reconstruction(recipe: Recipe, rates: tuple[float, ...], steps: int) -> Reci
 
 
 def default_rate(source: str, target: str) -> float:
-    """The paper's learning rate for a pair, where it has one, else 1e-4."""
+    """The paper's learning rate for a pair if there is one, else 1e-4."""
     return RATES.get((Path(source).name, Path(target).name), DEFAULT_RATE)
 
 
 def make_config(source: TorchModel, target: TorchModel, plan: TrainingPlan) -> TranslatorConfig:
-    """The facts of the translator to train.
+    """The config of the translator to train.
 
     Raises:
-        IncompatibleTranslatorError: The target's windows hold more than the source's, the source
-            has no layer of a target layer's kind, or keys of two tokenizers are captured rotated.
-        UnsupportedModelError: The tokenizers differ, and the target keeps windows.
+        IncompatibleTranslatorError: The target has longer windows than the source, the source has
+            no layer of a target layer's kind, or rotated keys are captured between two tokenizers.
+        UnsupportedModelError: The tokenizers differ, and the target has windows.
         ValueError: Head-wise maps between head counts that do not divide, or no layer left to
             translate.
     """

@@ -1,4 +1,7 @@
-"""What a translator reaches on the bundled conversations, for others to verify it by."""
+"""The receipt of a translator: its measured quality on the bundled conversations.
+
+Others verify the translator against it.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ from kvlingo_mlx.training.translator import TorchTranslator
 def receipt(
     source: TorchModel, target: TorchModel, translator: TorchTranslator
 ) -> dict[str, Any] | None:
-    """A :class:`~kvlingo_mlx.loading.grading.Receipt` for a provenance; None if no prompt fits.
+    """A :class:`~kvlingo_mlx.loading.grading.Receipt` as JSON; None if no prompt fits.
 
-    Measured as the translator was trained: the target reads its own ``native_layers``, which the
-    receipt names, since `tune` may choose others later.
+    It is measured as the translator was trained, with its ``native_layers``. The receipt names
+    them, since `tune` may choose others later.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
@@ -48,7 +51,7 @@ def receipt(
 def _losses(
     source: TorchModel, target: TorchModel, translator: TorchTranslator, sample: Sample
 ) -> tuple[Loss, Loss, Loss]:
-    """A conversation from the translated cache, from the target's own, and from none."""
+    """A conversation's losses from the translated cache, the target's own cache, and no cache."""
     kl, config = objective_named("kl"), translator.config
     reading = read(source, target, sample, config.capture, config.native_layers)
     measured = partial(

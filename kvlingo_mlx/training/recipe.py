@@ -1,4 +1,4 @@
-"""How stage 2 runs."""
+"""The recipe of stage 2."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def require(
 ) -> None:
     """Refuse (ValueError) a number that is not finite or not from ``low`` to ``high``.
 
-    ``strict`` refuses ``low`` itself.
+    ``strict`` also refuses ``low`` itself.
     """
     if math.isfinite(value) and low <= value <= high and not (strict and value == low):
         return
@@ -22,17 +22,17 @@ def require(
 
 @dataclass(frozen=True)
 class Recipe:
-    """How stage 2 runs; the defaults are the paper's.
+    """The recipe of stage 2; the defaults are the paper's.
 
     Attributes:
-        steps: Optimizer steps.
-        batch: Conversations a step.
-        learning_rates: One translator is trained for each.
+        steps: The number of optimizer steps.
+        batch: The number of conversations per step.
+        learning_rates: The learning rates; one translator is trained for each.
         objective: ``kl``, ``ce``, ``mixed``, or ``reconstruction`` (an MLP's stage 1).
-        ce_weight: Weight of the cross-entropy in ``mixed``.
-        warmup: Share of the steps over which the rate rises.
-        clip: Largest norm of a step's gradient.
-        validate_every: Steps between two looks at the held-out conversations.
+        ce_weight: The weight of the cross-entropy in ``mixed``.
+        warmup: The share of steps over which the rate rises.
+        clip: The largest norm of a step's gradient.
+        validate_every: The number of steps between two validations.
     """
 
     steps: int = 5000

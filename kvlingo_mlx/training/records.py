@@ -1,7 +1,7 @@
-"""Where training records lie: JSONL files, folders of them, Hugging Face datasets.
+"""Sources of training records: JSONL files, folders of them, Hugging Face datasets.
 
-A source hands out one record at a time by its number and holds no more than its index in
-memory. What a record says is the next room's: ``conversations``.
+A source returns one record at a time by its number, and keeps only its index in memory.
+``conversations`` interprets the records.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class Source(Protocol):
-    """Numbered records."""
+    """A sequence of numbered records."""
 
     @property
     def name(self) -> str:
-        """What the user called it."""
+        """The name that the user gave."""
 
     @property
     def sizes(self) -> np.ndarray:
-        """How many bytes each record has."""
+        """The number of bytes of each record."""
 
     @property
     def digest(self) -> str:
-        """Sha256 of all records: the same name may come to hold others."""
+        """The sha256 of all records, to detect changed data under the same name."""
 
     def read(self, number: int) -> tuple[Any, str]:
-        """Record ``number`` as parsed, and where it stands; None for a blank line."""
+        """Record ``number`` as parsed (None for a blank line), and a description of its place."""
 
 
 @dataclass(frozen=True, eq=False)
 class JsonLines:
-    """The lines of one or more JSONL files; only their offsets are kept.
+    """The lines of one or more JSONL files; only their offsets are kept in memory.
 
     ``starts``, ``sizes`` (bytes), ``lines`` (numbered from 1) and ``files`` (indices into
-    ``paths``) have one entry a record.
+    ``paths``) have one entry per record.
     """
 
     name: str
@@ -63,14 +63,14 @@ class JsonLines:
     digest: str
 
     def read(self, number: int) -> tuple[Any, str]:
-        """Record ``number`` as parsed, with its file and line; None for a blank line.
+        """Record ``number`` as parsed (None for a blank line), with its file and line.
 
         Raises:
             ValueError: The line is not JSON; the message names file and line.
         """
         path = self.paths[self.files[number]]
         where = f"{path}, line {self.lines[number]}"
-        # Opened anew each time: a shared handle's position would be shared by forked workers.
+        # Opened each time: forked workers would share the position of a shared handle.
         with path.open("rb") as file:
             file.seek(int(self.starts[number]))
             line = file.read(int(self.sizes[number]))
@@ -84,7 +84,7 @@ class JsonLines:
 
 @dataclass(frozen=True, eq=False)
 class HubDataset:
-    """The splits of a Hugging Face dataset, one after another; ``ends`` counts their rows."""
+    """The splits of a Hugging Face dataset in a row; ``ends`` are their cumulative row counts."""
 
     name: str
     labels: tuple[str, ...]
@@ -94,7 +94,7 @@ class HubDataset:
     digest: str
 
     def read(self, number: int) -> tuple[Any, str]:
-        """Record ``number`` as a dict, with the split and the row it comes from."""
+        """Record ``number`` as a dict, with its split and row."""
         split = int(np.searchsorted(self.ends, number, side="right"))
         row = number - (int(self.ends[split - 1]) if split else 0)
         return self.splits[split][row], f"{self.labels[split]}, record {row + 1}"
@@ -103,12 +103,13 @@ class HubDataset:
 def open_source(spec: Spec) -> tuple[Source, float]:
     """Open ``NAME``, ``NAME@WEIGHT`` or (name, weight); returns the source and its weight.
 
-    A name is a JSONL file, a folder of them, or a Hugging Face dataset: ``owner/name`` (all
-    its splits), ``owner/name:split`` or ``owner/name:config:split``.
+    A name is a JSONL file, a folder of them, or a Hugging Face dataset: ``owner/name`` (all its
+    splits), ``owner/name:split`` or ``owner/name:config:split``.
 
     Raises:
-        ValueError: No such file or dataset, no records in it, or a weight that is not positive.
-        MissingExtraError: A Hugging Face dataset without the ``datasets`` package.
+        ValueError: There is no such file or dataset, it has no records, or the weight is not
+            positive.
+        MissingExtraError: The source is a Hugging Face dataset, and ``datasets`` is not installed.
     """
     name, weight = _weighted(spec)
     path = Path(name).expanduser()
@@ -155,9 +156,9 @@ def _json_lines(name: str, paths: Sequence[Path]) -> JsonLines:
 
 
 def _index(path: Path, digest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where each line that can hold a record starts, its bytes, and its number.
+    """The start, the bytes and the number of each line that can hold a record.
 
-    ``digest``, one of hashlib's, takes in the file on the way.
+    ``digest``, a hash object of hashlib, is updated with the file's content.
     """
     breaks, length = [np.array([-1], np.int64)], 0
     try:
@@ -194,7 +195,7 @@ def _hub_dataset(name: str) -> HubDataset:
         raise ValueError(f"the Hugging Face dataset {name} cannot be loaded: {error}") from None
     parts = {f"{name}:{key}": part for key, part in loaded.items()} if split is None else {}
     parts = parts or {name: loaded}
-    # A pass over all rows: their sizes tell which of them can hold a long prefix.
+    # One pass over all rows: their sizes show which of them can hold a long prefix.
     sizes, digest = [], hashlib.sha256()
     for row in (row for part in parts.values() for row in part):
         text = json.dumps(row, default=str).encode()

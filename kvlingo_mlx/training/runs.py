@@ -1,4 +1,4 @@
-"""One translator in training for each learning rate; the best so far."""
+"""Translators in training, one for each learning rate, and the best translator so far."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvlingo_mlx.training.translator import TorchTranslator
 class Run:
     """One translator in training.
 
-    ``diverged_at`` is the step at which its loss, there or on the held-out conversations,
-    stopped being a number, if it did; it takes no step after that. ``kl_sum`` and ``kl_steps`` are
-    of the steps since the last look.
+    ``diverged_at`` is the step at which its training or held-out loss stopped being finite, or
+    None; no step is taken after it. ``kl_sum`` and ``kl_steps`` cover the steps since the last
+    validation.
     """
 
     rate: float
@@ -35,7 +35,7 @@ class Run:
 
     @property
     def train_kl(self) -> float:
-        """The mean KL of the steps since the last look at the held-out conversations."""
+        """The mean KL of the steps since the last validation."""
         return self.kl_sum / self.kl_steps if self.kl_steps else math.nan
 
     @classmethod
@@ -45,7 +45,7 @@ class Run:
         return cls(rate, translator, optimizer)
 
     def update(self, step: int, recipe: Recipe) -> None:
-        """One clipped AdamW step on the gradients at hand."""
+        """Take one clipped AdamW step with the current gradients."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate * recipe.rate_factor(step)
         torch.nn.utils.clip_grad_norm_(self.translator.tensors.values(), recipe.clip)
@@ -55,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Best:
-    """The translator of lowest held-out KL so far (or reconstruction error), on the CPU."""
+    """The translator of lowest held-out KL (or reconstruction error) so far, on the CPU."""
 
     rate: float
     step: int
@@ -64,7 +64,7 @@ class Best:
 
     @classmethod
     def of(cls, run: Run, step: int) -> Best:
-        """What a run is now; a copy, since training goes on."""
+        """A copy of a run's current translator."""
         copies = {n: t.detach().cpu().clone() for n, t in run.translator.tensors.items()}
         return cls(run.rate, step, run.held_out, copies)
 

@@ -23,7 +23,7 @@ from kvlingo_mlx.training.aligned import paired_states, paired_weights
 from kvlingo_mlx.training.torch_model import States, TorchModel, tapped
 
 PARTS = ("xx", "xy", "yy")
-SCORE_NUMBERS = 2**28  # most attention scores alive at once: 1 GB in float32
+SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
 
 
 class TorchMoments:
@@ -46,7 +46,7 @@ class TorchMoments:
         self.tokens += len(x)
 
     def to_numpy(self) -> Moments:
-        """The same sums for the shared solver."""
+        """The sums as NumPy arrays, for the shared solver."""
         moments = Moments(*self.xy.shape)
         moments.tokens = self.tokens
         moments.xx, moments.xy, moments.yy = (a.cpu().numpy() for a in (self.xx, self.xy, self.yy))
@@ -55,10 +55,10 @@ class TorchMoments:
 
 @dataclass
 class Sums:
-    """Every map's moments over the samples read so far: what a killed stage 1 resumes from.
+    """Every map's moments over the samples read so far; a killed stage 1 resumes from them.
 
-    ``read`` counts the samples, ``used`` those of them that could be fitted on; ``longest`` is the
-    longest prefix of the latter, in tokens.
+    ``read`` counts all samples, ``used`` the usable ones. ``longest`` is the longest prefix of the
+    usable ones, in tokens.
     """
 
     moments: dict[str, TorchMoments]
@@ -68,7 +68,7 @@ class Sums:
 
     @classmethod
     def start(cls, config: TranslatorConfig, device: torch.device) -> Sums:
-        """Before the first sample."""
+        """The sums before the first sample."""
         widths = moment_widths(config)
         return cls({name: TorchMoments(*width, device) for name, width in widths.items()})
 
@@ -81,24 +81,24 @@ class Sums:
         }
 
     def counts(self) -> dict[str, int]:
-        """How many samples and tokens they are of."""
+        """The numbers of samples and tokens in the sums."""
         tokens = next(iter(self.moments.values())).tokens
         counts = {"read": self.read, "used": self.used, "longest": self.longest}
         return {**counts, "tokens": tokens}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """Take on what :meth:`tensors` and :meth:`counts` gave."""
+        """Restore the results of :meth:`tensors` and :meth:`counts`."""
         for name, own in self.tensors().items():
             own.copy_(tensors[name])
         for moments in self.moments.values():
             moments.tokens = counts["tokens"]
         self.read, self.used = counts["read"], counts["used"]
-        self.longest = counts.get("longest", 0)  # older ones do not tell
+        self.longest = counts.get("longest", 0)  # older files lack it
 
 
 @dataclass
 class TileSums:
-    """Both sides' moments over the samples read so far, from which source layers are chosen."""
+    """The moments of both sides over the samples read so far, to choose source layers from."""
 
     tiles: dict[str, Tiles]
     read: int = 0
@@ -107,7 +107,7 @@ class TileSums:
 
     @classmethod
     def start(cls, config: TranslatorConfig) -> TileSums:
-        """Before the first sample."""
+        """The sums before the first sample."""
         reads = candidates(config.source.layers, config.target.layers)
         return cls({side: Tiles(reads) for side in SIDES})
 
@@ -121,14 +121,14 @@ class TileSums:
         }
 
     def counts(self) -> dict[str, int]:
-        """How many samples and tokens they are of."""
+        """The numbers of samples and tokens in the sums."""
         counts = {"read": self.read, "used": self.used, "longest": self.longest}
         return {**counts, "tokens": self.tiles["keys"].tokens}
 
     def restore(
         self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int], device: torch.device
     ) -> None:
-        """Take on what :meth:`tensors` and :meth:`counts` gave."""
+        """Restore the results of :meth:`tensors` and :meth:`counts`."""
         for name, tensor in tensors.items():
             side, part, *key = name.split("/")
             place = tuple(map(int, key)) if len(key) > 1 else int(key[0])
@@ -136,17 +136,17 @@ class TileSums:
         for tiles in self.tiles.values():
             tiles.tokens = counts["tokens"]
         self.read, self.used = counts["read"], counts["used"]
-        self.longest = counts.get("longest", 0)  # older ones do not tell
+        self.longest = counts.get("longest", 0)  # older files lack it
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """Who is told how a fit goes on.
+    """Functions called while a fit proceeds.
 
     Attributes:
-        progress: Called with the samples used so far, after each.
-        keep: Called with the sums, after each sample.
-        solved: Called after each map.
+        progress: Called after each sample with the number of samples used so far.
+        keep: Called after each sample with the sums.
+        solved: Called after each solved map.
     """
 
     progress: Callable[[int], None] = lambda used: None
@@ -166,13 +166,13 @@ def closed_form(
 ) -> tuple[dict[str, np.ndarray], dict[str, object]]:
     """Fit linear maps in closed form (paper: "Training the translator", equation (3.2)).
 
-    ``sums`` are those of the samples before ``samples``.
+    ``sums`` are the sums over the samples that were read before ``samples``.
 
     Returns:
         The maps (float64) by their names in the format, and the provenance of the fit.
 
     Raises:
-        ValueError: No such norm, or no usable sample.
+        ValueError: There is no such norm, or no usable sample.
     """
     sums, hooks = sums or Sums.start(config, target.device), hooks or Hooks()
 
@@ -203,15 +203,15 @@ def select(
 ) -> tuple[Assignment, dict[str, np.ndarray], dict[str, object]]:
     """Choose ``config.nu`` source layers from data ("r2" or "greedy"), and solve their maps.
 
-    Under an attention norm, which weighs tokens otherwise in each layer, every token counts
-    alike in the choice, and the maps are left to :func:`closed_form`. The sums of 36 layers of
-    width 1024 on both sides take 16 GB a side.
+    An attention norm weighs tokens differently in each layer. The choice then counts every token
+    alike, and the maps are left to :func:`closed_form`. The sums take 16 GB a side for 36 layers of
+    width 1024 on both sides.
 
     Returns:
         The assignment, the maps (none under an attention norm), and the provenance of the fit.
 
     Raises:
-        ValueError: No such norm or method, or no usable sample.
+        ValueError: There is no such norm or method, or no usable sample.
     """
     sums, hooks = sums or TileSums.start(config), hooks or Hooks()
 
@@ -252,7 +252,7 @@ def _read(
     add: Callable[[States, States, torch.Tensor | None], None],
     hooks: Hooks,
 ) -> None:
-    """Hand both models' states of every usable prefix, and its weights, to ``add``."""
+    """Pass both models' states of every usable prefix, and its weights, to ``add``."""
     for sample in samples:
         sums.read += 1
         if sample.num_translated and (sample.continuation or norm not in ATTENTION_NORMS):
@@ -284,7 +284,7 @@ def _provenance(norm: str, sums: Sums | TileSums, ranks: Sequence[int]) -> dict[
 
 
 def pair(m: Map, read: States, wanted: States) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a map reads (T, in) and what it should give (T, out), all heads side by side."""
+    """A map's inputs (T, in) and its desired outputs (T, out), all heads side by side."""
     goal = torch.cat([wanted.side(side)[m.layer] for side in m.writes], dim=-1)
     inputs = torch.cat([read.side(side)[s] for side, s in m.reads], dim=-1)
     return inputs.to(goal.device), goal
@@ -292,10 +292,10 @@ def pair(m: Map, read: States, wanted: States) -> tuple[torch.Tensor, torch.Tens
 
 @torch.no_grad()
 def attention_mass(target: TorchModel, sample: Sample) -> torch.Tensor:
-    """Attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
+    """The attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
 
-    Averaged over the continuation's queries, over heads, and over the layers that read this
-    cache where several do; what lies before a window gets none. (N layers, T), float64.
+    It is averaged over the continuation's queries, over heads, and over the layers that read the
+    same cache. Positions before a window get 0. (N layers, T), float64.
     """
     start, family = len(sample.prefix), target.family
     readers = family.readers(target.model)
@@ -326,9 +326,9 @@ def attention_mass(target: TorchModel, sample: Sample) -> torch.Tensor:
 def _mean_attention(
     queries: torch.Tensor, keys: torch.Tensor, scale: float, num_prefix: int, window: int | None
 ) -> torch.Tensor:
-    """Mean over queries and heads of softmax(q k) on the prefix, in blocks of queries.
+    """The mean over queries and heads of softmax(q k) on the prefix, in blocks of queries.
 
-    queries (Hq, M, D) at positions num_prefix.., keys (H, T + M, D).
+    ``queries`` (Hq, M, D) are at positions num_prefix.., ``keys`` are (H, T + M, D).
     """
     heads, count, dim = queries.shape
     kv_heads, total, _ = keys.shape

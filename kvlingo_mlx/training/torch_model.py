@@ -1,7 +1,7 @@
-"""A frozen transformers model, and the few things that training asks of it.
+"""A frozen transformers model with the operations that training needs.
 
-One conversation at a time, no padding (appendix "Training protocol"): states are (T, d)
-for T tokens, keys and values of all heads side by side.
+It reads one conversation at a time, without padding (appendix "Training protocol"). States are
+(T, d) for T tokens, with the keys or values of all heads side by side.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvlingo_mlx.training.agreement import check_agreement
 from kvlingo_mlx.training.families import POINTS, TorchFamily, family_of
 from kvlingo_mlx.training.families.base import Positions
 
-# What is read from a config.json; transformers would fill in defaults of its own.
+# Required in a config.json; transformers would fill in its own defaults.
 NEEDED = ("model_type", "rms_norm_eps", "vocab_size", "max_position_embeddings")
 
 
@@ -45,7 +45,7 @@ class States:
         return self.keys if side == "keys" else self.values
 
     def rows(self, index: np.ndarray) -> States:
-        """Some of the tokens, by their numbers."""
+        """The states of the tokens at ``index``."""
         at = torch.tensor(index)
         keys, values = (tuple(a[at.to(a.device)] for a in s) for s in (self.keys, self.values))
         return States(keys, values)
@@ -53,9 +53,9 @@ class States:
 
 @dataclass(frozen=True)
 class TorchModel:
-    """A transformers model, frozen, with its tokenizer and the facts about its cache.
+    """A frozen transformers model, with its tokenizer and the facts about its cache.
 
-    ``config`` is that of its text model, as mlx-lm reads it.
+    ``config`` is its text model's config, as mlx-lm reads it.
     """
 
     model: Any
@@ -76,33 +76,33 @@ class TorchModel:
 
     @cached_property
     def geometry(self) -> CacheGeometry:
-        """What this model's cache looks like."""
+        """The shape of this model's cache."""
         return self.family.geometry(self.model, self.config)
 
     @property
     def context_length(self) -> int:
-        """Most tokens the model was made for."""
+        """The most tokens that the model was made for."""
         return self.config["max_position_embeddings"]
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device on which the model computes."""
         return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its cache is held in."""
+        """The dtype of the model and its cache."""
         return self.model.dtype
 
     @property
     def precision(self) -> str:
-        """What its weights are held in: ``bfloat16``, say."""
+        """The name of the weights' dtype, for example ``bfloat16``."""
         return str(self.dtype).rsplit(".", 1)[-1]
 
     @cached_property
     @torch.no_grad()
     def projections(self) -> Sketch:
-        """Numbers that tell this model from its fine-tuned copies, as on the device."""
+        """A sketch of the projections, as MLX models have it, to detect fine-tuned copies."""
         outputs = []
         for attention in self.attentions:
             for module in self.family.taps(attention):
@@ -114,9 +114,10 @@ class TorchModel:
     @cached_property
     @torch.no_grad()
     def weights_fingerprint(self) -> str:
-        """Sha256 that tells this model from any other, by all weights and its config.
+        """The sha256 of all weights and the config, which identifies this model.
 
-        Every weight is read once. It is no other runtime's, whose weights have other names.
+        Every weight is read once. The hash differs from that of another runtime, where weights have
+        other names.
         """
         arrays = self.model.state_dict().items()
         return weights_fingerprint((_checked(*item) for item in arrays), self.config)
@@ -144,7 +145,7 @@ class TorchModel:
     # ---- forward passes ---------------------------------------------------------------
 
     def hidden(self, tokens: Sequence[int], cache: DynamicCache | None = None) -> torch.Tensor:
-        """Final hidden states (T, width) of ``tokens``, after what ``cache`` holds."""
+        """The final hidden states (T, width) of ``tokens`` after the contents of ``cache``."""
         ids = torch.tensor([list(tokens)], device=self.device)
         decoder = self.family.text(self.model)
         output = decoder(ids, past_key_values=cache, use_cache=cache is not None)
@@ -157,10 +158,10 @@ class TorchModel:
         positions: np.ndarray,
         visible: np.ndarray,
     ) -> torch.Tensor:
-        """Final hidden states (T, width) of ``tokens`` that stand between what ``cache`` holds.
+        """The final hidden states (T, width) of ``tokens`` that stand between a cache's entries.
 
-        Each has its own of ``positions`` (T,), and sees what ``visible`` (T, E + T) says of the E
-        entries and the tokens.
+        ``positions`` (T,) are the tokens' positions. ``visible`` (T, E + T) tells which of the E
+        entries and of the tokens each token attends to.
         """
         ids, at = (torch.tensor(a, device=self.device)[None] for a in (list(tokens), positions))
         mask = torch.tensor(visible, device=self.device)[None, None]
@@ -171,13 +172,13 @@ class TorchModel:
         return output.last_hidden_state[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Next-token logits (T, vocabulary), float32 at least."""
+        """The next-token logits (T, vocabulary), in float32 or wider."""
         logits = self.family.logits(self.model, hidden)
         return logits if logits.dtype == torch.float64 else logits.float()
 
     @torch.no_grad()
     def states(self, tokens: Sequence[int], capture: str = "pre_norm") -> States:
-        """Keys at a capture point and values of ``tokens``, read from position 0 on."""
+        """The keys (at a capture point) and values of ``tokens``, read from position 0 on."""
         with self.tapped() as taken:
             self.hidden(tokens)
         return self.states_of(taken, capture)
@@ -185,14 +186,14 @@ class TorchModel:
     def tapped(
         self, layers: int | None = None
     ) -> contextlib.AbstractContextManager[dict[Any, torch.Tensor]]:
-        """Record what holds keys and values of the first ``layers`` cache layers, or of all."""
+        """Record the projections' outputs in the first ``layers`` cache layers, or in all."""
         taps = [self.family.taps(attention) for attention in self.attentions[:layers]]
         return tapped([module for modules in taps for module in modules])
 
     def states_of(
         self, taken: Mapping[Any, torch.Tensor], capture: str, layers: int | None = None
     ) -> States:
-        """The same, of what the modules that hold them put out from position 0 on."""
+        """The keys and values in recorded outputs (see :meth:`tapped`), from position 0 on."""
         origin, keys, values = self.family.points[0], [], []
         for t, attention in enumerate(self.attentions[:layers]):
             outputs = [taken[module] for module in self.family.taps(attention)]
@@ -206,10 +207,10 @@ class TorchModel:
     def advance(
         self, layer: int, keys: torch.Tensor, origin: str, goal: str, start: Positions = 0
     ) -> torch.Tensor:
-        """Keys (T, d) of a cache layer from one capture point to a later one, (T, d).
+        """Keys (T, d) of a cache layer, taken from one capture point to a later one, (T, d).
 
-        They are those of the tokens at positions ``start`` and on, or each at its own; latents'
-        await their rotation alone.
+        ``start`` is the position of the first token, or the position of each token. Rotary keys of
+        a latent layer need only their rotation.
         """
         if origin == goal:
             return keys
@@ -225,7 +226,7 @@ class TorchModel:
     def advance_values(
         self, layer: int, values: torch.Tensor, origin: str, goal: str
     ) -> torch.Tensor:
-        """Values (T, d) of a cache layer from one capture point to a later one, (T, d)."""
+        """Values (T, d) of a cache layer, taken from one capture point to a later one, (T, d)."""
         if "pre_norm" not in _steps(origin, goal):
             return values
         heads = values.view(len(values), self.geometry.layers[layer].kv_heads, -1)
@@ -239,7 +240,7 @@ class TorchModel:
         capture: str,
         start: Positions = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Translated keys and values (T, d) as the cache holds them, (1, H, T, D) each."""
+        """Translated keys and values (T, d) in the form of the cache, (1, H, T, D) each."""
         keys = self.advance(layer, keys, capture, "post_rope", start)
         values = self.advance_values(layer, values, capture, "post_rope")
         heads = self.geometry.layers[layer].kv_heads
@@ -250,24 +251,24 @@ class TorchModel:
     def cache(
         self, entries: Sequence[tuple[torch.Tensor, torch.Tensor]], num_tokens: int
     ) -> DynamicCache:
-        """A cache of ``num_tokens`` that holds what :meth:`entry` made for every layer.
+        """A cache of ``num_tokens`` that holds the :meth:`entry` of every layer.
 
-        A layer with a window needs no more than its last tokens, from ``geometry.first_kept`` on.
+        A layer with a window needs its last tokens only, from ``geometry.first_kept`` on.
         """
         windowed = any(g.window is not None for g in self.geometry.layers)
         cache: Any = DynamicCache(config=self.model.config) if windowed else DynamicCache()
         for layer, (keys, values) in enumerate(entries):
             cache.update(keys, values, layer)
             if self.geometry.layers[layer].window is not None:
-                cache.layers[layer].cumulative_length = num_tokens  # it has counted what it got
+                cache.layers[layer].cumulative_length = num_tokens  # it counted the entries alone
         return cache
 
 
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integers by bytes
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # integer dtypes by bytes
 
 
 def _checked(name: str, tensor: torch.Tensor) -> Checked:
-    """A tensor's bits, summed along its last axis in 64 bits, and some of its numbers."""
+    """A tensor's bits, summed along its last axis in 64 bits, and a sample of its numbers."""
     bits = torch.atleast_1d(tensor.contiguous()).view(BITS[tensor.element_size()])
     flat = bits.flatten()
     sums = bits.sum(dim=-1, dtype=torch.int64).cpu().numpy().tobytes()
@@ -276,7 +277,7 @@ def _checked(name: str, tensor: torch.Tensor) -> Checked:
 
 
 def _steps(origin: str, goal: str) -> tuple[str, ...]:
-    """What is yet to be done between two capture points, by the point before it."""
+    """The steps between two capture points; each is named after the point before it."""
     origin = "post_norm" if origin == "latent" else origin
     goal = "post_norm" if goal == "latent" else goal
     return POINTS[POINTS.index(origin) : POINTS.index(goal)]
@@ -284,7 +285,7 @@ def _steps(origin: str, goal: str) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def tapped(modules: Sequence[Any]) -> Iterator[dict[Any, torch.Tensor]]:
-    """Record what modules put out for the one conversation that is read, (T, d) each."""
+    """Record the outputs of ``modules`` for the one conversation that is read, (T, d) each."""
     taken: dict[Any, torch.Tensor] = {}
 
     def record(module: Any, _inputs: Any, output: torch.Tensor) -> None:
@@ -304,7 +305,7 @@ def _by_head(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers draws one for the weights even where nobody looks."""
+    """Hide transformers' progress bar of the weights."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -317,10 +318,10 @@ def _no_progress_bar() -> Iterator[None]:
 def read_config(path_or_hf_repo: str) -> tuple[dict[str, Any], Any]:
     """A text model's config, as mlx-lm reads it, and its tokenizer.
 
-    By folder, Hub id, or an embedded model's name.
+    The name is a folder, a Hub id, or an embedded model's name.
 
     Raises:
-        MissingModelError: There is no such model, or one of the two is damaged.
+        MissingModelError: There is no such model, or its config or tokenizer is damaged.
         UnsupportedModelError: Its family cannot be trained.
     """
     path, _ = resolve(path_or_hf_repo, None, SMALL_FILES, MissingModelError)
@@ -343,7 +344,7 @@ def _read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
 def load(
     path_or_hf_repo: str, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
 ) -> TorchModel:
-    """Load a model, frozen, by folder, Hub id, or the name of an embedded one.
+    """Load a frozen model by folder, Hub id, or the name of an embedded one.
 
     Raises:
         MissingModelError: There is no such model, or it is incomplete or damaged.
@@ -372,7 +373,7 @@ def load(
 
 @contextlib.contextmanager
 def _damage(name: str) -> Iterator[None]:
-    """transformers raises whatever a damaged folder makes it trip over."""
+    """Turn any error that transformers raises for a damaged folder into MissingModelError."""
     try:
         yield
     except KVLingoError:
@@ -385,10 +386,9 @@ def _damage(name: str) -> Iterator[None]:
 
 
 def _check_weights(name: str, report: Mapping[str, Collection[Any]]) -> None:
-    """Refuse weights that do not cover the model: transformers makes up what is missing.
+    """Refuse weights that do not cover the model, as transformers makes up missing ones.
 
-    What a tied or a derived tensor (a second head, RoPE's frequencies) leaves over or out is
-    not in its report.
+    Its report leaves out tied and derived tensors (a second head, RoPE's frequencies).
     """
     shapes = [
         f"{n} {tuple(found)}, not {tuple(wanted)}" for n, found, wanted in report["mismatched_keys"]

@@ -20,7 +20,7 @@ from kvlingo_mlx.training.torch_model import States
 
 @dataclass(frozen=True)
 class TorchTranslator:
-    """A translator's float32 tensors, by name, and what they compute."""
+    """A translator's float32 tensors by name, and their computation."""
 
     config: TranslatorConfig
     tensors: dict[str, torch.Tensor]
@@ -29,7 +29,7 @@ class TorchTranslator:
     def from_arrays(
         cls, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], device: torch.device | str
     ) -> TorchTranslator:
-        """Trainable copies of ``arrays``, float32 (float64 is kept)."""
+        """Trainable copies of ``arrays``, in float32 (float64 is kept)."""
         tensors = {}
         for name, array in arrays.items():
             array = array if array.dtype == np.float64 else np.asarray(array, np.float32)
@@ -37,14 +37,14 @@ class TorchTranslator:
         return cls(config, tensors)
 
     def to_weights(self, dtype: DType = "float32") -> Weights:
-        """The tensors as they are written to disk."""
+        """The tensors in the form in which they are written to disk."""
         arrays = {name: t.detach().float().cpu().numpy() for name, t in self.tensors.items()}
         return Weights.from_float32(arrays, dtype)
 
     def layer(self, t: int, states: States, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of target layer ``t``, (T, width) each, from a source's states.
+        """The keys and values of target layer ``t``, (T, width) each, from the source's states.
 
-        Those of the tokens from ``start`` on alone.
+        Only the tokens from ``start`` on are translated.
         """
         found: dict[str, torch.Tensor] = {}
         for m in self._maps[t]:
@@ -61,7 +61,7 @@ class TorchTranslator:
         return found
 
     def _inputs(self, m: Map, states: States, start: int) -> torch.Tensor:
-        """The layers read, concatenated: (T, in), or for head-wise maps (H, T, in)."""
+        """The states of the layers read, joined: (T, in), or for head-wise maps (H, T, in)."""
         read = [states.side(side)[s][start:] for side, s in m.reads]
         if m.heads is None:
             return read[0] if len(read) == 1 else torch.cat(read, dim=-1)
@@ -70,7 +70,7 @@ class TorchTranslator:
         return torch.cat(heads, dim=-1).transpose(0, 1)[list(head_map_of(self.config))]
 
     def _apply(self, m: Map, x: torch.Tensor) -> torch.Tensor:
-        """One map on (T, in) or (H, T, in); returns (T, width) in the inputs' dtype."""
+        """Apply one map to (T, in) or (H, T, in); returns (T, width) in the inputs' dtype."""
         get = self._tensors_of(m.name, x.dtype)
         y = self.config.spec.formula(get, x, torch.nn.functional.gelu)
         y = y if y.ndim == 2 else y.transpose(0, 1).flatten(1)
@@ -88,10 +88,10 @@ class TorchTranslator:
 def initial(
     config: TranslatorConfig, hidden: int, seed: int, *, gated: bool
 ) -> dict[str, np.ndarray]:
-    """Starting tensors of what no closed form solves (appendix "Training protocol").
+    """The initial tensors that no closed form gives (appendix "Training protocol").
 
-    An MLP's as PyTorch starts a linear layer, with gates (``gated``) at sigmoid(4); one beside a
-    linear map starts as nothing.
+    An MLP starts as PyTorch starts a linear layer, with gates (``gated``) at sigmoid(4). An MLP
+    beside a linear map starts with an output of zero.
     """
     generator, spec = torch.Generator().manual_seed(seed), config.spec
     gates = ("gate",) if gated and "gate" in spec.optional else ()

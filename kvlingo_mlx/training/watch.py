@@ -1,4 +1,4 @@
-"""What a training's own curve says of it: whether it learns by heart, stalls, or gets worse."""
+"""Warnings from a training's own curve: it overfits, stalls, or gets worse."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-BY_HEART = 0.5  # the KL of what is trained on, as a share of the held-out KL
-IN_A_ROW = 2  # looks at the held-out conversations: one alone may be chance
-PATIENCE = 4  # looks without a new lowest KL
+BY_HEART = 0.5  # overfitting: the training KL is below this share of the held-out KL
+IN_A_ROW = 2  # validations, as a single one may be chance
+PATIENCE = 4  # validations without a new lowest KL
 
 
 def complaints(curve: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """What is wrong with a training so far, each under a name of its own.
+    """The problems of a training so far, as messages by name.
 
-    ``curve`` is the log's lines: for each learning rate the mean KL of what was trained on since
-    the line before (``train_kl``) and the KL on held-out conversations (``held_out``), None for
-    a run that has diverged. Of several rates the best one is judged.
+    ``curve`` is the log's lines. A line has, for each learning rate, the mean KL of the training
+    conversations since the previous line (``train_kl``) and the KL on held-out conversations
+    (``held_out``), or None for a run that has diverged. Only the best learning rate is judged.
     """
     held_out = [_lowest(line["held_out"]) for line in curve]
     if len(curve) < 2:
@@ -52,7 +52,7 @@ def _by_heart(line: Mapping[str, Any]) -> bool:
 
 
 def _leading(line: Mapping[str, Any]) -> tuple[float, float]:
-    """Training and held-out KL of the rate that leads in a line."""
+    """The training and held-out KL of the best learning rate in a line."""
     held = _lowest(line["held_out"])
     if held == math.inf:
         return math.inf, held

@@ -1,7 +1,8 @@
-"""mlx-lm's own lm-eval model, whose prefix cache any condition may fill.
+"""mlx-lm's own lm-eval model, with a prefix cache that any condition may fill.
 
-With the native condition, or an identity translator, it gives what ``mlx_lm.evaluate.MLXLM``
-gives. It needs the ``[eval]`` extra; :mod:`kvlingo_mlx.evaluation.harness.running` checks for it.
+With the native condition, or an identity translator, it gives the results of
+``mlx_lm.evaluate.MLXLM``. It needs the ``[eval]`` extra;
+:mod:`kvlingo_mlx.evaluation.harness.running` checks for it.
 """
 
 from __future__ import annotations
@@ -28,26 +29,26 @@ Progress = Callable[[int, int], None]
 
 
 class PrefixLM(MLXLM):
-    """A target whose requests' contexts are read by a condition, not by itself.
+    """A target whose requests' contexts are read by a condition instead of by itself.
 
-    A request's context is the prefix: the condition makes the cache of all its tokens but the
-    last, and the target runs that one and the rest. Decoding is greedy, whatever a task asks
-    for. ``loglikelihood_rolling`` has no context, so nothing there can be translated: the
-    target scores the text alone, and every condition gets the same number.
+    A request's context is the prefix. The condition makes the cache of all its tokens but the last;
+    the target runs the last token and the rest. Decoding is always greedy, whatever a task asks
+    for. ``loglikelihood_rolling`` has no context to translate: the target scores the text alone,
+    and every condition gets the same number.
 
     Args:
-        target: Who continues.
-        make_cache: How the prefix is read.
-        condition: What that is called in the keys of kept responses; it must tell one
+        target: The model that continues.
+        make_cache: The condition's cache maker.
+        condition: The condition's name in the keys of kept responses; it must distinguish one
             translator from another.
-        use_chat_template: Whether contexts come with special tokens of a chat template; None:
-            if the tokenizer has one.
+        use_chat_template: Whether contexts contain the special tokens of a chat template; None
+            means that they do if the tokenizer has one.
         enable_thinking: The template's reasoning switch; None leaves it to the template.
-        max_gen_toks: Most tokens of a generated answer; None: as each task has it.
-        max_length: Most tokens of a context and continuation, default the target's context;
-            longer contexts lose their front.
-        responses: Where responses are kept; default: in memory.
-        progress: Called with the requests done and those known so far.
+        max_gen_toks: The most tokens of a generated answer; None uses each task's own number.
+        max_length: The most tokens of a context and continuation, by default the target's context
+            length; longer contexts lose their front.
+        responses: Keeps the responses; in memory by default.
+        progress: Called with the number of requests done and the number known so far.
 
     Raises:
         ValueError: There is no chat template to use, or a number is not positive.
@@ -66,7 +67,7 @@ class PrefixLM(MLXLM):
         responses: Responses | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        LM.__init__(self)  # MLXLM's own would load a model
+        LM.__init__(self)  # MLXLM's own __init__ would load a model
         self.target, self.make_cache, self.progress = target, make_cache, progress
         self._model, self.tokenizer = target.model, target.tokenizer
         self.max_length = max_length or target.context_length
@@ -114,10 +115,10 @@ class PrefixLM(MLXLM):
     # ---- log-likelihoods -----------------------------------------------------------------
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether it is what greedy decoding gives.
+        """The log-likelihood of each continuation, and whether greedy decoding gives it.
 
-        Continuations of one context share its cache; a context that is cut away altogether
-        scores minus infinity, as in MLXLM.
+        Continuations of one context share its cache. A context that is cut away completely scores
+        minus infinity, as in MLXLM.
         """
         groups: dict[str, list[int]] = {}
         for index, request in enumerate(requests):
@@ -158,7 +159,7 @@ class PrefixLM(MLXLM):
         return scored
 
     def _process_prompt(self, prompt: Sequence[int], step_size: int = 2048) -> Any:
-        """Log-probabilities (1, V) after the prompt, float32, and the cache that holds it."""
+        """The log-probabilities (1, V) after the prompt, in float32, and the prompt's cache."""
         cache = self.make_cache(list(prompt))
         logits = self._model(mx.array([prompt[-1:]]), cache=cache)
         logs = nn.log_softmax(logits[:, -1, :].astype(mx.float32))
@@ -168,7 +169,7 @@ class PrefixLM(MLXLM):
         return logs, cache
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
-        """Log-likelihood of each text after its first token, by the target alone."""
+        """The log-likelihood of each text after its first token, by the target alone."""
         self._total += len(requests)
         found = []
         for request in requests:
@@ -188,8 +189,8 @@ class PrefixLM(MLXLM):
     def generate_until(self, requests: list[Instance]) -> list[str]:
         """Greedy continuations up to a stop string, the end of the turn or ``max_gen_toks``.
 
-        A finished reasoning trace is dropped, and stop strings count only after it (MLXLM
-        looks for them in the trace as well, and then has no answer).
+        A finished reasoning trace is dropped, and stop strings count only after it. MLXLM looks for
+        them in the trace, too, and then has no answer.
         """
         self._total += len(requests)
         found = []
@@ -221,7 +222,7 @@ class PrefixLM(MLXLM):
                 self._check_numbers(response.logprobs)
             if response.finish_reason != "stop":
                 tokens.append(response.token)
-            # What is streamed may differ from what all tokens decode to: it only hints.
+            # The streamed text may differ from the decoding of all tokens, so it is only a hint.
             streamed += response.text
             if answer.stopped(streamed) and answer.stopped(self.tokenizer.decode(tokens)):
                 break
@@ -233,7 +234,7 @@ class PrefixLM(MLXLM):
         return len(self._tokenize([context])[0])
 
     def without_trace(self, context: str, text: str) -> str:
-        """A generated text without reasoning: empty where the budget ended within the trace."""
+        """A generated text without reasoning; empty if the budget ended within the trace."""
         return "" if _Answer([], *self._marks(context)).in_trace(text) else text
 
     def _marks(self, context: str) -> tuple[str, str, bool]:
@@ -244,7 +245,7 @@ class PrefixLM(MLXLM):
     # ---- shared --------------------------------------------------------------------------
 
     def _respond(self, kind: str, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """What was kept for a request, or what is computed now, and kept."""
+        """The kept response to a request; if there is none, it is computed and kept."""
         key = key_of(self._facts, kind, arguments)
         if key not in self.responses:
             self.responses.add(key, compute(*arguments))
@@ -263,7 +264,7 @@ class PrefixLM(MLXLM):
 
 
 class _Answer:
-    """Where in a generated text the reasoning ends, and where the answer does."""
+    """Finds the end of the reasoning and the end of the answer in a generated text."""
 
     def __init__(self, stops: list[str], start: str, end: str, opened: bool) -> None:
         self.stops, self.start, self.end, self.opened = stops, start, end, opened
@@ -283,7 +284,7 @@ class _Answer:
         return self._first_stop(text) is not None
 
     def cut(self, text: str) -> str:
-        """The answer alone; of an unfinished trace, what MLXLM makes of it."""
+        """The answer alone; with an unfinished trace, the same text that MLXLM returns."""
         if self._reasons(text) and self.end in text:
             text = text.partition(self.end)[2]
             blank = len(text) - len(text.lstrip())

@@ -1,4 +1,4 @@
-"""lm-eval's tasks under every condition, as :mod:`compare` has the tasks of our own."""
+"""lm-eval's tasks under every condition, as :mod:`compare` does for our own tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.models.language_model import LanguageModel
 
 Progress = Callable[[str, int, int], None]
-Run = dict[str, Any]  # what harness.run returns
+Run = dict[str, Any]  # the result of running.run
 
 
 def evaluate(
@@ -29,21 +29,21 @@ def evaluate(
     progress: Progress = lambda text, done, total: None,
     **options: Any,
 ) -> list[Outcome]:
-    """Run tasks under every condition; seeds of one are averaged item by item.
+    """Run tasks under every condition; a condition's seeds are averaged item by item.
 
     Args:
-        target: Who decodes.
-        tasks: Names of lm-eval's tasks or groups, or of ours for it.
-        conditions: Their names must differ.
-        judge: Makes the judge of free answers, once all are there.
-        progress: Called with what runs, and the requests done and known.
-        options: Of :func:`harness.run`.
+        target: The model that decodes.
+        tasks: Names of lm-eval's tasks or groups, or of our tasks for lm-eval.
+        conditions: Conditions with different names.
+        judge: Makes the judge of free answers; called once all answers are there.
+        progress: Called with a text, the number of requests done and the number known.
+        options: Options of :func:`running.run`.
 
     Returns:
-        One outcome a task, then one a group.
+        One outcome per task, then one per group.
 
     Raises:
-        What :func:`harness.run` raises.
+        Exception: Any that :func:`running.run` raises.
     """
     runs: dict[str, list[Run]] = {}
     for condition in conditions:
@@ -74,7 +74,7 @@ def evaluate(
 
 
 def _outcome(name: str, runs: Mapping[str, Sequence[Run]]) -> Outcome:
-    """One task; ``runs`` has a result for each seed of each condition."""
+    """The outcome of one task; ``runs`` has a result for each seed of each condition."""
     items = {condition: _items(found) for condition, found in runs.items()}
     tables = {condition: _table(found, items[condition]) for condition, found in runs.items()}
     notes = tuple(
@@ -89,7 +89,7 @@ def _outcome(name: str, runs: Mapping[str, Sequence[Run]]) -> Outcome:
 
 
 def _items(seeds: Sequence[Run]) -> list[Scored]:
-    """Items with the scores that every seed has as a number, averaged."""
+    """Items with the averages of those scores that are numbers in every seed."""
     scored = []
     for same in zip(*(seed["items"] for seed in seeds), strict=True):
         first = same[0]
@@ -104,7 +104,7 @@ def _items(seeds: Sequence[Run]) -> list[Scored]:
 
 
 def _table(seeds: Sequence[Run], items: Sequence[Scored]) -> Table:
-    """Means over items where that is what every seed's score is, else the seeds' mean."""
+    """Means over items where each seed's score is such a mean, else means over seeds."""
     means = {}
     for metric in seeds[0]["metrics"]:
         found = [seed["metrics"][metric] for seed in seeds]
@@ -122,7 +122,7 @@ def _table(seeds: Sequence[Run], items: Sequence[Scored]) -> Table:
 def _group(
     name: str, weights: Mapping[str, Mapping[str, float]], outcomes: Mapping[str, Outcome]
 ) -> Outcome:
-    """A weighted mean over tasks, whose items are disjoint sets."""
+    """The outcome of a group: a weighted mean over tasks, whose items are disjoint."""
     tables: dict[str, Table] = {}
     for condition in next(iter(outcomes.values())).tables:
         tables[condition] = {

@@ -1,8 +1,8 @@
-"""A local model that judges answers, and what counts as a verdict (appendix "Evaluation data").
+"""A local model that judges answers, and the parsing of its verdicts (appendix "Evaluation data").
 
-Judging reads what :func:`kvlingo_mlx.evaluation.harness.running.run` returned, so the judge may be
-loaded after the models that answered were let go. A reply that is no verdict is counted apart
-and is never taken for a wrong answer.
+Judging reads the result of :func:`kvlingo_mlx.evaluation.harness.running.run`, so the judge may be
+loaded after the answering models were released. A reply without a verdict is counted apart; it
+never counts as a wrong answer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NO_ANSWER = "(the response is empty)"
 
 
 def rating(reply: str) -> float | None:
-    """The rating in a reply, "Rating: [[7]]"; None for anything but one number from 1 to 10."""
+    """The rating in a reply, "Rating: [[7]]"; None unless it is one number from 1 to 10."""
     text = _bracketed(reply)
     if text is None or not re.fullmatch(r"[0-9]{1,2}(\.[0-9]+)?", text):
         return None
@@ -43,12 +43,12 @@ def rating(reply: str) -> float | None:
 
 
 def yes_no(reply: str) -> float | None:
-    """1 for [[yes]], 0 for [[no]], None for anything else: an unbracketed word is no verdict."""
+    """1 for [[yes]], 0 for [[no]], None for anything else, including words without brackets."""
     return {"yes": 1.0, "no": 0.0}.get((_bracketed(reply) or "").lower())
 
 
 def fraction(reply: str) -> float | None:
-    """The share in "Facts: [[2/3]]"; None unless it is a share of at least one."""
+    """The share in "Facts: [[2/3]]"; None unless it is a valid share of at least one fact."""
     found = re.fullmatch(r"([0-9]{1,3})\s*/\s*([0-9]{1,3})", _bracketed(reply) or "")
     if not found:
         return None
@@ -57,7 +57,7 @@ def fraction(reply: str) -> float | None:
 
 
 def _bracketed(reply: str) -> str | None:
-    """What stands in double brackets, if that is one thing, said once or several times."""
+    """The text in double brackets, if the reply has exactly one such text, perhaps repeated."""
     found = {text.strip() for text in re.findall(r"\[\[([^\[\]]*)\]\]", reply)}
     return found.pop() if len(found) == 1 else None
 
@@ -73,12 +73,12 @@ VERDICTS: dict[str, Callable[[str], float | None]] = {
 
 
 class Judge:
-    """A model that answers judging prompts: greedily, with reasoning off.
+    """A model that answers judging prompts greedily, with reasoning off.
 
     Args:
         model: A folder, a Hub id or a loaded model, with a chat template.
-        max_tokens: Most tokens of a reply; one that is cut off before its verdict has none.
-        responses: A file that keeps replies; those in it are not asked for again.
+        max_tokens: The most tokens of a reply; a reply that is cut off before its verdict has none.
+        responses: A file that keeps replies; prompts with a kept reply are not asked again.
     """
 
     def __init__(
@@ -115,22 +115,22 @@ def judge_answers(
     prompts: Mapping[str, str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Have the answers that await a judge judged.
+    """Have a judge score the answers that need one.
 
     Args:
-        results: What ``harness.run`` returned, or that read back from JSON.
-        judge: Takes a prompt and returns a reply: a :class:`Judge`.
+        results: The result of ``running.run``, possibly read back from JSON.
+        judge: A function from a prompt to a reply, such as a :class:`Judge`.
         prompts: A benchmark's own prompts in place of ours, by their names in
             ``judge_prompts.TEMPLATES``, with the same ``{places}``.
-        progress: Called with the answers judged and their number.
+        progress: Called with the number of judged answers and the number of all.
 
     Returns:
-        A copy of ``results``. Each judged item has its score, or None where the reply was no
-        verdict, and the reply as ``judgement``; each judged task has its metric over the
-        verdicts, and the number of replies that were none as ``malformed``.
+        A copy of ``results``. Each judged item has its score, or None for a reply without a
+        verdict, and the reply as ``judgement``. Each judged task has its metric over the verdicts,
+        and the number of replies without one as ``malformed``.
 
     Raises:
-        ValueError: ``prompts`` names no prompt, or one lacks a place or has one too many.
+        ValueError: ``prompts`` names an unknown prompt, or one lacks a place or has an unknown one.
     """
     unknown = sorted(set(prompts or {}) - set(TEMPLATES))
     if unknown:
@@ -170,7 +170,7 @@ def _judge_item(item: dict[str, Any], judge: Ask, prompts: Mapping[str, str]) ->
 
 
 def _places(text: str) -> set[str] | None:
-    """The names of a prompt's places, None where it is malformed."""
+    """The names of a prompt's places; None if the prompt is malformed."""
     try:
         return {name for _, name, _, _ in Formatter().parse(text) if name is not None}
     except ValueError:

@@ -1,7 +1,7 @@
-"""What a judge is asked, and in what form it must answer (appendix "Evaluation data").
+"""The prompts for a judge, and the forms of its replies (appendix "Evaluation data").
 
-The questions put are each benchmark's own; the words are ours. Who wants a benchmark's own
-words passes them to :func:`.judge.judge_answers` under the names here.
+The questions are each benchmark's own; the wording is ours. To use a benchmark's own wording, pass
+it to :func:`.judge.judge_answers` under the names defined here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Template:
     Attributes:
         text: The prompt, for ``str.format``.
         verdict: The form of the reply: a parser's name in :mod:`.judge`.
-        metric: What the score is called.
+        metric: The name of the score.
     """
 
     text: str

@@ -1,4 +1,4 @@
-"""Responses kept in a file as they come, so that what was computed is not computed again."""
+"""Responses that are kept in a file immediately, so that none is computed twice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvlingo_mlx.evaluation.lines import Lines
 
 
 class Responses:
-    """Responses by key: in a JSONL file, each appended as soon as it is known, or in memory.
+    """Responses by key, in a JSONL file or in memory; a file gets each one as soon as it is known.
 
     Args:
         path: The file; None keeps them in memory.
@@ -31,7 +31,7 @@ class Responses:
         return self._known[key]
 
     def add(self, key: str, response: Any) -> None:
-        """Keep a response, which JSON must be able to hold."""
+        """Keep a response, which must be a JSON value."""
         self._lines.append({"key": key, "response": response})
         self._known[key] = response
 
@@ -40,6 +40,6 @@ class Responses:
 
 
 def key_of(*parts: Any) -> str:
-    """Sha256 of what determines a response, as JSON."""
+    """The sha256 of all that determines a response, as JSON."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What lm-eval found, as plain data: means with standard errors, and every item's scores."""
+"""lm-eval's results as plain data: means with standard errors, and every item's scores."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Means = dict[str, Mean]
 
 
 def collect(model: PrefixLM, loaded: Any, evaluated: Mapping[str, Any]) -> dict[str, Any]:
-    """``tasks`` and ``groups`` of what ``lm_eval.evaluate`` returned.
+    """The ``tasks`` and ``groups`` of a result of ``lm_eval.evaluate``.
 
-    The standard errors are ours (appendix "Seeds and error bars"), since lm-eval resamples
-    where it need not and weights groups otherwise.
+    The standard errors are ours (appendix "Seeds and error bars"): lm-eval resamples where it need
+    not, and weights groups differently.
     """
     tasks, means = {}, {}
     for name, task in loaded["tasks"].items():
@@ -94,7 +94,7 @@ def with_error(value: float, scores: Sequence[Any]) -> Mean:
 
 
 def _group(group: Any, values: Mapping[str, Any], means: Mapping[str, Means]) -> dict[str, Any]:
-    """A group's scores, and by metric the weights of the tasks that they are means over."""
+    """A group's scores and, by metric, the weights of the tasks that they average."""
     found: dict[str, Any] = {"metrics": {}, "weights": {}}
     for config in group.aggregate_metric_list:
         for key in values:
@@ -115,12 +115,12 @@ def _group(group: Any, values: Mapping[str, Any], means: Mapping[str, Means]) ->
 
 
 def _name(metric: str, kind: str) -> str:
-    """A metric's name, with its filter where that has one."""
+    """A metric's name, with its filter if it has one."""
     return metric if kind == "none" else f"{metric},{kind}"
 
 
 def plain(value: Any) -> Any:
-    """A score or response as JSON has it: floats, text, lists; None for no number."""
+    """A score or response as JSON values: floats, text, lists; None for non-finite numbers."""
     if isinstance(value, np.ndarray | list | tuple):
         return [plain(part) for part in value]
     if isinstance(value, bool | int | float | np.number | np.bool_):

@@ -1,7 +1,7 @@
 """lm-eval's tasks with the prefix read by any condition: native, translated, a control.
 
-A task's contexts are prefixes (appendix "Evaluation data"): the condition makes their caches,
-the target scores or writes what follows. It needs the ``[eval]`` extra.
+A task's contexts are prefixes (appendix "Evaluation data"). The condition makes their caches; the
+target scores or generates the continuations. It needs the ``[eval]`` extra.
 """
 
 from __future__ import annotations
@@ -53,46 +53,48 @@ def run(
     """Evaluate one condition on tasks of lm-eval, of ours, or of the user's.
 
     Args:
-        target: Who continues.
-        make_cache: How prefixes are read: one of :mod:`kvlingo_mlx.evaluation.conditions`.
+        target: The model that continues.
+        make_cache: The way prefixes are read, from :mod:`kvlingo_mlx.evaluation.conditions`.
         tasks: Names of tasks, groups or tags; ours are ``harness.tasks.NAMES``.
-        condition: What ``make_cache`` is called. Kept responses are known by it, so it has to
-            tell apart whatever reads differently: put a translator's digest into it.
-        limit: Only the first so many items of each task.
-        items: Only these items (numbers from 0) of the tasks named; not with ``limit``.
-        seed: Of few-shot examples, of whatever a task draws, and of MT-Bench-101's turns.
-        num_fewshot: Examples shown; None: as the task has it. A task that has 0 keeps 0.
-        apply_chat_template: None: if the tokenizer has one.
+        condition: A name for ``make_cache``. Kept responses are identified by it, so different ways
+            of reading need different names: put a translator's digest into it.
+        limit: Run only this number of items of each task.
+        items: Run only these items (numbers from 0) of the tasks named; not with ``limit``.
+        seed: The seed of few-shot examples, of a task's own random choices, and of MT-Bench-101's
+            turns.
+        num_fewshot: The number of examples shown; None leaves it to the task. A task with 0 keeps
+            0.
+        apply_chat_template: None applies a template if the tokenizer has one.
         enable_thinking: The template's reasoning switch; None leaves it to the template.
-        fewshot_as_multiturn: Examples as turns of the chat, not as one message.
+        fewshot_as_multiturn: Show examples as turns of the chat, not as one message.
         system_instruction: A system message for every item.
-        max_gen_toks: Most tokens of a generated answer; None: as the task has it.
-        max_length: Most tokens of a context (and its scored continuation); default: the
-            target's context. Longer contexts lose their front. Give less where the model
-            that reads the prefix has a shorter context.
+        max_gen_toks: The most tokens of a generated answer; None leaves it to the task.
+        max_length: The most tokens of a context (and its scored continuation), by default the
+            target's context length. Longer contexts lose their front. Give less if the model that
+            reads the prefix has a shorter context.
         include_path: A folder of further task files.
         data: Local files in place of the Hub's data, by the name of one of our tasks.
         metadata: Passed to tasks that ask for it, such as RULER's ``max_seq_lengths``.
-        responses: A JSONL file that keeps every response as it comes. A later call with the
-            same file skips those requests, whether the first one ended or was interrupted.
-        unsafe_code: Allow tasks that run code the model wrote.
-        progress: Called with the requests done and those known so far.
+        responses: A JSONL file that keeps every response immediately. A later call with the same
+            file skips those requests, whether the first call finished or was interrupted.
+        unsafe_code: Allow tasks that run code written by the model.
+        progress: Called with the number of requests done and the number known so far.
 
     Returns:
         Plain data for JSON: ``condition``, ``target``, ``settings``, ``tasks`` and, where lm-eval
-        aggregates, ``groups``. A task has ``metrics`` (name to value, standard error over items
-        and count; the error is None where the score is no mean over items), ``higher_is_better``,
-        ``num_fewshot``, ``version`` and ``items``; a group has ``metrics`` and, by metric, the
-        ``weights`` of its tasks. An item has its ``id``, ``prefix_tokens``,
-        ``scores`` by metric and raw ``responses``; one of our tasks also ``cluster`` and
-        ``subset``, and where a judge is needed ``answer`` (no reasoning) and ``to_judge``:
-        pass the result to :func:`kvlingo_mlx.evaluation.harness.judge.judge_answers`. Metrics of a
-        named filter are called "metric,filter", as in lm-eval.
+        aggregates, ``groups``. A task has ``metrics`` (name to value, standard error over items and
+        count; the error is None if the score is not a mean over items), ``higher_is_better``,
+        ``num_fewshot``, ``version`` and ``items``. A group has ``metrics`` and, by metric, the
+        ``weights`` of its tasks. An item has its ``id``, ``prefix_tokens``, ``scores`` by metric
+        and raw ``responses``; in our tasks it also has ``cluster`` and ``subset`` and, if it needs
+        a judge, ``answer`` (without reasoning) and ``to_judge``: pass the result to
+        :func:`kvlingo_mlx.evaluation.harness.judge.judge_answers`. Metrics of a named filter are
+        called "metric,filter", as in lm-eval.
 
     Raises:
         MissingExtraError: lm-eval, or a module that a task needs, is not installed.
-        ValueError: A bad argument, or a task that does not exist (close matches are named).
-        KVLingoError: A task's data cannot be had or read, or the model gives no numbers.
+        ValueError: A bad argument, or an unknown task (close matches are named).
+        KVLingoError: A task's data cannot be fetched or read, or the model's output is not finite.
     """
     _check_extra()
     _check(tasks, condition, limit, items, data)
@@ -131,7 +133,7 @@ def run(
 
 
 def _evaluated(model: Any, loaded: Mapping[str, Any], **options: Any) -> Any:
-    """lm-eval's findings, without its bootstrap: that starts processes; our errors come after."""
+    """lm-eval's results without its bootstrap, which starts processes; we add our own errors."""
     from lm_eval.evaluator import evaluate
 
     return evaluate(lm=model, task_dict=loaded, bootstrap_iters=0, **options)
@@ -188,7 +190,7 @@ def _check_tasks(
 
 
 def _set_examples(tasks: Iterable[Any], num_fewshot: int | None, seed: int) -> None:
-    """What lm-eval's own front end does with the number of examples."""
+    """Set the number of examples as lm-eval's own command line does."""
     for task in tasks:
         default = task.get_config("num_fewshot")
         if num_fewshot is not None and default != 0:
@@ -200,7 +202,7 @@ def _set_examples(tasks: Iterable[Any], num_fewshot: int | None, seed: int) -> N
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Python's and NumPy's generators, from which tasks draw; as they were afterwards."""
+    """Seed Python's and NumPy's generators, from which tasks draw, and restore them afterwards."""
     states = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)
@@ -213,7 +215,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No warnings and no bars of lm-eval's; ``progress`` says what goes on."""
+    """Silence lm-eval's warnings and progress bars; ``progress`` reports instead."""
     import datasets
     import lm_eval.api.task as noisy
 

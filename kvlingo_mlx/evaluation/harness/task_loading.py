@@ -1,4 +1,4 @@
-"""From names to lm-eval tasks with their data: ours, the user's, lm-eval's own."""
+"""Loads lm-eval tasks with their data by name: ours, the user's, lm-eval's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvlingo_mlx.errors import KVLingoError, MissingExtraError, printable
 from kvlingo_mlx.evaluation.harness import tasks as own
 
 OWN_FOLDER = Path(own.__file__).parent
-# What `datasets` and the Hub's client raise without network, without access, or over a data set
+# Errors that `datasets` and the Hub's client raise without network or access, or for a data set
 # that is gone, has moved, or needs code of its own.
 PROBLEMS = (OSError, HfHubHTTPError, HFValidationError, DatasetsError, RuntimeError, ValueError)
 
@@ -35,7 +35,7 @@ def load_tasks(
     Raises:
         ValueError: There is no such task, or one is named twice.
         MissingExtraError: A task needs a module that is not installed.
-        KVLingoError: A task's data cannot be had or read.
+        KVLingoError: A task's data cannot be fetched or read.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"{include_path} is no folder of task files")
@@ -58,7 +58,7 @@ def load_tasks(
 
 @lru_cache
 def _manager(folder: str | None, everything: bool, metadata: str) -> TaskManager:
-    """An index of task files; lm-eval's own are many and take a while to go through."""
+    """An index of task files; indexing lm-eval's own files takes a while, so it is cached."""
     return TaskManager(
         include_path=folder, include_defaults=everything, metadata=json.loads(metadata)
     )

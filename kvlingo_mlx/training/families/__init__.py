@@ -1,4 +1,4 @@
-"""The model families that can be trained, by the ``model_type`` of their config."""
+"""The model families that can be trained, by their config's ``model_type``."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def family_of(model_type: str) -> TorchFamily:
     """The adapter of a model type.
 
     Raises:
-        UnsupportedModelError: There is none; the message lists those there are.
+        UnsupportedModelError: There is no adapter; the message lists the supported families.
     """
     if model_type not in FAMILIES:
         raise UnsupportedModelError(

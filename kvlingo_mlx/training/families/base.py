@@ -1,8 +1,8 @@
-"""What training must know about a model family in transformers.
+"""What training needs to know about a model family in transformers.
 
-The defaults describe the common attention block: ``k_proj`` and ``v_proj``, an optional
-per-head ``k_norm``, then rotation by halves. A family's facts are those that mlx-lm goes by;
-``agreement.py`` compares them with what transformers made of the same files.
+The defaults describe the common attention block: ``k_proj`` and ``v_proj``, an optional per-head
+``k_norm``, then rotation by halves. A family states the facts as mlx-lm uses them; ``agreement.py``
+compares them with what transformers reads from the same files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvlingo_mlx.format.geometry import CacheGeometry, LayerGeometry, RopeSpec, 
 POINTS = ("pre_norm", "post_norm", "post_rope")
 
 
-Positions = int | torch.Tensor  # of a span's first token, or of each (T,)
+Positions = int | torch.Tensor  # the position of a span's first token, or of each token (T,)
 
 
 def places(start: Positions, heads: torch.Tensor) -> torch.Tensor:
@@ -33,38 +33,38 @@ def places(start: Positions, heads: torch.Tensor) -> torch.Tensor:
 class TorchFamily:
     """One model family, by the ``model_type`` of its text model's config.
 
-    ``scaled_rope`` is False where mlx-lm builds a plain RoPE whatever the config says.
+    ``scaled_rope`` is False where mlx-lm builds a plain RoPE and ignores the config's scaling.
     """
 
     model_type: str
     scaled_rope: bool = True
 
-    # Where keys can be captured; projections put out what is at the first.
+    # The capture points of keys; projections output keys at the first one.
     points: ClassVar[tuple[str, ...]] = POINTS
-    # How to turn windows off.
+    # How a user turns windows off in config.json, for messages.
     no_windows: ClassVar[str] = "use_sliding_window to false"
 
     def facts(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The config of the text model as mlx-lm reads it; ``config`` is the raw one."""
+        """The text model's config as mlx-lm reads it; ``config`` is the raw one."""
         return config
 
     def text(self, model: Any) -> Any:
-        """The decoder without its head."""
+        """The decoder of the text model, without its language-model head."""
         return model.model
 
     def align(self, model: Any) -> None:
-        """Make a loaded model compute what mlx-lm does, where that is a matter of rounding."""
+        """Make a loaded model round as mlx-lm does, where the two differ only in rounding."""
 
     def attentions(self, model: Any) -> list[Any]:
         """The attention modules that own a cache, in cache order."""
         return [layer.self_attn for layer in self.text(model).layers]
 
     def readers(self, model: Any) -> list[tuple[Any, ...]]:
-        """The attention modules that read each cache, its owner first."""
+        """For each cache, the attention modules that read it; its owner comes first."""
         return [(attention,) for attention in self.attentions(model)]
 
     def logits(self, model: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Next-token logits of final hidden states."""
+        """The next-token logits of final hidden states."""
         return model.lm_head(hidden)
 
     # ---- keys and values ------------------------------------------------------------------
@@ -76,39 +76,39 @@ class TorchFamily:
     def states(
         self, attention: Any, outputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values (T, H * D), at the first of ``points``, of what ``taps`` put out."""
+        """Keys and values (T, H * D), at the first of ``points``, from the outputs of ``taps``."""
         keys, values = outputs
         return keys, values
 
     def normalise_values(self, attention: Any, heads: torch.Tensor) -> torch.Tensor:
-        """The norm of (T, H, D) values, where there is one."""
+        """The (T, H, D) values after their norm, where the family has one."""
         return heads
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What transformers' cache stores, (1, H, T, D) twice, of finished keys and values."""
+        """Finished keys and values as transformers' cache stores them, (1, H, T, D) each."""
         return keys, values
 
-    # ---- attention, for the norms that weigh by it ------------------------------------------
+    # ---- attention, for the attention norms -------------------------------------------------
 
     def query_projection(self, attention: Any) -> Any:
-        """The module whose output ``queries`` takes."""
+        """The module whose output :meth:`queries` takes."""
         return attention.q_proj
 
     def queries(
         self, model: Any, attention: Any, projected: torch.Tensor, start: int
     ) -> torch.Tensor:
-        """Queries as attention uses them: projected (M, Hq * D) at ``start`` on to (Hq, M, D)."""
+        """Queries as attention uses them: projected (M, Hq * D), at ``start``, to (Hq, M, D)."""
         heads = projected.view(len(projected), -1, attention.head_dim)
         return self.rotate(model, attention, self.normalise(attention, heads, "q"), start)[0]
 
     def attended(self, attention: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The keys that ``queries`` meet, (H, T, D), of finished keys and values (H, T, D)."""
+        """The keys (H, T, D) that ``queries`` attend to, of finished keys and values (H, T, D)."""
         return keys
 
     # ---- facts ----------------------------------------------------------------------------
 
     def geometry(self, model: Any, config: Mapping[str, Any]) -> CacheGeometry:
-        """All facts that shape this model's cache; ``config`` is what ``facts`` gave."""
+        """All facts that shape this model's cache; ``config`` is the result of ``facts``."""
         attentions = self.attentions(model)
         windows = self.windows(config, len(attentions))
         return CacheGeometry(
@@ -120,11 +120,11 @@ class TorchFamily:
         )
 
     def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-        """Each layer's window in tokens as mlx-lm runs it; None where it attends to all."""
+        """Each layer's window in tokens in mlx-lm; None where a layer attends to all tokens."""
         return [None] * num_layers
 
     def windows_here(self, model: Any) -> list[int | None]:
-        """The same as transformers runs it."""
+        """Each layer's window in transformers."""
         return [getattr(a, "sliding_window", None) for a in self.attentions(model)]
 
     def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
@@ -132,12 +132,12 @@ class TorchFamily:
         return configured_rope(config, self.key_dim(attention), scaled=self.scaled_rope)
 
     def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """The same as transformers does."""
+        """How transformers rotates a layer's keys."""
         parameters = self.text(model).config.rope_parameters
         return configured_rope({"rope_parameters": parameters}, self.key_dim(attention))
 
     def key_dim(self, attention: Any) -> int:
-        """Width of one head's keys."""
+        """The width of one head's keys."""
         return attention.head_dim
 
     def layer_geometry(self, index: int, attention: Any, window: int | None) -> LayerGeometry:
@@ -154,16 +154,16 @@ class TorchFamily:
         )
 
     def normalise(self, attention: Any, heads: torch.Tensor, which: str = "k") -> torch.Tensor:
-        """Per-head RMSNorm of (T, H, D) keys (``which="q"``: queries), where there is one."""
+        """(T, H, D) keys (``which="q"``: queries) after a per-head RMSNorm, where there is one."""
         norm = getattr(attention, f"{which}_norm", None)
         return heads if norm is None else norm(heads)
 
     def rotate(
         self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
     ) -> torch.Tensor:
-        """Rotate (T, H, D) keys or queries at positions ``start`` and on; (1, H, T, D).
+        """Rotate (T, H, D) keys or queries to (1, H, T, D).
 
-        Or at a position of its own for each.
+        ``start`` is the position of the first one, or the position of each one.
         """
         states = heads.transpose(0, 1)[None]
         cos, sin = self.cosines(model, attention, states, places(start, heads))

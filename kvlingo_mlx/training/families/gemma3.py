@@ -1,4 +1,4 @@
-"""Gemma-3, text or the text part of the multimodal model: local and global layers."""
+"""Gemma-3: the text model, alone or inside the multimodal model, with local and global layers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvlingo_mlx.training.families.base import TorchFamily
 
 
 class Gemma3(TorchFamily):
-    """A rotation for each kind of layer; embeddings are scaled."""
+    """The adapter of Gemma-3, with a rotation for each kind of layer and scaled embeddings."""
 
     no_windows = "sliding_window_pattern and layer_types to the same layers"
 
-    # mlx-lm's own, where a config says nothing; transformers has others.
+    # mlx-lm's defaults for what a config leaves out; those of transformers differ.
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "model_type": "gemma3_text",
         "rms_norm_eps": 1e-6,
@@ -32,7 +32,7 @@ class Gemma3(TorchFamily):
     MULTIMODAL_ROWS = 262208
 
     def facts(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Released configs of the multimodal model leave most of the text model's out."""
+        """The text model's config, completed with mlx-lm's defaults; released ones are sparse."""
         text = config.get("text_config", config)
         found = {**self.DEFAULTS, **self._period(text), **text}
         if text is config:
@@ -40,10 +40,10 @@ class Gemma3(TorchFamily):
         return {**found, "vocab_size": config.get("vocab_size", self.MULTIMODAL_ROWS)}
 
     def _period(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """``sliding_window_pattern`` by the layers' kinds, which is all that newer configs list."""
+        """``sliding_window_pattern`` from ``layer_types``, the only one that newer configs give."""
         types = text.get("layer_types")
         if types is None or "sliding_window_pattern" in text:
-            return {}  # should the two differ, the windows will
+            return {}  # if the two contradict each other, the comparison of windows finds it
         period = layer_period(types)
         if period is None:
             raise UnsupportedModelError(
@@ -53,21 +53,21 @@ class Gemma3(TorchFamily):
         return {"sliding_window_pattern": period}
 
     def text(self, model: Any) -> Any:
-        """The multimodal model has its text model beside the vision tower."""
+        """The decoder, which the multimodal model has beside its vision tower."""
         return getattr(model.model, "language_model", model.model)
 
     def align(self, model: Any) -> None:
-        """mlx-lm scales embeddings by a bfloat16 number whatever the model's dtype is."""
+        """Round the scale of embeddings to bfloat16, as mlx-lm does for a model of any dtype."""
         scale = self.text(model).embed_tokens.embed_scale
         scale.copy_(scale.bfloat16())
 
     def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-        """Every so many layers one is global."""
+        """The windows; one layer in every ``sliding_window_pattern`` is global and has none."""
         window, pattern = config["sliding_window"], config["sliding_window_pattern"]
         return [window if (i + 1) % pattern else None for i in range(num_layers)]
 
     def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
-        """Local layers have a base of their own and no scaling."""
+        """How mlx-lm rotates keys: local layers have their own base and no scaling."""
         own = (config.get("rope_parameters") or {}).get(attention.layer_type)
         if own is not None:
             return configured_rope({"rope_parameters": own}, attention.head_dim)
@@ -77,12 +77,12 @@ class Gemma3(TorchFamily):
         return configured_rope(named, attention.head_dim)
 
     def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """transformers keeps the parameters of each kind of layer."""
+        """How transformers rotates keys; it keeps parameters for each kind of layer."""
         parameters = self.text(model).config.rope_parameters[attention.layer_type]
         return configured_rope({"rope_parameters": parameters}, attention.head_dim)
 
     def cosines(
         self, model: Any, attention: Any, states: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Those of the layer's own kind."""
+        """Cosines and sines for the layer's own kind."""
         return self.text(model).rotary_emb(states, positions, attention.layer_type)

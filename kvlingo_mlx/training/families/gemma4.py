@@ -1,4 +1,4 @@
-"""Gemma-4: normed values, wider heads in global layers, last layers that own no cache."""
+"""Gemma-4: normed values, wider heads in global layers, last layers that share a cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
 class Gemma4(TorchFamily):
-    """A text model, or that of a multimodal one."""
+    """The adapter of Gemma-4: a text model, alone or inside a multimodal one."""
 
     no_windows = "layer_types to the same layers"
 
-    # mlx-lm's own, where a config says nothing; transformers has others.
+    # mlx-lm's defaults for what a config leaves out; those of transformers differ.
     DEFAULTS: ClassVar[dict[str, Any]] = {
         "model_type": "gemma4_text",
         "num_hidden_layers": 35,
@@ -38,22 +38,22 @@ class Gemma4(TorchFamily):
     }
 
     def facts(self, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Released configs leave some of it out."""
+        """The text model's config, completed with mlx-lm's defaults; released ones are sparse."""
         if "text_config" not in config:
             return {**self.DEFAULTS, **config}
         rows = {"vocab_size": config.get("vocab_size", self.DEFAULTS["vocab_size"])}
         return {**self.DEFAULTS, **config["text_config"], **rows}
 
     def text(self, model: Any) -> Any:
-        """The multimodal model has its text model beside the towers."""
+        """The decoder, which the multimodal model has beside its towers."""
         return getattr(model.model, "language_model", model.model)
 
     def attentions(self, model: Any) -> list[Any]:
-        """Layers that share another's cache come last and own none."""
+        """The attention modules that own a cache; later layers share one and are left out."""
         return [a for a in super().attentions(model) if not a.is_kv_shared_layer]
 
     def readers(self, model: Any) -> list[tuple[Any, ...]]:
-        """The last owner of each kind is read by the layers that own none, too."""
+        """The readers of each cache: its owner and, for a kind's last owner, the shared layers."""
         owners = self.attentions(model)
         shared = super().attentions(model)[len(owners) :]
         return [
@@ -62,14 +62,14 @@ class Gemma4(TorchFamily):
         ]
 
     def logits(self, model: Any, hidden: torch.Tensor) -> torch.Tensor:
-        """Bounded by a tanh."""
+        """The next-token logits, bounded by a tanh."""
         logits, bound = model.lm_head(hidden), self.text(model).config.final_logit_softcapping
         return logits if bound is None else torch.tanh(logits / bound) * bound
 
     # ---- keys and values ------------------------------------------------------------------
 
     def taps(self, attention: Any) -> tuple[Any, ...]:
-        """Without a value projection, the key projection holds both."""
+        """The projections; without a value projection, the key projection gives keys and values."""
         return super().taps(attention) if attention.v_proj is not None else (attention.k_proj,)
 
     def states(
@@ -79,13 +79,13 @@ class Gemma4(TorchFamily):
         return outputs[0], outputs[-1]
 
     def normalise_values(self, attention: Any, heads: torch.Tensor) -> torch.Tensor:
-        """Values have a norm without a weight."""
+        """The values after their norm, which has no weight."""
         return attention.v_norm(heads)
 
     def rotate(
         self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
     ) -> torch.Tensor:
-        """By the rotation of the layer's own kind."""
+        """Rotate (T, H, D) keys or queries by the rotation of the layer's own kind."""
         states = heads.transpose(0, 1)[None]
         positions = places(start, heads)
         cos, sin = self.text(model).rotary_emb(states, positions, attention.layer_type)
@@ -94,7 +94,7 @@ class Gemma4(TorchFamily):
     # ---- facts ----------------------------------------------------------------------------
 
     def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-        """By ``layer_types``, or every so many layers one is global."""
+        """The windows, by ``layer_types`` or with one global layer in every pattern."""
         pattern, window = config["sliding_window_pattern"], config["sliding_window"]
         kinds = config["layer_types"] or [
             LOCAL if (i + 1) % pattern else GLOBAL for i in range(num_layers)
@@ -102,12 +102,12 @@ class Gemma4(TorchFamily):
         return [window if kind == LOCAL else None for kind in kinds[:num_layers]]
 
     def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
-        """Each kind of layer has parameters of its own."""
+        """How mlx-lm rotates keys; each kind of layer has its own parameters."""
         parameters = config["rope_parameters"] or self.ROPES
         own = {"rope_parameters": parameters.get(attention.layer_type)}
         return configured_rope(own, attention.head_dim)
 
     def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """transformers keeps the parameters of each kind of layer."""
+        """How transformers rotates keys; it keeps parameters for each kind of layer."""
         parameters = self.text(model).config.rope_parameters[attention.layer_type]
         return configured_rope({"rope_parameters": parameters}, attention.head_dim)

@@ -1,8 +1,8 @@
-"""Multi-head latent attention (MLA): a token's keys and values are one latent and one rotary key.
+"""Multi-head latent attention (MLA): a token is cached as one latent and one rotary key.
 
-``values`` are c_KV as kv_a_layernorm leaves it and ``keys`` k_R before its rotation, one head of
-each (paper: section "MLA cache translation"). transformers caches just these, the
-rotary key rotated, and expands them in every step.
+``values`` are the latents c_KV after kv_a_layernorm, and ``keys`` the rotary keys k_R before their
+rotation, one head each (paper: section "MLA cache translation"). transformers caches the same, with
+the rotary key rotated, and expands them in every step.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from kvlingo_mlx.training.families.base import Positions, TorchFamily, places
 
 @dataclass(frozen=True)
 class Latent(TorchFamily):
-    """DeepSeek-V3 and what is built like it. ``base`` is mlx-lm's rope_theta by default."""
+    """DeepSeek-V3 and models built like it; ``base`` is mlx-lm's default rope_theta."""
 
     base: float = 1e4
 
     points: ClassVar[tuple[str, ...]] = ("latent",)
-    # What mlx-lm builds where it builds the same whatever the config's own type is.
+    # The RoPE type that mlx-lm builds, where it ignores the config's own type.
     rope_type: ClassVar[str | None] = None
 
     def taps(self, attention: Any) -> tuple[Any, ...]:
-        """One projection holds the latent and the rotary key."""
+        """The projection whose output holds the latent and the rotary key."""
         return (attention.kv_a_proj_with_mqa,)
 
     def states(
         self, attention: Any, outputs: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary keys (T, dr) and normed latents (T, r)."""
+        """The rotary keys (T, dr) and normed latents (T, r)."""
         sizes = [attention.kv_lora_rank, attention.qk_rope_head_dim]
         latent, keys = outputs[0].split(sizes, dim=-1)
         return keys, attention.kv_a_layernorm(latent)
 
     def stored(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latents first."""
+        """The cached pair in transformers' order: latents first."""
         return values, keys
 
     def rotate(
         self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
     ) -> torch.Tensor:
-        """Neighbouring numbers together; they come out with the first of each pair first."""
+        """Rotate pairs of neighbours; the output has the first numbers of all pairs in front."""
         states = heads.transpose(0, 1)[None]
         positions = places(start, heads)
         cos, sin = self.text(model).rotary_emb(states, positions)
@@ -58,13 +58,13 @@ class Latent(TorchFamily):
     # ---- attention ------------------------------------------------------------------------
 
     def query_projection(self, attention: Any) -> Any:
-        """Queries may have a latent of their own."""
+        """The projection of queries, which may have their own latent."""
         return attention.q_proj if attention.q_lora_rank is None else attention.q_b_proj
 
     def queries(
         self, model: Any, attention: Any, projected: torch.Tensor, start: int
     ) -> torch.Tensor:
-        """The part without a position, then the rotated one."""
+        """The queries: the part without positions, then the rotated part."""
         heads = projected.view(len(projected), attention.num_heads, -1)
         sizes = [attention.qk_nope_head_dim, attention.qk_rope_head_dim]
         plain, rotary = heads.split(sizes, dim=-1)
@@ -72,7 +72,7 @@ class Latent(TorchFamily):
         return torch.cat([plain.transpose(0, 1), rotary], dim=-1)
 
     def attended(self, attention: Any, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Every head's own, expanded from the latent."""
+        """The keys of every head, expanded from the latent."""
         return attention.expand_kv(values[None], keys[None])[0][0]
 
     # ---- facts ----------------------------------------------------------------------------
@@ -90,17 +90,17 @@ class Latent(TorchFamily):
         return dataclasses.replace(spec, traditional=True)
 
     def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """The same as transformers does."""
+        """How transformers rotates the rotary keys."""
         spec = super().rope_here(model, attention)
         interleaved = getattr(self.text(model).config, "rope_interleave", True)
         return dataclasses.replace(spec, traditional=interleaved)
 
     def key_dim(self, attention: Any) -> int:
-        """Width of a rotary key."""
+        """The width of a rotary key."""
         return attention.qk_rope_head_dim
 
     def layer_geometry(self, index: int, attention: Any, window: int | None) -> LayerGeometry:
-        """One head: rotary keys, and latents as values."""
+        """The shape of one cache layer: one head, with rotary keys and latents as values."""
         return LayerGeometry(
             layer=index,
             kv_heads=1,
@@ -111,14 +111,14 @@ class Latent(TorchFamily):
 
 
 class DeepseekV2(Latent):
-    """mlx-lm rotates by YaRN whatever type is named."""
+    """DeepSeek-V2, which mlx-lm rotates by YaRN whatever type the config names."""
 
     rope_type = "yarn"
 
     def rotate(
         self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
     ) -> torch.Tensor:
-        """By complex numbers."""
+        """Rotate (T, H, D) keys or queries by complex multiplication."""
         states = heads.transpose(0, 1)[None]
         positions = places(start, heads)
         turns = self.text(model).rotary_emb(states, positions)

@@ -1,4 +1,4 @@
-"""Llama; Mistral, which mlx-lm runs as Llama; Ministral-3, whose queries grow with positions."""
+"""Llama; Mistral, which mlx-lm runs as Llama; Ministral-3, which scales queries by position."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from kvlingo_mlx.training.families.base import TorchFamily, places
 
 
 class Llama(TorchFamily):
-    """No k_norm; windows by ``layer_types``."""
+    """The adapter of Llama and Mistral: no k_norm, and windows by ``layer_types``."""
 
     no_windows = "sliding_window to null and drop layer_types"
 
     def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
-        """mlx-lm ignores a window that ``layer_types`` gives to no layer."""
+        """The windows in mlx-lm, which ignores a window that ``layer_types`` gives to no layer."""
         kinds = config.get("layer_types") or ["full_attention"] * num_layers
         return [config["sliding_window"] if k == "sliding_attention" else None for k in kinds]
 
     def windows_here(self, model: Any) -> list[int | None]:
-        """transformers gives Mistral's and Ministral-3's to every layer, and Llama none."""
+        """The windows in transformers: on every layer of Mistral and Ministral-3, none in Llama."""
         config = self.text(model).config
         window = None if config.model_type == "llama" else config.sliding_window
         return [window] * len(self.attentions(model))
 
 
 class Ministral3(Llama):
-    """YaRN; queries are scaled by how many times their position holds the original context."""
+    """The adapter of Ministral-3: YaRN, and queries scaled beyond the original context."""
 
     def queries(
         self, model: Any, attention: Any, projected: torch.Tensor, start: int

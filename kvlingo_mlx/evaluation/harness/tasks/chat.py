@@ -1,4 +1,4 @@
-"""Tasks whose items are conversations, which the chat template gets turn by turn."""
+"""Tasks whose items are conversations, passed to the chat template turn by turn."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SPEAKERS = {"system": "System", "user": "User", "assistant": "Assistant"}
 
 
 class ChatTask(ConfigurableTask):
-    """A task whose documents are those of :mod:`kvlingo_mlx.evaluation.harness.tasks.sources`.
+    """A task with the documents of :mod:`kvlingo_mlx.evaluation.harness.tasks.sources`.
 
-    lm-eval's own tasks make one user message of a document; here all its messages are the
-    context. No examples are shown (num_fewshot is 0).
+    lm-eval's own tasks turn a document into one user message. Here all messages of a document are
+    the context. No examples are shown (num_fewshot is 0).
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -26,7 +26,7 @@ class ChatTask(ConfigurableTask):
         return doc["messages"][-1]["content"]
 
     def doc_to_target(self, doc: dict[str, Any], doc_to_target: Any = None) -> list[str]:
-        """The reference answers; none where a judge needs none."""
+        """The reference answers; empty if a judge needs none."""
         return doc["references"]
 
     def fewshot_context(
@@ -39,7 +39,7 @@ class ChatTask(ConfigurableTask):
         chat_template: Callable[..., str] | None = None,
         gen_prefix: str | None = None,
     ) -> str:
-        """The whole conversation, rendered, up to where the answer begins."""
+        """The whole conversation, rendered, up to the start of the answer."""
         messages = list(doc["messages"])
         if system_instruction:
             messages.insert(0, {"role": "system", "content": system_instruction})

@@ -1,4 +1,4 @@
-"""What a task file calls to score an answer: QuAC's F1; or nothing, where a judge will."""
+"""Scoring functions named in task files: QuAC's F1, and none where a judge scores later."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 
 def quac_f1(document: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """Word F1 against the reference that fits best."""
+    """The word F1 against the best matching reference."""
     return {"f1": max(word_f1(results[0], text) for text in document["references"])}
 
 
 def judged_later(document: dict[str, Any], results: Sequence[str]) -> dict[str, float]:
-    """No score yet."""
+    """No score, since a judge scores the answer later."""
     return {}
 
 
 def word_f1(answer: str, reference: str) -> float:
-    """F1 of two texts as bags of words, without case, punctuation and articles."""
+    """The F1 of two texts as bags of words, ignoring case, punctuation and articles."""
     found, wanted = _words(answer), _words(reference)
     shared = sum((Counter(found) & Counter(wanted)).values())
     if not found or not wanted:

@@ -1,12 +1,12 @@
 """Records of each benchmark, from the Hub or a local file, as conversations to continue.
 
-Each public function but :func:`read_file` is a task's ``custom_dataset``: lm-eval calls it with
-the task's metadata and ``dataset_kwargs``. Every document has the same fields:
+Each public function but :func:`read_file` is a task's ``custom_dataset``: lm-eval calls it with the
+task's metadata and ``dataset_kwargs``. Every document has the same fields:
 
 - ``id``, unique, and ``cluster``, shared by items whose scores belong together (error bars);
 - ``subset``, the benchmark's own kind of question;
 - ``messages``, the conversation to continue, and ``references``, answers to compare with;
-- ``judge``, JSON: which prompt judges the answer and what stands in it, or empty.
+- ``judge``, JSON with the prompt that judges the answer and the prompt's fields, or empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvlingo_mlx.evaluation.harness.tasks.chat import transcript
 Record = Mapping[str, Any]
 Document = dict[str, Any]
 
-QUAC_TURNS = 8  # of a dialogue, as in the paper
+QUAC_TURNS = 8  # turns used of a dialogue, as in the paper
 QUAC_INSTRUCTION = (
     "Answer each question about the text with a short passage copied from it. If the text does "
     "not answer the question, reply CANNOTANSWER."
@@ -35,25 +35,25 @@ LONGMEMEVAL_INSTRUCTION = (
     "Below are past chats between you and a user, oldest first. Use them to answer the question "
     "that follows."
 )
-# Where a first turn only sets the scene, the benchmark does not judge it.
+# The benchmark does not judge a first turn that only sets the scene.
 UNJUDGED_FIRST = ("AR", "CM", "CR", "FR", "SA", "SC")
 WITH_REFERENCE = ("GR", "MR")
 SECONDS = 30
 
 
 def quac(*, path: str, revision: str, split: str, data: Record | None = None, **_: Any) -> Any:
-    """QuAC's dialogues: each of the first turns is an item, true answers before it."""
+    """QuAC's dialogues: each of the first turns is an item, after the true earlier answers."""
     return _dataset("quac", _quac, data, lambda: _hub(path, split, revision))
 
 
 def mt_bench_101(*, url: str, data: Record | None = None, seed: int = 0, **_: Any) -> Any:
-    """MT-Bench-101: one turn of each conversation, drawn by ``seed`` and the conversation."""
+    """MT-Bench-101: one turn of each conversation, chosen by ``seed`` and the conversation."""
     return _dataset("mt_bench_101", lambda r: _mt_bench_101(r, seed), data, lambda: _download(url))
 
 
 def longmemeval(*, path: str, file: str, data: Record | None = None, **_: Any) -> Any:
     """LongMemEval: the sessions by date as one text, then the question."""
-    # Not through `datasets`: some answers are numbers, which Arrow does not mix with text.
+    # `datasets` is not used: some answers are numbers, and Arrow does not mix them with text.
     return _dataset("longmemeval", _longmemeval, data, lambda: _hub_file(path, file))
 
 
@@ -155,7 +155,7 @@ def _repliqa(record: Record, rubric: str) -> list[Document]:
 
 
 def _multichallenge(record: Record) -> list[Document]:
-    # The benchmark's repository writes the names in capitals, the Hub does not.
+    # The benchmark's repository writes field names in capitals, the Hub does not.
     record = {key.lower(): value for key, value in record.items()}
     messages = _turns(record["conversation"], "conversation")
     judge = _judge(
@@ -168,7 +168,7 @@ def _multichallenge(record: Record) -> list[Document]:
 
 
 def _turns(turns: Any, name: str) -> list[dict[str, str]]:
-    """Messages, given as a list of them or (as `datasets` has it) as a dict of lists."""
+    """The messages in a list of them or, as `datasets` stores them, in a dict of lists."""
     if isinstance(turns, Mapping):
         turns = [
             {"role": role, "content": content}
@@ -207,7 +207,7 @@ def _document(
     }
 
 
-# ---- where records come from ------------------------------------------------------------
+# ---- fetching records -------------------------------------------------------------------
 
 
 def _dataset(
@@ -216,7 +216,7 @@ def _dataset(
     data: Record | None,
     fetch: Callable[[], Iterable[Record]],
 ) -> dict[str, Any]:
-    """What lm-eval takes for a data set with the one split "test".
+    """The documents as a data set for lm-eval, with the single split "test".
 
     Raises:
         KVLingoError: A record lacks a field, or there is no record.
@@ -239,10 +239,10 @@ def _dataset(
 
 
 def read_file(path: Path) -> list[Record]:
-    """Records of a JSON file: one list, or one record a line.
+    """The records of a JSON file: one list, or one record per line.
 
     Raises:
-        KVLingoError: It cannot be read.
+        KVLingoError: The file cannot be read.
     """
     try:
         return _parse(path.read_text(encoding="utf-8"))

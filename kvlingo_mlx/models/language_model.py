@@ -129,7 +129,7 @@ class LanguageModel:
 
     @cached_property
     def ignored_window(self) -> int | None:
-        """The window in tokens that mlx-lm ignores, if it is shorter than the context; else None."""
+        """The window in tokens that mlx-lm ignores, if shorter than the context; else None."""
         text = self.config.get("text_config", self.config)  # the file's own, not mlx-lm's facts
         window = misread.ignored_window(self.family.text_type(self.facts), text)
         shorter = window is not None and window < self.facts["max_position_embeddings"]

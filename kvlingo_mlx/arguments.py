@@ -64,7 +64,7 @@ def but(*values: Any) -> Callable[[Any], bool]:
 
 
 def several(listed: Any) -> bool:
-    """Whether a collection has other than one entry; empty collections are refused elsewhere."""
+    """Whether a value is no collection of exactly one entry; empty ones are refused elsewhere."""
     return not hasattr(listed, "__len__") or len(listed) != 1
 
 
@@ -166,7 +166,7 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
     "Conversation": (
         Need("translators switching eager on_missing offload quantize native_layers allow_mismatch",
              "models", several, told=ONE_MODEL),
-        # `translators` and `eager` are accepted here: users switch to "reprefill" to compare.
+        # `translators` and `eager` are accepted: users set "reprefill" to compare conversations.
         Need("on_missing quantize native_layers allow_mismatch", "switching", but("reprefill"),
              "alternated", "which translates nothing"),
     ),

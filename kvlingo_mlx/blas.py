@@ -129,7 +129,7 @@ def _bound() -> Path | None:
 
 
 def _maps() -> Iterator[tuple[int, int, Path]]:
-    """Each mapped file of this process as (first address, end address, path)."""
+    """Yield (start, end, file) of this process's mapped areas; a file's first one is its start."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         area, *_, path = line.split(maxsplit=5)
         if path.startswith("/"):

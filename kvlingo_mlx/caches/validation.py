@@ -95,9 +95,9 @@ def first_bad(cache: Sequence[Any], model: LanguageModel) -> str | None:
 
 
 def room_for(model: LanguageModel, num_tokens: int, max_tokens: int) -> int:
-    """The tokens that a model can add to a prompt: ``max_tokens`` (-1: no limit), at most its room.
+    """The tokens that a model can add to a prompt: ``max_tokens`` (-1: no limit) or less.
 
-    The very last token need not be run, so the room is one more than the context has left.
+    The context limits them. The very last token need not be run, so one more than fits is allowed.
     """
     room = model.context_length + 1 - num_tokens
     return room if max_tokens == -1 else min(max_tokens, room)

@@ -67,7 +67,7 @@ def family_of(model_type: str) -> Family:
     """The ``Family`` of a model type.
 
     Raises:
-        UnsupportedModelError: It has none; the message says why and lists the supported families.
+        UnsupportedModelError: It is not supported; the message says why and lists those that are.
     """
     if model_type in ROWS:
         return ROWS[model_type]

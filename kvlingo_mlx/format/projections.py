@@ -19,8 +19,8 @@ from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.translator_folder import probe
 
 # Largest expected differences, as shares of a number's scale: SAME for the same weights summed in
-# another order; ROUNDED for weights rounded to 16 bits, which changes each number by 0.2 %, and
-# the largest of a few hundred such sums by more.
+# another order; ROUNDED for weights rounded to 16 bits (each by up to 0.2 %), where the largest
+# difference of a few hundred such sums counts.
 SAME, ROUNDED = 1e-3, 2e-2
 PARTS = 4
 SAMPLED = 256  # about how many of an array's numbers its fingerprint holds unchanged

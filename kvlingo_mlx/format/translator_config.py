@@ -49,7 +49,7 @@ class TranslatorConfig:
 
     @property
     def nu(self) -> int:
-        """The source layers that a target layer reads for its keys (the largest number)."""
+        """The number of source layers per target layer, for keys; the largest, if they differ."""
         return max(len(layers) for layers in self.assignment.keys)
 
     @property
@@ -59,7 +59,7 @@ class TranslatorConfig:
 
     @property
     def longest_prefix(self) -> int | None:
-        """The length in tokens of the longest prefix that was fitted or tested, if recorded."""
+        """The tokens of the longest prefix that was used in fitting or testing, if recorded."""
         longest = self.provenance.get("longest_prefix")
         return longest if type(longest) is int and longest > 0 else None
 

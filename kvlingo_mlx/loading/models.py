@@ -124,7 +124,7 @@ def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> La
 def _read(model: LanguageModel) -> None:
     modules = model.model.modules()
     with damage_told(model.path), working():
-        mx.eval([dict(module) for module in modules])  # also arrays of RoPE, which no parameter is
+        mx.eval([dict(module) for module in modules])  # also RoPE, which has no parameters
 
 
 def at_hand(name: str, revision: str | None = None) -> LanguageModel:

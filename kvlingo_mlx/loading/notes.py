@@ -131,7 +131,7 @@ def _other_bits(fitted: str | None, model: LanguageModel) -> str | None:
 def _other_projections(
     kept: Any, role: str, fitted: str | None, model: LanguageModel
 ) -> str | None:
-    """Another fine-tune with the same norms; not checked if quantised, as rounding would hide it."""
+    """Another fine-tune with the same norms; unknown if quantised, as rounding would hide it."""
     numbers = kept.get(role) if isinstance(kept, dict) else None
     if numbers is None or model.projections is None:
         return None

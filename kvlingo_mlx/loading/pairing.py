@@ -53,7 +53,7 @@ def check_pair(
     """Refuse a translator that is not for ``source`` and ``target``; warn of lesser differences.
 
     Raises:
-        IncompatibleTranslatorError: The message names the model and what differs.
+        IncompatibleTranslatorError: The message names the role and the fields that differ.
 
     Warns:
         KVLingoWarning: As :func:`tell_of_pair` does.

@@ -94,7 +94,7 @@ def tap(
     that keeps the outputs.
 
     Raises:
-        RuntimeError: This thread already taps one of the modules; a model has one capture at once.
+        RuntimeError: This thread already taps one of the modules; captures cannot overlap.
     """
     kept = recorder(modules)
     with working():

@@ -123,7 +123,7 @@ class LanguageModel:
 
     @property
     def context_length(self) -> int:
-        """The most tokens that the model was made for and that mlx-lm runs as it was trained."""
+        """The most tokens for which the model was made and which mlx-lm runs as in training."""
         longest, window = self.facts["max_position_embeddings"], self.ignored_window
         return longest if window is None else min(longest, window)
 

@@ -73,7 +73,7 @@ def rendering(
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
-    if not listed and not hasattr(prompt, "tolist"):  # such as a single message, without a list
+    if not listed and not hasattr(prompt, "tolist"):  # such as one message outside a list
         raise _unread(prompt)
     chat = len(prompt) > 0 and isinstance(prompt[0], dict)
     for message in prompt if chat else ():

@@ -94,13 +94,13 @@ class AlignedPrefix:
 
     @property
     def visible(self) -> np.ndarray:
-        """(B, S + B) whether a token that the target prefills sees an entry, as it must precede."""
+        """(B, S + B) whether a token that the target prefills sees an entry: all up to its own."""
         translated = self.groups[:, 1] <= self.own[:, None]
         return np.concatenate([translated, self.own <= self.own[:, None]], axis=1)
 
     @property
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(K,) translated entries and (K,) target tokens: each entry paired with its group's."""
+        """(K,) entries and (K,) target tokens: each translated entry with all tokens of its group."""
         counts = self.groups[:, 1] - self.groups[:, 0]
         entries = np.repeat(np.arange(len(self.rows)), counts)
         first = self.groups[:, 0] - (np.cumsum(counts) - counts)

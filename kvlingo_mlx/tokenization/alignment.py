@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-NO_END = -1  # the token ends inside a character, or inside what a normaliser made of a character
+NO_END = -1  # the token ends inside a character, or inside a normaliser's replacement of some
 Span = tuple[int, int]  # the start, and one past the end
 
 
@@ -58,7 +58,7 @@ class TokenAlignment:
         In a group of p >= 2 source and q target tokens, the i-th source token goes to the target
         token j(i) = 1 + round((i - 1)(q - 1) / (p - 1)); a single source token goes to the first.
         The paper does not say how halves are rounded; here they go to the even neighbour, as in
-        Python and PyTorch. A floating quotient of small integers is a half only if it is exactly.
+        Python and PyTorch. A quotient of small integers is a half only if the exact one is.
         """
         start, stop, first, last = self.groups[self.group_of].T
         steps = np.arange(*self.source) - start
@@ -117,7 +117,7 @@ def token_ends(offsets: Sequence[Span] | np.ndarray, text: str) -> np.ndarray:
     starts, stops = spans.T
     reached = np.maximum.accumulate(stops)
     before = np.append(0, reached[:-1])
-    trimmed = (starts == stops) & (stops > before)  # trimmed to nothing, but alone in its place
+    trimmed = (starts == stops) & (stops > before)  # yet no other token holds its text
     holds = (starts < stops) | trimmed
     first, last = np.flatnonzero(holds)[[0, -1]] if holds.any() else (0, len(spans) - 1)
     begins = np.where(trimmed, before, np.where(holds, starts, len(text)))

@@ -230,7 +230,7 @@ def between(
 
 
 def _text_of_two(text: str, source: Any, target: Any) -> Sample:
-    """A text that is cut near its middle, at a character where the target ends a token.
+    """A text as a sample, cut near its middle, where the target ends a token.
 
     The second half keeps the target tokens that it has in the whole text.
     """

@@ -110,7 +110,7 @@ class Translator(ABC):
         return TranslatedStates(keys, values, states.capture)
 
     def above(self, layers: int) -> Self:
-        """A translator for the target layers from ``layers`` on only; the arrays are shared."""
+        """A translator to only the target layers from ``layers`` on; the arrays are shared."""
         groups = {
             side: tuple(part for group in found if (part := group.above(layers)) is not None)
             for side, found in self.groups.items()
@@ -222,5 +222,5 @@ class Translator(ABC):
 
 
 def _start(group: Group, states: KVStates, first: Sequence[int] | None) -> int:
-    """The first position of a span that a group's layers hold; all of them have one window."""
+    """The first position of a span that a group's layers hold; the layers share one window."""
     return states.start if first is None else max(states.start, first[group.layers[0]])

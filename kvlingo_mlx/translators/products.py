@@ -66,7 +66,7 @@ class Group:
     segmented: bool = False
 
     def above(self, layers: int) -> Group | None:
-        """A group of the target layers from ``layers`` on only, or None; the arrays are shared."""
+        """A group of only the target layers from ``layers`` on, or None; the arrays are shared."""
         skipped = sum(layer < layers for layer in self.layers)
         if skipped == len(self.layers):
             return None

@@ -100,7 +100,7 @@ class AlignedPrefix:
 
     @property
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(K,) entries and (K,) target tokens: each translated entry with all tokens of its group."""
+        """(K,) entries and (K,) target tokens: each translated entry with its group's tokens."""
         counts = self.groups[:, 1] - self.groups[:, 0]
         entries = np.repeat(np.arange(len(self.rows)), counts)
         first = self.groups[:, 0] - (np.cumsum(counts) - counts)

@@ -1,7 +1,7 @@
 """Hand a running conversation from one language model to another without reading it again.
 
-Names are loaded when first used: importing this package loads neither MLX nor PyTorch. On Linux it
-sees to it that MLX, once imported, finds a fast BLAS (``blas.py``).
+Names are loaded when they are first used: importing this package loads neither MLX nor PyTorch. On
+Linux, importing it also makes sure that MLX, when imported later, finds a fast BLAS (``blas.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # what checkers and editors know of the names
+if TYPE_CHECKING:  # the names, for type checkers and editors
     from kvlingo_mlx.conversation import Conversation as Conversation
     from kvlingo_mlx.embedded import zoo as zoo
     from kvlingo_mlx.errors import CacheError as CacheError
@@ -78,7 +78,7 @@ __all__ = sorted(_HOMES)
 blas.prepare()
 
 
-if not TYPE_CHECKING:  # to a checker an unknown name is an error
+if not TYPE_CHECKING:  # type checkers must report an unknown name as an error
 
     def __getattr__(name: str) -> Any:
         if name in _errors.OLD_NAMES:

@@ -1,8 +1,8 @@
-"""What arguments must be, and what they need beside them, to have an effect: one table of each.
+"""Checks of public arguments: a table of accepted values, and a table of required partners.
 
-An argument that would do nothing is refused: its user believes something that is not so. The
-verbs' options have a table of their own, ``cli/needs.py``, of the same rows. Nothing here loads
-MLX, so classes of ours are known by their names.
+An argument that would have no effect is refused, because its user expects an effect. The
+command-line options have a table of the same kind in ``cli/needs.py``. This module does not load
+MLX, so it recognises the package's own classes by their names.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvlingo_mlx.errors import tell_new_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Spell = Callable[[str, Any], str]  # a name and its value, as a user types them
+Spell = Callable[[str, Any], str]  # (name, value) -> the option as a user types it
 
 
 @dataclass(frozen=True)
 class Need:
-    """Options that do nothing unless another one has a certain value.
+    """Options that have no effect unless another option, the partner, has a certain value.
 
     Attributes:
-        options: Their names, separated by spaces.
-        partner: The other one, or several separated by spaces; a message shows the first.
-        works: Whether they have an effect, given the partners' values.
-        give: A value of the (first) partner with which they have one; None: leave it out.
-        why: What the partner's value means, after a comma.
-        told: What replaces the message's own words on the partner and on what to type.
+        options: The names of these options, separated by spaces.
+        partner: The partner's name. Several names are separated by spaces; messages show the first.
+        works: Given the partners' values, returns whether the options have an effect.
+        give: A value of the (first) partner that gives the options an effect; None: leave it out.
+        why: What the partner's present value means; the message shows it after a comma.
+        told: Replaces the part of the message that names the partner and says what to type.
     """
 
     options: str
@@ -44,40 +44,40 @@ class Need:
 
 
 def is_set(value: Any) -> bool:
-    """Whether an option was given, or a switch is on."""
+    """Whether an option was given or a switch is on."""
     return value is not None and value is not False
 
 
 def off(value: Any) -> bool:
-    """Whether an option was left out, or a switch is off."""
+    """Whether an option was left out or a switch is off."""
     return not is_set(value)
 
 
 def among(*values: Any) -> Callable[[Any], bool]:
-    """A test for one of some values."""
+    """A test of whether a value is one of the given values."""
     return lambda value: value in values
 
 
 def but(*values: Any) -> Callable[[Any], bool]:
-    """A test for anything but some values."""
+    """A test of whether a value is none of the given values."""
     return lambda value: value not in values
 
 
 def several(listed: Any) -> bool:
-    """Whether there is more than one; none at all is refused elsewhere."""
+    """Whether a value is no collection of exactly one entry; empty ones are refused elsewhere."""
     return not hasattr(listed, "__len__") or len(listed) != 1
 
 
 def check_needs(
     needs: Iterable[Need], given: Iterable[str], values: Mapping[str, Any], spell: Spell
 ) -> None:
-    """Refuse (ValueError) what was given and would do nothing.
+    """Refuse (ValueError) given options that would have no effect.
 
     Args:
-        needs: The rows that hold here.
-        given: Names of what a user has set, defaults left out.
-        values: Every value by name, defaults included.
-        spell: How a user types a name and a value; the value None asks for the bare name.
+        needs: The rows to check.
+        given: The names of the options that a user has set; defaults are left out.
+        values: The value of every option by name, defaults included.
+        spell: Returns how a user types a name and a value; for the value None, the bare name.
     """
     chosen = set(given)
     for need in needs:
@@ -105,20 +105,20 @@ def _refusal(need: Need, unused: Sequence[str], values: Mapping[str, Any], spell
     return f"{said}with {spell(partner, value)}{why}; give {wanted}, or leave {them} out"
 
 
-# ---- what public functions' arguments need ---------------------------------------------------
+# ---- partners that the arguments of public functions need ------------------------------------
 
 CACHE_BITS = Need("kv_group_size", "kv_bits", is_set, 8)
 DRAFTED = Need("num_draft_tokens", "draft_model", is_set, "a model")
 
 
 def _rendered(prompt: Any) -> bool:
-    """Whether a chat template renders a prompt: it is messages, not a text nor token ids."""
+    """Whether a chat template renders the prompt: it is messages, neither text nor token ids."""
     first = prompt[:1] if isinstance(prompt, Sequence) else ()
     return any(isinstance(message, Mapping) for message in first)
 
 
 def _thinking(prompt: str) -> Need:
-    """The template's switch, in a function whose prompt is called so."""
+    """The row of ``enable_thinking``, for a function whose prompt argument has the given name."""
     return Need(
         "enable_thinking", prompt, _rendered,
         told="where no chat template renders the prompt; give messages, or leave it out",
@@ -126,7 +126,7 @@ def _thinking(prompt: str) -> Need:
 
 
 def _drawn(*off: float) -> Callable[..., bool]:
-    """Whether tokens are drawn, or an option has the value that switches it off."""
+    """A test: tokens are sampled, or the option's value is one that switches the option off."""
     return lambda temperature, sampler, value: bool(temperature or sampler or value in off)
 
 
@@ -142,7 +142,7 @@ SAMPLING = (
 BITS = (CACHE_BITS, Need("quantized_kv_start", "kv_bits", is_set, 8))
 ONE_MODEL = "with one model, to which nothing is handed over; give two models or more"
 
-# By the functions' own names; a row a line.
+# Keys are the functions' qualified names.
 FUNCTIONS: dict[str, tuple[Need, ...]] = {
     "load": (
         Need("revision lazy", "path_or_hf_repo", lambda path: not named(path, "LanguageModel"),
@@ -166,7 +166,7 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
     "Conversation": (
         Need("translators switching eager on_missing offload quantize native_layers allow_mismatch",
              "models", several, told=ONE_MODEL),
-        # Translators and eager are left as they are: such a conversation is one to compare with.
+        # `translators` and `eager` are accepted: users set "reprefill" to compare conversations.
         Need("on_missing quantize native_layers allow_mismatch", "switching", but("reprefill"),
              "alternated", "which translates nothing"),
     ),
@@ -179,11 +179,11 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
 }  # fmt: skip
 
 
-# ---- what public functions' arguments must be ------------------------------------------------
+# ---- values that the arguments of public functions accept ------------------------------------
 
 
 def named(value: object, *names: str) -> bool:
-    """Whether a value is of a class of such a name, or of its child."""
+    """Whether a value's class, or one of its base classes, has one of the given names."""
     return any(cls.__name__ in names for cls in type(value).__mro__)
 
 
@@ -192,7 +192,7 @@ def _path(value: object) -> bool:
 
 
 def _whole(value: object) -> bool:
-    """A whole number of Python's or NumPy's; True and False are none."""
+    """Whether a value is a whole number of Python's or NumPy's; True and False are not."""
     if isinstance(value, bool):
         return False
     try:
@@ -207,13 +207,13 @@ def _functions(value: object) -> bool:
 
 
 def _listed(value: object) -> bool:
-    """A list or a generator, say; a text would be taken letter by letter, a dict for its keys."""
+    """Whether a value is an iterable such as a list or a generator, but no text and no dict."""
     return isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What an argument may be, and the words for it."""
+    """A test of an argument's value, and the words that describe accepted values."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -237,8 +237,8 @@ LAYERS = Kind(
     "a number of layers, or 'auto'",
 )
 
-# By names: one name means the same in every function, but for those with the function's own name
-# before it. A default is always allowed.
+# Keys are argument names. A name means the same in every function; a key "function.argument" is an
+# exception for one function. An argument's default is always accepted.
 KINDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("max_tokens", "prefill_step_size", "num_draft_tokens", "nu", "memory", "kv_bits",
@@ -280,14 +280,14 @@ KINDS: dict[str, Kind] = {
     ),
     "translators": Kind(_listed, "a list of translators, each a folder, a Hub id or loaded"),
 }  # fmt: skip
-# What the functions themselves read and refuse: a prompt is of many kinds.
+# Arguments that the functions check themselves, because they accept many types.
 READ_ELSEWHERE = ("prompt", "tokens", "message", "messages", "prompt_cache")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """A public function that refuses (ValueError) arguments of no use before it begins.
+    """Wrap a public function so that it first refuses (ValueError) invalid or useless arguments.
 
-    What equals its default counts as left out: whoever passes all options on is not to blame.
+    An argument equal to its default counts as left out, so a caller may pass on all options.
     """
     signature = inspect.signature(function)
     defaults = {
@@ -302,7 +302,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             bound = signature.bind(*args, **kwargs)
-        except TypeError:  # Python's own words tell of arguments missing or unknown
+        except TypeError:  # Python's own message names missing and unknown arguments
             return function(*args, **kwargs)
         found = dict(bound.arguments)
         for parameter in signature.parameters.values():
@@ -321,10 +321,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A public function that takes arguments by their old names too, old=new, with a warning.
+    """Wrap a public function so that it accepts old argument names (old=new), with a warning.
 
     Raises:
-        TypeError: An argument is given by both names.
+        TypeError: An argument is given by both of its names.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,11 +1,11 @@
-"""MLX and mlx-lm, imported once and with their process-wide surprises handled.
+"""Import MLX and mlx-lm once, and handle their side effects on the process.
 
-Everything else imports ``mx`` and ``nn`` from here. Two things must happen around the
-imports, so they live here and nowhere else:
+All other modules import ``mx`` and ``nn`` from here. Two things must happen around these imports:
 
-- On Linux a fast BLAS is opened before MLX (``blas.py``); where that came too late, it is told.
-- mlx-lm lowers the process's file-descriptor limits when imported. An application that
-  embeds us must keep its own.
+- On Linux a fast BLAS must be opened before MLX (``blas.py``). If that came too late, users are
+  warned.
+- mlx-lm lowers the process's file-descriptor limits when it is imported. An application that embeds
+  this package must keep its own limits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _descriptor_limits_kept() -> Iterator[None]:
 
 try:
     import mlx.core as mx
-except ImportError as error:  # plain `pip install mlx` on Linux lacks libmlx.so
+except ImportError as error:  # on Linux, plain `pip install mlx` lacks libmlx.so
     raise ImportError(
         f'MLX cannot be loaded ({error}). On Linux it needs its CPU build: pip install "mlx[cpu]"'
     ) from error

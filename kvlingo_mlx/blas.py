@@ -1,10 +1,11 @@
-"""The BLAS that MLX computes by on Linux: opened in time, and told of where it was not.
+"""Open a fast BLAS for MLX on Linux in time, and warn where MLX does not use it.
 
-MLX's Linux CPU wheel bundles reference BLAS. If OpenBLAS is open when ``mlx.core`` is imported,
-MLX's float32 products run tens of times faster; what is opened later is never used. So importing
-this package arranges that it is opened just before MLX, whoever imports that. It is not opened at
-once: PyTorch, imported after it, would compute by it too, with threads that PyTorch does not
-know of. ``KVLINGO_BLAS=0`` switches all this off, ``KVLINGO_BLAS=path`` names another library.
+MLX's Linux CPU wheel bundles the reference BLAS. If OpenBLAS is open when ``mlx.core`` is imported,
+MLX's float32 products run tens of times faster; a library opened later is never used. So importing
+this package arranges that OpenBLAS is opened just before MLX, whichever code imports MLX. OpenBLAS
+is not opened at once: PyTorch, if imported after it, would use it too, with threads that PyTorch
+does not know of. ``KVLINGO_BLAS=0`` switches all this off; ``KVLINGO_BLAS=path`` names another
+library.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ DEFAULT = "libopenblas.so.0"
 BUNDLED = "bundled BLAS"
 PRODUCT = "cblas_sgemm"
 _KNOWN = {"openblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
-_PACKED = re.compile(r"mlx.*\.libs")  # where wheels keep the libraries that they bring
+_PACKED = re.compile(r"mlx.*\.libs")  # the folder in which a wheel keeps its bundled libraries
 _RELOCATIONS = 4  # SHT_RELA
 _late = False
 
 
 def prepare() -> None:
-    """Have the BLAS opened just before MLX is imported, if there is still time."""
+    """Arrange that the BLAS is opened just before MLX is imported, if MLX is not imported yet."""
     global _late
     _late = "mlx.core" in sys.modules
     if choice() is not None and not _late:
@@ -41,23 +42,23 @@ def prepare() -> None:
 
 
 def choice() -> str | None:
-    """The library to open; None where that is switched off, or where there is nothing to open."""
+    """The library to open; None if that is switched off or the system is not Linux."""
     named = os.environ.get("KVLINGO_BLAS") or DEFAULT
     return None if platform.system() != "Linux" or named == "0" else named
 
 
 class _BeforeMLX:
-    """Finds no module. It opens the BLAS when ``mlx.core`` is looked for, and is gone."""
+    """An import finder that finds no module: it opens the BLAS before ``mlx.core``, once."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        """As the import system asks every finder."""
+        """Open the BLAS if ``mlx.core`` is looked for; called by the import system."""
         if name == "mlx.core":
             sys.meta_path.remove(self)
             library(ctypes.RTLD_GLOBAL)
 
 
 def library(mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL | None:
-    """The chosen library, opened; None where that is switched off, or it cannot be opened."""
+    """The chosen library, opened; None if it is switched off or cannot be opened."""
     named = choice()
     if named is None:
         return None
@@ -68,12 +69,12 @@ def library(mode: int = ctypes.RTLD_LOCAL) -> ctypes.CDLL | None:
 
 
 def tell_if_lost() -> None:
-    """Warn if the chosen library is not the one that MLX, imported by now, computes by.
+    """Warn if MLX, which must be imported by now, does not use the chosen library.
 
-    That the default one is not installed is not told: the README says so, and ``doctor``.
+    There is no warning if the default library is not installed: README and ``doctor`` tell of that.
 
     Warns:
-        KVLingoWarning: With what to do.
+        KVLingoWarning: The message says what to do.
     """
     named, opened = choice(), library()
     if named is None or (opened is None and named == DEFAULT):
@@ -95,22 +96,22 @@ def tell_if_lost() -> None:
 
 
 def in_effect() -> str | None:
-    """The BLAS that MLX's products call, by name; None elsewhere than on Linux, and without MLX.
+    """The name of the BLAS that MLX's products call; None without MLX or not on Linux.
 
-    It is read from where the loader bound MLX's call, not from what is open.
+    The name comes from the address to which the loader bound MLX's call, not from open libraries.
     """
     if platform.system() != "Linux" or "mlx.core" not in sys.modules:
         return None
     path = _bound()
     if path is None:
         return BUNDLED
-    file = "/".join(path.parts[-2:])  # Debian's libblas.so.3 lies in a folder of OpenBLAS's name
+    file = "/".join(path.parts[-2:])  # Debian's libblas.so.3 may lie in a folder named openblas
     unknown = BUNDLED if _PACKED.fullmatch(path.parent.name) else path.name
     return next((name for part, name in _KNOWN.items() if part in file), unknown)
 
 
 def _bound() -> Path | None:
-    """The library whose product MLX calls; None if it is MLX's own, or cannot be told."""
+    """The library whose product MLX calls; None if it is MLX's own or cannot be determined."""
     maps = list(_maps())
     base, path = next(((start, p) for start, _, p in maps if p.name == "libmlx.so"), (0, None))
     if path is None:
@@ -118,7 +119,7 @@ def _bound() -> Path | None:
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as elf:
             slot = _slot(elf)
-    except (OSError, ValueError, struct.error):  # replaced by an update, or of another make
+    except (OSError, ValueError, struct.error):  # replaced by an update, or of another file format
         return None
     if slot is None:
         return None
@@ -128,7 +129,7 @@ def _bound() -> Path | None:
 
 
 def _maps() -> Iterator[tuple[int, int, Path]]:
-    """What files lie where in memory, each from its first byte on."""
+    """Yield (start, end, file) of this process's mapped areas; a file's first one is its start."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         area, *_, path = line.split(maxsplit=5)
         if path.startswith("/"):
@@ -137,11 +138,14 @@ def _maps() -> Iterator[tuple[int, int, Path]]:
 
 
 def _slot(elf: mmap.mmap) -> int | None:
-    """Where in a 64-bit ELF library the loader notes the address of the product that it calls."""
+    """The offset in a 64-bit ELF library at which the loader stores the called product's address.
+
+    None if the library has no such entry.
+    """
     wanted = PRODUCT.encode() + b"\0"
     offset, size, count = struct.unpack_from("<40xQ10xHH", elf)
     sections = [struct.unpack_from("<4xI16xQQI", elf, offset + i * size) for i in range(count)]
-    for kind, start, length, link in reversed(sections):  # what is called comes last
+    for kind, start, length, link in reversed(sections):  # relocations of calls come last
         if kind != _RELOCATIONS or not link:
             continue
         _, symbols, _, texts = sections[link]

@@ -1,4 +1,4 @@
-"""Errors that users can act on: each message says what was found, expected, and next."""
+"""Errors that users can act on: each message says what was found, what was expected, what to do."""
 
 from __future__ import annotations
 
@@ -8,72 +8,72 @@ from typing import TYPE_CHECKING, Any
 
 
 class KVLingoError(Exception):
-    """Base of every error this package raises on purpose, but for wrong arguments."""
+    """Base of every error that this package raises on purpose, except for wrong arguments."""
 
 
 class MissingModelError(KVLingoError):
-    """A model folder or Hub repository that is absent, incomplete or damaged."""
+    """A model folder or Hub repository is absent, incomplete or damaged."""
 
 
 class UnsupportedModelError(KVLingoError):
-    """A model whose family, or a layer of it, cannot be tapped, written or used as asked."""
+    """A model's family, or one of its layers, cannot be captured, written or used as asked."""
 
 
 class IncompatibleTranslatorError(KVLingoError):
-    """A sound translator, but for another pair of models or another tokenizer."""
+    """A valid translator was made for another pair of models or another tokenizer."""
 
 
 class MalformedTranslatorError(KVLingoError):
-    """A translator folder that breaks its format (the message names the file)."""
+    """A translator folder breaks its format (the message names the file)."""
 
 
 class MissingTranslatorError(KVLingoError):
-    """No translator for this pair where one was looked for."""
+    """No translator for this pair was found where it was looked for."""
 
 
 class PublishingError(KVLingoError):
-    """An upload that the Hub refused, or that did not reach it."""
+    """The Hub refused an upload, or could not be reached."""
 
 
 class MissingTimingsError(KVLingoError):
-    """No timings of this pair on this machine, by which the sooner way was to be chosen."""
+    """The faster way was to be chosen by timings, but this machine has none of this pair."""
 
 
 class MalformedTimingsError(KVLingoError):
-    """A file of timings that breaks its format (the message names the file)."""
+    """A file of timings breaks its format (the message names the file)."""
 
 
 class MalformedConversationError(KVLingoError):
-    """A saved conversation's folder that is absent, of another version, or damaged."""
+    """A saved conversation's folder is absent, of another version, or damaged."""
 
 
 class CacheError(KVLingoError, ValueError):
-    """A key-value cache that is not what its model would go on from."""
+    """A key-value cache is not one from which its model can continue."""
 
 
 class NotEnoughMemoryError(KVLingoError):
-    """Models, a translator and caches that take more memory than there is."""
+    """Models, a translator and caches need more memory than there is."""
 
 
 class MissingExtraError(KVLingoError):
-    """A feature whose optional dependencies are not installed."""
+    """A feature's optional dependencies are not installed."""
 
 
 class KVLingoWarning(UserWarning):
-    """What a user should know and is not refused for; each is told once a process."""
+    """A message that users should see although nothing is refused; shown once per process."""
 
 
 def malformed(path: Path, text: str) -> MalformedTranslatorError:
-    """The refusal of a translator's file, one printable line whatever the file holds."""
+    """The error that refuses a translator's file; its text is one printable line."""
     return MalformedTranslatorError(printable(f"{path}: {text:.400}"))
 
 
 def printable(text: str) -> str:
-    """A stranger's text as one line without control codes."""
+    """A text from outside as one line without control codes."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-# ---- what has another name now -----------------------------------------------------------------
+# ---- names that have changed ---------------------------------------------------------------------
 
 OLD_NAMES = {
     "MissingProfileError": "MissingTimingsError",
@@ -82,16 +82,16 @@ OLD_NAMES = {
 
 
 def tell_new_name(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that something has another name now.
+    """Warn that a name has changed.
 
     Warns:
-        KVLingoWarning: Always; ``stacklevel`` says whose line it shows.
+        KVLingoWarning: Always; ``stacklevel`` selects the line of code that the warning shows.
     """
     text = f"{old} is now called {new}; the old name works for one release"
     warnings.warn(text, KVLingoWarning, stacklevel=stacklevel)
 
 
-if not TYPE_CHECKING:  # to a checker an old name is an error
+if not TYPE_CHECKING:  # type checkers must report an old name as an error
 
     def __getattr__(name: str) -> Any:
         if name not in OLD_NAMES:

@@ -1,14 +1,14 @@
-"""One thread at a time works on MLX: the lock that every hand-over, answer and fit takes turns by.
+"""The lock that lets one thread at a time work on MLX, shared by hand-overs, answers and fits.
 
-The contract: any thread may call any public function or conversation. Work is cut into units (a
-chunk that is read, a span that is translated, a decoding step, a line that is put away or written
-to disk), and a unit runs under one lock for the whole process. Nothing holds the lock while a
-caller has the word: a generator that is left alone holds nothing. What a unit leaves behind is
-evaluated or under way, so any thread can go on from it.
+The contract: any thread may call any public function or conversation. Work is cut into units: a
+chunk that is read, a span that is translated, a decoding step, or a line that is moved to storage
+or written to disk. Each unit runs under one lock for the whole process. The lock is not held while
+the caller's code runs, so a generator that nobody advances holds nothing. The arrays that a unit
+leaves are evaluated or under way, so any thread can continue from them.
 
-One lock, not one a model: a hand-over needs two models and a conversation many, which would need
-an order; there is one GPU anyway, and Metal has crashed where two threads encoded at once. A server
-whose one thread owns MLX pays some hundred nanoseconds a unit.
+There is one lock, not one per model. A hand-over needs two models and a conversation many, so locks
+per model would need an order. There is only one GPU anyway, and Metal has crashed where two threads
+encoded at once. In a server with one MLX thread, the lock costs some hundred nanoseconds per unit.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from kvlingo_mlx.errors import KVLingoError
 P = ParamSpec("P")
 T = TypeVar("T")
 TASKS = "/proc/self/task"  # where Linux lists the threads of this process
-LOOKS, LOOK_S = 5, 0.01  # looks in a row at which a daemon thread stands where it stood
-GRACE_S = 0.2  # elsewhere, how long the system is given to end a thread
-EXIT_S = 10.0  # how long the end of the process waits for a unit of a thread that is still at work
+LOOKS, LOOK_S = 5, 0.01  # a daemon thread stands still if so many looks in a row find it unmoved
+GRACE_S = 0.2  # on other systems, the time that the system is given to end a thread
+EXIT_S = 10.0  # how long the process waits at its end for a thread's unit that is still running
 
 
-class _Lock(_thread.RLock):  # type: ignore[misc]  # typeshed calls final what Python does not
-    """A lock for whoever waits longest, more or less: a loop of short units cannot keep others out.
+class _Lock(_thread.RLock):  # type: ignore[misc]  # typeshed calls RLock final; Python does not
+    """A roughly fair lock: a loop of short units cannot keep other threads out.
 
-    Who has just let go of it must queue behind the one that waits. ``__exit__`` is C's own, which
-    no Ctrl-C can come between; ``__enter__`` gives back what it has if one comes.
+    A thread that has just released the lock queues behind a thread that waits. ``__exit__`` is the
+    C implementation, which Ctrl-C cannot interrupt; ``__enter__`` releases the lock on Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,8 @@ class _Lock(_thread.RLock):  # type: ignore[misc]  # typeshed calls final what P
         self._held = contextlib.nullcontext()
 
     def held(self) -> bool:
-        """Whether this thread holds it."""
-        return self._is_owned()  # type: ignore[attr-defined]  # threading.Condition asks it too
+        """Whether this thread holds the lock."""
+        return self._is_owned()  # type: ignore[attr-defined]  # threading.Condition calls it too
 
     def __enter__(self) -> bool:  # type: ignore[override]
         _tidy_up_after_this_thread()
@@ -65,7 +65,7 @@ class _Lock(_thread.RLock):  # type: ignore[misc]  # typeshed calls final what P
             raise
 
     def working(self) -> contextlib.AbstractContextManager[object]:
-        """The context of a unit of work; within another one of the same thread it does nothing."""
+        """The context of a unit of work; inside another unit of the same thread it does nothing."""
         return self._held if self.held() else self
 
 
@@ -74,9 +74,9 @@ working = _LOCK.working
 
 
 def unit(function: Callable[P, T]) -> Callable[P, T]:
-    """A function each of whose calls is a unit of work."""
+    """Wrap a function so that each call is a unit of work."""
 
-    begun = working  # kept: modules are gone when Python lets go of a generator at its end
+    begun = working  # kept: module globals may be gone when Python closes a generator at exit
 
     @functools.wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -88,12 +88,12 @@ def unit(function: Callable[P, T]) -> Callable[P, T]:
 
 @contextlib.contextmanager
 def stepping(steps: Generator[T, None, None]) -> Iterator[Callable[[], T | None]]:
-    """A function that takes the next step of an mlx-lm loop, or None at its end.
+    """Yield a function that takes the next step of an mlx-lm loop, and returns None at its end.
 
-    The loop is closed in the end, in whatever thread that is.
+    The loop is closed on exit, whichever thread leaves the context.
 
     Raises:
-        KVLingoError: Another thread asks for a step than the one that began.
+        KVLingoError: A step is taken in another thread than the one that entered the context.
     """
     begun = threading.get_ident()
 
@@ -111,16 +111,16 @@ def stepping(steps: Generator[T, None, None]) -> Iterator[Callable[[], T | None]
         own = mx.default_stream(mx.default_device())
         try:
             steps.close()
-        except RuntimeError:  # the loop cannot leave its stream from here, and need not
+        except RuntimeError:  # another thread cannot leave the loop's stream, and need not
             if threading.get_ident() == begun:
                 raise
         finally:
             if threading.get_ident() != begun:
-                mx.set_default_stream(own)  # not the other thread's, which the loop puts back
+                mx.set_default_stream(own)  # undo: the loop has restored its own thread's stream
 
 
 def in_turn(steps: Generator[T, None, None]) -> Generator[T, None, None]:
-    """What an mlx-lm loop yields, each step a unit of work; the caller has the word in between."""
+    """Yield what an mlx-lm loop yields; each step is a unit, and the lock is free in between."""
     with stepping(steps) as step:
         while True:
             with working():
@@ -130,18 +130,19 @@ def in_turn(steps: Generator[T, None, None]) -> Generator[T, None, None]:
             yield found
 
 
-# ---- memory that the GPU holds on to --------------------------------------------------------
+# ---- the GPU's wired memory -----------------------------------------------------------------
 
 
 class _Wired:
     """mlx-lm's ``wired_limit`` for a process that may generate in several threads.
 
-    The first generation raises it, the last one lowers it: it must not change under another's feet.
+    The first generation raises the limit and the last one lowers it, so that it does not change
+    while another generation runs.
     """
 
     def __init__(self) -> None:
         self._limit, self._generations = contextlib.ExitStack(), 0
-        self._working = working  # kept, as in :func:`unit`
+        self._working = working  # kept for the same reason as in :func:`unit`
 
     @contextlib.contextmanager
     def __call__(self, model: nn.Module) -> Iterator[None]:
@@ -162,20 +163,20 @@ class _Wired:
 wired = _Wired()
 
 
-# ---- arrays that any thread can work out ----------------------------------------------------
+# ---- arrays that any thread can evaluate ----------------------------------------------------
 
 
 @functools.cache
 def _common_stream(device: mx.DeviceType) -> mx.Stream:
-    """A stream of all threads: whoever holds the lock may evaluate what was made on it."""
+    """A stream shared by all threads: any thread that holds the lock may evaluate its arrays."""
     return mx.new_thread_unsafe_stream(device)
 
 
 @contextlib.contextmanager
 def for_any_thread() -> Iterator[None]:
-    """Let what is not evaluated meanwhile be evaluated later, in any thread that holds the lock.
+    """Make arrays created in this context evaluable later, in any thread that holds the lock.
 
-    MLX works an array out on the stream that it was made on, and a stream is a thread's own.
+    MLX evaluates an array on the stream on which it was created, and a stream belongs to a thread.
     """
     devices = {mx.cpu, mx.default_device().type}
     own = [mx.default_stream(device) for device in devices]
@@ -188,23 +189,23 @@ def for_any_thread() -> Iterator[None]:
             mx.set_default_stream(stream)
 
 
-# ---- the end of a thread, and of the process ------------------------------------------------
+# ---- the end of a thread and of the process -------------------------------------------------
 
 
 class _End:
-    """Lets go of what MLX keeps for a thread, when Python lets go of that thread.
+    """Releases MLX's thread-local state when Python drops the thread's locals.
 
-    Later, when the system ends the thread, MLX would want Python once more, and the process aborts
-    if Python has ended by then.
+    If that waited until the system ends the thread, MLX would call into Python again, and the
+    process would abort if Python had ended by then.
     """
 
-    latest = 0.0  # when the last thread ended
+    latest = 0.0  # the time at which the last thread ended
 
     def __init__(self) -> None:
         self._thread, self._now = threading.get_ident(), threading.get_ident
 
     def __del__(self) -> None:
-        # Of a thread that the process's end cut off, the main thread lets go: not its to tidy up.
+        # If the process's end cut a thread off, the main thread runs this: it must not tidy up.
         if self._now() != self._thread or sys.is_finalizing():
             return
         _End.latest = time.monotonic()
@@ -213,7 +214,7 @@ class _End:
 
 
 _here = threading.local()
-_used: set[int] = set()  # the system's numbers of threads that worked on MLX
+_used: set[int] = set()  # the native ids of the threads that have worked on MLX
 
 
 def _tidy_up_after_this_thread() -> None:
@@ -224,24 +225,24 @@ def _tidy_up_after_this_thread() -> None:
 
 @atexit.register
 def _stop() -> None:
-    """Begin no more work: a thread that works on MLX when Python ends aborts the process.
+    """Block further units at exit: a thread working on MLX when Python ends aborts the process.
 
-    So does one that ends only then, for what MLX has compiled in it wants Python once more. So
-    those that have ended for Python are waited for until the system has ended them as well, and
-    daemon threads until each stands still, at the lock or elsewhere.
+    A thread that the system ends only after Python's end also aborts the process, because what MLX
+    has compiled in it calls into Python again. So this waits until the system has ended the threads
+    that Python has ended, and until each daemon thread stands still, at the lock or elsewhere.
     """
     _LOCK.acquire(timeout=EXIT_S)
     begun, still, before = time.monotonic(), 0, _places()
     while (before and still < LOOKS) or _ending():
         if time.monotonic() - begun > EXIT_S:
             return
-        time.sleep(LOOK_S)  # which lets them have Python
+        time.sleep(LOOK_S)  # which releases Python's interpreter lock for the other threads
         now = _places()
         still, before = still + 1 if now == before else 0, now
 
 
 def _places() -> dict[int, tuple[int, int]]:
-    """Where in their code the threads stand that worked on MLX and are alive."""
+    """The current code positions of the living threads that have worked on MLX, by thread id."""
     own = threading.get_native_id()
     alive = {t.ident for t in threading.enumerate() if t.native_id in _used - {own}}
     frames = sys._current_frames()
@@ -249,7 +250,7 @@ def _places() -> dict[int, tuple[int, int]]:
 
 
 def _ending() -> bool:
-    """Whether a thread that worked on MLX has ended for Python alone."""
+    """Whether a thread that worked on MLX has ended for Python but not yet for the system."""
     alive = {thread.native_id for thread in threading.enumerate()}
     ended = _used - alive
     if not ended or not os.path.isdir(TASKS):

@@ -1,3 +1,3 @@
-"""The version, which follows CHANGELOG.md; here, so that writing it down imports nothing else."""
+"""The package's version, as in CHANGELOG.md; a module of its own, so reading it imports nothing."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The only room that knows mlx-lm's cache classes: make them, write them, read them."""
+"""The only room that knows mlx-lm's cache classes: it makes, writes and reads caches."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates, fl
 
 GROW = KVCache.step
 SIDES = ("keys", "values")
-MOVING = ("offset", "_idx", "entries")  # what a cache's numbers say of how far it is written
+MOVING = ("offset", "_idx", "entries")  # a cache's numbers that change as it is written
 Sides = tuple[mx.array, mx.array]
 
 
 def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]:
-    """Stock mlx-lm caches of ``num_tokens`` that :func:`write` has yet to write, and room to grow.
+    """Stock mlx-lm caches with ``num_tokens`` positions for :func:`write`, and room to grow.
 
-    ``batch`` prompts of that length lie side by side. The room is taken once, so that neither
-    writing in chunks nor the first decoding step copies what is there. A ring has no more room
-    than its window.
+    ``batch`` prompts of that length lie side by side. The room is allocated once, so that neither
+    writing in chunks nor the first decoding step copies the content. A ring has room for its
+    window only.
 
     Raises:
         UnsupportedModelError: A layer uses a cache that translation cannot write.
@@ -48,13 +48,13 @@ def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]
             for heads, dim in stored_shape(model, index)
         )
         cache.offset = num_tokens
-        if layer.window is not None:  # in temporal order, so the next one replaces the oldest
+        if layer.window is not None:  # in temporal order, so the next token replaces the oldest
             cache._idx = min(num_tokens, layer.window)
     return caches
 
 
 def empty(model: LanguageModel, step: int = GROW) -> list[Any]:
-    """Stock mlx-lm caches that hold nothing, and grow by ``step`` tokens at a time.
+    """Stock mlx-lm caches that are empty and grow by ``step`` tokens at a time.
 
     Raises:
         UnsupportedModelError: A layer uses a cache that translation cannot write.
@@ -77,10 +77,10 @@ def write(
     model: LanguageModel,
     positions: mx.array | None = None,
 ) -> None:
-    """Write a translated span at its place: norms, RoPE, cast, one slice a layer and side.
+    """Write a translated span at its positions: norms, RoPE, cast, one slice per layer and side.
 
-    Keys are rotated there too, unless each token has its own of ``positions`` (T,). Nothing is
-    evaluated here.
+    Keys are rotated at the span's positions too, unless ``positions`` (T,) gives each token its
+    own. Nothing is evaluated.
     """
     for layer, start, stored in _stored(states, model, positions):
         cache = caches[layer]
@@ -89,10 +89,10 @@ def write(
 
 
 def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel) -> None:
-    """Let caches take a translated span after what they hold, as they take native tokens.
+    """Append a translated span to caches, as they append a model's own tokens.
 
-    Where a layer's span begins later than its ring ends, it is the whole of its window, and
-    all that the ring holds is out of it for good. Nothing is evaluated here.
+    If a layer's span begins after the end of its ring, the span fills the layer's whole window and
+    replaces all that the ring held. Nothing is evaluated.
     """
     for layer, start, stored in _stored(states, model):
         cache = caches[layer]
@@ -110,16 +110,16 @@ def put(
     model: LanguageModel,
     positions: mx.array,
 ) -> None:
-    """Append a translated span, each entry rotated at its own of ``positions`` (S,); lazily.
+    """Append a translated span, each entry rotated at its own of ``positions`` (S,), lazily.
 
-    The next token's position stays as it was: :func:`move_on`.
+    The next token's position does not change; :func:`move_on` changes it.
     """
     for layer, _, stored in _stored(states, model, positions):
         caches[layer].put(*stored)
 
 
 def copy(caches: Sequence[Any], into: Sequence[Any]) -> None:
-    """Write what caches hold at its positions into longer ones, as far as these hold them."""
+    """Copy the content of caches to the same positions of longer caches, as far as these reach."""
     for cache, longer in zip(caches, into, strict=True):
         held = _held(cache)
         start = cache.offset - held[0].shape[2]
@@ -133,7 +133,7 @@ def copy(caches: Sequence[Any], into: Sequence[Any]) -> None:
 def _stored(
     states: TranslatedStates, model: LanguageModel, positions: mx.array | None = None
 ) -> Iterator[tuple[int, int, tuple[mx.array, mx.array]]]:
-    """By cache layer, the first position and what is stored from there on: norms, RoPE, cast."""
+    """For each cache layer, the first position and the arrays to store: norms, RoPE, cast."""
     rotations: dict[int, Rotation] = {}
 
     def finish_keys(array: mx.array, finishes: Sequence[Finish], start: int) -> mx.array:
@@ -156,7 +156,7 @@ def _finished(
     model: LanguageModel,
     finish: Callable[[mx.array, Sequence[Finish], int], mx.array],
 ) -> dict[int, tuple[int, mx.array]]:
-    """By layer, the first position and (B, H, T, D) in the cache's dtype."""
+    """For each layer, the first position and (B, H, T, D) in the cache's dtype."""
     found: dict[int, tuple[int, mx.array]] = {}
     for group in groups:
         finishes = [model.finishes[layer] for layer in group.layers]
@@ -166,7 +166,7 @@ def _finished(
 
 
 def stored_shape(model: LanguageModel, layer: int) -> list[tuple[int, int]]:
-    """Heads and width of the keys and of the values that one cache layer stores."""
+    """The heads and the width of the keys and of the values that one cache layer stores."""
     geometry, dtype = model.geometry.layers[layer], model.cache_dtype
     keys, values = (
         mx.zeros((1, geometry.kv_heads, 1, dim), dtype)
@@ -177,31 +177,33 @@ def stored_shape(model: LanguageModel, layer: int) -> list[tuple[int, int]]:
 
 
 def bytes_per_token(model: LanguageModel) -> int:
-    """Bytes that one token takes in a model's cache."""
+    """The bytes that one token takes in a model's cache."""
     return sum(bytes_by_layer(model))
 
 
 def bytes_by_layer(model: LanguageModel) -> list[int]:
-    """Bytes that one token takes in each of a model's cache layers."""
+    """The bytes that one token takes in each of a model's cache layers."""
     shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
     return [model.cache_dtype.size * sum(heads * dim for heads, dim in both) for both in shapes]
 
 
 def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -> KVStates:
-    """What a model's caches hold, saved ones perhaps, as its states; nothing is computed anew.
+    """The content of a model's caches, which may be saved ones, as its states.
+
+    Nothing is computed by the model again.
 
     Args:
-        caches: Stock mlx-lm caches of ``model``, one a layer. A ring gives its window.
+        caches: Stock mlx-lm caches of ``model``, one per layer. A ring gives its window.
         model: The model that wrote them.
-        goal: The capture point wanted. Keys are rotated back to be post-norm, which costs an
-            error of a rounding; keys before a norm cannot be had, for it took their lengths.
+        goal: The capture point to return. For "post_norm", keys are rotated back, with a rounding
+            error; keys before a norm cannot be recovered, since the norm removed their lengths.
 
     Returns:
-        Arrays (B, T, H * D); those of rings hold the last tokens alone.
+        Arrays (B, T, H * D); those of rings hold the last tokens only.
 
     Raises:
-        ValueError: No such point, another number of layers, or empty caches.
-        UnsupportedModelError: A cache of another class, or a point before a norm.
+        ValueError: There is no such point, the number of layers differs, or caches are empty.
+        UnsupportedModelError: A cache is of another class, or the point is before a norm.
     """
     if LATENT in model.family.points:
         raise UnsupportedModelError(
@@ -235,13 +237,13 @@ def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -
 
 
 def viewed(cache: Any) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...], tuple[int, int] | None]:
-    """What a cache holds, oldest first, without a copy: keys, values, group size and bits.
+    """The content of a cache, oldest first, not copied: keys, values, and (group size, bits).
 
-    Keys and values are one array (B, H, T, D), or words, scales and biases of a quantised cache.
-    A ring that has turned is copied.
+    Keys and values are one array (B, H, T, D) each, or the words, scales and biases of a quantised
+    cache. A ring that has wrapped around is copied.
 
     Raises:
-        UnsupportedModelError: A cache of another class.
+        UnsupportedModelError: The cache is of another class.
     """
     if type(cache) is QuantizedKVCache and cache.keys is not None:
         keys, values = (
@@ -250,13 +252,13 @@ def viewed(cache: Any) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...], tupl
         )
         return keys, values, (cache.group_size, cache.bits)
     held = _held(cache)
-    # A new array each: to write to a cache later is to write to its own.
+    # Each is a new array object, so later writes to the cache's own arrays do not change it.
     entry, value = (array[..., : array.shape[2], :] for array in held)
     return (entry,), (value,), None
 
 
 def settle(caches: Sequence[Any]) -> None:
-    """Let rings go of what a prefill left in them beyond their windows, in temporal order."""
+    """Reduce rings to their windows, in temporal order, after a prefill left more in them."""
     for cache in caches:
         if not is_ring(cache):
             continue
@@ -266,9 +268,9 @@ def settle(caches: Sequence[Any]) -> None:
 
 
 def quantise(caches: list[Any], bits: int, group_size: int) -> None:
-    """Quantise caches in place, one after the other; rings stay, as mlx-lm cannot quantise them.
+    """Quantise caches in place, one by one; rings stay, since mlx-lm cannot quantise them.
 
-    Their groups must fit: :func:`check_groups`.
+    The groups must fit (:func:`check_groups`).
     """
     for index, cache in enumerate(caches):
         if is_ring(cache):
@@ -279,7 +281,7 @@ def quantise(caches: list[Any], bits: int, group_size: int) -> None:
 
 
 def _held(cache: Any) -> tuple[mx.array, mx.array]:
-    """A cache's keys and values (B, H, T, D) up to its last position, without a gap."""
+    """A cache's keys and values (B, H, T, D) up to its last position, in order."""
     if type(cache) is KVCache:
         return cache.keys_and_values()
     if type(cache) is not RotatingKVCache:
@@ -298,44 +300,44 @@ def _held(cache: Any) -> tuple[mx.array, mx.array]:
 
 
 def _place(cache: Any, start: int, array: mx.array) -> slice:
-    """Where a span (B, H, T, D) from position ``start`` on lies in a cache's buffer."""
+    """The slice of a cache's buffer for a span (B, H, T, D) that begins at position ``start``."""
     if isinstance(cache, RotatingKVCache):
         start -= cache.offset - cache._idx
     return slice(start, start + array.shape[2])
 
 
 def arrays(caches: Sequence[Any]) -> list[mx.array]:
-    """The buffers of filled caches, to evaluate them together."""
+    """The buffers of filled caches, so that they can be evaluated together."""
     return [array for c in caches if c.keys is not None for array in (c.keys, c.values)]
 
 
 def nbytes(caches: Sequence[Any]) -> int:
-    """Bytes held by caches."""
+    """The bytes that caches hold."""
     return sum(cache.nbytes for cache in caches)
 
 
 def is_ring(cache: Any) -> bool:
-    """Whether a cache keeps a window alone, and cannot be trimmed once it is full."""
+    """Whether a cache keeps only a window; such a cache cannot be trimmed once it is full."""
     return isinstance(cache, RotatingKVCache)
 
 
 def is_stock(cache: Any, window: int | None) -> bool:
-    """Whether a cache is mlx-lm's own for a layer with such a window, or with none."""
+    """Whether a cache is of the expected class for a layer with the given window, or with none."""
     if window is None:
         return type(cache) in (KVCache, TranslatedKVCache, PositionedKVCache)
     return type(cache) is RotatingKVCache and cache.max_size == window
 
 
 def numbers(cache: Any) -> dict[str, int]:
-    """What a cache knows besides its arrays: its length, a ring's size and where it writes."""
+    """A cache's state besides its arrays: its length, and a ring's size and write index."""
     return {name: value for name, value in vars(cache).items() if name not in SIDES}
 
 
 def restored(model: LanguageModel, layer: int, known: Mapping[str, int], arrays: Sides) -> Any:
-    """A cache layer from what :func:`numbers` said of it, and its two arrays as they lay.
+    """A cache layer rebuilt from what :func:`numbers` returned and from its two arrays.
 
     Raises:
-        ValueError: They do not describe this layer of ``model``.
+        ValueError: These do not describe this layer of ``model``.
     """
     cache = make_prompt_cache(model.model)[layer]
     if "entries" in known and type(cache) is KVCache:

@@ -1,4 +1,4 @@
-"""Tokens that a model reads between entries that its caches hold already."""
+"""Prefill of tokens that stand between entries that the caches already hold."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def prefill_between(
     visible: mx.array,
     step_size: int = 2048,
 ) -> None:
-    """Let a model read tokens that stand between what its caches hold already.
+    """Prefill tokens whose places lie between entries that the caches already hold.
 
-    Their entries follow the E that are there; attention does not depend on the order of
-    entries, so who sees whom is the mask's to say. Evaluated chunk by chunk.
+    The tokens' entries follow the E entries in the caches. Attention does not depend on the order
+    of entries, so only the mask decides which entries a token sees. Each chunk is evaluated.
 
     Args:
         model: The model.
-        cache: Its caches, E entries written in each, none of them a ring.
-        tokens: (B,) what it reads, in the text's order.
-        positions: (B,) where each is rotated; any integers.
-        visible: (B, E + B) whether a token sees an entry, itself included.
-        step_size: Tokens a chunk.
+        cache: Its caches, with E entries written in each; none of them is a ring.
+        tokens: (B,) the tokens to read, in the text's order.
+        positions: (B,) the position at which each token is rotated; any integers.
+        visible: (B, E + B) whether a token sees an entry, its own included.
+        step_size: The number of tokens per chunk.
     """
     held = visible.shape[1] - len(tokens)
     for each in cache:
@@ -52,9 +52,9 @@ def prefill_between(
 
 @contextlib.contextmanager
 def _rotated_at(model: LanguageModel, positions: mx.array) -> Iterator[None]:
-    """Rotate each token of a forward pass at a position of its own, whatever a cache's length.
+    """Rotate each token of a forward pass at its own position, whatever the cache's length.
 
-    Of a pass in this thread: plain mlx-lm may run the model in another.
+    This applies to passes in this thread; plain mlx-lm may run the model in another thread.
     """
     reader = threading.get_ident()
 
@@ -74,7 +74,7 @@ def _rotated_at(model: LanguageModel, positions: mx.array) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _masked(caches: Sequence[Any], visible: mx.array) -> Iterator[None]:
-    """Let attention see what ``visible`` says, (1, 1, B, E), in place of what came before."""
+    """Replace the caches' attention masks by ``visible``, (1, 1, B, E)."""
 
     def masked(cls: type) -> type:
         class Masked(cls):  # type: ignore[misc, valid-type]
@@ -89,7 +89,7 @@ def _masked(caches: Sequence[Any], visible: mx.array) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reclassed(objects: Iterable[Any], derive: Callable[[type], type]) -> Iterator[None]:
-    """Let objects be of a class derived from their own for a while."""
+    """Give objects a class derived from their own inside the context."""
     found = [(each, type(each)) for each in objects]
     try:
         for each, cls in found:

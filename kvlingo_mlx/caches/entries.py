@@ -1,4 +1,4 @@
-"""Caches whose entries are not one a token: those of two tokenizers."""
+"""Caches, used between two tokenizers, whose entries do not correspond one to one to tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvlingo_mlx.errors import UnsupportedModelError
 
 
 class _Pinned:
-    """Entries of a prefix that are not one a token: to trim tokens would be to trim others."""
+    """Refuses to trim a prefix whose entries do not correspond one to one to tokens."""
 
     prefix: int = 0
     offset: int
@@ -23,7 +23,7 @@ class _Pinned:
         """Drop the last ``n`` entries.
 
         Raises:
-            ValueError: Some of them are the prefix's.
+            ValueError: Some of them belong to the prefix.
         """
         if n > self.offset - self.prefix:
             raise ValueError(
@@ -36,11 +36,11 @@ class _Pinned:
 
 
 class TranslatedKVCache(_Pinned, KVCache):
-    """A stock cache but for ``trim``, which does not reach into a prefix of two tokenizers."""
+    """A stock cache whose ``trim`` does not reach into a prefix translated between tokenizers."""
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What is evaluated and saved."""
+        """The arrays and numbers that are evaluated and saved."""
         return *super().state, self.prefix
 
     @state.setter
@@ -48,7 +48,7 @@ class TranslatedKVCache(_Pinned, KVCache):
         self.keys, self.values, self.offset, self.prefix = saved
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
-        """The same in fewer bits."""
+        """The same cache quantised to ``bits``."""
         stock = super().to_quantized(group_size, bits)
         found = TranslatedQuantizedKVCache(group_size, bits)
         found.keys, found.values, found.offset = stock.keys, stock.values, stock.offset
@@ -57,11 +57,11 @@ class TranslatedKVCache(_Pinned, KVCache):
 
 
 class TranslatedQuantizedKVCache(_Pinned, QuantizedKVCache):
-    """What :class:`TranslatedKVCache` becomes under ``kv_bits``."""
+    """The quantised form of :class:`TranslatedKVCache`, for ``kv_bits``."""
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What is evaluated and saved."""
+        """The arrays and numbers that are evaluated and saved."""
         return *super().state, self.prefix
 
     @state.setter
@@ -71,10 +71,11 @@ class TranslatedQuantizedKVCache(_Pinned, QuantizedKVCache):
 
 
 class PositionedKVCache(KVCache):
-    """Entries at true positions, not one a token: the next position is kept apart from the length.
+    """A cache whose next position is kept apart from its length, for entries at true positions.
 
-    ``offset`` is the number of the model's own tokens, where the next one is rotated, and
-    ``entries`` how much is stored. A token sees all entries that were there before it.
+    Its entries do not correspond one to one to tokens. ``offset`` is the number of the model's own
+    tokens, at which the next token is rotated; ``entries`` is the number of stored entries. A token
+    sees all entries that were stored before it.
     """
 
     def __init__(self) -> None:
@@ -82,13 +83,13 @@ class PositionedKVCache(KVCache):
         self.entries = 0
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append tokens' own keys and values, an entry each; returns all there are."""
+        """Append tokens' own keys and values, one entry per token; return all that is stored."""
         self.put(keys, values)
         self.offset += keys.shape[2]
         return self.keys_and_values()
 
     def put(self, keys: mx.array, values: mx.array) -> None:
-        """Append entries (B, H, S, D); the next position stays as it is."""
+        """Append entries (B, H, S, D); the next position does not change."""
         offset, self.offset = self.offset, self.entries  # a stock cache writes at its offset
         try:
             super().update_and_fetch(keys, values)
@@ -97,41 +98,41 @@ class PositionedKVCache(KVCache):
             self.offset = offset
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """What is stored, (B, H, E, D) each."""
+        """The stored keys and values, (B, H, E, D) each."""
         return self.keys[..., : self.entries, :], self.values[..., : self.entries, :]
 
     def make_mask(
         self, count: int, return_array: bool = False, window_size: int | None = None
     ) -> Any:
-        """Of ``count`` tokens: causal, aligned to the last entry."""
+        """The mask of ``count`` new tokens: causal, aligned to the last entry."""
         return create_attention_mask(count, self.entries, return_array, window_size)
 
     def is_trimmable(self) -> bool:
-        """Never by a number of tokens alone: :func:`shorten` is also told how many entries stay."""
+        """False: to trim, :func:`shorten` must also be told how many entries stay."""
         return False
 
     def trim(self, n: int) -> int:
-        """Nothing: how many entries ``n`` tokens have is not known here."""
+        """Trim nothing: the number of entries of ``n`` tokens is not known here."""
         return 0
 
     def size(self) -> int:
-        """How many entries there are."""
+        """The number of entries."""
         return self.entries
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> QuantizedKVCache:
-        """Not possible, as mlx-lm's quantised cache knows no positions."""
+        """Not supported, since mlx-lm's quantised cache has no separate position."""
         raise UnsupportedModelError(
             "a PositionedKVCache cannot be quantised; leave out kv_bits (--kv-bits)"
         )
 
     @classmethod
     def merge(cls, caches: Any) -> Any:
-        """Not possible, as mlx-lm's batches take a cache's length for its next position."""
+        """Not supported, since mlx-lm's batches use a cache's length as its next position."""
         raise UnsupportedModelError("a PositionedKVCache cannot be part of a batch")
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """What is evaluated and saved."""
+        """The arrays and numbers that are evaluated and saved."""
         return *super().state, self.entries
 
     @state.setter
@@ -139,13 +140,13 @@ class PositionedKVCache(KVCache):
         self.keys, self.values, self.offset, self.entries = saved
 
 
-# load_prompt_cache looks there.
+# load_prompt_cache looks up cache classes in this module.
 for _cls in (TranslatedKVCache, TranslatedQuantizedKVCache, PositionedKVCache):
     setattr(mlx_lm.models.cache, _cls.__name__, _cls)
 
 
 def pin(caches: Sequence[Any]) -> list[Any]:
-    """The same caches, all that they hold now kept from being trimmed."""
+    """Copies of the caches whose present entries cannot be trimmed; the arrays are shared."""
     pinned = []
     for cache in caches:
         found = TranslatedKVCache()
@@ -156,7 +157,7 @@ def pin(caches: Sequence[Any]) -> list[Any]:
 
 
 def positioned(caches: Sequence[Any]) -> list[Any]:
-    """Stock caches without windows, as ones whose entries need not be one a token."""
+    """Stock caches without windows, converted to :class:`PositionedKVCache`."""
     made = []
     for cache in caches:
         found = PositionedKVCache()
@@ -167,12 +168,12 @@ def positioned(caches: Sequence[Any]) -> list[Any]:
 
 
 def move_on(caches: Sequence[PositionedKVCache], position: int) -> None:
-    """Let the next token's position be another."""
+    """Set the next token's position."""
     for cache in caches:
         cache.offset = position
 
 
 def shorten(caches: Sequence[PositionedKVCache], position: int, entries: int) -> None:
-    """Go back to a shorter length: the next position, and how many entries stay."""
+    """Go back to an earlier state: set the next position and the number of entries that stay."""
     for cache in caches:
         cache.offset, cache.entries = position, entries

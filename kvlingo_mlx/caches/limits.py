@@ -1,4 +1,4 @@
-"""What mlx-lm cannot do with a model's caches; refused before anything is computed."""
+"""What mlx-lm cannot do with a model's caches; it is refused before anything is computed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from kvlingo_mlx.caches import stored_shape
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.models.language_model import LanguageModel
 
-BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # what MLX quantises by
+BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # the values that MLX supports
 
 
 def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
     """Refuse ``kv_bits`` for a model whose cache mlx-lm cannot quantise.
 
-    mlx-lm would only find out on the way, in the middle of an answer perhaps: it quantises as
-    soon as ``quantized_kv_start`` tokens are cached.
+    mlx-lm itself would fail later, perhaps in the middle of an answer: it quantises as soon as
+    ``quantized_kv_start`` tokens are cached.
 
     Raises:
-        UnsupportedModelError: A layer keeps a window, is read by other layers too, or its
-            attention handles the cached arrays itself.
-        ValueError: MLX has no such number of bits, or groups that do not divide a layer's widths.
+        UnsupportedModelError: A layer has a window, other layers read its cache too, or its
+            attention uses the cached arrays directly.
+        ValueError: MLX does not support the bits, or the groups do not divide a layer's widths.
     """
     shared = [len(readers) > 1 for readers in model.family.readers(model.model)]
     reasons = {
@@ -40,7 +40,7 @@ def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
 
 
 def check_groups(model: LanguageModel, bits: int, group_size: int) -> None:
-    """Refuse (ValueError) bits that MLX does not have, or groups that no row is a multiple of."""
+    """Refuse (ValueError) bits that MLX does not support, and groups that do not divide a row."""
     if bits not in BITS:
         raise ValueError(f"kv_bits is {bits!r}; give {_listed(BITS)}")
     shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
@@ -62,14 +62,14 @@ def _listed(numbers: Sequence[int], word: str = "or") -> str:
 def check_draft(
     target: LanguageModel, draft: LanguageModel, num_tokens: int, max_tokens: int
 ) -> None:
-    """Refuse speculative decoding where mlx-lm cannot take back what a draft got wrong.
+    """Refuse speculative decoding if mlx-lm could not undo a draft's rejected tokens.
 
-    A full window has forgotten what a rejected token replaced. mlx-lm looks for that before it
-    starts, at the target alone; once a window fills later, its answers are silently wrong.
+    A full window has lost what a rejected token replaced. mlx-lm checks for that before it starts,
+    and for the target only; if a window fills later, its answers are silently wrong.
 
     Raises:
-        UnsupportedModelError: A window would fill within ``num_tokens + max_tokens``, or the
-            target's caches cannot be told from the draft's, as some layers have none.
+        UnsupportedModelError: A window would fill within ``num_tokens + max_tokens``, or some of
+            the target's layers have no cache, so mlx-lm cannot tell its caches from the draft's.
     """
     for model in (target, draft):
         windows = [g.window for g in model.geometry.layers if g.window is not None]

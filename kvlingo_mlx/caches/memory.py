@@ -1,7 +1,7 @@
-"""Whether models, a translator and caches fit into memory, asked before anything is read.
+"""Check that models, a translator and caches fit into memory, before anything is read.
 
-What is needed is counted low (weights as they are stored, caches of the prompt alone, nothing of
-what a computation takes on its way), so that what is refused could not have run.
+The need is estimated low (weights as stored, caches of the prompt only, no temporary arrays), so
+anything refused could not have run.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.models.language_model import LanguageModel
 
-LIMIT = "KVLINGO_MEMORY_LIMIT"  # GB that arrays may take instead of what is found; 0: no limit
-# What MLX calls it on Metal, and on other GPUs.
+LIMIT = "KVLINGO_MEMORY_LIMIT"  # GB that arrays may take, replaces the measured limit; 0: no limit
+# The name of the GPU's memory size in MLX's device info, on Metal and on other GPUs.
 GPU_KEYS = ("max_recommended_working_set_size", "total_memory", "memory_size")
-# Of a container, as it sees itself: versions 2 and 1.
+# The files in which a container finds its own memory limit: cgroup versions 2 and 1.
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def check(parts: Mapping[str, int]) -> None:
-    """Refuse what takes more memory than there is.
+    """Refuse a need of more memory than there is.
 
     Args:
-        parts: Bytes by what they are for, in words.
+        parts: Bytes by purpose; the purpose is shown in the message.
 
     Raises:
-        NotEnoughMemoryError: With what is needed and what there is.
-        ValueError: ``KVLINGO_MEMORY_LIMIT`` is no number.
+        NotEnoughMemoryError: The message gives the needed and the available memory.
+        ValueError: ``KVLINGO_MEMORY_LIMIT`` is not a number.
     """
     there, needed = free(), sum(parts.values())
     if there is None or needed <= there:
@@ -48,7 +48,7 @@ def check(parts: Mapping[str, int]) -> None:
 
 
 def free() -> int | None:
-    """Bytes that arrays may yet take on the default device; None where nobody knows."""
+    """The bytes that arrays may still take on the default device; None if that is unknown."""
     if LIMIT in os.environ:
         limit = _given(os.environ[LIMIT])
     elif on_gpu():
@@ -60,12 +60,12 @@ def free() -> int | None:
 
 
 def weights_bytes(model: LanguageModel) -> int:
-    """Bytes of a model's weights, read or not."""
+    """The bytes of a model's weights, whether they have been read yet or not."""
     return tree_reduce(lambda total, array: total + array.nbytes, model.model.parameters(), 0)
 
 
 def cache_bytes(model: LanguageModel, num_tokens: int) -> int:
-    """Bytes of a model's cache of so many tokens; a window holds no more than its own."""
+    """The bytes of a model's cache of ``num_tokens``; a layer holds no more than its window."""
     numbers, of_shape = 0, {}
     for index, layer in enumerate(model.geometry.layers):
         shape = layer.attention, layer.kv_heads, layer.key_dim, layer.value_dim
@@ -76,17 +76,17 @@ def cache_bytes(model: LanguageModel, num_tokens: int) -> int:
 
 
 def check_caches(models: Iterable[LanguageModel], num_tokens: int) -> None:
-    """Refuse a prompt whose caches do not fit beside what is loaded.
+    """Refuse a prompt whose caches do not fit beside what is already loaded.
 
     Raises:
-        NotEnoughMemoryError: With what is needed and what there is.
+        NotEnoughMemoryError: The message gives the needed and the available memory.
     """
     needed = sum(cache_bytes(model, num_tokens) for model in models)
     check({caches_of(num_tokens): needed})
 
 
 def caches_of(num_tokens: int) -> str:
-    """What a prompt's caches are called in a refusal."""
+    """The name of a prompt's caches in a message."""
     return f"caches of {num_tokens} tokens"
 
 
@@ -101,11 +101,11 @@ def _given(text: str) -> int | None:
 
 
 def _available() -> int:
-    """Main memory that can be had without swapping; of a container, what it may have."""
+    """The main memory available without swapping, within a container's limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in CGROUPS:
         text = _text(path).strip()
-        if text.isdecimal():  # "max" is none
+        if text.isdecimal():  # "max" means no limit
             limits.append(int(text))
     found = max(0, min(limits) - mx.get_active_memory())
     for line in _text("/proc/meminfo").splitlines():
@@ -117,7 +117,7 @@ def _available() -> int:
 def _text(path: str) -> str:
     try:
         return Path(path).read_text()
-    except OSError:  # macOS, or no such container
+    except OSError:  # on macOS, or without such a container
         return ""
 
 

@@ -1,8 +1,8 @@
-"""What a cache and a prompt must be before a model goes on from them; always checked.
+"""Checks of a cache and a prompt before a model continues from them; they are always made.
 
-MLX and mlx-lm check none of it: a cache that lacks a layer, ends at another position or has
-another dtype decodes, fluently perhaps, and wrong. Only facts of arrays are looked at here, so it
-costs microseconds a layer; ``KVLINGO_DEBUG=1`` also looks at every number.
+MLX and mlx-lm check none of this: from a cache that lacks a layer, ends at another position or has
+another dtype, a model decodes wrongly, perhaps fluently. Only shapes, dtypes and positions are
+checked, which costs microseconds per layer; ``KVLINGO_DEBUG=1`` also checks every number.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def validate_cache(cache: Sequence[Any], model: LanguageModel, num_tokens: int) 
     """Refuse a cache that does not hold ``num_tokens`` tokens of one sequence for ``model``.
 
     Args:
-        cache: Stock mlx-lm caches, one a cache layer.
-        model: The model that is to go on from it.
-        num_tokens: Tokens that every layer must hold, those that a window has passed included.
+        cache: Stock mlx-lm caches, one per cache layer.
+        model: The model that is to continue from it.
+        num_tokens: The tokens that every layer must have seen, including those outside its window.
 
     Raises:
-        CacheError: With the layer, what was found in it and what was expected.
+        CacheError: The message names the layer, what was found and what was expected.
     """
     layers = model.geometry.layers
     if len(cache) != len(layers):
@@ -47,7 +47,7 @@ def validate_cache(cache: Sequence[Any], model: LanguageModel, num_tokens: int) 
 
 
 def _difference(held: Any, model: LanguageModel, index: int, num_tokens: int) -> str | None:
-    """What of one layer's cache is not as it must be, in words, or None."""
+    """The fault of one layer's cache in words, or None."""
     layer = model.geometry.layers[index]
     if not caches.is_stock(held, layer.window):
         kind = "a RotatingKVCache of its window" if layer.window else "a KVCache"
@@ -59,7 +59,7 @@ def _difference(held: Any, model: LanguageModel, index: int, num_tokens: int) ->
     if held.keys is None or held.values is None:
         return f"it is empty, expected {num_tokens} tokens"
     shapes = zip(caches.stored_shape(model, index), (held.keys, held.values), strict=True)
-    held_entries = getattr(held, "entries", num_tokens)  # those of two tokenizers: not one a token
+    held_entries = getattr(held, "entries", num_tokens)  # between two tokenizers, not one per token
     for side, ((heads, width), array) in zip(caches.SIDES, shapes, strict=True):
         if found := _of_array(array, model, layer, (heads, width), held_entries):
             return f"its {side} {found}"
@@ -85,7 +85,7 @@ def _of_array(
 
 
 def first_bad(cache: Sequence[Any], model: LanguageModel) -> str | None:
-    """Where a cache first holds a number that is none, in words, or None; reads all of it."""
+    """The first place in a cache with NaN or Inf, in words, or None; this reads all numbers."""
     for held, layer in zip(cache, model.geometry.layers, strict=False):
         for side in caches.SIDES:
             array = getattr(held, side, None)
@@ -95,9 +95,9 @@ def first_bad(cache: Sequence[Any], model: LanguageModel) -> str | None:
 
 
 def room_for(model: LanguageModel, num_tokens: int, max_tokens: int) -> int:
-    """Tokens that a model can add to a prompt: ``max_tokens`` (-1: no limit), or its context's.
+    """The tokens that a model can add to a prompt: ``max_tokens`` (-1: no limit) or less.
 
-    The last token of all need not be run, so one more than the context has room for can be had.
+    The context limits them. The very last token need not be run, so one more than fits is allowed.
     """
     room = model.context_length + 1 - num_tokens
     return room if max_tokens == -1 else min(max_tokens, room)

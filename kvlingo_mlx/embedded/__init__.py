@@ -1,4 +1,4 @@
-"""The zoo: tiny trained models and their translators, shipped for demo and tests."""
+"""The zoo: tiny trained models and their translators, shipped for the demo and the tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvlingo_mlx.arguments import checked
 
 MODELS = Path(__file__).parent / "models"
 TRANSLATORS = Path(__file__).parent / "translators"
-# A question that every embedded pair answers; most others they do not understand.
+# A question that every embedded pair answers; they understand few others.
 EXAMPLE = (
     "I want you to remember a few things about my friends. The hotel of Emma is Lima. "
     "The code of Rosa is A4. The home of Paul is Oslo. What is the hotel of Emma?"
@@ -20,7 +20,7 @@ def zoo(name: str) -> Path:
     """The folder of an embedded tiny model, for ``load`` and ``generate``.
 
     Raises:
-        ValueError: There is no such model; lists those there are.
+        ValueError: There is no such model; the message lists the models.
     """
     names = zoo_names()
     if name not in names:
@@ -29,17 +29,17 @@ def zoo(name: str) -> Path:
 
 
 def is_embedded(model: Path) -> bool:
-    """Whether a folder is an embedded model's own, not a copy of it."""
+    """Whether a folder is an embedded model's own folder, not a copy of it."""
     return model.resolve().parent == MODELS.resolve()
 
 
 def zoo_names() -> list[str]:
-    """The embedded models."""
+    """The names of the embedded models."""
     return sorted(path.parent.name for path in MODELS.glob("*/config.json"))
 
 
 def zoo_pairs() -> list[tuple[str, str]]:
-    """Source and target of every embedded translator, whose folder is source--target."""
+    """The (source, target) of every embedded translator; its folder is named source--target."""
     folders = sorted(path.parent.name for path in TRANSLATORS.glob("*/translator_config.json"))
     pairs = [folder.split("--") for folder in folders]
     return [(source, target) for source, target in pairs]

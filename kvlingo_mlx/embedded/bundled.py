@@ -1,6 +1,6 @@
-"""The conversations on which a training leaves its receipt, and ``verify`` holds it up to.
+"""The bundled conversations, on which training measures a receipt and ``verify`` checks it.
 
-The same in both runtimes: records of generated dialogues, tokenised as training data are.
+They are the same in both runtimes: generated dialogues, tokenised as training data are.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvlingo_mlx.embedded.dialogues import Dialogue, held_out
 from kvlingo_mlx.tokenization.renderings import bare
 from kvlingo_mlx.tokenization.samples import Sample, cut, to_samples
 
-NAME, COUNT = "dialogues-1", 8  # changes when any of them does
+NAME, COUNT = "dialogues-1", 8  # the name changes whenever a conversation does
 Asked = tuple[Sample, tuple[int, ...]]
 
 
@@ -23,16 +23,16 @@ def bundled_samples(
 ) -> list[Sample]:
     """The bundled conversations, each cut where its last answer opens.
 
-    Without a chat template they are plain texts, cut in the middle. Those beyond
-    ``context_length`` are left out. ``source_tokenizer`` is the source's where it has another one.
+    Without a chat template they are plain texts, cut in the middle. Conversations longer than
+    ``context_length`` are left out. ``source_tokenizer`` is given if the source has another one.
     """
     return [sample for sample, _ in bundled(tokenizer, context_length, source_tokenizer)]
 
 
 def bundled(tokenizer: Any, context_length: int, source_tokenizer: Any = None) -> list[Asked]:
-    """The same, each with the continuation's indices of the value that it is asked for.
+    """The bundled conversations, each with the indices of the asked value in its continuation.
 
-    There are none where the conversations are plain texts.
+    There are no indices if the conversations are plain texts.
     """
     both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
     chats = all(getattr(t, "has_chat_template", t.chat_template is not None) for t in both)
@@ -48,7 +48,7 @@ def bundled(tokenizer: Any, context_length: int, source_tokenizer: Any = None) -
 
 
 def _value(tokenizer: Any, talk: Dialogue) -> tuple[int, ...]:
-    """Which tokens of the last answer spell the value."""
+    """The indices of the tokens of the last answer that spell the value."""
     text, value = cut(talk.conversation(), tokenizer)[1], talk.asked[-1].value
     stop = text.rindex(value) + len(value)
     ends = bare(tokenizer, text).ends
@@ -56,5 +56,5 @@ def _value(tokenizer: Any, talk: Dialogue) -> tuple[int, ...]:
 
 
 def spelled(best: Sequence[int], sample: Sample, value: tuple[int, ...]) -> bool:
-    """Whether the first choices ``best`` at the continuation's tokens spell the value."""
+    """Whether the first choices ``best`` spell the value at the continuation's tokens."""
     return all(best[i] == sample.continuation[i] for i in value)

@@ -1,13 +1,12 @@
 """Generated English dialogues whose answers depend on facts in the prefix.
 
-On plain text a tiny model hardly uses its prefix, so any translator looks perfect.
-Here the answer to every question is a value drawn at random a few hundred tokens
-earlier: a model that cannot read its prefix is left with a guess.
+On plain text a tiny model hardly uses its prefix, so any translator looks perfect. Here the answer
+to every question is a value drawn at random a few hundred tokens earlier, so a model that cannot
+read its prefix can only guess.
 
-The content vocabulary is small on purpose (64 words that are one token each): a narrow
-cache can only carry so many identities across two independently trained models. Values
-of one kind are many, so that a guess is seldom right: one of 100 codes, 24 cities or 20
-names.
+The content vocabulary is small on purpose (64 words of one token each): a narrow cache can carry
+only so many identities across two independently trained models. There are many values of each kind
+(100 codes, 24 cities, 20 names), so that a guess is seldom right.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ VALUES = {
 }
 ATTRIBUTES = tuple(VALUES)
 
-# The name stands two tokens before the value in every style: a tiny model binds the two
-# with one attention head, where "Anna's city is Lima" left it guessing between cities.
+# In every style the name stands two tokens before the value: a tiny model binds the two with
+# one attention head, but with "Anna's city is Lima" it only guessed between cities.
 STATEMENTS = (
     "The {attribute} of {name} is {value}.",
     "I know that the {attribute} of {name} is {value}.",
@@ -95,10 +94,10 @@ class Fact:
 
 @dataclass(frozen=True)
 class Dialogue:
-    """A conversation that states ``facts`` and the facts ``asked`` about afterwards.
+    """A conversation that states ``facts`` and afterwards asks about ``asked``.
 
-    ``messages`` hold the part that states the facts and, last, the question about
-    ``asked[0]``; the answers and the other questions follow from ``asked``.
+    ``messages`` hold the part that states the facts and, last, the question about ``asked[0]``.
+    The answers and the other questions follow from ``asked`` and ``questions``.
     """
 
     messages: tuple[dict[str, str], ...]
@@ -123,7 +122,7 @@ def _draw_facts(rng: random.Random, count: int, attributes: Sequence[str]) -> li
 
 
 def _tell(rng: random.Random, facts: list[Fact], styles: int) -> str:
-    """One user turn that states ``facts``, in one style or with a style a sentence."""
+    """One user turn that states ``facts``, in one style or with a random style per sentence."""
     mixed = rng.random() < 0.5
     style = rng.randrange(styles)
     sentences = []
@@ -144,14 +143,14 @@ def dialogue(
     styles: int = len(STATEMENTS),
     attributes: Sequence[str] = ATTRIBUTES,
 ) -> Dialogue:
-    """Draw one dialogue: ``num_facts`` facts over one to four user turns.
+    """Draw one dialogue that states ``num_facts`` facts in one to four user turns.
 
     Args:
         rng: The only source of randomness.
         num_facts: How many facts the dialogue states, all about different keys.
-        num_questions: How many of them are asked, each once; at least 1.
-        styles: Use only the first so many sentence styles.
-        attributes: What the facts may be about.
+        num_questions: How many of them are asked about, each once; at least 1.
+        styles: The number of sentence styles to use, the first ones.
+        attributes: The attributes that the facts may be about.
     """
     facts = _draw_facts(rng, num_facts, attributes)
     turns = min(rng.randint(1, 4), num_facts)
@@ -176,7 +175,7 @@ def dialogue(
 def held_out(
     count: int, *, seed: int = 0, facts: tuple[int, int] = (12, 28), questions: int = 6
 ) -> Iterator[Dialogue]:
-    """Yield ``count`` dialogues that training never draws (its seeds are integers)."""
+    """Yield ``count`` dialogues that training never draws, since its seeds are integers."""
     for index in range(count):
         rng = random.Random(f"held-out/{seed}/{index}")
         yield dialogue(rng, rng.randint(*facts), questions)
@@ -185,7 +184,7 @@ def held_out(
 def for_fitting(
     count: int, *, seed: int = 0, facts: tuple[int, int] = (4, 28), questions: int = 6
 ) -> Iterator[Dialogue]:
-    """Yield ``count`` dialogues to fit translators on, disjoint from :func:`held_out`."""
+    """Yield ``count`` dialogues for fitting translators, disjoint from :func:`held_out`."""
     for index in range(count):
         rng = random.Random(f"fit/{seed}/{index}")
         yield dialogue(rng, rng.randint(*facts), questions)
@@ -194,6 +193,6 @@ def for_fitting(
 def for_distilling(
     index: int, *, seed: int = 0, facts: tuple[int, int] = (4, 28), questions: int = 6
 ) -> Dialogue:
-    """Dialogue number ``index`` of an endless stream, apart from the other two."""
+    """Dialogue number ``index`` of an endless stream, disjoint from the other two generators."""
     rng = random.Random(f"distil/{seed}/{index}")
     return dialogue(rng, rng.randint(*facts), questions)

@@ -1,7 +1,7 @@
-"""The model families that can be tapped and written, and the one table that names them.
+"""The model families that can be captured and written, in one table.
 
-What sets a family apart is a row's arguments, or a class in a file of its own; ``refused.py`` knows
-why others are none. ``tests`` run every row.
+A family differs from the default by its row's arguments, or by a class in its own file.
+``refused.py`` says why other families are not supported. The tests run every row.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from kvlingo_mlx.families.latent import AbsorbedFamily, ExpandedFamily
 from kvlingo_mlx.families.plain import Plain
 from kvlingo_mlx.families.refused import reason
 
-# What each is called in config.json. Norms of keys, biases, widths of values, partial and
-# traditional rotations, scaled ones, windows and mixtures of experts are all read off the model.
+# Names as in config.json. What may differ between these (norms of keys, biases, widths of values,
+# windows, mixtures of experts, partial, traditional and scaled rotations) is read off the model.
 PLAIN = """
     Klear apertus cohere deepseek dots1 ernie4_5 ernie4_5_moe gemma glm glm4 glm4_moe granite
     granitemoe helium internlm3 iquestcoder llama mimo minicpm minimax minimax_m2 mistral
     mixtral nemotron olmo2 olmoe phimoe pixtral qwen2 qwen2_moe seed_oss smollm3 solar_open
     starcoder2 telechat3 xverse
 """.split()
-# Beside a vision tower, which mlx-lm leaves out.
+# Families with a vision tower, which mlx-lm leaves out.
 WITH_TOWERS = "qwen2_5_vl qwen2_vl qwen3_vl qwen3_vl_moe".split()
-# Soft caps, casts or sinks of their own.
+# Families whose attention has its own soft caps, casts or sinks.
 OWN_ATTENTION = ("gemma2", "gpt_oss", "phi", "stablelm")
 ROWS: dict[str, Family] = {
     **{name: Plain(name) for name in (*PLAIN, *WITH_TOWERS)},
@@ -33,16 +33,16 @@ ROWS: dict[str, Family] = {
     "exaone4": Plain("exaone4", rotated_if="use_rope"),
     "exaone_moe": Plain("exaone_moe", rotated_if="use_rope"),
     "qwen3": Family("qwen3"),
-    # mlx-lm builds a plain RoPE here whatever ``rope_scaling`` says: described as what it runs as.
+    # mlx-lm builds a plain RoPE here whatever ``rope_scaling`` says; the row describes what runs.
     "qwen3_moe": Family("qwen3_moe", scaled_rope=False),
-    # mlx-lm rotates this one by YaRN whatever type is named.
+    # mlx-lm rotates by YaRN here, whatever type the config names.
     "deepseek_v2": ExpandedFamily("deepseek_v2", rope_type="yarn"),
     **{
         name: AbsorbedFamily(name)
         for name in ("deepseek_v3", "glm4_moe_lite", "joyai_llm_flash", "kimi_k2")
     },
 }
-# Those with a file of their own: its ``FAMILY``, or the one there by that name.
+# Families in files: a file has one ``FAMILY``, or several in ``FAMILIES`` by name.
 FILES = {
     **{
         name: name
@@ -50,7 +50,7 @@ FILES = {
             cohere2 gemma3_text gemma4_text hunyuan_v1_dense minicpm3 ministral3 mistral3 olmo3 phi3
         """.split()
     },
-    # The same with towers or other encoders, which mlx-lm leaves out.
+    # The same families with vision towers or other encoders, which mlx-lm leaves out.
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_text",
@@ -59,15 +59,15 @@ FILES = {
 
 
 def known_families() -> list[str]:
-    """The model types that have an adapter."""
+    """The model types that are supported."""
     return sorted({*ROWS, *FILES}, key=str.lower)
 
 
 def family_of(model_type: str) -> Family:
-    """The adapter of a model type.
+    """The ``Family`` of a model type.
 
     Raises:
-        UnsupportedModelError: There is none; the message says why, or lists those there are.
+        UnsupportedModelError: It is not supported; the message says why and lists those that are.
     """
     if model_type in ROWS:
         return ROWS[model_type]

@@ -1,7 +1,7 @@
-"""What the rest of the package must know about a model family.
+"""The interface of model families: what the rest of the package must know about one.
 
-A family is one ``Family`` object. The defaults here describe the common attention block of
-mlx-lm: ``k_proj`` and ``v_proj``, an optional per-head RMSNorm named ``k_norm``, then RoPE.
+A family is one ``Family`` object. The defaults describe the common attention block of mlx-lm:
+``k_proj`` and ``v_proj``, an optional per-head RMSNorm named ``k_norm``, then RoPE.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps")
 
 @dataclass(frozen=True)
 class Finish:
-    """What a model does to a layer's keys and values between projections and cache.
+    """The norms and the rotation between a layer's projections and its cache.
 
     Attributes:
-        norm_weight: Weight of the keys' RMSNorm: (D,) for one a head, (H * D,) for one over all
-            heads; None where there is none.
-        norm_eps: Its epsilon.
+        norm_weight: The weight of the keys' RMSNorm: (D,) for a norm per head, (H * D,) for one
+            over all heads; None if keys have no norm.
+        norm_eps: The epsilon of that norm.
         rope: The model's own rotary module.
-        rope_spec: The same in comparable form; None where keys are not rotated.
-        value_eps: Epsilon of the values' RMSNorm, which has no weight; None: no such norm.
-        norm_last: Whether keys are rotated first and normed afterwards.
+        rope_spec: The rotation in a form that can be compared; None if keys are not rotated.
+        value_eps: The epsilon of the values' RMSNorm, which has no weight; None if there is none.
+        norm_last: Whether keys are rotated before they are normed.
     """
 
     norm_weight: mx.array | None
@@ -56,12 +56,12 @@ class Finish:
 
 @dataclass(frozen=True)
 class Family:
-    """One model family, by mlx-lm's ``model_type``.
+    """One model family, named by mlx-lm's ``model_type``.
 
-    ``scaled_rope`` is False where mlx-lm builds a plain RoPE whatever the config says;
-    ``quantised_cache`` where its attention handles the cached arrays itself, which ``kv_bits``
-    makes something else of; ``relative_positions`` where attention depends on more of two
-    positions than their distance.
+    ``scaled_rope`` is False if mlx-lm builds a plain RoPE whatever the config says.
+    ``quantised_cache`` is False if the family's attention uses the cached arrays directly, so that
+    ``kv_bits`` would break it. ``relative_positions`` is False if attention depends on more than
+    the distance between two positions.
     """
 
     model_type: str
@@ -71,14 +71,14 @@ class Family:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Where its keys can be captured; the projections' outputs are at the first."""
+        """The capture points of this family's keys, beginning with the projections' outputs."""
         return POINTS
 
     def overrides(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """What mlx-lm must be told of a raw config that it would misread, to go over that.
+        """Config entries that make mlx-lm read a raw config correctly where it would misread it.
 
         Raises:
-            UnsupportedModelError: It cannot be told; or mlx-lm does not do it.
+            UnsupportedModelError: No entry helps, because mlx-lm does not support what it asks.
         """
         text = config.get("text_config", config)
         self.check_rotation(text)
@@ -87,19 +87,19 @@ class Family:
         return missing if text is config or not missing else {"text_config": {**text, **missing}}
 
     def check_rotation(self, text: Mapping[str, Any]) -> None:
-        """Refuse (UnsupportedModelError) a rotation that mlx-lm does not make, or not once."""
+        """Refuse (UnsupportedModelError) rotations that mlx-lm lacks or that vary with length."""
         check_rotation(text)
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """What the config of the text model says in words that mlx-lm does not read, in its own.
+        """Settings of a text model's config that mlx-lm does not read, by names that it does read.
 
         Raises:
-            UnsupportedModelError: mlx-lm has no words for it.
+            UnsupportedModelError: mlx-lm has no name for a setting.
         """
         return spelled_out(text.get("rope_parameters"))
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The config of the text model; ``config`` is the raw one, of a wrapper perhaps."""
+        """The text model's config; ``config`` is the raw one, which may be a wrapper's."""
         return config.get("text_config", config)
 
     def attentions(self, model: nn.Module) -> list[nn.Module]:
@@ -111,13 +111,13 @@ class Family:
         return [(attention,) for attention in self.attentions(model)]
 
     def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
-        """The modules whose outputs hold a layer's keys and values."""
+        """The modules whose outputs contain a layer's keys and values."""
         return attention.k_proj, attention.v_proj
 
     def states(
         self, attention: nn.Module, outputs: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """Keys and values (B, T, H * D), at the first of ``points``, of what ``taps`` put out."""
+        """Keys and values (B, T, H * D) at the first capture point, from the ``taps``' outputs."""
         keys, values = outputs
         return keys, values
 
@@ -142,19 +142,19 @@ class Family:
     def stored(
         self, attention: nn.Module, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """What a layer's cache stores, (B, H, T, D) twice, of finished keys and values."""
+        """The arrays (B, H, T, D) that a layer's cache stores, from finished keys and values."""
         return keys, values
 
     def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
-        """The keys that ``queries`` meet, (B, H, T, D), of finished keys and values."""
+        """The keys (B, H, T, D) that ``queries`` multiply, from finished keys and values."""
         return keys
 
     def query_projection(self, attention: nn.Module) -> nn.Module:
-        """The module whose output ``queries`` takes."""
+        """The module whose output ``queries`` takes as its input."""
         return attention.q_proj
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """Queries as attention uses them: (B, T, Hq * D) projected to (B, Hq, T, D)."""
+        """Queries (B, Hq, T, D) as attention uses them, from the projection's (B, T, Hq * D)."""
         batch, tokens, width = projected.shape
         norm = attention.get("q_norm")
         if norm is not None and norm.weight.size == width:
@@ -164,11 +164,11 @@ class Family:
         return self.rotary(attention)(heads.transpose(0, 2, 1, 3), offset=offset)
 
     def scale(self, attention: nn.Module) -> float:
-        """What the products of queries and keys are multiplied by."""
+        """The factor that attention applies to the products of queries and keys."""
         return attention.scale
 
     def layer_geometry(self, index: int, attention: nn.Module, cache: Any) -> LayerGeometry:
-        """The shape of one cache layer; ``cache`` is the one mlx-lm makes for it."""
+        """The shape of one cache layer; ``cache`` is the cache that mlx-lm makes for it."""
         window = cache.max_size if isinstance(cache, RotatingKVCache) else None
         return LayerGeometry(
             layer=index,
@@ -180,15 +180,15 @@ class Family:
         )
 
     def key_dim(self, attention: nn.Module) -> int:
-        """Width of one head's keys."""
+        """The width of one head's keys."""
         return key_dim(attention)
 
     def value_dim(self, attention: nn.Module) -> int:
-        """Width of one head's values."""
+        """The width of one head's values."""
         return output_width(attention.v_proj) // kv_heads(attention)
 
     def geometry(self, model: nn.Module, config: Mapping[str, Any]) -> CacheGeometry:
-        """All facts that shape this model's cache, as loaded."""
+        """All facts that determine the shape of a loaded model's cache."""
         facts, caches = self.facts(model, config), make_prompt_cache(model)
         attentions = self.attentions(model)
         pairs = zip(attentions, caches, strict=True)
@@ -201,15 +201,15 @@ class Family:
         )
 
     def text_type(self, facts: Mapping[str, Any]) -> str:
-        """The model type of the text model, whatever wraps it."""
+        """The text model's own type, also inside a wrapper."""
         return self.model_type
 
 
 def period_setting(text: Mapping[str, Any]) -> dict[str, Any]:
-    """``sliding_window_pattern`` of a config that lists its layers' kinds instead.
+    """``sliding_window_pattern`` for a config that lists its layers' kinds instead.
 
     Raises:
-        UnsupportedModelError: They do not recur with one period.
+        UnsupportedModelError: Global layers do not come with one period.
     """
     types = text.get("layer_types")
     if types is None:
@@ -231,15 +231,15 @@ def period_setting(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def kv_heads(attention: nn.Module) -> int:
-    """KV heads of a layer, by whichever name mlx-lm has given them."""
+    """The number of KV heads of a layer, under whichever name mlx-lm stores it."""
     return next(getattr(attention, name) for name in KV_HEADS if hasattr(attention, name))
 
 
 def output_width(projection: nn.Module) -> int:
-    """Rows of a linear layer, float or quantised."""
+    """The number of outputs of a linear layer, float or quantised."""
     return projection.weight.shape[0]
 
 
 def key_dim(attention: nn.Module) -> int:
-    """Width of one head's keys."""
+    """The width of one head's keys."""
     return output_width(attention.k_proj) // kv_heads(attention)

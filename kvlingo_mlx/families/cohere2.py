@@ -1,4 +1,4 @@
-"""Cohere 2: local layers rotate, global ones do not."""
+"""Cohere 2: local layers rotate keys, global layers do not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvlingo_mlx.families.plain import Plain
 
 
 class Cohere2(Plain):
-    """Which layers are global, newer configs list; mlx-lm asks for the period."""
+    """Adds the period of global layers: newer configs list the layers, mlx-lm reads the period."""
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """The rotation and the period, by the names that mlx-lm reads."""
+        """The rotation and the period, under the names that mlx-lm reads."""
         return super().settings(text) | period_setting(text)
 
 

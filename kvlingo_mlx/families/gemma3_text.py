@@ -1,4 +1,4 @@
-"""Gemma-3, text: local and global layers, k_norm by (1 + weight), a rotation for each kind."""
+"""Gemma-3, text: local and global layers with different rotations; k_norm is by (1 + weight)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvlingo_mlx.format.geometry import RopeSpec, configured_rope, spelled_out
 
 
 class Gemma3(Family):
-    """Facts come from what mlx-lm made of the config: released ones leave most of it out."""
+    """Takes facts from mlx-lm's model arguments, because released configs omit most of them."""
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """The rotation of each kind of layer and their period, by the older names."""
+        """The rotation of each kind of layer and the period, under the older names."""
         kinds = text.get("rope_parameters") or {}
         found = spelled_out(kinds.get("full_attention", kinds))
         if "sliding_attention" in kinds:
@@ -24,16 +24,16 @@ class Gemma3(Family):
         return found | period_setting(text)
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The text model's arguments, defaults filled in."""
+        """The text model's arguments, with defaults filled in."""
         return vars(model.get("language_model", model).args)
 
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
-        """The norm's weight is stored as its distance from 1."""
+        """The norms and the rotation; the norm's weight is stored as its difference from 1."""
         finish = super().finish(attention, facts)
         return dataclasses.replace(finish, norm_weight=1.0 + attention.k_norm.weight)
 
     def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec:
-        """Local layers have a base of their own and no scaling."""
+        """The layer's rotation; local layers have their own base and no scaling."""
         dims = key_dim(attention)
         if attention.is_sliding:
             return RopeSpec("default", float(facts["rope_local_base_freq"]), dims)

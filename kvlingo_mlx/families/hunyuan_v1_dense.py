@@ -1,4 +1,4 @@
-"""Hunyuan, dense: keys are rotated first and normed afterwards, so no point lies between."""
+"""Hunyuan, dense: keys are rotated first and normed afterwards, so there is no post_norm point."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvlingo_mlx.format.geometry import RopeSpec
 
 
 class Hunyuan(Plain):
-    """``post_rope`` is what the cache holds, here after the norm."""
+    """Captures ``post_rope`` as the cache's content, which here is after the norm."""
 
     @property
     def points(self) -> tuple[str, ...]:
-        """The projection's output, and the cache's content."""
+        """The projection's output and the cache's content."""
         return "pre_norm", "post_rope"
 
     def check_rotation(self, text: Mapping[str, Any]) -> None:
-        """What is called dynamic here does not depend on the length: see :meth:`rope`."""
+        """Accept every config: "dynamic" here does not depend on the length, see :meth:`rope`."""
 
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
-        """The norm comes last."""
+        """The rotation and the norm, which comes last."""
         finish, norm = super().finish(attention, facts), attention.get("key_layernorm")
         if norm is None:
             return finish
@@ -34,17 +34,18 @@ class Hunyuan(Plain):
         )
 
     def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec:
-        """A base stretched once by ``alpha``, not with the length, for all its name."""
+        """The rotation; its base is stretched once by ``alpha``, not with the length."""
         alpha = float((facts.get("rope_scaling") or {}).get("alpha", 1.0))
         scaling = () if alpha == 1.0 else (("alpha", alpha),)
         kind = "ntk_alpha" if scaling else "default"
         return RopeSpec(kind, float(facts["rope_theta"]), attention.rope.dims, scaling=scaling)
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """Rotated, then normed."""
+        """The queries, rotated and then normed."""
         heads = super().queries(attention, projected, offset)
         norm = attention.get("query_layernorm")
         return heads if norm is None else norm(heads)
 
 
-FAMILY = Hunyuan("hunyuan_v1_dense", relative_positions=False)  # its norm weighs what is rotated
+# Rotated keys are normed with a weight, so attention depends on more than distances.
+FAMILY = Hunyuan("hunyuan_v1_dense", relative_positions=False)

@@ -1,7 +1,7 @@
-"""Multi-head latent attention (MLA): a token's keys and values are one latent and one rotary key.
+"""Multi-head latent attention (MLA): a token is cached as one latent and one rotary key.
 
-Whatever mlx-lm's cache stores, ``values`` are c_KV as kv_a_layernorm leaves it and ``keys`` k_R
-before its rotation, one head of each (paper: section "MLA cache translation").
+Whatever mlx-lm's cache stores, here ``values`` are c_KV after kv_a_layernorm and ``keys`` are k_R
+before its rotation, with one head each (paper: section "MLA cache translation").
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from kvlingo_mlx.format.geometry import LayerGeometry, RopeSpec, configured_rope
 
 @dataclass(frozen=True)
 class LatentFamily(Family):
-    """What both ways to cache latents share; facts are mlx-lm's arguments, defaults filled in.
+    """The common part of both ways to cache latents; facts are mlx-lm's model arguments.
 
-    ``traditional`` tells whether neighbouring numbers are rotated together; ``rope_type`` is
-    what mlx-lm builds where it builds the same whatever the config's own type is.
+    ``traditional`` says whether neighbouring numbers are rotated together. ``rope_type`` is the
+    type that mlx-lm builds where it ignores the type in the config, else None.
     """
 
     traditional: bool = True
@@ -30,27 +30,27 @@ class LatentFamily(Family):
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Latents have one point."""
+        """The single capture point of latents."""
         return (LATENT,)
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The model's arguments, defaults filled in."""
+        """The model's arguments, with defaults filled in."""
         return vars(model.args)
 
     def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
-        """One projection holds the latent and the rotary key."""
+        """The one projection whose output contains the latent and the rotary key."""
         return (attention.kv_a_proj_with_mqa,)
 
     def states(
         self, attention: nn.Module, outputs: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """Rotary keys (B, T, dr) and normed latents (B, T, r)."""
+        """The rotary keys (B, T, dr) and the normed latents (B, T, r)."""
         (projected,) = outputs
         latent, keys = mx.split(projected, [attention.kv_lora_rank], axis=-1)
         return keys, attention.kv_a_layernorm(latent)
 
     def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec:
-        """How the rotary keys are rotated."""
+        """The rotation of the rotary keys."""
         scaling = facts["rope_scaling"]
         if self.rope_type is not None:
             scaling = {**(scaling or {}), "type": self.rope_type}
@@ -61,18 +61,18 @@ class LatentFamily(Family):
         return dataclasses.replace(spec, traditional=self.traditional)
 
     def query_projection(self, attention: nn.Module) -> nn.Module:
-        """Queries may have a latent of their own."""
+        """The module that projects queries, from their own latent if they have one."""
         return attention.q_b_proj if "q_b_proj" in attention else attention.q_proj
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """The part without a position, then the rotated one: (B, Hq, T, nope + dr)."""
+        """Queries (B, Hq, T, nope + dr): the part without a position, then the rotated part."""
         batch, tokens, _ = projected.shape
         heads = projected.reshape(batch, tokens, attention.num_heads, -1).transpose(0, 2, 1, 3)
         plain, rotary = mx.split(heads, [attention.qk_nope_head_dim], axis=-1)
         return mx.concatenate([plain, attention.rope(rotary, offset=offset)], axis=-1)
 
     def layer_geometry(self, index: int, attention: nn.Module, cache: Any) -> LayerGeometry:
-        """One head: rotary keys, and latents as values."""
+        """One head: rotary keys as keys and latents as values."""
         return LayerGeometry(
             layer=index,
             kv_heads=1,
@@ -84,22 +84,22 @@ class LatentFamily(Family):
 
 @dataclass(frozen=True)
 class AbsorbedFamily(LatentFamily):
-    """The cache stores the latent as its keys and the rotated key as its values."""
+    """A family whose cache stores the latent as its keys and the rotated key as its values."""
 
     quantised_cache: bool = False
 
     def stored(
         self, attention: nn.Module, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Latents (B, 1, T, r), rotary keys (B, 1, T, dr)."""
+        """The latents (B, 1, T, r) and the rotary keys (B, 1, T, dr)."""
         return values, keys
 
     def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
-        """Queries are taken to the latent, so one head of keys serves all of theirs."""
+        """The latent and the rotary key joined; one head of keys serves all heads of queries."""
         return mx.concatenate([values, keys], axis=-1)
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """(B, Hq, T, r + dr)."""
+        """Queries (B, Hq, T, r + dr), projected into the space of latents."""
         heads = super().queries(attention, projected, offset)
         plain, rotary = mx.split(heads, [attention.qk_nope_head_dim], axis=-1)
         return mx.concatenate([attention.embed_q(plain), rotary], axis=-1)
@@ -107,12 +107,12 @@ class AbsorbedFamily(LatentFamily):
 
 @dataclass(frozen=True)
 class ExpandedFamily(LatentFamily):
-    """The cache stores every head's keys and values, made from the latent by ``kv_b_proj``."""
+    """A family whose cache stores each head's keys and values, as ``kv_b_proj`` expands them."""
 
     def stored(
         self, attention: nn.Module, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Keys (B, H, T, nope + dr), of which all heads share the last dr; values."""
+        """Keys (B, H, T, nope + dr), whose last dr numbers all heads share, and values."""
         batch, _, tokens, _ = values.shape
         both = attention.kv_b_proj(values[:, 0])
         both = both.reshape(batch, tokens, attention.num_heads, -1).transpose(0, 2, 1, 3)

@@ -1,4 +1,4 @@
-"""MiniCPM3: latent attention, expanded; mlx-lm rotates by LongRoPE's long factors throughout."""
+"""MiniCPM3: expanded latent attention; mlx-lm always rotates by LongRoPE's long factors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvlingo_mlx.families.latent import ExpandedFamily
 
 @dataclass(frozen=True)
 class MiniCPM3(ExpandedFamily):
-    """The scale has a name of its own."""
+    """Reads the scale under this family's own name."""
 
     def scale(self, attention: nn.Module) -> float:
-        """What the products of queries and keys are multiplied by."""
+        """The factor that attention applies to the products of queries and keys."""
         return attention.softmax_scale
 
 

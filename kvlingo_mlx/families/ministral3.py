@@ -1,4 +1,4 @@
-"""Ministral-3: queries are scaled by their position, keys are not."""
+"""Ministral-3: queries are scaled by their absolute position, keys are not."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvlingo_mlx.families.plain import Plain
 
 
 class Ministral3(Plain):
-    """Its temperature grows with the absolute position, which a hand-over keeps."""
+    """Scales queries by their absolute position, which a hand-over keeps."""
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """Rotated and scaled."""
+        """The queries, rotated and scaled."""
         heads = super().queries(attention, projected, offset)
         return heads * _get_llama_4_attn_scale(
             heads.shape[2],

@@ -1,4 +1,4 @@
-"""Mistral-3 with its vision tower, which mlx-lm leaves out: a Mistral or Ministral-3 inside."""
+"""Mistral-3: a Mistral or a Ministral-3 inside a wrapper whose vision tower mlx-lm leaves out."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from kvlingo_mlx.families.plain import Plain
 
 
 class Mistral3(Plain):
-    """mlx-lm makes one KVCache a layer here, for layers with a window too."""
+    """Has full caches only: mlx-lm makes a KVCache for every layer, even one with a window."""
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """As in any plain family; the third kind of text model has latent attention."""
+        """The settings of any plain family; a mistral4 inside (latent attention) is refused."""
         if text.get("model_type") == "mistral4":
             raise UnsupportedModelError(
                 f"this {self.model_type} holds a mistral4, whose cache keeps latents; it is not "
@@ -25,16 +25,17 @@ class Mistral3(Plain):
         return super().settings(text)
 
     def text_type(self, facts: Mapping[str, Any]) -> str:
-        """The inner model's own type."""
+        """The inner model's type."""
         return facts["model_type"]
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """As the inner model has them."""
+        """The queries as the inner model computes them."""
         if hasattr(attention, "scaling_beta"):
             return ministral3.FAMILY.queries(attention, projected, offset)
         return super().queries(attention, projected, offset)
 
 
-FAMILY = Mistral3("mistral3", relative_positions=False)  # perhaps a Ministral-3, or windows
-# LLaVA is run by this file, too, by Llama's inside.
+# Positions are not relative, since the inner model may be a Ministral-3 or have windows.
+FAMILY = Mistral3("mistral3", relative_positions=False)
+# mlx-lm uses the same wrapper for LLaVA, with a Llama inside.
 FAMILIES = {"llava": Mistral3("llava", relative_positions=False)}

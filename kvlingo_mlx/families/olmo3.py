@@ -1,4 +1,4 @@
-"""OLMo 3: only the global layers' rotation is scaled."""
+"""OLMo 3: only the rotation of global layers is scaled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvlingo_mlx.format.geometry import spelled_out
 
 
 class Olmo3(Plain):
-    """Newer configs say so kind by kind; mlx-lm takes one base and one scaling, and does it."""
+    """Reads newer configs, which give a rotation per kind of layer; mlx-lm reads only one."""
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """The global layers' rotation, if the local ones have the same base and no scaling."""
+        """The global layers' rotation, if local layers have the same base and no scaling."""
         kinds = text.get("rope_parameters") or {}
         full, local = (spelled_out(kinds.get(f"{k}_attention")) for k in ("full", "sliding"))
         if full and local == {"rope_theta": full["rope_theta"]}:

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: one projection writes queries, keys and values."""
+"""Phi-3 and Phi-4: one fused projection writes queries, keys and values."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from kvlingo_mlx.backend import mx, nn
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.plain import Plain
 
-KINDS = ("longrope", "su", "linear")  # mlx-lm drops any other, and a linear one needs long_factor
+KINDS = ("longrope", "su", "linear")  # mlx-lm ignores all others; linear also needs long_factor
 
 
 class Phi3(Plain):
-    """Cuts the fused projection's output into its three parts."""
+    """Splits the fused projection's output into its three parts."""
 
     def check_rotation(self, text: Mapping[str, Any]) -> None:
-        """Of scaled rotations mlx-lm makes LongRoPE's alone, by the names of older configs."""
+        """Refuse scaled rotations that mlx-lm does not run: all but LongRoPE under older names."""
         super().check_rotation(text)
         found = text.get("rope_scaling") or self.settings(text).get("rope_scaling")
         if not found:
@@ -37,7 +37,7 @@ class Phi3(Plain):
     def states(
         self, attention: nn.Module, outputs: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array]:
-        """The last two parts."""
+        """The keys and values, which are the last two parts."""
         _, keys, values = self._parts(attention, outputs[0])
         return keys, values
 
@@ -46,15 +46,15 @@ class Phi3(Plain):
         return attention.qkv_proj
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """The first part, rotated."""
+        """The queries, which are the first part, rotated."""
         return super().queries(attention, self._parts(attention, projected)[0], offset)
 
     def key_dim(self, attention: nn.Module) -> int:
-        """Width of one head's keys."""
+        """The width of one head's keys."""
         return attention.head_dim
 
     def value_dim(self, attention: nn.Module) -> int:
-        """Width of one head's values."""
+        """The width of one head's values."""
         return attention.head_dim
 
     def _parts(self, attention: nn.Module, fused: mx.array) -> list[mx.array]:

@@ -1,7 +1,7 @@
-"""Families whose attention is mlx-lm's common block, with nothing else to set them apart.
+"""Families whose attention is mlx-lm's common block without further differences.
 
-Their facts and their rotation are read off the model that mlx-lm built, which leaves out what it
-does not know of a config.
+Their facts and their rotation are read off the model that mlx-lm built, because mlx-lm ignores
+settings of a config that it does not know.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvlingo_mlx.families.base import Family, Finish
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
 
 SCALED = (
-    rope_utils.DynamicNTKScalingRoPE,  # to be refused by name
+    rope_utils.DynamicNTKScalingRoPE,  # listed so that it is refused by its name
     rope_utils.Llama3RoPE,
     rope_utils.ProportionalRoPE,
     rope_utils.SuScaledRoPE,
@@ -32,13 +32,13 @@ SCALED = (
 class Plain(Family):
     """A family that is described as mlx-lm runs it.
 
-    ``rotated_if`` names the attribute that says whether a layer rotates, where some do not.
+    If only some layers rotate, ``rotated_if`` names the attribute that says whether a layer does.
     """
 
     rotated_if: str | None = None
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """The rotation, by the names that mlx-lm reads."""
+        """The rotation, under the names that mlx-lm reads."""
         parameters = text.get("rope_parameters") or {}
         if any(isinstance(value, dict) for value in parameters.values()):
             raise UnsupportedModelError(
@@ -48,19 +48,19 @@ class Plain(Family):
         return super().settings(text)
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The text model's arguments, defaults filled in, over the raw config."""
+        """The text model's arguments with defaults filled in, merged over the raw config."""
         made = vars(model.get("language_model", model).args)
         known = {name: value for name, value in made.items() if value is not None}
         return {**config.get("text_config", config), **known}
 
     def rotary(self, attention: nn.Module) -> nn.Module:
-        """The layer's own module, or one that rotates nothing."""
+        """The layer's own rotary module, or one that rotates nothing."""
         if self.rotated_if is not None and not getattr(attention, self.rotated_if):
             return NoPE()
         return attention.rope
 
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
-        """The norm must be one that keys can be taken through."""
+        """The norms and the rotation; a norm of keys that is not an RMSNorm is refused."""
         norm = attention.get("k_norm", attention.get("k_layernorm"))
         if norm is not None and type(norm) is not nn.RMSNorm:
             raise UnsupportedModelError(
@@ -70,7 +70,7 @@ class Plain(Family):
         return super().finish(attention, facts)
 
     def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec | None:
-        """What the layer's module does; its scaling's parameters are taken from the config."""
+        """The rotation of the layer's module; parameters of scaling come from the config."""
         module = self.rotary(attention)
         if isinstance(module, NoPE):
             return None
@@ -85,6 +85,6 @@ class Plain(Family):
         return configured_rope(facts, dims, traditional=getattr(module, "traditional", False))
 
     def scale(self, attention: nn.Module) -> float:
-        """The layer's own where it keeps it, else the usual one."""
+        """The layer's own factor if it stores one, else the usual one."""
         names = [name for name in ("scale", "sm_scale") if hasattr(attention, name)]
         return getattr(attention, names[0]) if names else self.key_dim(attention) ** -0.5

@@ -1,4 +1,4 @@
-"""Families that mlx-lm runs and that have no adapter, by the reason."""
+"""The families that mlx-lm runs but this package does not support, by reason."""
 
 from __future__ import annotations
 
@@ -44,5 +44,5 @@ REASONS: dict[str, list[str]] = {
 
 
 def reason(model_type: str) -> str:
-    """Why a model type is not supported; empty if that is not known."""
+    """Why a model type is not supported; empty if the type is unknown."""
     return next((why for why, names in REASONS.items() if model_type in names), "")

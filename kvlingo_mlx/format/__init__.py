@@ -1,1 +1,1 @@
-"""A translator's folder, and the facts of two models that it depends on. No MLX, no PyTorch."""
+"""The format of translator folders, and the facts of models it relies on; no MLX, no PyTorch."""

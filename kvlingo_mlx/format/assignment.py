@@ -1,9 +1,9 @@
-"""Which source layers each target layer reads.
+"""Assignments: which source layers each target layer reads.
 
 Paper: section "Linear translator family", paragraph "Source-layer selection".
 
-An assignment lists, for each target cache layer in order, the source cache layers
-whose widths are concatenated into its input. Keys and values have one each.
+An assignment lists, for each target cache layer in order, the source cache layers whose states are
+concatenated into the map's input. There is one list for keys and one for values.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class Assignment:
     values: Layers
 
     def side(self, side: str) -> Layers:
-        """The list of ``"keys"`` or ``"values"``."""
+        """The lists of one side, ``"keys"`` or ``"values"``."""
         return self.keys if side == "keys" else self.values
 
     @classmethod
     def from_json(cls, lists: Mapping[str, Sequence[Sequence[int]]]) -> Assignment:
-        """What :meth:`to_json` gave."""
+        """Build an assignment from what :meth:`to_json` returns."""
         keys, values = (tuple(tuple(found) for found in lists[n]) for n in ("keys", "values"))
         return cls(keys, values)
 
     def to_json(self) -> dict[str, list[list[int]]]:
-        """As ``translator_config.json`` has it."""
+        """The lists as ``translator_config.json`` stores them."""
         sides = {"keys": self.keys, "values": self.values}
         return {name: [list(layers) for layers in side] for name, side in sides.items()}
 
 
 def identity(num_layers: int) -> Assignment:
-    """Layer to layer, for models of equal depth."""
+    """The assignment in which each target layer reads the source layer of the same index."""
     layers = tuple((index,) for index in range(num_layers))
     return Assignment(layers, layers)
 
@@ -49,9 +49,9 @@ def identity(num_layers: int) -> Assignment:
 def relative_depth(num_source: int, num_target: int, nu: int = 1) -> Assignment:
     """The band of ``nu`` source layers centred on each target layer's relative depth.
 
-    Target layer l (from 0) has the counterpart c(l) = l (N_src - 1) / (N_tgt - 1). The
-    band whose centre is nearest to c(l) is taken (the deeper one on a tie) and shifted
-    inward at both ends, so every target layer reads exactly ``nu`` source layers.
+    Target layer l (from 0) has the counterpart c(l) = l (N_src - 1) / (N_tgt - 1). The band whose
+    centre is nearest to c(l) is taken, the deeper one on a tie. At both ends the band is shifted
+    inward, so that every target layer reads exactly ``nu`` source layers.
 
     Raises:
         ValueError: ``nu`` is not between 1 and ``num_source``.
@@ -67,11 +67,11 @@ def by_depth(
 ) -> Assignment:
     """Relative depth within each attention group (paper: section "Cross-layer cache translation").
 
-    Local target layers read local source layers only, global ones global ones. A group
-    of fewer than ``nu`` source layers gives all it has.
+    Local target layers read only local source layers, global layers only global ones. A group of
+    fewer than ``nu`` source layers is read whole.
 
     Raises:
-        ValueError: ``nu`` is not between 1 and the largest group's source layers.
+        ValueError: ``nu`` is not between 1 and the number of source layers of the largest group.
         IncompatibleTranslatorError: The source has no layer of a target layer's kind.
     """
     found: list[tuple[int, ...]] = [()] * len(target)
@@ -87,9 +87,9 @@ def by_depth(
 
 
 def narrow_groups(source: Sequence[LayerGeometry], target: Sequence[LayerGeometry], nu: int) -> str:
-    """What a user should know of kinds of attention with fewer than ``nu`` source layers.
+    """One line for users about kinds of attention with fewer than ``nu`` source layers.
 
-    One line; empty where every target layer reads as many as asked, or none can.
+    Empty where every target layer reads ``nu`` source layers, or no target layer can.
     """
     kinds = [theirs for theirs, _ in attention_groups(source, target)]
     short = [
@@ -105,10 +105,10 @@ def narrow_groups(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
 def attention_groups(
     source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
 ) -> list[tuple[list[int], list[int]]]:
-    """Source and target cache layers of each kind of attention that the target has.
+    """The (source, target) cache layers of each kind of attention that the target has.
 
     Raises:
-        IncompatibleTranslatorError: The source has none of a kind.
+        IncompatibleTranslatorError: The source has no layer of one of these kinds.
     """
     groups = []
     for kind in dict.fromkeys(layer.attention for layer in target):
@@ -124,10 +124,10 @@ def attention_groups(
 
 
 def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]) -> None:
-    """Refuse a target whose windows hold more than the source's do.
+    """Refuse a target with a layer whose window is larger than the source's smallest window.
 
     Raises:
-        IncompatibleTranslatorError: Names both windows.
+        IncompatibleTranslatorError: The message names both windows.
     """
     windows = [layer.window for layer in source if layer.window is not None]
     for layer in target:
@@ -139,7 +139,7 @@ def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
 
 
 def _band(index: int, num_source: int, num_target: int, nu: int) -> tuple[int, ...]:
-    # Integers throughout: start = floor(c - (nu - 1) / 2 + 1 / 2), with no rounding.
+    # Only integers, so nothing is rounded: start = floor(c - (nu - 1) / 2 + 1 / 2).
     steps = max(num_target - 1, 1)
     start = (2 * index * (num_source - 1) - (nu - 2) * steps) // (2 * steps)
     start = min(max(start, 0), num_source - nu)

@@ -1,7 +1,7 @@
-"""Folders that appear on disk at once or not at all, and one writer of each at a time.
+"""Write folders so that they appear on disk at once or not at all, one writer at a time.
 
-A file or folder is written beside its destination, put on the disk, and then takes its place in
-one step: a process killed at any moment leaves the old one or the new one.
+A file or folder is written beside its destination, synced to the disk, and then put in place in
+one step. A process killed at any moment leaves either the old one or the new one.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-WAIT = 10.0  # seconds for another process that writes the same folder
+WAIT = 10.0  # seconds to wait for another process that writes the same folder
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
-AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2  # Linux's and macOS's names of the same
+AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2  # the latter two: Linux's and macOS's exchange
 
 
 def temporary_beside(folder: Path) -> Path:
-    """A new folder beside ``folder``, hidden, in which its next content is made."""
+    """Make a new hidden folder beside ``folder``, in which its next content is written."""
     return Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What a killed process left beside ``folder``: unfinished ones, and replaced ones."""
+    """The unfinished and replaced folders that killed processes left beside ``folder``."""
     ours = re.compile(rf"\.{re.escape(folder.name)}\.(new|old)-[a-z0-9_]{{8}}")
     return [p for p in folder.parent.glob(".*") if ours.fullmatch(p.name)]
 
 
 def replace_folder(temporary: Path, folder: Path) -> None:
-    """Move ``temporary`` to ``folder``, where an older one may stand; that one is removed.
+    """Move ``temporary`` to ``folder``; an older folder there is replaced and removed.
 
-    Where the file system cannot exchange two folders in one step, the older one steps aside first,
-    and back if we fail: a process killed between the two leaves it beside, and
-    :func:`put_back` finds it.
+    Where the file system cannot exchange two folders in one step, the older folder is moved aside
+    first, and moved back if the next step fails. If the process is killed in between, the older
+    folder stays aside, and :func:`put_back` restores it.
     """
     sync(temporary)
     if not folder.exists():
@@ -67,10 +67,10 @@ def _step_aside(temporary: Path, folder: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Let two folders take each other's place in one step; False where that cannot be done.
+    """Exchange two folders in one step; return False where the system cannot do that.
 
     Raises:
-        OSError: The system can, and did not.
+        OSError: The system supports the exchange, but it failed.
     """
     library = ctypes.CDLL(None, use_errno=True)
     paths = os.fsencode(one), os.fsencode(other)
@@ -79,7 +79,7 @@ def exchange(one: Path, other: Path) -> bool:
             failed = library.renamex_np(*paths, RENAME_SWAP)
         else:
             failed = library.renameat2(AT_FDCWD, paths[0], AT_FDCWD, paths[1], RENAME_EXCHANGE)
-    except AttributeError:  # a C library without it
+    except AttributeError:  # the C library has no such function
         return False
     number = ctypes.get_errno()
     if failed and number not in UNSUPPORTED:
@@ -88,9 +88,9 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def put_back(folder: Path) -> None:
-    """Clear away what killed processes left beside ``folder``; an only copy goes back to it.
+    """Remove what killed processes left beside ``folder``; restore a folder that has no other copy.
 
-    To be called by who has :func:`alone`.
+    The caller must hold :func:`alone`.
     """
     for path in leftovers(folder):
         if (path / "old").is_dir() and not folder.exists():
@@ -100,10 +100,10 @@ def put_back(folder: Path) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path, wait: float = WAIT) -> Iterator[None]:
-    """Keep other processes from writing ``folder`` meanwhile; readers need not ask.
+    """Lock ``folder`` against other writing processes; readers need no lock.
 
     Raises:
-        OSError: Another process has it still, after ``wait`` seconds; says which.
+        OSError: Another process still holds the lock after ``wait`` seconds; the message names it.
     """
     path = folder.with_name(f".{folder.name}.lock")
     file = _locked(path, time.monotonic() + wait)
@@ -117,14 +117,14 @@ def alone(folder: Path, wait: float = WAIT) -> Iterator[None]:
 
 
 def _locked(path: Path, until: float) -> int:
-    """An open lock file that is ours, and is what ``path`` names."""
+    """Open and lock the lock file that ``path`` names."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                return file  # a file system without locks
+                return file  # the file system has no locks
             if time.monotonic() >= until:
                 holder = os.pread(file, 100, 0).decode(errors="replace") or "another process"
                 os.close(file)
@@ -134,7 +134,7 @@ def _locked(path: Path, until: float) -> int:
             time.sleep(0.02)
         else:
             if _names(path, file):
-                return file  # or whoever had it removed it meanwhile
+                return file  # otherwise the previous holder has removed this file: try again
         os.close(file)
 
 
@@ -146,10 +146,10 @@ def _names(path: Path, file: int) -> bool:
 
 
 def check_room(folder: Path, needed: int) -> None:
-    """Refuse to begin writing ``needed`` bytes into ``folder``'s disk where they do not fit.
+    """Refuse to write ``needed`` bytes into ``folder`` if its disk has less free space.
 
     Raises:
-        OSError: With what is needed and what is free.
+        OSError: The message gives the needed and the free space.
     """
     free = shutil.disk_usage(next(p for p in folder.absolute().parents if p.exists())).free
     if free < needed:
@@ -161,10 +161,10 @@ def check_room(folder: Path, needed: int) -> None:
 
 
 def sync_file(number: int) -> None:
-    """Put an open file on the disk; where the file system cannot be told to, it does so itself.
+    """Sync an open file to the disk; do nothing where the file system does not support that.
 
     Raises:
-        OSError: The disk is full, or broken.
+        OSError: The disk is full or broken.
     """
     try:
         os.fsync(number)
@@ -174,7 +174,7 @@ def sync_file(number: int) -> None:
 
 
 def sync(folder: Path) -> None:
-    """Put a folder's list of names on the disk, where the file system lets us."""
+    """Sync a folder's directory entries to the disk, where the file system supports that."""
     with contextlib.suppress(OSError):
         file = os.open(folder, os.O_RDONLY)
         try:

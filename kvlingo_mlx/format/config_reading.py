@@ -1,4 +1,4 @@
-"""Reading ``translator_config.json`` strictly: whatever the format does not allow is refused."""
+"""Strict reading of ``translator_config.json``: all that the format does not allow is refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAX_LAYERS, MAX_HEADS, MAX_DIM, MAX_WINDOW = 1024, 1024, 65536, 2**31
 
 
 def parse_json(path: Path, blob: bytes) -> Any:
-    """The value of strict JSON: no repeated keys, no NaN or Inf, no lone surrogates."""
+    """Parse strict JSON: repeated keys, NaN, Inf and lone surrogates are refused."""
     if len(blob) > MAX_CONFIG_BYTES:
         raise malformed(path, f"is too large; a config has at most {MAX_CONFIG_BYTES} bytes")
     try:
@@ -51,7 +51,7 @@ def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _finite(text: str) -> float:
-    value = float(text)  # "NaN" and "Infinity" too
+    value = float(text)  # also parses "NaN" and "Infinity"
     if not math.isfinite(value):
         raise ValueError(f"{text} is not a finite number")
     return value
@@ -164,7 +164,7 @@ def _parse_layer(path: Path, key: str, data: Any) -> LayerGeometry:
 
 
 def parse_assignment(path: Path, data: Any, source: ModelSpec, target: ModelSpec) -> Assignment:
-    """The assignment that ``path`` holds as JSON; every list is checked."""
+    """Parse and check the assignment in ``data``, the JSON value that ``path`` holds."""
     _typed(path, "assignment", data, dict)
     _check_keys(path, data, set(SIDES))
     sides = {side: _parse_side(path, side, data[side], source, target) for side in SIDES}

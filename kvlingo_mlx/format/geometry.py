@@ -1,7 +1,7 @@
-"""Facts that shape a model's key-value cache. No MLX and no PyTorch in here.
+"""Facts that determine the shape of a model's key-value cache; no MLX and no PyTorch.
 
-Both runtimes describe the same checkpoint with the same facts, so a translator made
-by one is recognised by the other (docs/reference/translator-format.md, "Fingerprints").
+Both runtimes describe a checkpoint by the same facts, so a translator made in one runtime is
+recognised by the other (docs/reference/translator-format.md, "Fingerprints").
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from kvlingo_mlx.errors import UnsupportedModelError
 
 Attention = Literal["full", "sliding", "latent"]
-# What transformers 5 moved from the config's top into ``rope_parameters``.
+# Settings that transformers 5 moved from the top level of a config into ``rope_parameters``.
 LIFTED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
 CONTEXTS = ("max_position_embeddings", "original_max_position_embeddings")
@@ -28,10 +28,10 @@ DYNAMIC = (
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """How a layer rotates its keys, in one spelling for every config dialect.
+    """How a layer rotates its keys, described in the same way for every dialect of configs.
 
-    ``scaling`` holds the parameters of a scaled variant as sorted (name, value) pairs; its
-    numbers are floats, its lists tuples.
+    ``scaling`` holds the parameters of a scaled variant as sorted (name, value) pairs. Its numbers
+    are floats and its lists are tuples.
     """
 
     type: str
@@ -44,10 +44,10 @@ class RopeSpec:
 def configured_rope(
     config: Mapping[str, Any], dims: int, *, scaled: bool = True, traditional: bool = False
 ) -> RopeSpec:
-    """The rotation of ``dims`` numbers a head that a raw ``config.json`` asks for.
+    """The rotation that a raw ``config.json`` asks for, over ``dims`` numbers per head.
 
-    One rotation has one description, however its config spells it: 4 is 4.0, and a linear
-    scaling by 1 is none. ``scaled=False`` is for families whose scaling mlx-lm ignores.
+    Equal rotations get equal descriptions, however a config spells them: 4 equals 4.0, and linear
+    scaling by 1 is no scaling. ``scaled=False`` is for families whose scaling mlx-lm ignores.
 
     Raises:
         UnsupportedModelError: The rotation depends on the length of the text.
@@ -56,7 +56,7 @@ def configured_rope(
     scaling = config.get("rope_scaling")
     scaling = parameters if scaling is None else scaling
     base = float(config.get("rope_theta") or parameters.get("rope_theta") or 10000.0)
-    # In mlx-lm's order, should a config have both.
+    # If a config has both names, "type" goes first, as in mlx-lm.
     kind = scaling.get("type") or scaling.get("rope_type") or "default"
     ignored = ("rope_type", "type", "rope_theta")
     rest = {k: _plain(v) for k, v in scaling.items() if k not in ignored and v is not None}
@@ -64,7 +64,7 @@ def configured_rope(
         return RopeSpec("default", base, dims, traditional)
     if kind == "dynamic":
         raise UnsupportedModelError(DYNAMIC)
-    if kind in ("longrope", "su"):  # its gain follows from two lengths, which stand elsewhere
+    if kind in ("longrope", "su"):  # the gain follows from two lengths at the config's top level
         lengths = {name: config[name] for name in CONTEXTS if config.get(name)}
         rest = {name: _plain(v) for name, v in lengths.items()} | rest
     return RopeSpec(kind, base, dims, traditional, scaling=tuple(sorted(rest.items())))
@@ -73,12 +73,12 @@ def configured_rope(
 def check_rotation(text: Mapping[str, Any]) -> None:
     """Refuse a raw config whose rotation depends on the length of the text.
 
-    Read off the config, since mlx-lm passes over its scaling in some families, without a word:
-    the model would run, by other angles than it was trained with.
+    The config itself is checked, because mlx-lm silently ignores dynamic scaling in some families:
+    the model would run with other angles than it was trained with.
 
     Raises:
-        UnsupportedModelError: ``rope_scaling`` or ``rope_parameters`` is dynamic, of one kind of
-            layer perhaps.
+        UnsupportedModelError: ``rope_scaling`` or ``rope_parameters`` is dynamic, for all layers
+            or for one kind of layer.
     """
     for name in ("rope_scaling", "rope_parameters"):
         found = text.get(name)
@@ -90,10 +90,10 @@ def check_rotation(text: Mapping[str, Any]) -> None:
 
 
 def spelled_out(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What transformers 5 writes into a config's ``rope_parameters`` alone, by the older names.
+    """The settings in transformers 5's ``rope_parameters``, by their older names at the top level.
 
-    mlx-lm passes over ``rope_parameters`` in most families, without a word, and rotates by its
-    defaults. Empty for parameters that differ by kind of layer, which only a family can read.
+    In most families mlx-lm silently ignores ``rope_parameters`` and rotates by its defaults. The
+    result is empty if the parameters differ by kind of layer: only a family can read those.
     """
     kind = (parameters or {}).get("rope_type") or (parameters or {}).get("type")
     if parameters is None or kind is None:
@@ -105,7 +105,7 @@ def spelled_out(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def layer_period(layer_types: Sequence[str]) -> int | None:
-    """Every how many layers a global one comes; None if they do not recur so."""
+    """The period of global layers: every how many layers one comes; None if they are irregular."""
     period = [*layer_types, "full_attention"].index("full_attention") + 1
     regular = all(
         (kind == "full_attention") == ((index + 1) % period == 0)
@@ -115,7 +115,7 @@ def layer_period(layer_types: Sequence[str]) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """A parameter as it is compared: numbers as floats, lists as tuples."""
+    """A parameter in the form in which it is compared: numbers as floats, lists as tuples."""
     if isinstance(value, list | tuple):
         return tuple(_plain(v) for v in value)
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -134,26 +134,26 @@ class LayerGeometry:
 
     @property
     def key_width(self) -> int:
-        """Width of a token's keys, heads stacked."""
+        """The width of a token's keys, all heads stacked."""
         return self.kv_heads * self.key_dim
 
     @property
     def value_width(self) -> int:
-        """Width of a token's values, heads stacked."""
+        """The width of a token's values, all heads stacked."""
         return self.kv_heads * self.value_dim
 
     def width(self, side: str) -> int:
-        """Width of a token's ``"keys"`` or ``"values"``, heads stacked."""
+        """The width of a token's ``"keys"`` or ``"values"``, all heads stacked."""
         return self.key_width if side == "keys" else self.value_width
 
     def head_dim(self, side: str) -> int:
-        """Width of one head's ``"keys"`` or ``"values"``."""
+        """The width of one head's ``"keys"`` or ``"values"``."""
         return self.key_dim if side == "keys" else self.value_dim
 
 
 @dataclass(frozen=True)
 class CacheGeometry:
-    """What a model's cache looks like, as loaded."""
+    """The shape of a loaded model's cache."""
 
     model_type: str
     layers: tuple[LayerGeometry, ...]
@@ -167,11 +167,11 @@ class CacheGeometry:
         return _sha256(canonical_json(asdict(self)))
 
     def first_kept(self, num_tokens: int) -> list[int]:
-        """The first position that each cache layer still holds of ``num_tokens``."""
+        """The first of ``num_tokens`` positions that each cache layer still holds."""
         return [max(0, num_tokens - (g.window or num_tokens)) for g in self.layers]
 
     def bytes_per_token(self, itemsize: int) -> int:
-        """Bytes one token takes in a cache whose numbers take ``itemsize`` bytes."""
+        """The bytes of one token in a cache whose numbers have ``itemsize`` bytes each."""
         widths = (layer.key_width + layer.value_width for layer in self.layers)
         return itemsize * sum(widths)
 
@@ -188,9 +188,9 @@ def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
 
 
 def norms_fingerprint(weights: Iterable[bytes]) -> str:
-    """Sha256 over RMSNorm weights, in name order, each the bytes of a float32 array.
+    """Sha256 over RMSNorm weights in the order of their names, each as bytes of a float32 array.
 
-    It survives 4-bit conversion, so a quantised copy is recognised by it.
+    4-bit conversion leaves these weights as they are, so a quantised copy has the same fingerprint.
     """
     digest = hashlib.sha256()
     for blob in weights:
@@ -201,7 +201,7 @@ def norms_fingerprint(weights: Iterable[bytes]) -> str:
 def layer_differences(
     found: tuple[LayerGeometry, ...], expected: tuple[LayerGeometry, ...]
 ) -> list[str]:
-    """Name the fields in which two lists of layers differ, the first layer of each."""
+    """Describe each field in which two lists of layers differ, at the first layer that differs."""
     if len(found) != len(expected):
         return [f"cache layers: {len(found)}, expected {len(expected)}"]
     differences = {}

@@ -1,7 +1,7 @@
-"""The kinds of translators, a row each: what whoever stores, checks, runs or trains one asks.
+"""The kinds of translators: one table row per kind, for storing, checking, running and training.
 
-For both runtimes. A new kind is a row here and a file in ``translators/``. NumPy is imported where
-it is used, since the command line's ``--help`` reads this table too.
+Both runtimes use this table. A new kind needs a row here and a file in ``translators/``. NumPy is
+imported only inside functions, since the command line's ``--help`` reads this table too.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ Formula = Callable[[Mapping[str, Any], Any, Callable[[Any], Any]], Any]
 class Tensor:
     """A tensor of a map.
 
-    ``axes`` are those of one head of a head-wise map, and of all heads of a head-mixing one:
-    ``outputs``, ``inputs`` and ``hidden`` units. ``heads`` and ``all`` (outputs of all heads) are
-    of the whole target layer, whatever the map. ``start`` is its numbers before any training:
-    all the same one, or drawn evenly up to 1 / sqrt(of so many ``inputs`` or ``hidden`` units).
+    Attributes:
+        axes: Its axes: ``outputs``, ``inputs`` and ``hidden`` units are of one head in a head-wise
+            map, of all heads in a head-mixing map; ``heads`` and ``all`` (outputs of all heads)
+            are of the whole target layer in both.
+        start: Its initial numbers: one constant, or drawn uniformly within 1 / sqrt(n) of zero,
+            where n is the number of ``inputs`` or ``hidden`` units.
     """
 
     axes: tuple[str, ...]
@@ -33,26 +35,26 @@ class Tensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is multiplied by."""
+        """Whether the tensor is a matrix."""
         return len(self.axes) == 2
 
     @property
     def reads_states(self) -> bool:
-        """Whether it is multiplied by what a source wrote."""
+        """Whether the tensor is a matrix that is applied to the source's states."""
         return self.axes[-1] == "inputs"
 
     @property
     def of_hidden(self) -> bool:
-        """Whether its rows are hidden units."""
+        """Whether the tensor's first axis is the hidden units."""
         return self.axes[0] == "hidden"
 
     @property
     def by_head(self) -> bool:
-        """Whether a head-wise map has one of its own for each head."""
+        """Whether a head-wise map has one such tensor for each head."""
         return self.axes[0] not in ("heads", "all")
 
 
-# By the last part of a tensor's name in a file.
+# Keys are the last part of a tensor's name in a file.
 TENSORS = {
     "weight": Tensor(("outputs", "inputs")),
     "w1": Tensor(("hidden", "inputs"), "inputs"),
@@ -66,18 +68,18 @@ MATRICES = tuple(name for name, tensor in TENSORS.items() if tensor.is_matrix)
 
 
 def linear(tensors: Mapping[str, Any], x: Any, gelu: Callable[[Any], Any]) -> Any:
-    """W x, of rows x: (T, in) or (heads, T, in)."""
+    """W x for rows x: (T, in) or (heads, T, in)."""
     return x @ tensors["weight"].mT
 
 
 def two_layers(tensors: Mapping[str, Any], x: Any, gelu: Callable[[Any], Any]) -> Any:
-    """W2 gelu(W1 x + b1) + b2."""
+    """W2 gelu(W1 x + b1) + b2, the map with one hidden layer."""
     hidden = gelu(x @ tensors["w1"].mT + tensors["b1"][..., None, :])
     return hidden @ tensors["w2"].mT + tensors["b2"][..., None, :]
 
 
 def summed(tensors: Mapping[str, Any], x: Any, gelu: Callable[[Any], Any]) -> Any:
-    """A linear map and one of two layers."""
+    """The sum of the linear map and the map with one hidden layer."""
     return linear(tensors, x, gelu) + two_layers(tensors, x, gelu)
 
 
@@ -86,16 +88,16 @@ class KindSpec:
     """A kind of translator.
 
     Attributes:
-        kind: What ``translator_config.json`` calls it.
-        tensors: Last names of the tensors that every map has.
-        optional: Those that all maps have or none; applied to the formula's result.
-        formula: What a map computes, of NumPy or PyTorch arrays, gates and biases left out.
+        kind: The name in ``translator_config.json``.
+        tensors: Last parts of the names of the tensors that every map has.
+        optional: Tensors that either all maps have or none; they apply to the formula's result.
+        formula: What a map computes without gates and biases, on NumPy or PyTorch arrays.
         nonzero: The tensor that is all zero before any training.
-        solved: Whether stage 1 solves it, or its linear part, in closed form.
-        device: Module and class in ``kvlingo_mlx.translators``.
+        solved: Whether stage 1 solves the map, or its linear part, in closed form.
+        device: The module and class in ``kvlingo_mlx.translators``.
         joint: Whether one map reads and writes keys and values together.
-        folds: Whether its maps are matrices alone, which can be taken to a target's queries.
-        silent: Tensors that start at zero beside a part that is solved.
+        folds: Whether the maps are linear, so that they can be folded into the target's queries.
+        silent: Tensors that start at zero, so that at first only the solved part has an effect.
     """
 
     kind: str
@@ -111,31 +113,31 @@ class KindSpec:
 
     @property
     def has_hidden(self) -> bool:
-        """Whether its maps have hidden units."""
+        """Whether maps of this kind have hidden units."""
         return any(TENSORS[name].of_hidden for name in self.tensors)
 
     @property
     def learnt(self) -> tuple[str, ...]:
-        """Tensors that no closed form solves: training starts them."""
+        """The tensors that no closed form solves; training initialises them."""
         return tuple(name for name in self.tensors if not (self.solved and name == "weight"))
 
     @property
     def note(self) -> str:
-        """What its name does not say."""
+        """What the kind's name leaves out, for messages."""
         return ", keys and values joint" if self.joint else ""
 
     @property
     def written(self) -> tuple[tuple[str, ...], ...]:
-        """The sides that each map of a target layer writes, by map."""
+        """The sides that each map of a target layer writes, one entry per map."""
         return (SIDES,) if self.joint else tuple((side,) for side in SIDES)
 
     @property
     def probe(self) -> str:
-        """How a map's output on its probe is called; a linear one's leaves the bias out."""
+        """The name of a map's output on its probe; for linear maps it leaves the bias out."""
         return "weight.probe_out" if self.folds else "probe_out"
 
     def apply(self, tensors: Mapping[str, np.ndarray], x: np.ndarray) -> np.ndarray:
-        """A map on one vector in float64, as its probe has it: (outputs,) or (heads, outputs)."""
+        """Apply a map to one vector in float64, as its probe does: (outputs,), (heads, outputs)."""
         import numpy as np
 
         y = self.formula(tensors, x[None], _gelu)[..., 0, :]
@@ -167,10 +169,10 @@ NAMES = tuple(dict.fromkeys(spec.kind for spec in KINDS))
 
 
 def kind_named(kind: str, joint: bool, head_mixing: bool = True) -> KindSpec:
-    """The row of a kind.
+    """The table row of a kind.
 
     Raises:
-        ValueError: There is none; says what was found and what was expected.
+        ValueError: There is no such kind; the message says what was found and expected.
     """
     if kind not in NAMES:
         raise ValueError(f"kind is {kind!r}, expected one of {', '.join(NAMES)}")

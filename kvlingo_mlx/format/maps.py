@@ -1,4 +1,4 @@
-"""What a config says about its tensors: every map, what it reads and writes, names and shapes."""
+"""The maps that a config implies: what each reads and writes, its tensors' names and shapes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from kvlingo_mlx.format.kinds import MATRICES, TENSORS
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 
-Read = tuple[str, int]  # a side and a source layer
+Read = tuple[str, int]  # (side, source layer)
 
 
 @dataclass(frozen=True)
 class Map:
-    """One map of a translator: its name in the file and the shape it computes.
+    """One map of a translator: its name in the file, what it reads and writes, and its sizes.
 
     Attributes:
-        name: ``keys.0``, say.
+        name: For example ``keys.0``.
         layer: The target layer.
-        reads: Sides and source layers, in the order of its columns.
-        writes: The target's sides, in the order of its rows.
-        heads: Target heads of a head-wise map, else None.
-        inputs: Columns of one matrix over a source's states.
-        outputs: Rows of one matrix.
+        reads: Sides and source layers, in the order of the map's input columns.
+        writes: The target's sides, in the order of the map's output rows.
+        heads: The number of target heads of a head-wise map, else None.
+        inputs: The number of columns of one matrix that reads the source's states.
+        outputs: The number of rows of one matrix that writes the target's states.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Map:
 
 
 def maps_of(config: TranslatorConfig) -> list[Map]:
-    """Every map that ``config`` promises, in layer order, keys before values."""
+    """All maps that ``config`` implies, in layer order, keys before values."""
     layers = range(len(config.target.layers))
     return [_map(config, writes, t) for writes in config.spec.written for t in layers]
 
@@ -56,7 +56,7 @@ def _map(config: TranslatorConfig, writes: tuple[str, ...], t: int) -> Map:
 
 
 def head_map_of(config: TranslatorConfig) -> tuple[int, ...]:
-    """The source head that each target head reads, of a head-wise translator."""
+    """The source head that each target head of a head-wise translator reads."""
     heads, sources = config.target.layers[0].kv_heads, config.source.layers[0].kv_heads
     if config.head_map is not None:
         return config.head_map
@@ -64,7 +64,7 @@ def head_map_of(config: TranslatorConfig) -> tuple[int, ...]:
 
 
 def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
-    """Refuse (ValueError) head counts that new head-wise maps cannot pair evenly."""
+    """Refuse (ValueError) models whose head counts new head-wise maps cannot pair evenly."""
     for spec in (source, target):
         counts = sorted({layer.kv_heads for layer in spec.layers})
         if len(counts) > 1:
@@ -81,10 +81,10 @@ def check_head_ratio(source: ModelSpec, target: ModelSpec) -> None:
 
 
 def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str, tuple]:
-    """Name and shape of every tensor a file of this config holds.
+    """The name and shape of every tensor in a file of this config.
 
-    ``names`` are those found in the file: they decide about biases and gates, which
-    every layer has or none, and the first one about a hidden width (-1 stands for it).
+    ``names`` are those found in the file. They decide whether biases and gates are expected: every
+    map has them or none has. A hidden width stands as -1, because the config does not tell it.
     """
     lasts = {name.rsplit(".", 1)[-1] for name in names}
     spec = config.spec
@@ -99,7 +99,7 @@ def expected_shapes(config: TranslatorConfig, names: Iterable[str]) -> dict[str,
 def shapes_of(
     config: TranslatorConfig, m: Map, names: Iterable[str], hidden: int = -1
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of a map's tensors, by the last parts of their names."""
+    """The shapes of a map's tensors, by the last part of their names."""
     sizes = {
         "outputs": m.outputs,
         "inputs": m.inputs,
@@ -116,9 +116,9 @@ def shapes_of(
 
 
 def flops_of(sizes: Iterable[tuple[str, int]]) -> int:
-    """Floating-point operations per token of tensors given by name and size.
+    """The floating-point operations per token of tensors given by name and size.
 
-    Two for every number of a matrix (appendix "Computational gains"); what biases, gates
-    and GELU add is not counted.
+    Each number of a matrix counts two (appendix "Computational gains"); biases, gates and GELU
+    are not counted.
     """
     return 2 * sum(size for name, size in sizes if name.rsplit(".", 1)[-1] in MATRICES)

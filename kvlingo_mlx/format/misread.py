@@ -1,9 +1,9 @@
-"""Configs that mlx-lm runs otherwise than their models were trained, without a word: one table.
+"""Configs that mlx-lm silently runs in another way than their models were trained: one table.
 
-The fault is mlx-lm's; a model that is named here would answer, and wrongly. Both runtimes ask,
-since what is trained in the other one is meant for mlx-lm. ``test_misread.py`` holds the
-table against transformers, family by family and both ways: what disagrees must be here, what
-agrees must not.
+The fault is in mlx-lm: such a model would answer, but wrongly. Both runtimes check the table, since
+a translator trained in PyTorch is meant for mlx-lm too. ``test_misread.py`` compares mlx-lm with
+transformers for every family: configs on which they disagree must be listed here, and configs on
+which they agree must not.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 from kvlingo_mlx.errors import UnsupportedModelError
 
-Text = Mapping[str, Any]  # the config of a text model, by the names that mlx-lm reads
+Text = Mapping[str, Any]  # a text model's config, by the names that mlx-lm reads
 SLIDING = "sliding_attention"
-# Text models by the names that their wrappers give them.
+# The text models' own types, by the types that multimodal wrappers give them.
 INNER = {
     "qwen2_vl": "qwen2", "qwen2_vl_text": "qwen2", "qwen2_5_vl": "qwen2",
     "qwen2_5_vl_text": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
 }  # fmt: skip
-GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # alike to 3e-4 of a logit
-ACTIVATIONS = {  # what mlx-lm computes, whatever the config says; all others: SiLU
+GELU = ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh")  # logits agree to 3e-4
+ACTIVATIONS = {  # what mlx-lm computes whatever the config says; it uses SiLU for all others
     "gemma": GELU, "gemma2": GELU, "gemma3_text": GELU, "gemma4_text": GELU, "phi": GELU,
     "starcoder2": GELU, "nemotron": ("relu2",), "apertus": ("xielu",),
 }  # fmt: skip
 SILU = ("silu", "swish", "swiglu")
-# mlx-lm's rope_theta where a config has none, and transformers'.
+# The rope_theta that mlx-lm takes where a config has none, and the one that transformers takes.
 BASES = {
     "cohere": (8e6, 5e5), "cohere2": (5e4, 1e4), "exaone_moe": (1e6, 1e4), "phimoe": (1e4, 1e6),
     "qwen2": (1e6, 1e4), "qwen2_moe": (1e6, 1e4), "smollm3": (1e4, 2e6),
@@ -38,12 +38,12 @@ BASES = {
 
 @dataclass(frozen=True)
 class Misread:
-    """One thing that mlx-lm passes over or does in its own way.
+    """One setting that mlx-lm ignores or reads in another way.
 
     Attributes:
-        families: The model types in which it does.
-        found: What of a config it misreads, in words; None where it reads all of it.
-        instead: What it does.
+        families: The model types concerned.
+        found: Names the misread setting of a config; None if mlx-lm reads the config correctly.
+        instead: What mlx-lm does instead, as a verb phrase.
     """
 
     families: tuple[str, ...]
@@ -140,14 +140,14 @@ TABLE = (
 
 
 def check(model_type: str, text: Text) -> None:
-    """Refuse a config that mlx-lm would run otherwise than its model was trained.
+    """Refuse a config that mlx-lm would run in another way than its model was trained.
 
     Args:
-        model_type: Of the text model, or its wrapper's.
+        model_type: The type of the text model or of its wrapper.
         text: The text model's config, by the names that mlx-lm reads.
 
     Raises:
-        UnsupportedModelError: With what is misread, and what mlx-lm does instead.
+        UnsupportedModelError: The message says what is misread and what mlx-lm does instead.
     """
     name = INNER.get(model_type, model_type)
     for row in TABLE:
@@ -160,7 +160,7 @@ def check(model_type: str, text: Text) -> None:
             )
 
 
-# ---- windows that mlx-lm leaves out ---------------------------------------------------------
+# ---- sliding windows that mlx-lm ignores ----------------------------------------------------
 
 
 def _every_layer(text: Text) -> bool:
@@ -198,7 +198,7 @@ def _unless_listed(text: Text) -> bool:
     return not text.get("layer_types")
 
 
-# Which layers of a family see a window by its config, and the window where that names none.
+# By family: whether any layer has a window by the config, and the window if the config names none.
 WINDOWS: dict[str, tuple[Callable[[Text], bool], int | None]] = {
     "dots1": (_last_layers, 4096),
     "gemma2": (_some_layers, 4096),
@@ -217,9 +217,9 @@ WINDOWS: dict[str, tuple[Callable[[Text], bool], int | None]] = {
 
 
 def ignored_window(model_type: str, text: Text) -> int | None:
-    """The tokens to which a config limits some layers and mlx-lm none; None if there is no such.
+    """The window, in tokens, that a config sets for some layers and mlx-lm ignores; else None.
 
-    A shorter text is run as it should be; a longer one as by another model.
+    A text within the window is run correctly; a longer text is run as if by another model.
     """
     name = INNER.get(model_type, model_type)
     if name not in WINDOWS:
@@ -230,9 +230,9 @@ def ignored_window(model_type: str, text: Text) -> int | None:
 
 
 def long_factors_from(model_type: str, text: Text) -> int | None:
-    """The tokens up to which a LongRoPE model was trained with its short factors; None if no such.
+    """The tokens up to which a LongRoPE model was trained with its short factors; None if not one.
 
-    mlx-lm rotates by the long ones whatever a text's length: a cache is written once.
+    mlx-lm rotates by the long factors whatever the length of the text.
     """
     scaling = text.get("rope_scaling")
     if not isinstance(scaling, Mapping) or "long_factor" not in scaling:

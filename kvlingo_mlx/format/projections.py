@@ -1,9 +1,9 @@
-"""Some numbers by which a fine-tuned or LoRA-fused copy of a model is told from the model.
+"""Fingerprints of projections: they tell a fine-tuned or LoRA-fused copy from the model itself.
 
-Norms identify a checkpoint, and fine-tuning leaves them alone as a rule; what it changes is
-projections. Four numbers for each projection of keys and values are kept with a translator: what
-the quarters of its rows make of a known vector, each projected on another. NumPy only, for both
-runtimes.
+RMSNorm weights identify a checkpoint, but fine-tuning usually leaves them as they are and changes
+the projections. A translator keeps four numbers for each projection of keys and values: the
+projection is applied to a known vector, its output is split into four parts, and each part is
+projected on another known vector. NumPy only, for both runtimes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import numpy as np
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.translator_folder import probe
 
-# Of a projection's size, the same weights summed in another order; and rounded to 16 bits (0.2 %
-# each number, the largest of a few hundred such sums).
+# Largest expected differences, as shares of a number's scale: SAME for the same weights summed in
+# another order; ROUNDED for weights rounded to 16 bits (each by up to 0.2 %), where the largest
+# difference of a few hundred such sums counts.
 SAME, ROUNDED = 1e-3, 2e-2
 PARTS = 4
-SAMPLED = 256  # of an array's numbers, those that its fingerprint holds as they are, about
-# What a config.json says of its file alone, not of what the model computes.
+SAMPLED = 256  # about how many of an array's numbers its fingerprint holds unchanged
+# Entries of config.json that describe the file, not what the model computes.
 OF_THE_FILE = ("_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
@@ -32,11 +33,11 @@ class Checked:
     """One array of a model's weights, read once.
 
     Attributes:
-        name: By which its runtime knows it.
+        name: The array's name in its runtime.
         kind: Its dtype and shape.
-        sums: Its bits as unsigned or signed integers, summed along the last axis with
-            wrap-around: exact, in whatever order a machine adds them.
-        sample: Every so manieth of its numbers, as bytes.
+        sums: Its bits as integers, signed or unsigned, summed along the last axis with wrap-around.
+            The sums are exact, in whatever order a machine adds.
+        sample: Numbers at regular intervals, as bytes.
     """
 
     name: str
@@ -46,9 +47,9 @@ class Checked:
 
 
 def weights_fingerprint(arrays: Iterable[Checked], config: Mapping[str, Any]) -> str:
-    """Sha256 by which a model's weights and config are told from any others of one runtime.
+    """Sha256 that identifies a model's weights and config within one runtime.
 
-    ``config`` is its config.json: scales and caps of which no weight knows stand there.
+    ``config`` is the model's config.json; it holds scales and caps that no weight contains.
     """
     facts = {name: value for name, value in config.items() if name not in OF_THE_FILE}
     digest = hashlib.sha256(canonical_json(facts).encode())
@@ -60,11 +61,11 @@ def weights_fingerprint(arrays: Iterable[Checked], config: Mapping[str, Any]) ->
 
 @dataclass(frozen=True)
 class Sketch:
-    """What is known of a model's projections, in cache order.
+    """The numbers that describe a model's projections, in cache order.
 
     Attributes:
-        numbers: Four a projection, of six digits; what a translator's provenance keeps.
-        scales: How large each would be, about, were its direction random.
+        numbers: Four per projection, with six digits; a translator's provenance keeps them.
+        scales: The expected size of each number if its projection's direction were random.
     """
 
     numbers: tuple[float, ...]
@@ -73,7 +74,7 @@ class Sketch:
     def difference(self, others: Any) -> float | None:
         """The largest difference from another model's ``numbers``, as a share of its scale.
 
-        None where ``others``, a stranger's provenance perhaps, are not such numbers.
+        None if ``others`` are not such numbers: they may come from an untrusted provenance.
         """
         if not isinstance(others, list | tuple) or len(others) != len(self.numbers):
             return None
@@ -84,7 +85,7 @@ class Sketch:
 
 
 def sketch(outputs: Sequence[np.ndarray]) -> Sketch:
-    """The sketch of projections by what each makes of ``probe(its columns)``, (rows,) each."""
+    """The sketch of projections, from each one's output (rows,) on ``probe(its columns)``."""
     numbers, scales = [], []
     for output in outputs:
         both = output.astype(np.float64), probe(len(output))
@@ -105,7 +106,7 @@ class Fitted(Protocol):
 
 
 def facts_of_models(models: Mapping[str, Fitted]) -> dict[str, Any]:
-    """What a translator's provenance keeps of the models, by role, beside their fingerprints."""
+    """The facts of the models by role that a provenance keeps beside their fingerprints."""
     sketches = {role: model.projections for role, model in models.items()}
     return {
         "precision": {role: model.precision for role, model in models.items()},

@@ -1,4 +1,4 @@
-"""Tensors on disk: safetensors only, checked before they are believed. NumPy only."""
+"""Tensors on disk as safetensors files, checked before use; NumPy only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvlingo_mlx.format.atomic import sync_file
 from kvlingo_mlx.format.config_reading import no_duplicates
 
 MAX_HEADER_BYTES = 100 * 2**20
-MAX_FILE_BYTES = 16 * 2**30  # a stranger's file must not fill the memory; ours are below 3 GB
+MAX_FILE_BYTES = 16 * 2**30  # untrusted files must not fill the memory; our own are below 3 GB
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 METADATA = "__metadata__"
 PICKLE = "is a pickle, which can run code; only safetensors are read: export it again as such"
@@ -29,24 +29,24 @@ FILE_DTYPES: dict[str, DType] = {"F32": "float32", "F16": "float16", "BF16": "bf
 STORAGE: dict[DType, type[np.generic]] = {
     "float32": np.float32,
     "float16": np.float16,
-    "bfloat16": np.uint16,  # NumPy has no bfloat16: its bits are carried as uint16
+    "bfloat16": np.uint16,  # NumPy has no bfloat16: the bits are stored as uint16
 }
 
 
 @dataclass(frozen=True)
 class Weights:
-    """A translator's tensors, all of one dtype (bfloat16 as the bits, in uint16)."""
+    """A translator's tensors, all of one dtype; bfloat16 is held as its bits in uint16."""
 
     dtype: DType
     arrays: Mapping[str, np.ndarray]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """The bytes of all tensors."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def as_float32(self, name: str) -> np.ndarray:
-        """One tensor as float32, exactly."""
+        """One tensor converted to float32, exactly."""
         array = self.arrays[name]
         if self.dtype == "bfloat16":
             return (array.astype(np.uint32) << 16).view(np.float32)
@@ -64,7 +64,7 @@ class Weights:
 
     @classmethod
     def from_float32(cls, arrays: Mapping[str, np.ndarray], dtype: DType) -> Weights:
-        """Round float32 arrays to ``dtype``; ValueError where one does not fit."""
+        """Round float32 arrays to ``dtype``; raises ValueError if a number does not fit."""
         for name, array in arrays.items():
             if not np.isfinite(array).all():  # before rounding, which can turn a NaN into 0
                 raise ValueError(f"{name} holds NaN or Inf")
@@ -85,7 +85,7 @@ def _round(array: np.ndarray, dtype: DType) -> np.ndarray:
 
 
 def regular_file(path: Path) -> int:
-    """The size of a regular file; refuses what is absent or something else."""
+    """The size of a regular file; a missing file or one of another type is refused."""
     if not path.exists():
         for other in sorted(path.parent.iterdir()):
             if other.suffix.lower() in PICKLE_SUFFIXES:
@@ -102,16 +102,16 @@ def regular_file(path: Path) -> int:
 
 
 def _stays(link: Path) -> bool:
-    """Whether a link leads to its own folder, or to the blobs of its own Hub snapshot."""
+    """Whether a link leads into its own folder, or to the blobs of its own Hub snapshot."""
     place, own = link.resolve().parent, link.parent.resolve()
     return place == own or (own.parent.name == "snapshots" and place == own.parents[1] / "blobs")
 
 
 def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
-    """Each tensor's entry in a safetensors header, and where the data start.
+    """The entry of each tensor in a safetensors header, and the offset at which the data start.
 
-    The Rust reader checks sizes and offsets; it lets repeated names, unknown fields and
-    shapes beyond NumPy pass.
+    The safetensors library checks sizes and offsets. It does not refuse repeated names, unknown
+    fields and shapes beyond NumPy, so these are checked here.
     """
     size = regular_file(path)
     if size > MAX_FILE_BYTES:
@@ -120,7 +120,7 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
         head = file.read(8)
         length = int.from_bytes(head, "little")
         if len(head) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            # Only now: a sound file starts with 0x80 too, where its header has 128 bytes.
+            # Checked only here: a valid file starts with 0x80 too if its header has 128 bytes.
             pickled = head.startswith((b"PK", b"\x80"))
             text = PICKLE if pickled else f"is no safetensors file or truncated ({size} bytes)"
             raise malformed(path, text)
@@ -143,7 +143,7 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
 
 
 def _check_length(path: Path, header: Any, begin: int, size: int) -> None:
-    """Say how much a file lacks that ends too early; what else may be wrong is left to others."""
+    """Refuse a truncated file and say how much is missing; later checks find other faults."""
     try:
         ends = [entry["data_offsets"][1] for name, entry in header.items() if name != METADATA]
     except (AttributeError, TypeError, KeyError, IndexError):
@@ -161,12 +161,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def read_shapes(path: Path) -> tuple[DType, dict[str, tuple[int, ...]]]:
-    """The dtype and the shapes of a safetensors file's tensors, by name; its data stay unread."""
+    """The dtype and the shapes by name of a file's tensors, without reading their data."""
     return _facts(path, _read_header(path)[0])
 
 
 def read_tensors(path: Path, check: Callable[[Shapes], None] = lambda shapes: None) -> Weights:
-    """Read a safetensors file into NumPy, after ``check`` has seen its tensors' shapes."""
+    """Read a safetensors file into NumPy; ``check`` gets the shapes before any data are read."""
     header, begin = _read_header(path)
     dtype, shapes = _facts(path, header)
     check(shapes)
@@ -202,9 +202,9 @@ def _only_dtype(path: Path, header: Mapping[str, Mapping[str, Any]]) -> DType:
 
 
 def check_numbers(path: Path, weights: Weights) -> None:
-    """Refuse a tensor of another dtype than it should have, or with a NaN or Inf; says where."""
+    """Refuse a tensor of the wrong dtype or with NaN or Inf; the message says where."""
     for name, array in weights.arrays.items():
-        if array.dtype != STORAGE[weights.dtype]:  # a caller's, when writing
+        if array.dtype != STORAGE[weights.dtype]:  # possible for a caller's arrays, when writing
             raise malformed(path, f"{name} is {array.dtype}, not {weights.dtype}")
         finite = np.isfinite(weights.as_float32(name))
         if not finite.all():
@@ -213,7 +213,7 @@ def check_numbers(path: Path, weights: Weights) -> None:
 
 
 def write_tensors(path: Path, weights: Weights) -> None:
-    # The specs hold bare addresses: the arrays must live until the call returns.
+    # The specs hold bare addresses, so the arrays must live until the call returns.
     arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
     specs = {
         name: TensorSpec(
@@ -226,7 +226,7 @@ def write_tensors(path: Path, weights: Weights) -> None:
     }
     try:
         serialize_file(specs, path, {"format": "kvlingo"})
-    except SafetensorError as error:  # its own class, though it means the disk
+    except SafetensorError as error:  # the library's own error, although the disk caused it
         number = re.search(r"os error (\d+)", str(error))
         reason = os.strerror(int(number[1])) if number else str(error)
         raise OSError(int(number[1]) if number else None, reason, str(path)) from None

@@ -1,4 +1,4 @@
-"""The facts of ``translator_config.json``, and what they mean."""
+"""The contents of ``translator_config.json``, and what follows from them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvlingo_mlx.format.kinds import KindSpec, kind_named
 
 FORMAT_VERSION = 1
 CAPTURES = ("pre_norm", "post_norm", "post_rope", "latent")
-OF_MODELS = ("precision", "projections")  # what a provenance keeps for comparison with models
+OF_MODELS = ("precision", "projections")  # provenance entries that are compared with loaded models
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Who may sit on one side of a translator (docs/reference/translator-format.md)."""
+    """One side of a translator: which models it accepts (docs/reference/translator-format.md)."""
 
     name: str
     revision: str | None
@@ -29,7 +29,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class TranslatorConfig:
-    """The facts of ``translator_config.json``."""
+    """The contents of ``translator_config.json``."""
 
     source: ModelSpec
     target: ModelSpec
@@ -44,30 +44,30 @@ class TranslatorConfig:
 
     @property
     def spec(self) -> KindSpec:
-        """Its kind's row."""
+        """The table row of the translator's kind."""
         return kind_named(self.kind, self.joint, self.head_mixing)
 
     @property
     def nu(self) -> int:
-        """Source layers that a target layer reads for its keys (the largest, if they differ)."""
+        """The number of source layers per target layer, for keys; the largest, if they differ."""
         return max(len(layers) for layers in self.assignment.keys)
 
     @property
     def native_layers(self) -> int:
-        """Cache layers that the target reads itself unless told otherwise: what `tune`
-        chose, or what it was trained with."""
+        """The default number of native cache layers, chosen by `tune` or used in training."""
         return self.provenance.get("native_layers", 0)
 
     @property
     def longest_prefix(self) -> int | None:
-        """Tokens of the longest prefix that it was fitted or tested on, if it tells."""
+        """The tokens of the longest prefix that was used in fitting or testing, if recorded."""
         longest = self.provenance.get("longest_prefix")
         return longest if type(longest) is int and longest > 0 else None
 
     def fitted_on(self, role: str) -> str | None:
-        """The precision of the ``"source"`` or ``"target"`` that it was fitted on, if it tells.
+        """The precision of the ``"source"`` or ``"target"`` used in fitting, if recorded.
 
-        "bfloat16" or "4 bits", say. What has a receipt was trained on the floats of that.
+        For example "bfloat16" or "4 bits". A translator with a receipt was trained on the float
+        dtype that the receipt names.
         """
         for kept, name in (("precision", role), ("receipt", "dtype")):
             facts = self.provenance.get(kept)
@@ -77,17 +77,17 @@ class TranslatorConfig:
 
     @property
     def title(self) -> str:
-        """What it is called in a message."""
+        """The translator's name in messages."""
         return f"the translator from {self.source.name} to {self.target.name}"
 
     @property
     def form(self) -> str:
-        """What its maps compute, in words."""
+        """What the maps compute, in words."""
         mixing = "head-mixing" if self.head_mixing else "head-wise"
         return f"{self.kind}, {mixing}{self.spec.note}"
 
     def to_json(self) -> dict[str, Any]:
-        """The object that is written to ``translator_config.json``."""
+        """The JSON object that ``translator_config.json`` holds."""
         data = {"format_version": FORMAT_VERSION, **asdict(self)}
         if self.head_map is None:
             del data["head_map"]
@@ -95,7 +95,7 @@ class TranslatorConfig:
 
 
 class Captured(Protocol):
-    """A loaded model, in either runtime: its family says where its keys can be captured."""
+    """A loaded model, in either runtime; its family lists its capture points."""
 
     @property
     def name(self) -> str: ...
@@ -104,12 +104,12 @@ class Captured(Protocol):
 
 
 def capture_point(source: Captured, target: Captured, asked: str | None = None) -> str:
-    """Where a translator between two models reads and writes keys: ``asked``, or the usual point.
+    """The capture point of a translator between two models: ``asked``, or the usual one.
 
-    The usual one is the first that both have: before k_norm, or MLA's latents.
+    The usual one is the first that both models have: before k_norm, or MLA's latents.
 
     Raises:
-        IncompatibleTranslatorError: One model caches latents, the other does not.
+        IncompatibleTranslatorError: One model caches latents and the other does not.
         ValueError: The models cannot be captured at ``asked``.
     """
     theirs, ours = source.family.points, target.family.points
@@ -130,9 +130,9 @@ def capture_point(source: Captured, target: Captured, asked: str | None = None) 
 
 
 def unfoldable(config: TranslatorConfig) -> str | None:
-    """Why a model cannot decode from its source's own cache by this translator; None if it can.
+    """Why the target cannot decode from the source's own cache by this translator; None if it can.
 
-    Query folding takes a linear map of what the source caches, which is keys after RoPE
+    Query folding needs a linear map of what the source caches, which is keys after RoPE
     (appendix "Decoding under a memory budget").
     """
     if config.alignment is not None:

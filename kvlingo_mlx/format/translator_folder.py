@@ -1,7 +1,7 @@
-"""The translator folder, format version 1: read, write, self-test. NumPy only.
+"""Translator folders, format version 1: reading, writing and the self-test. NumPy only.
 
-A reader refuses what the format does not allow with one line that names the file, what
-was found and what was expected; nothing is unpickled, ever.
+A reader refuses what the format does not allow, with one line that names the file, what was found
+and what was expected. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WEIGHTS_FILE = "translator.safetensors"
 SELFTEST_FILE = "selftest.safetensors"
 CARD_FILE = "README.md"
 OUR_FILES = (CONFIG_FILE, WEIGHTS_FILE, SELFTEST_FILE, CARD_FILE)
-LARGEST = 1e4  # of any weight
+LARGEST = 1e4  # the largest allowed magnitude of a weight
 PROBE_TOLERANCE = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-2}
 
 
@@ -52,7 +52,7 @@ def probe(width: int) -> np.ndarray:
 
 
 def selftest(config: TranslatorConfig, weights: Weights) -> dict[str, np.ndarray]:
-    """Every map applied to its probe in float64, stored as float32."""
+    """Apply every map to its probe in float64; the results are float32."""
     out = {}
     for m in maps_of(config):
         tensors = {
@@ -60,7 +60,7 @@ def selftest(config: TranslatorConfig, weights: Weights) -> dict[str, np.ndarray
             for name in weights.arrays
             if name.startswith(f"{m.name}.")
         }
-        with np.errstate(over="ignore", invalid="ignore"):  # a saturated gate is no fault
+        with np.errstate(over="ignore", invalid="ignore"):  # a saturated gate may overflow
             found = config.spec.apply(tensors, probe(m.inputs))
         out[f"{m.name}.{config.spec.probe}"] = found.astype(np.float32)
     return out
@@ -80,7 +80,7 @@ def _check_selftest(path: Path, config: TranslatorConfig, weights: Weights) -> N
         raise malformed(path, f"probes are {stored.dtype}, expected float32")
     check_numbers(path, stored)
     for name, mine in computed.items():
-        # In float64: squares of float32 can overflow.
+        # Norms are taken in float64, because squares of float32 can overflow.
         mine, theirs = mine.astype(np.float64), stored.arrays[name].astype(np.float64)
         scale = max(float(np.linalg.norm(theirs)), float(np.linalg.norm(mine)), 1e-30)
         error = float(np.linalg.norm(theirs - mine)) / scale
@@ -100,7 +100,7 @@ def read_config(folder: str | os.PathLike[str]) -> TranslatorConfig:
     """Read and validate ``translator_config.json`` alone.
 
     Raises:
-        MalformedTranslatorError: What the format page refuses.
+        MalformedTranslatorError: The config breaks the format page's rules.
     """
     path = _folder(folder) / CONFIG_FILE
     regular_file(path)
@@ -109,10 +109,10 @@ def read_config(folder: str | os.PathLike[str]) -> TranslatorConfig:
 
 
 def read_facts(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, DType, Shapes]:
-    """The config of a translator folder, and the dtype and shapes of tensors that stay unread.
+    """The config of a translator folder, and its tensors' dtype and shapes without their data.
 
     Raises:
-        MalformedTranslatorError: What the format page refuses of these.
+        MalformedTranslatorError: The config or a shape breaks the format page's rules.
     """
     config, path = read_config(folder), Path(folder) / WEIGHTS_FILE
     dtype, shapes = read_shapes(path)
@@ -121,10 +121,10 @@ def read_facts(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, DType,
 
 
 def read(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, Weights]:
-    """Read a translator folder; every check of the format page is made.
+    """Read a translator folder and make every check of the format page.
 
     Raises:
-        MalformedTranslatorError: What the format page refuses.
+        MalformedTranslatorError: The folder breaks the format page's rules.
     """
     folder = _folder(folder)
     config = read_config(folder)
@@ -176,10 +176,10 @@ def _hidden_width(name: str, shapes: Shapes) -> int:
 
 
 def check_sizes(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights) -> None:
-    """Refuse maps that the format allows and no training makes: all zero, or of huge weights.
+    """Refuse maps that the format allows but training never makes: all zero, or huge weights.
 
     Raises:
-        MalformedTranslatorError: With the tensor, and what was found in it.
+        MalformedTranslatorError: The message names the tensor and what was found in it.
     """
     path = Path(folder) / WEIGHTS_FILE
     last = f".{config.spec.nonzero}"
@@ -198,9 +198,9 @@ def check_sizes(folder: str | os.PathLike[str], config: TranslatorConfig, weight
 def digest(config: TranslatorConfig, weights: Weights, bits: int | None = None) -> str:
     """Sha256 of what a translator computes: its facts, and its tensors with dtypes and shapes.
 
-    Where it came from is left out, and what its models are called: two folders of one digest do the
-    same to the same models. ``bits`` are those that its matrices are held in; ``weights`` are what
-    they stand for then.
+    The provenance and the models' names and revisions are left out, so two folders of one digest
+    do the same to the same models. ``bits`` are those to which the matrices are quantised, None
+    for float; ``weights`` then hold the dequantised values.
     """
     facts = config.to_json()
     del facts["provenance"]
@@ -223,20 +223,20 @@ def write(
     *,
     overwrite: bool = False,
 ) -> Path:
-    """Write a translator folder at once: all of it appears, or nothing.
+    """Write a translator folder so that all of it appears at once, or nothing.
 
-    The very same translator is left as it is; another one there is replaced where ``overwrite``
-    says so.
+    If the folder holds exactly this translator, it is left as it is. Another translator there is
+    replaced only with ``overwrite``.
 
     Raises:
-        ValueError: ``folder`` exists and is not a translator of ours, or is another one and
-            ``overwrite`` is off.
+        ValueError: ``folder`` exists and is not a translator folder, or it holds another
+            translator and ``overwrite`` is off.
         MalformedTranslatorError: ``config`` and ``weights`` do not agree.
     """
     folder = Path(folder)
     check_destination(folder)
     text = json.dumps(config.to_json(), indent=2) + "\n"
-    # What we would refuse to read, we refuse to write.
+    # Refuse to write what reading would refuse.
     parse_config(folder / CONFIG_FILE, parse_json(folder / CONFIG_FILE, text.encode()))
     path = folder / WEIGHTS_FILE
     _check_shapes(path, config, {name: array.shape for name, array in weights.arrays.items()})
@@ -266,7 +266,7 @@ def write(
 
 
 def is_same(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights) -> bool:
-    """Whether a folder holds this very translator: its facts, where it came from, its numbers."""
+    """Whether a folder holds exactly this translator: config, provenance and weights."""
     try:
         there, own = read(folder)
     except MalformedTranslatorError:
@@ -283,7 +283,7 @@ def check_complete(folder: str | os.PathLike[str]) -> None:
 
 
 def check_free(folder: str | os.PathLike[str]) -> None:
-    """Refuse (ValueError) a folder that holds a translator already."""
+    """Refuse (ValueError) a folder that already holds a translator."""
     if (Path(folder) / CONFIG_FILE).exists():
         raise ValueError(
             f"{folder} holds another translator; give another folder, or replace that one with "
@@ -292,7 +292,7 @@ def check_free(folder: str | os.PathLike[str]) -> None:
 
 
 def check_destination(folder: str | os.PathLike[str]) -> None:
-    """Refuse (ValueError) a destination that exists and is not ours, or cannot be written."""
+    """Refuse (ValueError) a destination that is no translator folder or cannot be written."""
     folder = Path(folder)
     if folder.resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(
@@ -324,7 +324,7 @@ def _card_value(value: object) -> str:
 
 
 def model_card(config: TranslatorConfig, weights: Weights) -> str:
-    """The README.md that travels with a translator."""
+    """The text of the README.md in a translator folder."""
     parameters = sum(array.size for array in weights.arrays.values())
     lines = [
         "---",

@@ -1,1 +1,1 @@
-"""From a name to a model or a translator that fits."""
+"""From names to models, and to translators that fit them."""

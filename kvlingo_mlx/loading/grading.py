@@ -1,8 +1,9 @@
-"""What a translator is worth: its receipt, read from anywhere, and one word for it.
+"""How good a translator is: its receipt, and the grade that follows from it.
 
-A receipt is what was measured on the bundled conversations (``embedded.bundled``) when a translator
-was made. Its measure is the share of what hiding the prefix costs that the translation saves:
-1 - KL / KL(hidden). Only receipts of the same conversations are compared with one another.
+A receipt holds what was measured on the bundled conversations (``embedded.bundled``) when a
+translator was made. Its main measure is the share recovered, 1 - KL / KL(hidden): how much of the
+cost of hiding the prefix the translation saves. Only receipts of the same conversations are
+compared.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from typing import Any
 from kvlingo_mlx.embedded.bundled import NAME
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 
-# Shares of the hidden prefix's KL, measured on the zoo (benchmarks/LOG.md, "how much data"):
+# Limits of the share recovered, from measurements on the zoo (benchmarks/LOG.md, "how much data"):
 # self-distilled translators reach 0.95 to 1.00, two hard pairs 0.89 and 0.66; closed forms on
-# enough data 0.72 to 0.85, with a fifth of the facts recalled; fits on three tokens 0.17 to 0.52,
-# with none; layers shuffled at most 0.40.
+# enough data reach 0.72 to 0.85, with a fifth of the facts recalled; fits on three tokens reach
+# 0.17 to 0.52, with none recalled; shuffled layers reach at most 0.40.
 WORKS, SOME = 0.9, 0.5
 GRADES = ("works", "better than nothing", "useless")
 UNGRADED = "ungraded"
@@ -26,7 +27,7 @@ UNGRADED = "ungraded"
 
 @dataclass(frozen=True)
 class Recall:
-    """Shares of the conversations whose asked value every first choice spells."""
+    """The shares of conversations in which every first choice spells the asked value."""
 
     translated: float
     native: float
@@ -41,12 +42,12 @@ class Receipt:
     """What was measured on the bundled conversations.
 
     Attributes:
-        kl: KL(native || translated), nats per token, mean over conversations.
-        top1: Share of tokens at which both have the same first choice.
-        native_layers: How many layers the target read itself.
-        hidden_kl: The same KL where the prefix is hidden; None in receipts of older versions.
-        recall: Of the value that each conversation asks for; None in older ones, and where the
-            conversations are no chats.
+        kl: KL(native || translated) in nats per token, the mean over conversations.
+        top1: The share of tokens at which both caches give the same first choice.
+        native_layers: The number of native layers.
+        hidden_kl: The same KL with the prefix hidden; None in receipts of older versions.
+        recall: Recall of the value that each conversation asks for; None in older receipts, and if
+            the conversations were read as plain texts.
     """
 
     kl: float
@@ -62,11 +63,11 @@ class Receipt:
 
     @property
     def grade(self) -> str:
-        """One of ``GRADES``, or ``UNGRADED`` where an older receipt lacks what hiding costs."""
+        """One of ``GRADES``; ``UNGRADED`` if an older receipt has no KL of the hidden prefix."""
         return UNGRADED if self.recovered is None else grade(self.recovered)
 
     def __str__(self) -> str:
-        """The grade with its reasons, in a line."""
+        """The grade and its reasons, in one line."""
         if self.hidden_kl is None or self.recovered is None:
             return (
                 f"{UNGRADED}: its receipt (KL {self.kl:.4f}) is of an older version, which did not "
@@ -80,13 +81,13 @@ class Receipt:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """What a translator's provenance keeps of it."""
+        """The receipt as a translator's provenance stores it."""
         kept = {name: value for name, value in asdict(self).items() if value is not None}
         return {"prompts": NAME, **kept}
 
 
 def recall_of(hits: Sequence[Sequence[bool]]) -> Recall | None:
-    """Of each conversation, whether the translated, the native and no cache spell its value."""
+    """Recall, from whether the translated, the native and no cache spell each value."""
     count = len(hits)
     return Recall(*(sum(way) / count for way in zip(*hits, strict=True))) if count else None
 
@@ -97,14 +98,14 @@ def recovered(kl: float, hidden_kl: float) -> float:
 
 
 def grade(share: float) -> str:
-    """The word for a share of the hidden prefix's KL; NaN is useless."""
+    """The grade for a share of the hidden prefix's KL; NaN counts as useless."""
     if share >= WORKS:
         return GRADES[0]
     return GRADES[1] if share >= SOME else GRADES[2]
 
 
 def receipt_of(config: TranslatorConfig) -> Receipt | None:
-    """The receipt that a translator's making left; None where it left none, or of other probes."""
+    """A translator's receipt; None if it has none, or one of other conversations."""
     left: Any = config.provenance.get("receipt")
     if not isinstance(left, dict) or left.get("prompts") != NAME:
         return None
@@ -122,14 +123,14 @@ def _number(value: Any) -> float | None:
 
 
 def _recall(left: Any) -> Recall | None:
-    """A stranger's provenance may hold anything."""
+    """Read a stored recall; provenance is untrusted and may hold anything."""
     found: Mapping[str, Any] = left if isinstance(left, dict) else {}
     shares = [_number(found.get(name)) for name in ("translated", "native", "hidden")]
     return None if None in shares else Recall(*(share for share in shares if share is not None))
 
 
 def said_of(config: TranslatorConfig) -> str:
-    """A translator's grade by its receipt, in a line."""
+    """A translator's grade by its receipt, in one line."""
     receipt = receipt_of(config)
     if receipt is not None:
         return str(receipt)

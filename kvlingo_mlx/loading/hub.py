@@ -1,4 +1,4 @@
-"""Where a name leads: a folder, an embedded model, or a snapshot of a Hub repository."""
+"""Resolve a name to a folder: a local one, an embedded model's, or a snapshot from the Hub."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from kvlingo_mlx.errors import (
     printable,
 )
 
-# A model's files beside its weights, and all of them.
+# A model's files other than its weights, and all of its files.
 SMALL_FILES = ("*.json", "tokenizer.model", "*.txt", "*.jinja")
 MODEL_FILES = (*SMALL_FILES, "model*.safetensors")
 UNREACHED = (
     "the Hub cannot be reached, and it is not in the cache; check the network, or run `hf download "
     "{name}` where there is one"
 )
-# What a name should have been, by what is missing; the last where either will do.
+# What the name should have been, by the error raised; the last entry is for either kind.
 WANTED = {
     MissingModelError: "a model's folder, or a Hub id such as Qwen/Qwen3-4B",
     MissingTranslatorError: "a translator's folder or Hub id",
@@ -47,7 +47,7 @@ PROBLEMS = (
     RevisionResolutionError,
     OSError,
 )
-# The first that fits; a gated repository is also one that is not found.
+# The first match counts: the class for gated repositories is derived from that for missing ones.
 REASONS: tuple[tuple[type[BaseException], str], ...] = (
     (
         GatedRepoError,
@@ -74,17 +74,18 @@ def resolve(
     *,
     offline: bool = False,
 ) -> tuple[Path, str | None]:
-    """The folder that a name stands for, and its commit where it came from the Hub.
+    """The folder that a name stands for, and its commit if it came from the Hub.
 
     Args:
         name: A folder, the name of an embedded model, or a Hub id.
-        revision: Branch, tag or commit of a Hub id.
+        revision: A branch, tag or commit of a Hub id.
         patterns: Which of a repository's files are fetched.
-        error: What to raise where there is nothing, a key of ``WANTED``.
-        offline: Take a snapshot that is already here, or none; ``revision`` is a wish then.
+        error: The error to raise if there is nothing, a key of ``WANTED``.
+        offline: Use only a snapshot that is already on this machine; ``revision`` is then ignored
+            for folders and embedded models.
 
     Raises:
-        ValueError: A revision of what has none.
+        ValueError: A revision is given for a folder or an embedded model.
     """
     try:
         local = Path(name).expanduser()
@@ -115,7 +116,7 @@ def resolve(
 
 
 def _reason(name: str, problem: BaseException) -> str:
-    """Why the Hub did not give it, and what to do; the cause may be wrapped."""
+    """Why the Hub gave nothing, and what to do; the cause may be a wrapped exception."""
     causes = [problem]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)

@@ -1,4 +1,4 @@
-"""Models, loaded: alone, or together once it is known that all of it fits into memory."""
+"""Load models: one alone, or several after a check that everything fits into memory."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def load(
     revision: str | None = None,
     lazy: bool = False,
 ) -> LanguageModel:
-    """Load a model and its tokenizer; a model that is loaded already is returned as it is.
+    """Load a model and its tokenizer; a model that is already loaded is returned unchanged.
 
     Args:
         path_or_hf_repo: A folder, a Hub id, the name of an embedded model, or a ``LanguageModel``.
-        revision: Branch, tag or commit of a Hub id.
-        lazy: Read each weight when it is first needed.
+        revision: A branch, tag or commit of a Hub id.
+        lazy: Whether to read each weight only when it is first needed.
 
     Raises:
-        ValueError: A revision of a folder, an embedded or a loaded model, which have none; or
-            ``lazy`` for a loaded one.
-        MissingModelError: No such folder or repository, or files are missing or damaged.
+        ValueError: ``revision`` is given for a folder, an embedded or a loaded model, or ``lazy``
+            for a loaded model.
+        MissingModelError: There is no such folder or repository, or files are missing or damaged.
         UnsupportedModelError: The family is not supported, or mlx-lm misreads its config.
-        NotEnoughMemoryError: Its weights are larger than the memory there is.
+        NotEnoughMemoryError: The weights are larger than the memory there is.
     """
     if isinstance(path_or_hf_repo, LanguageModel):
         if revision is not None:
@@ -64,17 +64,18 @@ def load_together(
     *,
     translator: Translator | str | os.PathLike[str] | None = None,
 ) -> list[LanguageModel]:
-    """Load several models, once it is known that all they take fits into memory.
+    """Load several models, after a check that everything they need fits into memory.
 
     Args:
-        models: As for :func:`load`; those that are loaded already are returned as they are. The
-            last one's tokenizer reads the prompt.
-        prompt: What they will read: caches of it, and the translator, count too.
-        translator: Of the first to the last model; None is the stored one, if there is one.
+        models: As for :func:`load`; loaded models are returned unchanged. The prompt is tokenised
+            by the last one's tokenizer.
+        prompt: The prompt they will read; if it is given, its caches and the translator count too.
+        translator: The translator from the first to the last model; None: the stored one, if any.
 
     Raises:
-        ValueError: The prompt is empty, or cannot be rendered.
-        NotEnoughMemoryError: With what is needed and what there is; no weights were read.
+        ValueError: The prompt is empty or cannot be rendered.
+        NotEnoughMemoryError: The message gives the needed and the available memory; no weights
+            were read.
         MissingModelError, UnsupportedModelError: As for :func:`load`.
     """
     opened = [m if isinstance(m, LanguageModel) else _unread(m, None) for m in models]
@@ -103,7 +104,7 @@ def load_pair(
     translator: Translator | str | os.PathLike[str] | None = None,
     native: bool = False,
 ) -> tuple[LanguageModel, LanguageModel]:
-    """Two models by :func:`load_together`; ``native``: the first one's weights are not needed."""
+    """Load two models together; with ``native``, the first one's weights are not needed."""
     if native:
         if not isinstance(prefill_model, LanguageModel):
             prefill_model = load(prefill_model, lazy=True)
@@ -114,7 +115,7 @@ def load_pair(
 
 
 def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> LanguageModel:
-    """A model whose weights lie in its files yet."""
+    """A model whose weights have not been read from their files yet."""
     name = os.fspath(path_or_hf_repo)
     path, commit = resolve(name, revision, MODEL_FILES, MissingModelError)
     return open_model(path, name, commit)
@@ -123,18 +124,18 @@ def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> La
 def _read(model: LanguageModel) -> None:
     modules = model.model.modules()
     with damage_told(model.path), working():
-        mx.eval([dict(module) for module in modules])  # what rotates is no parameter
+        mx.eval([dict(module) for module in modules])  # also RoPE, which has no parameters
 
 
 def at_hand(name: str, revision: str | None = None) -> LanguageModel:
-    """A model that is on this machine already, its weights unread; the Hub is not asked.
+    """A model that is already on this machine, with its weights unread; the Hub is not asked.
 
     Args:
         name: As for :func:`load`.
-        revision: The snapshot to prefer; another one will do where it is not here.
+        revision: The preferred snapshot; if it is not on this machine, another one is used.
 
     Raises:
-        MissingModelError: It is not here, or damaged.
+        MissingModelError: The model is not on this machine, or is damaged.
         UnsupportedModelError: Its family is not supported.
     """
     for wanted in (revision, None):

@@ -1,4 +1,4 @@
-"""What a user should know of a pair without being refused: each is told once a process."""
+"""Warnings about models and translators that may be used anyway; each is shown once a process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _told: set[str] = set()
 
 
 def tell(key: str, text: str) -> None:
-    """Warn of something, unless ``key`` was warned of before."""
+    """Warn with ``text``, unless a warning with the same ``key`` was given before."""
     if key not in _told:
         _told.add(key)
         warnings.warn(printable(text), KVLingoWarning, stacklevel=_users_level())
 
 
 def _users_level() -> int:
-    """Which of :func:`tell`'s callers is the first one outside this package."""
+    """The stack level, counted from :func:`tell`, of the first caller outside this package."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == "kvlingo_mlx":
         level, frame = level + 1, frame.f_back
@@ -34,11 +34,11 @@ def _users_level() -> int:
 
 
 def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: LanguageModel) -> None:
-    """Tell how the models of a pair that fits a translator differ from those that it is of.
+    """Warn of differences between a pair's models and those with which a translator was made.
 
     Warns:
-        KVLingoWarning: Of another commit with the same norms; of few bits where it was fitted on
-            others; of other projections under the same norms.
+        KVLingoWarning: A model is of another commit with the same norms, is quantised although the
+            fit used another precision, or has other projections under the same norms.
     """
     measure = MEASURE.format(source.name, target.name)
     ends = (("source", config.source, source), ("target", config.target, target))
@@ -55,10 +55,11 @@ def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: Langua
 
 
 def tell_of_misreading(model: LanguageModel) -> None:
-    """Tell of a window or of short factors that a model was trained with and mlx-lm leaves out.
+    """Warn of a window or of short factors of a model's training that mlx-lm ignores.
 
     Warns:
-        KVLingoWarning: With the length of text up to which, or from which, it runs as trained.
+        KVLingoWarning: The message gives the length up to which, or from which, texts are run as
+            in training.
     """
     text = model.config.get("text_config", model.config)
     short = misread.long_factors_from(model.family.text_type(model.facts), text)
@@ -80,11 +81,11 @@ def tell_of_misreading(model: LanguageModel) -> None:
 
 
 def tell_of_grade(config: TranslatorConfig) -> None:
-    """Tell of a translator whose own receipt says that it is not to be trusted.
+    """Warn of a translator whose own receipt gives it a bad grade.
 
     Warns:
-        KVLingoWarning: With its grade and what that stands on. One without a receipt is used
-            without a word.
+        KVLingoWarning: The message gives the grade and its reasons. There is no warning without a
+            receipt.
     """
     receipt = receipt_of(config)
     if receipt is not None and receipt.grade in GRADES[1:]:
@@ -93,10 +94,11 @@ def tell_of_grade(config: TranslatorConfig) -> None:
 
 
 def tell_of_length(config: TranslatorConfig, num_tokens: int) -> None:
-    """Tell of a prompt beyond the longest prefix that a translator was fitted or tested on.
+    """Warn of a prompt longer than the longest prefix on which a translator was fitted or tested.
 
     Warns:
-        KVLingoWarning: With both numbers. One that keeps no such number is used without a word.
+        KVLingoWarning: The message gives both lengths. There is no warning if the translator does
+            not record the length.
     """
     longest = config.longest_prefix
     if longest is not None and num_tokens - 1 > longest:
@@ -109,7 +111,7 @@ def tell_of_length(config: TranslatorConfig, num_tokens: int) -> None:
 
 
 def _other_commit(spec: ModelSpec, model: LanguageModel) -> str | None:
-    """Commits are of one repository; copies of it elsewhere have their own."""
+    """Another commit of the same repository; copies elsewhere have their own commits."""
     if spec.name != model.name or None in (spec.revision, model.revision):
         return None
     if spec.revision == model.revision:
@@ -129,7 +131,7 @@ def _other_bits(fitted: str | None, model: LanguageModel) -> str | None:
 def _other_projections(
     kept: Any, role: str, fitted: str | None, model: LanguageModel
 ) -> str | None:
-    """Another fine-tune of the same norms; rounding to few bits would drown the difference."""
+    """Another fine-tune with the same norms; unknown if quantised, as rounding would hide it."""
     numbers = kept.get(role) if isinstance(kept, dict) else None
     if numbers is None or model.projections is None:
         return None

@@ -1,4 +1,4 @@
-"""A model's folder, checked and opened: its weights stay in their files until they are needed."""
+"""Check and open a model's folder; its weights stay in their files until they are needed."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from kvlingo_mlx.threads import for_any_thread
 
 
 def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
-    """The model in a folder, its weights unread.
+    """The model in a folder, with its weights unread.
 
     Args:
         path: The folder.
-        name: What it was asked for by.
-        commit: Of the Hub, where it came from there.
+        name: The name by which the user asked for it.
+        commit: The Hub's commit if it came from there.
 
     Raises:
         MissingModelError: Files are missing or damaged.
         UnsupportedModelError: The family is not supported, or mlx-lm misreads the config.
 
     Warns:
-        KVLingoWarning: The model has a window or short factors that mlx-lm leaves out.
+        KVLingoWarning: The model was trained with a window or short factors that mlx-lm ignores.
     """
     _check_model_folder(path)
     config = load_config(path)
@@ -55,10 +55,10 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
 
 @contextlib.contextmanager
 def damage_told(path: Path | None) -> Iterator[None]:
-    """What mlx-lm, MLX and transformers say of files that they cannot read, in one line.
+    """Convert errors of mlx-lm, MLX and transformers about unreadable files to one line.
 
     Raises:
-        MissingModelError: With the folder and the first line of that.
+        MissingModelError: The message names the folder and the error's first line.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Whether a translator is the one for two models; every refusal names what differs."""
+"""Check that a translator fits two models; every refusal names what differs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def matches(spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = Fal
 def difference(
     spec: ModelSpec, model: LanguageModel, *, allow_mismatch: bool = False
 ) -> str | None:
-    """The first tier in which a model differs from a spec, in words, or None.
+    """The first kind of fact in which a model differs from a spec, in words, or None.
 
-    ``allow_mismatch`` lets another checkpoint of the same shape through (its norms
-    differ); the shape and the vocabulary must always agree.
+    ``allow_mismatch`` accepts another checkpoint of the same shape, whose norms differ; the shape
+    and the vocabulary must always agree.
     """
     geometry = model.geometry
     if spec.model_type != geometry.model_type:
@@ -50,13 +50,13 @@ def check_pair(
     *,
     allow_mismatch: bool = False,
 ) -> None:
-    """Refuse a translator that is not for ``source`` to ``target``; tell of lesser differences.
+    """Refuse a translator that is not for ``source`` and ``target``; warn of lesser differences.
 
     Raises:
-        IncompatibleTranslatorError: With the side and the fields that differ.
+        IncompatibleTranslatorError: The message names the role and the fields that differ.
 
     Warns:
-        KVLingoWarning: As :func:`tell_of_pair` has it.
+        KVLingoWarning: As :func:`tell_of_pair` does.
     """
     swapped = matches(config.source, target) and matches(config.target, source)
     if swapped and not matches(config.source, source):
@@ -75,10 +75,10 @@ def check_pair(
 
 
 def check_positions(target: LanguageModel) -> None:
-    """Refuse a target whose cache cannot hold other than one entry a token.
+    """Refuse a target whose cache must have exactly one entry per token.
 
     Raises:
-        UnsupportedModelError: Its layers keep windows, which count entries, or its attention
+        UnsupportedModelError: Its layers have windows, which count entries, or its attention
             depends on absolute positions.
     """
     check_layers(target.geometry.layers, target.name)
@@ -90,10 +90,10 @@ def check_positions(target: LanguageModel) -> None:
 
 
 def check_one_tokenizer(config: TranslatorConfig, what: str) -> None:
-    """Refuse a translator between two tokenizers for ``what`` is made for one.
+    """Refuse a translator between two tokenizers where ``what`` supports only one.
 
     Raises:
-        IncompatibleTranslatorError: It is such a one.
+        IncompatibleTranslatorError: The translator is between two tokenizers.
     """
     if config.alignment is not None:
         raise IncompatibleTranslatorError(
@@ -108,7 +108,7 @@ def check_end(
     """Refuse a model that is not a translator's ``"source"`` or ``"target"`` (``role``).
 
     Raises:
-        IncompatibleTranslatorError: With the field that differs.
+        IncompatibleTranslatorError: The message names the field that differs.
     """
     spec = config.source if role == "source" else config.target
     text = difference(spec, model, allow_mismatch=allow_mismatch)
@@ -128,10 +128,10 @@ def check_tokenizers(
     target: LanguageModel,
     then: str = "this pair needs a cross-tokenizer translator",
 ) -> None:
-    """Refuse two models whose tokenizers differ; ``then`` is what that means here.
+    """Refuse two models whose tokenizers differ; ``then`` ends the message with the consequence.
 
     Raises:
-        IncompatibleTranslatorError: They do; names the first id that differs.
+        IncompatibleTranslatorError: They differ; the message names the first id that does.
     """
     if source.tokenizer_fingerprint == target.tokenizer_fingerprint:
         return

@@ -1,4 +1,4 @@
-"""Translators, loaded; and which of the local store is the one of a pair."""
+"""Load translators, and find the translator of a pair in the local store."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ from kvlingo_mlx.translators.quantised import check_bits
 def load_translator(
     path_or_hf_repo: str | os.PathLike[str], *, quantize: int | None = None
 ) -> Translator:
-    """Load a translator folder, strictly; from disk or the Hub.
+    """Load a translator folder from disk or the Hub, with every check of the format.
 
     Args:
         path_or_hf_repo: A folder or a Hub id.
-        quantize: Keep its matrices in 8 or 4 bits, as mlx-lm quantises a model: affine, groups
-            of 64 along each stored row. Those whose rows are no multiple of 64 long keep their
-            floats, as do biases and gates. Such a translator cannot be saved. What it costs
-            ``kvlingo-mlx eval --quantize 8,4`` tells: the embedded ones stand 8 bits, not 4.
+        quantize: Hold its matrices in 8 or 4 bits, quantised as mlx-lm quantises a model: affine,
+            in groups of 64 along each stored row. Matrices whose row length is no multiple of 64
+            stay floats, as do biases and gates. A quantised translator cannot be saved.
+            ``kvlingo-mlx eval --quantize 8,4`` measures the cost: the embedded translators work
+            well in 8 bits, but not in 4.
 
     Raises:
-        ValueError: ``quantize`` is something else, or would change no matrix.
-        MissingTranslatorError: No such folder or repository.
+        ValueError: ``quantize`` is neither 8, 4 nor None, or it would change no matrix.
+        MissingTranslatorError: There is no such folder or repository.
         MalformedTranslatorError: The folder breaks the format.
     """
     check_bits(quantize)
@@ -54,7 +55,7 @@ def load_translator(
     config, weights = translator_folder.read(path)
     translator_folder.check_sizes(path, config, weights)
     found = replace(build(config, weights, quantize=quantize), path=path)
-    _ = found.digest  # worked out now, not while a user waits for a first token
+    _ = found.digest  # computed now, not while a user waits for a first token
     return found
 
 
@@ -63,15 +64,15 @@ def translator_bytes(
     source: LanguageModel,
     target: LanguageModel,
 ) -> int:
-    """Bytes of a translator's file that is yet to be read; 0 where it is not at hand."""
+    """The bytes of a translator's file that is not loaded yet; 0 if it cannot be found here."""
     if isinstance(translator, Translator):
         return 0
     try:
         found = find_translator(source, target) if translator is None else translator
         size = (_translator_folder(found) / WEIGHTS_FILE).stat().st_size
-    except (KVLingoError, OSError):  # told when it is loaded
+    except (KVLingoError, OSError):  # reported when it is loaded
         return 0
-    return size if size <= MAX_FILE_BYTES else 0  # or it will not be read
+    return size if size <= MAX_FILE_BYTES else 0  # a larger file is refused when it is loaded
 
 
 def _translator_folder(path_or_hf_repo: str | os.PathLike[str]) -> Path:
@@ -80,29 +81,29 @@ def _translator_folder(path_or_hf_repo: str | os.PathLike[str]) -> Path:
 
 
 def home() -> Path:
-    """Where we keep what is the user's: ``KVLINGO_HOME``, else a folder in the user's cache.
+    """The folder of the user's data: ``KVLINGO_HOME``, else one in the user's cache folder.
 
     Raises:
-        ValueError: There is neither.
+        ValueError: ``KVLINGO_HOME`` is not set and the user has no home folder.
     """
     given = os.environ.get("KVLINGO_HOME")
     try:
         return Path(given) if given else Path.home() / ".cache" / "kvlingo-mlx"
-    except RuntimeError:  # no HOME, and a user whom the system does not know
+    except RuntimeError:  # HOME is not set, and the system does not know the user
         raise ValueError(
             "this user has no home folder to keep translators in; set KVLINGO_HOME to a folder"
         ) from None
 
 
 def store() -> Path:
-    """The local translator store."""
+    """The folder of the local translator store."""
     return home() / "translators"
 
 
 def stored_translators() -> Iterator[Path]:
-    """Translator folders at hand: the user's store first, newest first, then the package's.
+    """All stored translator folders: the user's store, newest first, then the package's.
 
-    A folder whose name starts with a dot is one that was never finished.
+    A folder whose name starts with a dot was never finished and is left out.
     """
     for root in (store(), TRANSLATORS):
         files = [p for p in root.glob(f"[!.]*/{CONFIG_FILE}") if (p.parent / WEIGHTS_FILE).exists()]
@@ -116,26 +117,26 @@ def find_translator(
     allow_mismatch: bool = False,
     suits: Callable[[TranslatorConfig], bool] = lambda config: True,
 ) -> Path:
-    """The stored translator of a pair, one that this version can apply.
+    """The stored translator of a pair that this version can apply.
 
-    One that ``suits`` goes before all others, then one that was made for these very models, then
-    that of the best receipt, then the newest.
+    Candidates are ranked: first those that ``suits`` accepts, then those made for exactly these
+    models, then by the best receipt, then the newest.
 
     Raises:
-        MissingTranslatorError: There is none; says how to make one.
+        MissingTranslatorError: There is none; the message says how to make one.
 
     Warns:
-        KVLingoWarning: There are several, and receipts do not tell which is best.
+        KVLingoWarning: There are several, and receipts do not show which is best.
     """
     one = source.tokenizer_fingerprint == target.tokenizer_fingerprint
     others: list[tuple[Path, TranslatorConfig]] = []
-    for tolerance in (False, True) if allow_mismatch else (False,):  # their own first
+    for tolerance in (False, True) if allow_mismatch else (False,):  # exact matches first
         found: list[tuple[Path, TranslatorConfig]] = []
         for path in stored_translators():
             try:
                 config = translator_folder.read_config(path)
             except MalformedTranslatorError:
-                continue  # a folder of no use to this pair must not block all others
+                continue  # one unreadable folder must not hide all others
             ends = ((config.source, source), (config.target, target))
             if (config.alignment is None) == one and all(
                 matches(spec, model, allow_mismatch=tolerance) for spec, model in ends
@@ -154,17 +155,17 @@ def find_translator(
 
 
 def _best(found: Sequence[tuple[Path, TranslatorConfig]]) -> Path:
-    """Of several translators of one pair, newest first, the one of the best receipt.
+    """The translator with the best receipt among several of one pair, given newest first.
 
     The receipts are of the same conversations read by the same target, so the lower KL is the
-    better one; those of other conversations count as none, and none is worse than any.
+    better one. A receipt of other conversations counts as none, and none is worse than any.
     """
 
     def kl(config: TranslatorConfig) -> float:
         receipt = receipt_of(config)
         return math.inf if receipt is None else receipt.kl
 
-    path, config = min(found, key=lambda pair: kl(pair[1]))  # the newest of equals
+    path, config = min(found, key=lambda pair: kl(pair[1]))  # of equal ones, the newest
     others = [pair for pair in found if pair[0] != path]
     equal = [other for other, theirs in others if kl(theirs) == kl(config)]
     silent = [other for other, theirs in others if math.isinf(kl(theirs))]
@@ -189,9 +190,9 @@ def resolve_translator(
     allow_mismatch: bool = False,
     quantize: int | None = None,
 ) -> Translator:
-    """The translator to use: a loaded one, one by path or id, or the stored one of the pair.
+    """The translator to use: a loaded one, one by path or Hub id, or the pair's stored one.
 
-    ``quantize`` is for one that is loaded here, as in :func:`load_translator`.
+    ``quantize`` applies only to a translator that is loaded here, as in :func:`load_translator`.
 
     Raises:
         IncompatibleTranslatorError: It is for another pair.
@@ -208,7 +209,7 @@ def resolve_translator(
 
 @dataclass(frozen=True)
 class TranslatorFacts:
-    """What is known of a translator whose weights are unread, by :class:`Translator`'s names."""
+    """The facts of a translator whose weights are not read, named as in :class:`Translator`."""
 
     config: TranslatorConfig
     dtype: str
@@ -223,7 +224,7 @@ def translator_facts(
     *,
     allow_mismatch: bool = False,
 ) -> Translator | TranslatorFacts:
-    """What :func:`resolve_translator` would find: as it is, or its facts, its weights unread.
+    """What :func:`resolve_translator` would use: a loaded translator, or the facts of a stored one.
 
     Raises:
         MissingTranslatorError: None was given and none is stored.

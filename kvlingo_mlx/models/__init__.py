@@ -1,1 +1,1 @@
-"""A loaded model: its facts, its prompts, and what its layers write."""
+"""A loaded model: its facts, its prompts, and the states that its layers write."""

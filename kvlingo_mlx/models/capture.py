@@ -1,8 +1,8 @@
 """Taps: record what a model's projections write during an ordinary mlx-lm prefill.
 
-A tap swaps the class of a projection instance for a subclass that records its output.
-Parameters, quantisation and isinstance checks stay as they were, and the class is put
-back on exit (research: bit-exact on every family tried).
+A tap replaces the class of a projection instance by a subclass that records its output. Parameters,
+quantisation and isinstance checks stay the same, and the class is restored on exit. Recording is
+bit-exact on every family tried.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Recorder:
         self._outputs[index] = output
 
     def take(self) -> list[mx.array]:
-        """All outputs since the last call, one a module; the recorder lets go of them."""
+        """All outputs since the last call, one per module; the recorder then drops them."""
         if len(self._outputs) != len(self.modules):
             raise RuntimeError(
                 f"{len(self._outputs)} of {len(self.modules)} tapped projections ran; "
@@ -50,7 +50,7 @@ class Recorder:
 
 
 class Log(Recorder):
-    """Keeps the outputs of every run, oldest first: a decoding loop runs ahead of its reader."""
+    """Keeps the outputs of every run, oldest first, for a decoding loop that runs ahead."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         super().__init__(modules)
@@ -61,7 +61,7 @@ class Log(Recorder):
         self._runs[index].append(output)
 
     def take(self) -> list[mx.array]:
-        """All outputs since the last call, one a module, runs joined."""
+        """All outputs since the last call, one per module, with the runs concatenated."""
         outputs = [mx.concatenate(self._runs[i], axis=1) for i in range(len(self.modules))]
         self._runs = {index: [] for index in range(len(self.modules))}
         return outputs
@@ -73,7 +73,7 @@ def _tapped(cls: type[nn.Module], record: Callable[[mx.array], None]) -> type[nn
     class Tapped(cls):  # type: ignore[misc, valid-type]
         def __call__(self, x: mx.array) -> mx.array:
             output = super().__call__(x)
-            if threading.get_ident() == listener:  # plain mlx-lm may run it in another thread
+            if threading.get_ident() == listener:  # another thread may run plain mlx-lm on it
                 record(output)
             return output
 
@@ -88,13 +88,13 @@ def tap(
     nested: bool = False,
     recorder: Callable[[Sequence[nn.Module]], Recorder] = Recorder,
 ) -> Iterator[Recorder]:
-    """Record the outputs of ``modules`` in this thread while the context lasts; a unit of work.
+    """Record the outputs of ``modules`` in this thread during the context, which is a unit of work.
 
-    ``nested`` allows modules that a surrounding tap records already; ``recorder`` is what keeps
-    them.
+    ``nested`` allows modules that a surrounding tap already records; ``recorder`` makes the object
+    that keeps the outputs.
 
     Raises:
-        RuntimeError: This thread taps a module already (one capture at a time per model).
+        RuntimeError: This thread already taps one of the modules; captures cannot overlap.
     """
     kept = recorder(modules)
     with working():
@@ -112,9 +112,9 @@ def tap(
 
 
 class Ear:
-    """Taps of a model's key and value projections that listen only while they are asked to.
+    """Taps of a model's key and value projections that record only inside ``listening``.
 
-    Between two times the model is as it was: others may run it, and are not heard.
+    Outside it the model is unchanged, and what others run on it is not recorded.
     """
 
     def __init__(self, model: LanguageModel) -> None:
@@ -124,21 +124,21 @@ class Ear:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Record what the model writes meanwhile."""
+        """Record what the model writes inside this context."""
         with tap(self._log.modules, recorder=lambda _: self._log):
             yield
 
     def take(self, start: int) -> KVStates:
-        """What was written since the last time, from position ``start`` on."""
+        """The states written since the last call; ``start`` is their first position."""
         return _states(self._model, self._modules, self._log, start)
 
 
 @contextlib.contextmanager
 def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStates]]:
-    """Tap a model's key and value projections; yields a function that takes a span.
+    """Tap a model's key and value projections; yields a function that takes the next span.
 
-    The function gets the span's first position and returns its ``KVStates``, at the first of
-    the family's capture points.
+    The function's argument is the span's first position. It returns the span's ``KVStates``, at
+    the first of the family's capture points.
     """
     taps = [model.family.taps(attention) for attention in model.attentions]
     with tap([module for modules in taps for module in modules]) as kept:
@@ -148,7 +148,7 @@ def tap_keys_and_values(model: LanguageModel) -> Iterator[Callable[[int], KVStat
 def _states(
     model: LanguageModel, taps: Sequence[Sequence[nn.Module]], kept: Recorder, start: int
 ) -> KVStates:
-    """What a recorder holds of all layers, as the family splits it."""
+    """The states of all layers from a recorder's outputs, split as the family splits them."""
     outputs = iter(kept.take())
     pairs = [
         model.family.states(attention, list(itertools.islice(outputs, len(modules))))
@@ -167,8 +167,9 @@ def prefill(
 ) -> Generator[KVStates, None, None]:
     """Prefill a model in chunks; yield what each chunk's projections wrote, evaluated.
 
-    The model's own cache is ``cache``, which holds the first ``begun`` tokens, or lives only as
-    long as the iteration. Each chunk costs one synchronisation, as in mlx-lm's own prefill.
+    ``cache`` is the model's own cache, which holds the first ``begun`` tokens. If it is None, a
+    cache is made that lives as long as the iteration. Each chunk costs one synchronisation, as in
+    mlx-lm's own prefill.
     """
     cache = make_prompt_cache(model.model) if cache is None else cache
     for start in range(begun, len(tokens), step_size):
@@ -179,13 +180,13 @@ def prefill(
                 states = take(start)
             mx.eval([c.state for c in cache], states.arrays)
             del take
-        yield states  # whoever takes a chunk may run the model too
+        yield states  # the caller may run the model before it asks for the next chunk
         del states
         mx.clear_cache()
 
 
 def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
-    """Take a span on to the capture point ``goal`` with the model's own norms and RoPE."""
+    """Move a span's states to the capture point ``goal`` by the model's own norms and RoPE."""
     origin = states.capture
     if origin == goal:
         return states
@@ -204,6 +205,6 @@ def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
 
 
 def to_heads(array: mx.array, layer: LayerGeometry) -> mx.array:
-    """(B, T, H * D) as (1, B, H, T, D)."""
+    """Reshape (B, T, H * D) to (1, B, H, T, D)."""
     batch, tokens, _ = array.shape
     return array.reshape(1, batch, tokens, layer.kv_heads, -1).swapaxes(2, 3)

@@ -1,8 +1,8 @@
 """Norms and RoPE between capture points, batched over layers.
 
-One function serves both ends: it takes a source's pre-norm keys to the point where a
-translator reads, and translated keys on to what the target's cache stores. Where a family
-norms its values too, a capture point before the norm is before both.
+The same function serves both models: it moves the source's pre-norm keys to the translator's
+capture point, and moves translated keys on to what the target's cache stores. If a family also
+norms its values, "pre_norm" is before both norms.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from kvlingo_mlx.backend import mx, on_gpu
 from kvlingo_mlx.families.base import LATENT, POINTS, Finish
 from kvlingo_mlx.format.geometry import RopeSpec
 
-# Rotations that multiply keys by nothing but cosines and sines.
+# Rotations that use only cosines and sines, without a gain.
 SHARED = ("default", "linear", "llama3", "proportional")
 
 
 class Rotation:
     """RoPE of some tokens, for all layers of a model.
 
-    They are those of one span, by its first position, or each has a position of its own, (T,).
+    ``positions`` is the first position of a span, or an array (T,) with each token's own position.
 
-    On a GPU the model's own module is one fused kernel. On a CPU it works out every
-    cosine anew for each layer; there the module is asked once for the rotation of a unit
-    vector, which holds the cosines and sines, and the layers share those. The arithmetic
-    on the keys is the module's own, so the result is equal to the bit.
+    On a GPU the model's own module is one fused kernel. On a CPU it computes every cosine again for
+    each layer. So on a CPU the module rotates a unit vector once, which gives the cosines and
+    sines, and all layers share these. The arithmetic on the keys is the module's own, so the
+    result is bit-identical.
     """
 
     def __init__(self, positions: int | mx.array) -> None:
@@ -34,7 +34,7 @@ class Rotation:
         self._tables: dict[RopeSpec, tuple[mx.array, mx.array]] = {}
 
     def __call__(self, keys: mx.array, finish: Finish) -> mx.array:
-        """Rotate (..., H, T, D)."""
+        """Rotate keys (..., H, T, D)."""
         spec, (tokens, dim) = finish.rope_spec, keys.shape[-2:]
         if spec is None:
             return keys
@@ -53,16 +53,16 @@ class Rotation:
         return mx.concatenate(turned, axis=-1).reshape(keys.shape)
 
     def _turned(self, heads: mx.array, finish: Finish) -> mx.array:
-        """(F, H, T, D) rotated by the model's own module."""
+        """Rotate (F, H, T, D) by the model's own module."""
         if isinstance(self.positions, int):
             return finish.rope(heads, offset=self.positions)
         return at_positions(finish.rope, heads, self.positions)
 
 
 def at_positions(rope: Callable[..., mx.array], heads: mx.array, positions: mx.array) -> mx.array:
-    """(F, H, T, D) rotated by a rotary module, each token at its own of ``positions`` (T,).
+    """Rotate (F, H, T, D) by a rotary module, each token at its own of ``positions`` (T,).
 
-    MLX takes one position for each row of a batch, so tokens stand there meanwhile.
+    MLX takes one position per row of a batch, so tokens are moved to the batch axis for this.
     """
     rows, count, tokens, dim = heads.shape
     batch = heads.reshape(rows * count, tokens, 1, dim).swapaxes(0, 1)
@@ -72,14 +72,14 @@ def at_positions(rope: Callable[..., mx.array], heads: mx.array, positions: mx.a
 def advance(
     keys: mx.array, finishes: Sequence[Finish], rotation: Rotation, origin: str, goal: str
 ) -> mx.array:
-    """Take the keys of G layers from one capture point to a later one.
+    """Move the keys of G layers from one capture point to a later one.
 
     Args:
         keys: (G, B, H, T, D).
         finishes: The G layers' norms and rotations.
-        rotation: The span's positions.
-        origin: The point ``keys`` are at; those of latents await their rotation alone.
-        goal: The point wanted, at or after ``origin``.
+        rotation: RoPE at the span's positions.
+        origin: The capture point of ``keys``; keys of latents still need their rotation only.
+        goal: The capture point to reach, at or after ``origin``.
 
     Returns:
         (G, B, H, T, D).
@@ -101,10 +101,10 @@ def advance(
 
 
 def rotate_back(keys: mx.array, finish: Finish, start: int) -> mx.array:
-    """Keys (B, H, T, D) as they were before RoPE, from a cache whose first position is ``start``.
+    """Undo RoPE on keys (B, H, T, D) of a cache whose first position is ``start``.
 
-    Every module rotates by an angle proportional to the position, some with a gain: the same
-    rotation by the negative positions undoes the angle, and the gain is what is left at 0.
+    Every module rotates by an angle proportional to the position, and some also apply a gain. The
+    same rotation at negative positions undoes the angle; the gain is measured at position 0.
     """
     if finish.rope_spec is None:
         return keys
@@ -120,7 +120,7 @@ def _normalise(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
         return keys
     if first.norm_weight.size == keys.shape[-1]:
         return _rms_norm(keys, finishes)
-    groups, batch, heads, tokens, dim = keys.shape  # one norm over all heads
+    groups, batch, heads, tokens, dim = keys.shape  # here one norm covers all heads
     whole = keys.swapaxes(2, 3).reshape(groups, batch, 1, tokens, heads * dim)
     parts = _rms_norm(whole, finishes).reshape(groups, batch, tokens, heads, dim)
     return parts.swapaxes(2, 3)
@@ -135,7 +135,7 @@ def _rms_norm(keys: mx.array, finishes: Sequence[Finish]) -> mx.array:
 
 
 def normalise_values(values: mx.array, finishes: Sequence[Finish], origin: str) -> mx.array:
-    """Take the values of G layers, (G, B, H, T, D), from a capture point to the cache."""
+    """Move the values of G layers, (G, B, H, T, D), from a capture point to the cache."""
     epsilons = {finish.value_eps for finish in finishes}
     assert len(epsilons) == 1  # layers of one family
     (eps,) = epsilons
@@ -145,7 +145,7 @@ def normalise_values(values: mx.array, finishes: Sequence[Finish], origin: str) 
 
 
 def _alike(a: Finish, b: Finish) -> bool:
-    """Whether two layers' keys can be finished in one batch."""
+    """Whether the keys of two layers can be finished in one batch."""
     return (
         a.rope_spec == b.rope_spec
         and a.norm_eps == b.norm_eps

@@ -1,4 +1,4 @@
-"""A loaded model with its tokenizer and the facts that translation needs about it."""
+"""A loaded model with its tokenizer and the facts that translation needs."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
 from kvlingo_mlx.threads import unit
 
-NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the classes of norms are called
+NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the names of norm classes end
 
 
 @dataclass(frozen=True)
 class LanguageModel:
-    """An mlx-lm model and its tokenizer; what ``load`` returns and ``generate`` takes twice.
+    """An mlx-lm model and its tokenizer, as ``load`` returns it and ``generate`` takes it.
 
     Attributes:
         model: The mlx-lm module, unchanged.
         tokenizer: mlx-lm's tokenizer.
         config: The model's ``config.json``, as mlx-lm reads it.
-        name: Path or Hub id it was loaded from.
-        revision: Commit hash where known.
-        path: The folder it was loaded from, or None.
+        name: The path or Hub id from which it was loaded.
+        revision: The commit hash if known.
+        path: The folder from which it was loaded, or None.
     """
 
     model: nn.Module
@@ -53,7 +53,7 @@ class LanguageModel:
 
     @cached_property
     def family(self) -> Family:
-        """The adapter of this model's family."""
+        """The model's family."""
         return family_of(self.config["model_type"])
 
     @cached_property
@@ -63,34 +63,34 @@ class LanguageModel:
 
     @cached_property
     def geometry(self) -> CacheGeometry:
-        """What this model's cache looks like."""
+        """The shape of this model's cache."""
         return self.family.geometry(self.model, self.config)
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
-        """The config of the text model, whatever wraps it."""
+        """The text model's config, also inside a wrapper."""
         return self.family.facts(self.model, self.config)
 
     @cached_property
     def finishes(self) -> list[Finish]:
-        """What happens to each cache layer's keys and values after their projections."""
+        """The norms and the rotation of each cache layer, after its projections."""
         return [self.family.finish(a, self.facts) for a in self.attentions]
 
     @cached_property
     def cache_dtype(self) -> mx.Dtype:
-        """The dtype this model's own keys have; nothing is computed to learn it."""
+        """The dtype of this model's own keys; it is found without computing anything."""
         cache = make_prompt_cache(self.model)
         self.model(mx.array([[0]]), cache=cache)
         return cache[0].keys.dtype
 
     @property
     def bits(self) -> int | None:
-        """Bits of quantised weights, by the first projection of keys; None for floats."""
+        """The bits of quantised weights, taken from the first key projection; None for floats."""
         return getattr(self._projections[0], "bits", None)
 
     @property
     def precision(self) -> str:
-        """What those weights are held in: ``bfloat16``, say, or ``4 bits``."""
+        """How the weights are stored, for example ``bfloat16`` or ``4 bits``."""
         if self.bits is not None:
             return f"{self.bits} bits"
         return str(self._projections[0].weight.dtype).rsplit(".", 1)[-1]
@@ -98,52 +98,52 @@ class LanguageModel:
     @cached_property
     @unit
     def projections(self) -> Sketch | None:
-        """Numbers that tell this model from its fine-tuned copies; None for quantised weights."""
+        """Numbers that distinguish this model from fine-tuned copies; None if quantised."""
         weights = [module.weight for module in self._projections]
         if self.bits is not None or any(weight.ndim != 2 for weight in weights):
             return None
-        # No matmul: on some GPUs those of float32 are of fewer digits.
+        # No matmul is used: on some GPUs float32 matmuls are less precise.
         outputs = [(w * mx.array(probe(w.shape[1]), mx.float32)).sum(axis=-1) for w in weights]
         return sketch([np.array(output) for output in outputs])
 
     @cached_property
     def weights_fingerprint(self) -> str:
-        """Sha256 that tells this model from any other, by all weights and its config.
+        """Sha256 of all weights and the config, which distinguishes this model from all others.
 
-        Every weight is read once, quantised ones as they are stored; some 2 GB a second on an
-        idle core. ``name`` and where it lies are no part of it.
+        Every weight is read once, quantised ones as they are stored, at some 2 GB a second on an
+        idle core. ``name`` and ``path`` are not part of it.
         """
         arrays = dict(tree_flatten(self.model.parameters()))
         return weights_fingerprint((_checked(*item) for item in arrays.items()), self.config)
 
     @cached_property
     def _projections(self) -> list[nn.Module]:
-        """The modules that put out every cache layer's keys and values."""
+        """The modules whose outputs contain the keys and values, over all cache layers."""
         return [module for a in self.attentions for module in self.family.taps(a)]
 
     @property
     def context_length(self) -> int:
-        """Most tokens that the model was made for and mlx-lm runs it on as it was."""
+        """The most tokens for which the model was made and which mlx-lm runs as in training."""
         longest, window = self.facts["max_position_embeddings"], self.ignored_window
         return longest if window is None else min(longest, window)
 
     @cached_property
     def ignored_window(self) -> int | None:
-        """Tokens of a window that mlx-lm leaves out and that some text would reach beyond."""
-        text = self.config.get("text_config", self.config)  # what it says, not what mlx-lm made
+        """The window in tokens that mlx-lm ignores, if shorter than the context; else None."""
+        text = self.config.get("text_config", self.config)  # the file's own, not mlx-lm's facts
         window = misread.ignored_window(self.family.text_type(self.facts), text)
         shorter = window is not None and window < self.facts["max_position_embeddings"]
         return window if shorter else None
 
     @cached_property
     def tokenizer_fingerprint(self) -> str:
-        """Sha256 of the vocabulary."""
+        """Sha256 of the tokenizer's vocabulary."""
         return vocabulary_fingerprint(self.tokenizer.get_vocab())
 
     @cached_property
     @unit
     def norms_fingerprint(self) -> str:
-        """Sha256 of the weights of all norms; it survives quantisation."""
+        """Sha256 of the weights of all norms, which quantisation does not change."""
         norms = {
             name: module.weight
             for name, module in self.model.named_modules()
@@ -154,7 +154,7 @@ class LanguageModel:
         )
 
     def spec(self) -> ModelSpec:
-        """The description of this model that a translator carries."""
+        """The description of this model that a translator's config contains."""
         return ModelSpec(
             name=self.name,
             revision=self.revision,
@@ -168,11 +168,11 @@ class LanguageModel:
         )
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        """Refuse token ids without an embedding row: MLX would read out of bounds.
+        """Refuse token ids that have no embedding row, for which MLX would read out of bounds.
 
         Raises:
-            ValueError: An id is negative or too large, or there are more tokens than
-                the model's context.
+            ValueError: An id is negative or too large, or there are more tokens than the model's
+                context holds.
         """
         rows = self.geometry.embedding_rows
         if len(tokens) and (min(tokens) < 0 or max(tokens) >= rows):
@@ -190,11 +190,11 @@ class LanguageModel:
             )
 
 
-BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # integers by bytes
+BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # integer types by their bytes
 
 
 def _checked(name: str, array: mx.array) -> Checked:
-    """An array's bits, summed along its last axis, and some of its numbers."""
+    """An array's bits summed along its last axis, and a sample of its numbers."""
     bits = (array if array.ndim else array[None]).view(BITS[array.dtype.size])
     flat = bits.reshape(-1)
     sums, sample = bits.sum(axis=-1), flat[:: max(1, flat.size // SAMPLED)]

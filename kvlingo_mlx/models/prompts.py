@@ -1,4 +1,4 @@
-"""Prompts as token ids: text, messages by a chat template, or ids as they are."""
+"""Convert prompts to token ids: text, messages rendered by a chat template, or ids."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Prompt = str | Sequence[int] | Sequence[Message]
 def encode(
     model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None, **switches: Any
 ) -> list[int]:
-    """Token ids of a prompt: text as it is, ids as they are, messages by chat template.
+    """The token ids of a prompt: text, ids, or messages rendered by the chat template.
 
-    ``enable_thinking`` and other ``switches`` are the template's; None leaves one out.
+    ``enable_thinking`` and other ``switches`` are passed to the template; None leaves one out.
 
     Raises:
-        ValueError: The prompt is empty, or holds messages and the model has no template.
+        ValueError: The prompt is empty, or it holds messages and the model has no template.
     """
     tokenizer = model.tokenizer
     if isinstance(prompt, str):
@@ -48,11 +48,11 @@ def encode(
 def rendering(
     model: LanguageModel, prompt: Prompt, enable_thinking: bool | None = None, **switches: Any
 ) -> Rendering:
-    """A prompt as a model reads it, with the places of its tokens: what two models can share.
+    """A prompt as a model reads it, with its tokens' places, for alignment with another model.
 
     Raises:
-        ValueError: The prompt is empty or token ids, or holds messages and the model has no
-            template, or no fast tokenizer.
+        ValueError: The prompt is empty, or it is token ids, or it holds messages and the model has
+            no template, or the model has no fast tokenizer.
     """
     if isinstance(prompt, str):
         _check_text(prompt)
@@ -73,7 +73,7 @@ def rendering(
 
 def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Message]]:
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
-    if not listed and not hasattr(prompt, "tolist"):  # one message, say, which has no first item
+    if not listed and not hasattr(prompt, "tolist"):  # such as one message outside a list
         raise _unread(prompt)
     chat = len(prompt) > 0 and isinstance(prompt[0], dict)
     for message in prompt if chat else ():
@@ -86,21 +86,21 @@ def _is_chat(prompt: Sequence[int] | Sequence[Message]) -> TypeGuard[Sequence[Me
 
 
 def render_text(model: LanguageModel, messages: Sequence[Message], **switches: Any) -> str:
-    """What the chat template makes of messages, up to the header of the next answer.
+    """The chat template's text of messages, up to the header of the next answer.
 
-    ``switches`` are the template's (``enable_thinking``, ``tools``); None leaves one out.
+    ``switches`` are passed to the template (``enable_thinking``, ``tools``); None leaves one out.
     ``add_generation_prompt=False`` leaves out the header.
 
     Raises:
-        ValueError: There is no template, or it does not take these messages.
+        ValueError: There is no template, or it does not accept these messages.
     """
     return _render(model, messages, switches, tokenize=False)
 
 
 def ends_in_thought(model: LanguageModel, answer: str, **switches: Any) -> bool:
-    """Whether an answer opens a reasoning trace and does not end it.
+    """Whether an answer opens a reasoning trace and does not close it.
 
-    ``switches`` are the template's, which may open the trace itself.
+    ``switches`` are passed to the template, which may open the trace itself.
     """
     start, end = (getattr(model.tokenizer, f"think_{mark}", None) for mark in ("start", "end"))
     if not start or not end or end in answer:
@@ -140,7 +140,7 @@ def _render(
 def check_tools(
     model: LanguageModel, prompt: Prompt, tools: Sequence[Mapping[str, Any]] | None
 ) -> None:
-    """Refuse (ValueError) tools that nothing would announce: a chat template puts them in."""
+    """Refuse (ValueError) tools that the prompt would not contain: only a template adds them."""
     if not tools:
         return
     try:
@@ -160,7 +160,7 @@ def check_tools(
 
 
 def _check_text(text: str) -> None:
-    """Refuse text that is not Unicode, as half an emoji or undecoded bytes are."""
+    """Refuse text that is not valid Unicode, such as half an emoji or undecoded bytes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -171,10 +171,10 @@ def _check_text(text: str) -> None:
 
 
 def as_ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids as Python integers: a list, or a NumPy or MLX vector.
+    """Token ids as a list of Python integers, from a list or a NumPy or MLX vector.
 
     Raises:
-        ValueError: They are something else: several prompts, say, or images.
+        ValueError: They are something else, such as several prompts or images.
     """
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:

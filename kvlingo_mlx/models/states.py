@@ -1,4 +1,4 @@
-"""Keys and values of a span of tokens: what a source writes, what a translator returns.
+"""Keys and values of a span of tokens, as a source writes them or a translator returns them.
 
 Legend: B batch, T tokens, H KV heads, D head dim, N cache layers, G layers of a group.
 """
@@ -14,14 +14,14 @@ from kvlingo_mlx.backend import mx
 class KVStates:
     """Keys and values as a model's projections write them, one array per cache layer.
 
-    A layer whose cache forgot what lies before a window has an array of the last tokens alone.
+    The array of a layer with a window may hold only the last tokens of the span.
 
     Attributes:
         keys: N arrays (B, T, H * D), heads stacked in head order.
         values: N arrays (B, T, H * D).
-        capture: Where they were taken: "pre_norm", "post_norm", "post_rope" or "latent" (MLA:
-            keys are k_R before RoPE, values c_KV).
-        start: Position of the first token.
+        capture: The capture point: "pre_norm", "post_norm", "post_rope" or "latent" (MLA: keys are
+            k_R before RoPE, values are c_KV).
+        start: The position of the first token.
     """
 
     keys: tuple[mx.array, ...]
@@ -30,30 +30,30 @@ class KVStates:
     start: int
 
     def side(self, side: str) -> tuple[mx.array, ...]:
-        """The arrays of ``"keys"`` or ``"values"``."""
+        """The arrays of one side, ``"keys"`` or ``"values"``."""
         return self.keys if side == "keys" else self.values
 
     @property
     def arrays(self) -> list[mx.array]:
-        """All arrays, to evaluate them together."""
+        """All arrays, so that they can be evaluated together."""
         return [*self.keys, *self.values]
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the span."""
+        """The number of tokens in the span."""
         return max(array.shape[1] for array in self.keys)
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """The position after the last token."""
         return self.start + self.num_tokens
 
     def first(self, layer: int) -> int:
-        """Position of a layer's first token."""
+        """The position of the first token that a layer's arrays hold."""
         return self.end - self.keys[layer].shape[1]
 
     def part(self, start: int, stop: int) -> KVStates:
-        """The tokens from position ``start`` to ``stop``, of each layer those that it holds."""
+        """The states from position ``start`` to ``stop``, as far as each layer holds them."""
         if (start, stop) == (self.start, self.end):
             return self
         held = [self.first(layer) for layer in range(len(self.keys))]
@@ -67,7 +67,7 @@ class KVStates:
         return KVStates(keys, values, self.capture, start)
 
     def gathered(self, rows: mx.array, start: int) -> KVStates:
-        """Some tokens, by their places (T,) in the span, as one that begins at ``start``."""
+        """Tokens by their places (T,) in the span, as a new span that begins at ``start``."""
         keys, values = (tuple(a[:, rows] for a in side) for side in (self.keys, self.values))
         return KVStates(keys, values, self.capture, start)
 
@@ -78,7 +78,7 @@ class LayerGroup:
 
     Attributes:
         layers: The G target cache layers, in the order of the first axis.
-        start: Position of the first token.
+        start: The position of the first token.
         states: (G, B, H, T, D), head-major as caches store them.
     """
 
@@ -89,14 +89,14 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class TranslatedStates:
-    """A translator's output for a span: keys at its capture point, and values."""
+    """A translator's output for a span: the values, and the keys at its capture point."""
 
     keys: tuple[LayerGroup, ...]
     values: tuple[LayerGroup, ...]
     capture: str
 
     def states(self, num_layers: int) -> KVStates:
-        """The same by layer, as a model of ``num_layers`` cache layers would have written it."""
+        """The same states per layer, as a model of ``num_layers`` cache layers writes them."""
         sides = []
         for groups in (self.keys, self.values):
             arrays = {t: flat(a) for g in groups for t, a in zip(g.layers, g.states, strict=True)}
@@ -106,6 +106,6 @@ class TranslatedStates:
 
 
 def flat(heads: mx.array) -> mx.array:
-    """(B, H, T, D), as caches store it, as (B, T, H * D)."""
+    """Reshape (B, H, T, D), as caches store it, to (B, T, H * D)."""
     batch, _, tokens, _ = heads.shape
     return heads.swapaxes(1, 2).reshape(batch, tokens, -1)

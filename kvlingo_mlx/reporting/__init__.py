@@ -1,1 +1,1 @@
-"""What is measured, kept and drawn."""
+"""Measurements, their records, and figures."""

@@ -1,6 +1,6 @@
-"""Stopwatch, environment and records: every number we print can be traced to a run.
+"""Stopwatch, environment and records, so that every printed number can be traced to a run.
 
-MLX is imported by what times it, so that a machine with PyTorch alone can keep records too.
+Only functions that time MLX import it, so a machine with PyTorch alone can keep records too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PACKAGES = ("mlx", "mlx-lm", "numpy", "torch", "transformers")
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """Wall seconds of ``action``, the device idle before; what mlx-lm queued ahead is not its."""
+    """The wall seconds of ``action``; work that was queued before is finished first."""
     mx = _idle()
     start = time.perf_counter()
     action()
@@ -36,20 +36,20 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def _idle() -> Any:
-    """MLX, once all has ended that ran: mlx-lm's loop leaves a step behind that nobody wants."""
+    """Wait until the device is idle and return MLX; mlx-lm's loop leaves an unused step running."""
     from kvlingo_mlx.backend import mx
 
     from mlx_lm.generate import generation_stream
 
-    mx.synchronize(generation_stream)  # by default another stream's end is not waited for
+    mx.synchronize(generation_stream)  # a plain synchronize waits for the default stream only
     mx.synchronize()
     return mx
 
 
 def wall_and_processor(action: Callable[[], Any]) -> tuple[float, float]:
-    """Wall seconds of ``action``, and those of the processor, of all threads of this process.
+    """The wall seconds of ``action``, and the CPU seconds of all threads of this process.
 
-    Where others use the machine too, ratios of the latter are disturbed less.
+    If other processes use the machine too, ratios of CPU seconds are disturbed less.
     """
     before = time.process_time()
     wall = seconds(action)
@@ -57,12 +57,12 @@ def wall_and_processor(action: Callable[[], Any]) -> tuple[float, float]:
 
 
 def median(samples: Sequence[float]) -> float:
-    """The number to quote of repeated samples."""
+    """The median, which is the number to quote for repeated samples."""
     return float(np.median(samples))
 
 
 def peak_bytes(action: Callable[[], Any]) -> int:
-    """Most bytes MLX held alive while ``action`` ran."""
+    """The most bytes that MLX held while ``action`` ran."""
     mx = _idle()
     mx.clear_cache()
     mx.reset_peak_memory()
@@ -72,7 +72,7 @@ def peak_bytes(action: Callable[[], Any]) -> int:
 
 
 def grown_bytes(action: Callable[[], Any]) -> int:
-    """Most bytes that ``action``, run before, held alive beside those that were there already."""
+    """The most bytes that a second run of ``action`` adds to those held after a first run."""
     action()
     resident = _idle().get_active_memory()
     return peak_bytes(action) - resident
@@ -80,7 +80,7 @@ def grown_bytes(action: Callable[[], Any]) -> int:
 
 @functools.cache
 def machine() -> dict[str, Any]:
-    """What times depend on besides models: the device, and what computes on it."""
+    """The facts of the machine on which times depend: the device, and what computes on it."""
     return {
         "device": _device(),
         "chip": _chip(),
@@ -91,7 +91,7 @@ def machine() -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Machine and versions; no host name, no path, no variable of the environment."""
+    """The machine and the versions; no host name, no path, no environment variable."""
     versions = {"kvlingo-mlx": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -110,12 +110,12 @@ def environment() -> dict[str, Any]:
 
 
 def is_apple() -> bool:
-    """Whether numbers of this machine may be called numbers of Apple silicon."""
+    """Whether this machine is Apple silicon, so that its numbers may be reported as such."""
     return platform.system() == "Darwin" and platform.machine() == "arm64"
 
 
 def machine_line() -> str:
-    """The environment in one line, to stand under a table."""
+    """The environment in one line, for use under a table."""
     env = environment()
     versions = ", ".join(f"{name} {v}" for name, v in env["versions"].items())
     blas = "" if env["fast_blas"] is None else f", {env['fast_blas']}"
@@ -125,7 +125,7 @@ def machine_line() -> str:
 
 
 def record(kind: str, config: dict[str, Any], results: Any) -> dict[str, Any]:
-    """One measurement with all that is needed to repeat it."""
+    """One measurement, with everything that is needed to repeat it."""
     return {
         "schema": SCHEMA,
         "kind": kind,
@@ -148,7 +148,7 @@ def append_json(path: str, entry: dict[str, Any]) -> None:
 
 
 def _device() -> str | None:
-    """Where MLX computes; None where MLX was not used at all."""
+    """The device on which MLX computes; None if MLX was not imported."""
     core = sys.modules.get("mlx.core")
     return None if core is None else str(core.default_device())
 
@@ -167,11 +167,11 @@ def _chip() -> str:
 
 
 def _cuda() -> str | None:
-    """The GPU that PyTorch computes on, where PyTorch was used at all."""
+    """The GPU on which PyTorch computes; None if PyTorch was not imported or has no GPU."""
     torch = sys.modules.get("torch")
     return torch.cuda.get_device_name() if torch and torch.cuda.is_available() else None
 
 
 def fast_blas() -> str | None:
-    """The BLAS that MLX's products call, on Linux; None elsewhere, and without MLX."""
+    """The BLAS that MLX's products call; None without MLX or not on Linux."""
     return None if _device() is None else blas.in_effect()

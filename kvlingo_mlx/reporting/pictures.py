@@ -1,4 +1,4 @@
-"""Figures as files, by matplotlib, which an extra brings."""
+"""Figures as files, drawn by matplotlib, which is an optional dependency."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DPI = 150
 
 
 def figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
-    """An empty matplotlib figure; no window, no global state.
+    """An empty matplotlib figure, without a window and without global state.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -30,11 +30,11 @@ def figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
 
 
 def check(picture: str) -> None:
-    """Refuse before any work what :func:`save` could not do after it.
+    """Refuse, before any work, a picture that :func:`save` could not write after it.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
-        ValueError: There is no such folder, or no such kind of picture.
+        ValueError: There is no such folder, or no such file format.
     """
     known = sorted(figure().canvas.get_supported_filetypes())
     path = Path(picture)
@@ -45,7 +45,7 @@ def check(picture: str) -> None:
 
 
 def check_folder(folder: str) -> None:
-    """Refuse before any work a folder into which nothing could be drawn after it.
+    """Refuse, before any work, a folder into which nothing could be drawn after it.
 
     Raises:
         MissingExtraError: matplotlib is not installed.
@@ -61,21 +61,21 @@ def check_folder(folder: str) -> None:
 
 
 def pair(source: str, target: str) -> str:
-    """What stands over a picture of two models: their names, without the folders they lie in."""
+    """The title of a picture of two models: their names, without the path of a folder."""
     return " to ".join(
         Path(name).name if Path(name).is_absolute() else name for name in (source, target)
     )
 
 
 def save(drawn: Any, picture: str | os.PathLike[str], title: str = "") -> None:
-    """Write a figure, all of it or nothing."""
+    """Write a figure so that the whole file appears, or nothing."""
     save_all({Path(picture): drawn}, title)
 
 
 def save_all(figures: Mapping[Path, Any], title: str = "") -> None:
-    """Write several figures: all are drawn before any is written, each at once.
+    """Write several figures: all are drawn before the first is written; each appears at once.
 
-    ``title`` stands over each: which models it is of.
+    ``title`` stands above each figure and names its models.
     """
     for figure in figures.values() if title else ():
         figure.suptitle(title)
@@ -97,7 +97,7 @@ def _drawn(figure: Any, kind: str) -> bytes:
 
 
 def whole_numbers(*axes: Any) -> None:
-    """Ticks at whole numbers alone: layers, heads."""
+    """Put ticks at whole numbers only, for axes of layers or heads."""
     from matplotlib.ticker import MaxNLocator
 
     for axis in axes:
@@ -105,9 +105,9 @@ def whole_numbers(*axes: Any) -> None:
 
 
 def log_scale(axes: Any, which: str, values: Sequence[float]) -> None:
-    """A logarithmic axis ("x" or "y") for these values, its ticks as they are spoken.
+    """Make an axis ("x" or "y") logarithmic for ``values``, with ticks at round numbers.
 
-    1, 2, 5, 10, and closer ones where that would leave less than three.
+    The ticks are at 1, 2, 5, 10 and so on, or closer if ``values`` span less than a factor of 10.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -120,5 +120,5 @@ def log_scale(axes: Any, which: str, values: Sequence[float]) -> None:
 
 
 def in_full(value: float, position: int | None = None) -> str:
-    """A number without powers of ten: 60, not 6x10^1."""
+    """A number written without powers of ten: 60, not 6x10^1."""
     return f"{value:,.12f}".rstrip("0").rstrip(".")

@@ -1,1 +1,1 @@
-"""The closed form: from moments to maps. NumPy; the device and the CUDA path share it."""
+"""Stage 1, the closed form: from moments to maps; NumPy, shared by the MLX and the CUDA path."""

@@ -1,8 +1,8 @@
-"""Stage 1: second moments to maps, in float64. NumPy only.
+"""Stage 1: from second moments to maps, in float64. NumPy only.
 
 Paper: section "Training the translator", equation (3.2).
 
-The device and the CUDA path feed the same ``Moments``, so the two cannot drift.
+The MLX and the CUDA path fill the same ``Moments``, so their results cannot drift apart.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from kvlingo_mlx.format.maps import head_map_of, maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 
 RELATIVE_TOLERANCE = 1e-8
-# Tokens for each unknown of one regression, the width of what a map reads. Measured on the zoo
-# (benchmarks/LOG.md, "how much data"): at one token each a fit is worse than no cache at all, below
-# that it recalls nothing; at 32 recall is what it is at 256, and most of the KL is gained.
+# Tokens per unknown of one regression; the unknowns are the input width of a map. Measured on the
+# zoo (benchmarks/LOG.md, "how much data"): at one token per unknown a fit is worse than no cache
+# at all, and below that it recalls nothing. At 32, recall equals that at 256, and most of the KL
+# is gained.
 FEWEST, ENOUGH = 1, 32
 
 
@@ -26,8 +27,8 @@ FEWEST, ENOUGH = 1, 32
 class Moments:
     """Sums over tokens of w x x^T, w x y^T and, for each output, w y^2, for one map.
 
-    x is a token's input (the assigned source layers, concatenated), y the target's own
-    state, w the token's weight under the fitting norm (1 for Frobenius).
+    x is a token's input (the states of the assigned source layers, concatenated), y is the target's
+    own state, and w is the token's weight under the fitting norm (1 for Frobenius).
     """
 
     input_width: int
@@ -45,8 +46,8 @@ class Moments:
     def add(self, x: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Add tokens: ``x`` (T, input), ``y`` (T, output), ``weights`` (T,) or None.
 
-        Products are taken in float64: float32 sums leave noise of 1e-7 of the largest
-        eigenvalue, above the tolerance at which eigenvalues count as zero.
+        Products are taken in float64: float32 sums leave noise of 1e-7 of the largest eigenvalue,
+        which is above the tolerance at which eigenvalues count as zero.
         """
         x64 = np.asarray(x, np.float64)
         y64 = np.asarray(y, np.float64)
@@ -58,7 +59,7 @@ class Moments:
         self.yy += squares.sum(axis=0) if weights is None else np.asarray(weights) @ squares
 
     def block(self, rows: np.ndarray, columns: np.ndarray) -> Moments:
-        """The moments of a map that reads only ``rows`` of x and writes ``columns`` of y."""
+        """The moments of a map that reads only ``rows`` of x and writes only ``columns`` of y."""
         part = Moments(len(rows), len(columns), self.tokens)
         part.xx = self.xx[np.ix_(rows, rows)]
         part.xy = self.xy[np.ix_(rows, columns)]
@@ -68,14 +69,14 @@ class Moments:
 
 @dataclass(frozen=True)
 class Solution:
-    """A fitted map (output, input) and how many input directions the data spanned."""
+    """A fitted map (output, input), and the number of input directions that the data span."""
 
     weight: np.ndarray
     rank: int
 
 
 def solve(moments: Moments, tolerance: float = RELATIVE_TOLERANCE) -> Solution:
-    """The minimiser of E w |M x - y|^2, of least norm where the data leave it open.
+    """The minimiser of E w |M x - y|^2; of least norm where the data do not determine it.
 
     Eigenvalues of E[x x^T] below ``tolerance`` times the largest count as zero
     (paper: appendix "Training protocol", paragraph "Stage 1").
@@ -101,7 +102,7 @@ def objective(moments: Moments, weight: np.ndarray) -> float:
 
 
 def moment_widths(config: TranslatorConfig) -> dict[str, tuple[int, int]]:
-    """Widths of x and y, all heads included, of every map by its name in the format."""
+    """The widths of x and y of every map, all heads included, by its name in the format."""
     source, target = config.source.layers, config.target.layers
     return {
         m.name: (
@@ -117,9 +118,9 @@ def solve_maps(
     moments: Mapping[str, Moments],
     solved: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Solve every map; returns the tensors by their names in the format, and their ranks.
+    """Solve every map; return the tensors by their names in the format, and the ranks.
 
-    ``solved`` is called after each map: wide ones take their time.
+    ``solved`` is called after each map, to report progress: wide maps take long.
     """
     weights: dict[str, np.ndarray] = {}
     ranks = []
@@ -134,15 +135,15 @@ def solve_maps(
 
 
 def unknowns(config: TranslatorConfig) -> int:
-    """Numbers to be found for each output of the map that reads most: its input width.
+    """The unknowns per output of the map with the most inputs: its input width.
 
-    Head-wise maps read their own head alone.
+    A head-wise map reads one source head only.
     """
     return max(m.inputs for m in maps_of(config))
 
 
 def check_tokens(config: TranslatorConfig, tokens: int) -> None:
-    """Refuse (ValueError) a fit on fewer tokens than there are unknowns: it is arbitrary."""
+    """Refuse (ValueError) a fit on fewer tokens than unknowns, whose result is arbitrary."""
     wanted = unknowns(config)
     if tokens < FEWEST * wanted:
         raise ValueError(
@@ -152,12 +153,12 @@ def check_tokens(config: TranslatorConfig, tokens: int) -> None:
 
 
 def shortage(config: TranslatorConfig, tokens: int, rank: int) -> str | None:
-    """What is to be said of a fit on too little; None where it was enough.
+    """A note for users about a fit on too few tokens; None if there were enough.
 
     Args:
-        config: What was fitted.
-        tokens: On how many.
-        rank: The fewest input directions that a map has seen.
+        config: The fitted translator's config.
+        tokens: The number of tokens it was fitted on.
+        rank: The smallest number of input directions that the data of any map spanned.
     """
     wanted = unknowns(config)
     if tokens >= ENOUGH * wanted:
@@ -171,7 +172,7 @@ def shortage(config: TranslatorConfig, tokens: int, rank: int) -> str | None:
 
 
 def _blocks(config: TranslatorConfig, name: str) -> list[tuple[np.ndarray, np.ndarray] | None]:
-    """Inputs and outputs of each part of a map: all at once, or one block a target head."""
+    """The inputs and outputs of each block of a map: one block (None), or one per target head."""
     if config.head_mixing:
         return [None]
     side, layer = name.split(".")

@@ -3,9 +3,9 @@
 Paper: section "Training the translator", paragraph "Closed-form translators with other norms",
 equation (3.4); appendix "Measuring the distance between caches".
 
-A norm weighs each prefix position's residual by a scalar: 1 for Frobenius, more for the
-first four under ``sink_S``, the attention that the continuation pays to the position
-under ``attention_mass``.
+A norm multiplies each prefix position's residual by a scalar. The scalar is 1 for Frobenius,
+larger than 1 for the first four positions under ``sink_S``, and the attention that the
+continuation pays to the position under ``attention_mass``.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def norm_named(name: str) -> str:
 def token_weights(
     norm: str, num_tokens: int, attention_mass: Callable[[], np.ndarray]
 ) -> np.ndarray | None:
-    """Weights (N target layers or 1, T prefix tokens) of a sample; None for 1 throughout.
+    """The weights (N target layers or 1, T prefix tokens) of a sample; None if all are 1.
 
-    ``attention_mass`` gives the attention (N, T) paid to each position, float64; it is
-    called only by the norms that need it.
+    ``attention_mass`` returns the attention (N, T) paid to each position, in float64; only norms
+    that need it call it.
     """
     if norm == "frobenius":
         return None

@@ -1,9 +1,9 @@
-"""Choosing source layers from data: the R2 and greedy assignments.
+"""Choose source layers from data: the R2 and greedy assignments.
 
 Paper: appendix "Qwen3-0.6B/8B and Qwen3-1.7B/4B, pretrained", paragraphs of these names.
 
-NumPy only; the sums may be another library's arrays until they are solved. Both rules read
-second moments that the closed form needs anyhow, so nothing is read twice.
+NumPy only; until they are solved, the sums may be another library's arrays. Both rules use second
+moments that the closed form needs anyway, so the data are not read twice.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.stage1.closed_form import RELATIVE_TOLERANCE, Moments
 
 METHODS = ("r2", "greedy")
-# The paper's ridge has no value; this much of the candidates' mean square only breaks ties.
+# The paper gives no value for its ridge; this share of the candidates' mean square breaks ties.
 RIDGE = 1e-6
-Candidates = Mapping[int, Sequence[int]]  # by target layer, the source layers it may read
+Candidates = Mapping[int, Sequence[int]]  # target layer -> the source layers that it may read
 
 
 def candidates(
     source: Sequence[LayerGeometry], target: Sequence[LayerGeometry]
 ) -> dict[int, list[int]]:
-    """Every source layer of each target layer's own kind of attention.
+    """For each target layer, all source layers of its kind of attention.
 
     Raises:
-        IncompatibleTranslatorError: The source has none of a kind.
+        IncompatibleTranslatorError: The source has no layer of one of these kinds.
     """
     return {t: theirs for theirs, ours in attention_groups(source, target) for t in ours}
 
 
 @dataclass
 class Tiles:
-    """Second moments of one side, a tile for each pair of layers, float64.
+    """Second moments of one side, one tile per pair of layers, in float64.
 
-    ``xx[i, j]`` (i <= j) is sum w x_i^T x_j over tokens for source layers, ``xy[i, t]`` sum
-    w x_i^T y_t with a target layer, ``yy[t]`` the sum of w y_t^2. All source layers' tiles of
-    one kind of attention are there, so that any choice of them can be solved. Those stay when the
-    data are read again for other target layers (:meth:`turn_to`).
+    ``xx[i, j]`` (i <= j) is the sum over tokens of w x_i^T x_j for source layers, ``xy[i, t]`` that
+    of w x_i^T y_t with a target layer, and ``yy[t]`` that of w y_t^2. The tiles cover all source
+    layers of one kind of attention, so any choice of them can be solved. The ``xx`` tiles are kept
+    when the data are read again for other target layers (:meth:`turn_to`).
     """
 
     reads: Candidates
@@ -55,12 +55,12 @@ class Tiles:
     _whitened: dict[int, np.ndarray] = field(default_factory=dict)
 
     def turn_to(self, reads: Candidates) -> None:
-        """Let go of the target layers' tiles, for the same data to be read for others."""
+        """Drop the target layers' tiles before the same data are read for other target layers."""
         self.reads, self.tokens, self.xy, self.yy = reads, 0, {}, {}
         self._settled = set(self.xx)
 
     def add(self, xs: Sequence[Any], ys: Sequence[Any], weights: Any = None) -> None:
-        """Add tokens: float64 (T, d) of every source and target layer, weights (T,) or None."""
+        """Add tokens: (T, d) float64 of every source and target layer, weights (T,) or None."""
         self.tokens += len(xs[0])
         groups = {tuple(sources) for sources in self.reads.values()}
         weighted = [x if weights is None else x * weights[:, None] for x in xs]
@@ -76,7 +76,7 @@ class Tiles:
             _add(self.yy, t, (squares if weights is None else squares * weights[:, None]).sum(0))
 
     def moments(self, target: int, sources: Sequence[int]) -> Moments:
-        """What a map from ``sources``, concatenated, to a target layer is solved from."""
+        """The moments of a map to a target layer from the concatenated ``sources``."""
         columns = [_numpy(self.xy[i, target]) for i in sources]
         found = Moments(sum(len(c) for c in columns), columns[0].shape[1], self.tokens)
         found.xx = np.block([[self.gram(i, j) for j in sources] for i in sources])
@@ -85,7 +85,7 @@ class Tiles:
         return found
 
     def whitened(self, i: int) -> np.ndarray:
-        """(d, rank) directions of a source layer, scaled to a sum of squares of 1."""
+        """(d, rank) directions of a source layer, each scaled to a sum of squares of 1."""
         if i not in self._whitened or self._settled != set(self.xx):
             eigenvalues, vectors = np.linalg.eigh(self.gram(i, i))
             kept = eigenvalues > RELATIVE_TOLERANCE * max(eigenvalues[-1], 0.0)
@@ -93,7 +93,7 @@ class Tiles:
         return self._whitened[i]
 
     def gram(self, i: int, j: int) -> np.ndarray:
-        """The tile of two source layers, in either order."""
+        """The tile of two source layers, given in either order."""
         return _numpy(self.xx[i, j]) if i <= j else _numpy(self.xx[j, i]).T
 
 
@@ -111,7 +111,7 @@ def _numpy(array: Any) -> np.ndarray:
 def tile_bytes(
     source: Sequence[LayerGeometry], reads: Candidates, side: str
 ) -> tuple[int, dict[int, int]]:
-    """Bytes of the tiles between source layers, and by target layer what each adds at most."""
+    """The bytes of the tiles between source layers, and at most of those of each target layer."""
     widths = [layer.width(side) for layer in source]
     groups = {tuple(sources) for sources in reads.values()}
     between = sum(
@@ -124,11 +124,12 @@ def tile_bytes(
 def choose(tiles: Tiles, method: str, nu: int) -> dict[int, tuple[int, ...]]:
     """The ``nu`` source layers of every target layer, in layer order.
 
-    ``r2`` takes those whose single-layer fits explain most; ``greedy`` adds one at a time, the
-    one that leaves the least residual beside those taken, every map solved anew.
+    ``r2`` takes the source layers whose single-layer fits explain most. ``greedy`` adds one source
+    layer at a time: the one that, beside those already taken, leaves the least residual when the
+    map is solved anew.
 
     Raises:
-        ValueError: No such method, or fewer source layers than ``nu``.
+        ValueError: No such method, no tokens, or fewer source layers than ``nu``.
     """
     if method not in METHODS:
         raise ValueError(f"assignment is {method!r}; it must be one of {', '.join(METHODS)}")
@@ -143,12 +144,12 @@ def choose(tiles: Tiles, method: str, nu: int) -> dict[int, tuple[int, ...]]:
 
 
 def assignment_of(chosen: Mapping[str, Mapping[int, tuple[int, ...]]]) -> Assignment:
-    """What was chosen for each side, as an assignment."""
+    """The layers chosen for each side, as an assignment."""
     return Assignment(*(tuple(chosen[side][t] for t in sorted(chosen[side])) for side in SIDES))
 
 
 def r2_scores(tiles: Tiles) -> dict[tuple[int, int], float]:
-    """By source and target layer, the share of the target explained by that source alone."""
+    """The share of each target layer explained by each source layer alone, by (source, target)."""
     scores = {}
     for i in sorted({i for sources in tiles.reads.values() for i in sources}):
         whitened = tiles.whitened(i)
@@ -181,12 +182,12 @@ def _greedily(tiles: Tiles, nu: int) -> dict[int, list[int]]:
 
 
 def residual(tiles: Tiles, target: int, sources: Sequence[int], ridge: float) -> float:
-    """r(S): the share of a target layer that the ridge map from ``sources`` leaves."""
+    """r(S): the share of a target layer that the ridge map from ``sources`` does not explain."""
     moments = tiles.moments(target, sources)
     total = float(moments.yy.sum())
     if not total:
         return 0.0
     solved = np.linalg.solve(moments.xx + ridge * np.eye(len(moments.xx)), moments.xy)
-    # |Y - X B|^2 with (X^T X + ridge) B = X^T Y.
+    # This is |Y - X B|^2 for (X^T X + ridge) B = X^T Y.
     explained = float(np.sum(solved * moments.xy)) + ridge * float(np.sum(solved * solved))
     return 1.0 - explained / total

@@ -1,1 +1,1 @@
-"""Translators that are kept: listed, imported, published, looked after."""
+"""The local store of translators: listing, importing, publishing and diagnosis."""

@@ -1,6 +1,6 @@
-"""What there is to know about an installation, and what of it is wrong.
+"""Diagnosis of an installation: its facts, and what is wrong with it.
 
-Each step looks at one thing and returns findings; a finding with a problem says what to do.
+Each step checks one thing and returns findings; a finding with a problem says what to do.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.translators import store
 from kvlingo_mlx.reporting import measure
 
-# What our own metadata ask for; said here too, since a checkout may have none.
+# The versions that the package's metadata require, for a checkout that has no metadata.
 TESTED = {"mlx": ">=0.32.4,<0.33", "mlx-lm": ">=0.32.2,<0.33"}
 OTHERS = ("torch", "transformers", "datasets", "lm-eval")
 BACKENDS = ("mlx-metal", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")  # each brings its own libmlx
-LEAST_FREE = 2**30  # bytes of disk
-LEAST_FILES = 256  # open at once; macOS's own limit
+LEAST_FREE = 2**30  # bytes of free disk space
+LEAST_FILES = 256  # files open at once; macOS's own limit
 REACH_S = 3.0
-SIZE = 512  # rows and columns of the product that a BLAS is timed by
+SIZE = 512  # rows and columns of the product with which a BLAS is timed
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: What it is called.
+        name: The name of what was checked.
         value: What was found.
-        problem: What is wrong with it and what to do, or None.
+        problem: What is wrong and what to do about it, or None.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Everything there is to know, in the order in which it is read."""
+    """All findings, in the order in which they are shown."""
     steps = (_machine, _backends, _versions, _device, _blas, _limits, _translators, _disks, _hub)
     return [finding for step in steps for finding in step()]
 
@@ -75,7 +75,7 @@ def _installed(name: str) -> str | None:
 
 
 def _backends() -> Iterator[Finding]:
-    """Two builds of MLX write the same file: the last one wins, removing one breaks the other."""
+    """Installed MLX builds: they share one file, the last one wins, removing one breaks another."""
     found = [name for name in BACKENDS if _installed(name)]
     problem = None
     if len(found) > 1:
@@ -101,7 +101,7 @@ def _versions() -> Iterator[Finding]:
 
 
 def _tested() -> dict[str, str]:
-    """Package names and the versions that our metadata ask for."""
+    """The packages and versions that the package's metadata require."""
     try:
         lines = metadata.requires("kvlingo-mlx") or []
     except metadata.PackageNotFoundError:
@@ -112,7 +112,7 @@ def _tested() -> dict[str, str]:
 
 
 def _device() -> Iterator[Finding]:
-    """One product on the default device."""
+    """The default device, tested by one product."""
     problem = None
     try:
         sound = mx.matmul(mx.ones((4, 8)), mx.ones((8, 4))).sum().item() == 128.0
@@ -124,7 +124,7 @@ def _device() -> Iterator[Finding]:
 
 
 def _blas() -> Iterator[Finding]:
-    """The BLAS that MLX computes by, how fast it is, and how fast the chosen one would be."""
+    """The BLAS that MLX uses, its speed, and the speed of the chosen BLAS if called directly."""
     name = measure.fast_blas()
     if name is None:
         return
@@ -144,7 +144,7 @@ def _blas() -> Iterator[Finding]:
 
 
 def _product_rate() -> float:
-    """Floating-point operations a second in a float32 product of MLX on the processor."""
+    """The floating-point operations per second of a float32 product of MLX on the CPU."""
     with mx.stream(mx.cpu):
         square = mx.ones((SIZE, SIZE))
         mx.eval(square)
@@ -153,14 +153,14 @@ def _product_rate() -> float:
 
 
 def _library_rate() -> float | None:
-    """The same of the chosen BLAS itself; None where there is none."""
+    """The same for the chosen BLAS, called directly; None if there is none."""
     product = getattr(blas.library(), blas.PRODUCT, None)
     if product is None:
         return None
     square, out = np.ones((SIZE, SIZE), np.float32), np.empty((SIZE, SIZE), np.float32)
     at, into = (ctypes.c_void_p(array.ctypes.data) for array in (square, out))
     one, zero = ctypes.c_float(1), ctypes.c_float(0)
-    by_rows, plain = 101, 111  # CBLAS's numbers for both
+    by_rows, plain = 101, 111  # CBLAS's constants for row-major order and for no transpose
 
     def once() -> None:
         product(by_rows, plain, plain, SIZE, SIZE, SIZE, one, at, SIZE, at, SIZE, zero, into, SIZE)
@@ -177,7 +177,7 @@ def _limits() -> Iterator[Finding]:
 
 
 def _translators() -> Iterator[Finding]:
-    """Every folder of the store, read as an import reads it; and what killed processes left."""
+    """The store's folders, each read as an import does, and the remains of killed processes."""
     root = store()
     folders = sorted(p for p in root.glob("*") if p.is_dir()) if root.is_dir() else []
     yield Finding(
@@ -218,7 +218,7 @@ def _disks() -> Iterator[Finding]:
 
 
 def _hub() -> Iterator[Finding]:
-    """Whether the Hub is asked, can be reached, and has a token to be asked with."""
+    """The Hub: whether it is used and can be reached, and whether there is a token."""
     if constants.HF_HUB_OFFLINE:
         yield Finding("Hub", "offline (HF_HUB_OFFLINE): only what is in its cache is used")
     else:

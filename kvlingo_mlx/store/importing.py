@@ -1,4 +1,4 @@
-"""Bring a translator that was made elsewhere into the local store."""
+"""Import a translator that was made elsewhere into the local store."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from kvlingo_mlx.models.language_model import LanguageModel
 
 @dataclass(frozen=True)
 class Imported:
-    """What an import has written.
+    """The result of an import.
 
     Attributes:
-        folder: The translator's new home.
-        config: Its facts.
-        unchecked: Models that it could not be held against, and why.
-        replaced: Whether another translator of the same models and form stood there.
-        unchanged: Whether this very translator stood there; nothing was written then.
+        folder: The translator's folder in the store.
+        config: The translator's config.
+        unchecked: The models against which it could not be checked, and why.
+        replaced: Whether another translator of the same models and form was replaced.
+        unchanged: Whether exactly this translator was there already, so that nothing was written.
     """
 
     folder: Path
@@ -55,28 +55,28 @@ def import_translator(
     allow_mismatch: bool = False,
     force: bool = False,
 ) -> Imported:
-    """Validate a translator and put it, cast to ``dtype``, into the local store.
+    """Validate a translator and write it, cast to ``dtype``, into the local store.
 
-    Nothing is written before every check has passed. From the Hub come only the files of the
-    format; the commit is kept in the provenance.
+    Nothing is written before every check has passed. Only the files of the format are fetched from
+    the Hub, and the commit is kept in the provenance.
 
     Args:
-        path_or_hf_repo: Folder or Hub id.
-        revision: Branch, tag or commit of a Hub id.
-        out: Folder to write instead of the store's own.
-        dtype: What the weights are stored in.
-        models: Source and target to check it against. Default: those it names, where
-            they are on this machine.
-        allow_mismatch: Accept other checkpoints of the same shape.
-        force: Replace another translator that stands there.
+        path_or_hf_repo: A folder or a Hub id.
+        revision: A branch, tag or commit of a Hub id.
+        out: The folder to write, instead of one in the store.
+        dtype: The dtype in which the weights are stored.
+        models: The source and target against which it is checked. Default: the models it names,
+            if they are on this machine.
+        allow_mismatch: Whether to accept other checkpoints of the same shape.
+        force: Whether to replace another translator in the folder.
 
     Raises:
-        MissingTranslatorError: No such folder or repository.
-        MalformedTranslatorError: It breaks the format.
-        IncompatibleTranslatorError: It is not for the models it names, or those given.
-        ValueError: ``out`` exists and is not a translator of ours, or is another translator
-            and ``force`` is off.
-        OSError: The disk is full, or another process writes there.
+        MissingTranslatorError: There is no such folder or repository.
+        MalformedTranslatorError: The folder breaks the format.
+        IncompatibleTranslatorError: It does not fit the models it names, or those given.
+        ValueError: ``out`` exists and is not a translator folder, or it holds another translator
+            and ``force`` is off; or ``allow_mismatch`` has no effect, as no model is at hand.
+        OSError: The disk is full, or another process writes the folder.
     """
     path, commit = resolve(
         path_or_hf_repo, revision, translator_folder.OUR_FILES, MissingTranslatorError
@@ -125,7 +125,7 @@ def _check_those_at_hand(config: TranslatorConfig, allow_mismatch: bool) -> dict
 
 
 def _store_name(config: TranslatorConfig) -> str:
-    """A folder name that no translator of other models or another form shares."""
+    """A folder name that no translator of other models or another form has."""
     ends = (Path(config.source.name).name, Path(config.target.name).name)
     facts = config.to_json() | {"provenance": {}}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:8]

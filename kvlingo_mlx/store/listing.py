@@ -1,4 +1,4 @@
-"""What the local store holds, and taking something out of it."""
+"""List the translators in the local store, and remove one from it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Stored:
     Attributes:
         path: The folder.
         embedded: Whether it comes with the package.
-        nbytes: What its files take.
-        source, target: Its models' names; empty where it cannot be read.
-        kind: What its maps compute and where they read, in words.
-        grade: By its receipt; ``ungraded`` where it has none that tells.
+        nbytes: The bytes of its files.
+        source, target: The names of its models; empty if it cannot be read.
+        kind: What its maps compute and their capture point, in words.
+        grade: The grade of its receipt; ``ungraded`` if no receipt gives one.
         recovered: The share of the hidden prefix's KL that it removes, by its receipt.
-        date: Of its making, as it says itself; None where it does not.
-        problem: Why it cannot be used; None where it can.
+        date: The date at which it was made, as it records it; None if it does not.
+        problem: Why it cannot be used; None if it can.
     """
 
     path: Path
@@ -44,9 +44,9 @@ class Stored:
 
 
 def stored() -> Iterator[Stored]:
-    """All of the user's store by name, then what comes with the package.
+    """Yield all translators of the user's store by name, then those that come with the package.
 
-    Its config says what a translator is; its weights are not read.
+    They are described by their configs; the weights are not read.
     """
     for root in (store(), TRANSLATORS):
         folders = sorted(p for p in root.glob("[!.]*") if p.is_dir()) if root.is_dir() else []
@@ -79,7 +79,7 @@ def find(name: str) -> Path:
 
     Raises:
         MissingTranslatorError: It is not in the store, or it comes with the package.
-        ValueError: It holds something that is no file of a translator.
+        ValueError: It contains a file that does not belong to a translator.
     """
     root = store()
     given = Path(name).expanduser()
@@ -105,12 +105,12 @@ def find(name: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Take a folder that :func:`find` gave out of the store; nobody sees a part of it.
+    """Remove a folder that :func:`find` returned; no other process sees it half removed.
 
     Raises:
         OSError: Another process writes it, or the disk refuses.
     """
-    if folder.is_symlink():  # the user's own; what it leads to is not ours
+    if folder.is_symlink():  # the user made the link, so only the link is removed
         folder.unlink()
         return
     with atomic.alone(folder):

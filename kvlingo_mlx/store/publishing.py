@@ -1,4 +1,4 @@
-"""A translator's folder, uploaded to the Hub: its own files and nothing else."""
+"""Upload a translator's folder to the Hub: only the files of the format."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from kvlingo_mlx.loading.hub import REPO_ID
 
 @dataclass(frozen=True)
 class Upload:
-    """What would be uploaded, every check passed.
+    """An upload that has passed every check.
 
     Attributes:
-        folder: The translator's.
-        config: Its facts.
-        digest: Sha256 of what it computes.
-        files: Bytes to upload by name; a card is made where the folder has none.
-        left_out: Names of what else lies there, which stays.
+        folder: The translator's folder.
+        config: The translator's config.
+        digest: Sha256 of what the translator computes.
+        files: The content to upload by file name; a card is made if the folder has none.
+        left_out: The names of other files in the folder, which are not uploaded.
     """
 
     folder: Path
@@ -37,7 +37,7 @@ class Upload:
     left_out: tuple[str, ...]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of each file."""
+        """The bytes of each file."""
         return {
             name: content.stat().st_size if isinstance(content, Path) else len(content)
             for name, content in self.files.items()
@@ -45,12 +45,12 @@ class Upload:
 
 
 def prepare(folder: str | os.PathLike[str], repo: str) -> Upload:
-    """Read and check a translator's folder as an import would.
+    """Read and check a translator's folder, as an import does, for uploading.
 
     Raises:
         MissingTranslatorError: There is no such folder.
-        MalformedTranslatorError: It breaks the format.
-        ValueError: ``repo`` is no Hub id.
+        MalformedTranslatorError: The folder breaks the format.
+        ValueError: ``repo`` is not a Hub id.
     """
     path = Path(folder).expanduser()
     if not path.is_dir():
@@ -73,16 +73,16 @@ def has_token() -> bool:
 def publish(
     upload: Upload, repo: str, *, private: bool = False, revision: str | None = None
 ) -> str:
-    """Upload to a repository, which is made where there is none; returns the commit's address.
+    """Upload to a repository, which is made if it does not exist; return the commit's address.
 
     Args:
-        upload: What :func:`prepare` gave.
+        upload: What :func:`prepare` returned.
         repo: OWNER/NAME.
-        private: Make a new repository private; one that is there stays as it is.
-        revision: A branch, made where there is none; None is the main one.
+        private: Whether a new repository is private; an existing one stays as it is.
+        revision: A branch, which is made if it does not exist; None: the main branch.
 
     Raises:
-        PublishingError: The Hub refuses or cannot be reached; says why.
+        PublishingError: The Hub refuses or cannot be reached; the message says why.
     """
     api = HfApi()
     operations = [
@@ -108,7 +108,7 @@ def publish(
 
 def _reason(problem: Exception) -> str:
     if isinstance(problem, HTTPError) and not isinstance(problem, HfHubHTTPError):
-        return "it cannot be reached; check the network"  # its client's own errors
+        return "it cannot be reached; check the network"  # an error of the HTTP client itself
     status = getattr(getattr(problem, "response", None), "status_code", None)
     if status in (401, 403):
         return "the token may not write there; log in with one that may: `hf auth login`"

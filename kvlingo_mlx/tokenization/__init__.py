@@ -1,1 +1,1 @@
-"""Texts as tokens: what two renderings share; records as samples. No MLX, no PyTorch."""
+"""Texts as tokens: aligned renderings, and records as samples; no MLX, no PyTorch."""

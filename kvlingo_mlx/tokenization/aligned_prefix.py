@@ -1,8 +1,8 @@
-"""How a target's cache comes about where two models cut a text into other tokens.
+"""How a target's cache is built where the two models' tokenizers cut a text differently.
 
-Section "Cross-tokenizer cache translation" and its appendix. Some tokens of the source are
-translated, each to be rotated at the position of the target token assigned to it; what stands
-between, the target prefills itself. The device and the CUDA path share this one room.
+Paper: section "Cross-tokenizer cache translation" and its appendix. Some source tokens are
+translated; the keys of each are rotated at the position of the target token assigned to it. The
+target prefills all other tokens itself. The MLX and the CUDA path share this room.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ class AlignedPrefix:
     """A text as two models read it, and what the target's cache of it holds.
 
     The cache has one entry for each translated source token, in the source's order, then one for
-    each token that the target prefills: attention does not depend on the order of entries if
-    a mask says who sees whom. The target's last token has none, since it is run in decoding.
+    each token that the target prefills. Attention does not depend on the order of entries if a
+    mask says which entries each token sees. The target's last token has no entry, since decoding
+    starts with it.
 
     Attributes:
-        source_ids: What the source reads.
-        target_ids: What the target would read.
+        source_ids: The tokens that the source reads.
+        target_ids: The tokens that the target would read.
         rows: (S,) the source tokens that are translated, ascending.
-        positions: (S,) the target position that each one's keys are rotated at.
+        positions: (S,) the target position at which the keys of each are rotated.
         groups: (S, 2) the target tokens of each one's minimal group: first, one past the last.
-        own: (B,) the target tokens that it prefills itself, ascending.
+        own: (B,) the target tokens that the target prefills itself, ascending.
     """
 
     source_ids: tuple[int, ...]
@@ -44,7 +45,7 @@ class AlignedPrefix:
 
     @classmethod
     def of(cls, source: Rendering, target: Rendering) -> AlignedPrefix:
-        """From one text or the same messages, rendered for both.
+        """Align two renderings of one text or of the same messages.
 
         Raises:
             ValueError: The renderings are of different messages, or hold no token.
@@ -56,7 +57,7 @@ class AlignedPrefix:
         aligned = [stretch.alignment for stretch in found if stretch.alignment is not None]
         native = [(s.start, min(s.stop, last)) for s in found if s.alignment is None]
         rows = _joined([np.arange(*a.source) for a in aligned])
-        order = np.argsort(rows)  # a template may move a content, and the source is read in order
+        order = np.argsort(rows)  # a template may move a content; the source is read in order
         return cls(
             tuple(source.ids.tolist()),
             tuple(target.ids.tolist()),
@@ -68,19 +69,19 @@ class AlignedPrefix:
 
     @property
     def num_read(self) -> int:
-        """How many tokens the source must read: up to the last one that is translated."""
+        """How many tokens the source must read: all up to the last translated one."""
         return int(self.rows[-1]) + 1 if len(self.rows) else 0
 
     @property
     def num_entries(self) -> int:
-        """Entries of the target's cache before it runs its last token."""
+        """The number of entries of the target's cache before the target runs its last token."""
         return len(self.rows) + len(self.own)
 
     @property
     def shift(self) -> int:
-        """What is added to every position, so that the next one is the number of entries.
+        """The offset added to every position, so that the next position is the number of entries.
 
-        Rotations are relative: a stock cache, whose next position is its length, then serves.
+        Rotations are relative, so a stock cache, whose next position is its length, can be used.
         """
         return self.num_entries - (len(self.target_ids) - 1)
 
@@ -93,22 +94,23 @@ class AlignedPrefix:
 
     @property
     def visible(self) -> np.ndarray:
-        """(B, S + B) whether a token that the target prefills sees an entry: what is before it."""
+        """(B, S + B) whether a token that the target prefills sees an entry: all up to its own."""
         translated = self.groups[:, 1] <= self.own[:, None]
         return np.concatenate([translated, self.own <= self.own[:, None]], axis=1)
 
     @property
     def pairs(self) -> tuple[np.ndarray, np.ndarray]:
-        """(K,) translated entries and (K,) target tokens: each entry with all of its group."""
+        """(K,) entries and (K,) target tokens: each translated entry with its group's tokens."""
         counts = self.groups[:, 1] - self.groups[:, 0]
         entries = np.repeat(np.arange(len(self.rows)), counts)
         first = self.groups[:, 0] - (np.cumsum(counts) - counts)
         return entries, np.arange(len(entries)) + np.repeat(first, counts)
 
     def spread(self, weights: np.ndarray) -> np.ndarray:
-        """Weights of the target's tokens (L, T) as those of translated entries, (L, S).
+        """Convert weights of target tokens (L, T) into weights of translated entries (L, S).
 
-        A group's weight is the sum of its target tokens', split evenly over its source tokens.
+        The weight of a group is the sum over its target tokens, split evenly over its source
+        tokens.
         """
         entries, tokens = self.pairs
         _, group, sizes = np.unique(self.groups[:, 0], return_inverse=True, return_counts=True)
@@ -116,14 +118,15 @@ class AlignedPrefix:
         return np.stack(sums) / sizes[group]
 
     def between(self, start: int, stop: int) -> slice:
-        """Which translated entries are of the source's tokens from ``start`` to ``stop``."""
+        """The slice of translated entries whose source tokens lie from ``start`` to ``stop``."""
         return slice(*np.searchsorted(self.rows, [start, stop]).tolist())
 
     def canonical(self) -> AlignedPrefix:
-        """Control: translated keys rotated by where their entries stand in the text, 0, 1, ...
+        """A control: translated keys are rotated at their entries' order in the text, 0, 1, ...
 
-        The next token keeps the target's own position, so the last entries' distance to it is
-        wrong by as many tokens as the two models differ in (the mismatch of the paper's appendix).
+        The next token keeps the target's own position. So its distance to the last entries is wrong
+        by the number of tokens in which the two models differ (the mismatch of the paper's
+        appendix).
         """
         order = np.argsort(np.concatenate([self.groups[:, 0], self.own]), kind="stable")
         place = np.empty_like(order)
@@ -132,10 +135,11 @@ class AlignedPrefix:
 
 
 def check_capture(capture: str) -> None:
-    """Refuse a capture point at which keys of another tokenizer's tokens cannot be taken over.
+    """Refuse a capture point that cannot be used between two tokenizers.
 
     Raises:
-        IncompatibleTranslatorError: Keys are rotated there, by the source's own positions.
+        IncompatibleTranslatorError: Keys at that point are already rotated by the source's
+            positions.
     """
     if capture == "post_rope":
         raise IncompatibleTranslatorError(
@@ -145,10 +149,10 @@ def check_capture(capture: str) -> None:
 
 
 def check_layers(layers: Sequence[LayerGeometry], name: str) -> None:
-    """Refuse a target whose layers keep windows.
+    """Refuse a target with sliding-window layers; ``name`` is the target's.
 
     Raises:
-        UnsupportedModelError: One does; ``name`` is the target's.
+        UnsupportedModelError: A layer has a window.
     """
     windows = [layer.window for layer in layers if layer.window is not None]
     if windows:
@@ -159,7 +163,7 @@ def check_layers(layers: Sequence[LayerGeometry], name: str) -> None:
 
 
 def _spans(alignment: TokenAlignment) -> np.ndarray:
-    """(S, 2) target start and stop of the group of each translated source token."""
+    """(S, 2) the target start and stop of the group of each translated source token."""
     return alignment.groups[alignment.group_of][:, 2:]
 
 

@@ -1,8 +1,8 @@
 """Which target tokens each source token stands for, where two tokenizers cut the same text.
 
-Section "Cross-tokenizer cache translation" and its appendix. Both sides are described by the
-character offsets at which their tokens end in the text as it was given. Every offset at which
-both end a token is a cut; what lies between two cuts is a minimal mismatching group.
+Paper: section "Cross-tokenizer cache translation" and its appendix. Each side is described by the
+character offsets at which its tokens end in the given text. An offset at which both sides end a
+token is a cut; the tokens between two neighbouring cuts are a minimal mismatching group.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from functools import cached_property
 
 import numpy as np
 
-NO_END = -1  # a token that ends within a character, or in what a normaliser made of several
-Span = tuple[int, int]  # where something begins, and one past where it ends
+NO_END = -1  # the token ends inside a character, or inside a normaliser's replacement of some
+Span = tuple[int, int]  # the start, and one past the end
 
 
 @dataclass(frozen=True, eq=False)
 class TokenAlignment:
-    """Minimal mismatching groups of two token sequences, and where source tokens go.
+    """The minimal mismatching groups of two token sequences, and where source tokens go.
 
-    Tokens count from the first one of each rendering, so a target token's number is its position.
+    Tokens count from the start of each rendering, so a target token's number is its position.
 
     Attributes:
         groups: (G, 4) source start, source stop, target start, target stop of each group, in
-            order. Each begins where the one before it ends, on both sides, and holds at least one
-            token of each.
+            order. On both sides each group begins where the previous one ends and holds at least
+            one token.
     """
 
     groups: np.ndarray
 
     @property
     def source(self) -> Span:
-        """The source tokens that are translated."""
+        """The span of source tokens that are translated."""
         return self._ends(0)
 
     @property
     def target(self) -> Span:
-        """The target tokens that they stand for."""
+        """The span of target tokens for which the source tokens stand."""
         return self._ends(2)
 
     def _ends(self, column: int) -> Span:
@@ -48,17 +48,17 @@ class TokenAlignment:
 
     @cached_property
     def group_of(self) -> np.ndarray:
-        """(S,) the group of each source token, from the first translated one on."""
+        """(S,) the group of each source token, starting at the first translated one."""
         return np.repeat(np.arange(len(self.groups)), self.groups[:, 1] - self.groups[:, 0])
 
     @cached_property
     def assigned(self) -> np.ndarray:
         """(S,) the target position at which each source token's keys are rotated.
 
-        Within a group of p >= 2 source and q target tokens the i-th goes to the one numbered
-        j(i) = 1 + round((i - 1)(q - 1) / (p - 1)), a single one to the first. The paper does not
-        say where a half goes: to the even neighbour, as Python and PyTorch round. A quotient of
-        small integers is a half only where it is one exactly.
+        In a group of p >= 2 source and q target tokens, the i-th source token goes to the target
+        token j(i) = 1 + round((i - 1)(q - 1) / (p - 1)); a single source token goes to the first.
+        The paper does not say how halves are rounded; here they go to the even neighbour, as in
+        Python and PyTorch. A quotient of small integers is a half only if the exact one is.
         """
         start, stop, first, last = self.groups[self.group_of].T
         steps = np.arange(*self.source) - start
@@ -67,9 +67,9 @@ class TokenAlignment:
 
     @cached_property
     def entries(self) -> np.ndarray:
-        """(T,) how many source tokens each target position gets, from the first one on; some none.
+        """(T,) how many source tokens each target position gets, from the first one on.
 
-        A position that gets none is not missing: its group's entries stand for its text.
+        A position with 0 is not missing: the entries of its group stand for its text.
         """
         start, stop = self.target
         return np.bincount(self.assigned - start, minlength=stop - start)
@@ -81,26 +81,27 @@ class TokenAlignment:
 
     @property
     def is_identity(self) -> bool:
-        """Whether every source token goes to the position that it has itself."""
+        """Whether every source token keeps its own position."""
         return np.array_equal(self.groups[:, :2], self.groups[:, 2:])
 
 
 def token_ends(offsets: Sequence[Span] | np.ndarray, text: str) -> np.ndarray:
-    """Where each token ends in ``text``, from a fast tokenizer's offset mapping.
+    """The character at which each token ends in ``text``, from a tokenizer's offset mapping.
 
-    Offsets overlap where a token holds part of a character's bytes, a leading-space mark that no
-    space stands for, or part of what a normaliser made of one character: such a token has no end
-    of its own. They leave gaps where white space was trimmed off a token or dropped, and where
-    characters were composed or deleted: white space belongs to the token after it, as leading
-    spaces do, all else to the one before. Tokens of no characters (``<s>``) end where they stand.
+    Offsets overlap where a token holds only some bytes of a character, a leading-space mark for
+    which the text has no space, or part of what a normaliser made of one character. Such a token
+    has no end of its own. Offsets leave gaps where white space was trimmed or dropped, and where
+    characters were composed or deleted. White space in a gap belongs to the token after it, as
+    leading spaces do; all else belongs to the token before. A token of no characters (``<s>``)
+    ends where it stands.
 
     Args:
-        offsets: (T, 2) first character, and one past the last, of each token, in order.
-        text: What was tokenised, before any normaliser.
+        offsets: (T, 2) the first character of each token and one past its last, in order.
+        text: The text that was tokenised, before any normaliser.
 
     Returns:
-        (T,) int64, ``NO_END`` for tokens without an end of their own. The others ascend, and
-        the last token that holds a character ends with the text.
+        (T,) int64, ``NO_END`` for tokens without an end of their own. The other ends ascend, and
+        the last token that holds a character ends at the end of the text.
 
     Raises:
         ValueError: An offset lies outside the text.
@@ -116,7 +117,7 @@ def token_ends(offsets: Sequence[Span] | np.ndarray, text: str) -> np.ndarray:
     starts, stops = spans.T
     reached = np.maximum.accumulate(stops)
     before = np.append(0, reached[:-1])
-    trimmed = (starts == stops) & (stops > before)  # to nothing: it holds what no other one does
+    trimmed = (starts == stops) & (stops > before)  # yet no other token holds its text
     holds = (starts < stops) | trimmed
     first, last = np.flatnonzero(holds)[[0, -1]] if holds.any() else (0, len(spans) - 1)
     begins = np.where(trimmed, before, np.where(holds, starts, len(text)))
@@ -132,13 +133,13 @@ def token_ends(offsets: Sequence[Span] | np.ndarray, text: str) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Where in a text, or part of one, a side's tokens end.
+    """The offsets at which one side's tokens end in a text or in a part of it.
 
     Attributes:
-        offsets: (K,) the characters at which tokens end, ascending, counted from the part's first.
+        offsets: (K,) the characters at which tokens end, ascending, counted from the part's start.
         fewest: (K,) how many tokens end there or before.
-        most: (K,) the same and those after them that hold no character.
-        length: Characters of the part.
+        most: (K,) the same, plus the tokens right after them that hold no character.
+        length: The number of characters of the part.
     """
 
     offsets: np.ndarray
@@ -148,14 +149,14 @@ class Cuts:
 
     @classmethod
     def of(cls, ends: np.ndarray) -> Cuts:
-        """Those of a whole text, from its start on, by its tokens' :func:`token_ends`."""
+        """The cuts of a whole text, from the :func:`token_ends` of its tokens."""
         bounds = np.append(0, ends)  # bounds[k]: where the first k tokens end
         counts = np.flatnonzero(bounds != NO_END)
         offsets, first, times = np.unique(bounds[counts], return_index=True, return_counts=True)
         return cls(offsets, counts[first], counts[first + times - 1], int(offsets[-1]))
 
     def within(self, span: Span) -> Cuts:
-        """Those of some of the text's characters."""
+        """The cuts within a span of the text's characters."""
         start, stop = span
         kept = slice(*np.searchsorted(self.offsets, [start, stop + 1]))
         return Cuts(self.offsets[kept] - start, self.fewest[kept], self.most[kept], stop - start)
@@ -164,10 +165,10 @@ class Cuts:
 def align(source: Cuts, target: Cuts) -> TokenAlignment:
     """The minimal mismatching groups of a text that two tokenizers have cut.
 
-    Both are of the same text or the same part of it. The groups run from the first offset at which
-    both sides end a token, or the text begins, to the last; there are none where there are
-    fewer than two. A token that lies across the border of a part is in no group, and one that
-    holds no character (``<s>``) in none at either end.
+    Both arguments are of the same text or the same part of it. The groups run from the first
+    offset at which both sides end a token (or the text begins) to the last such offset; with fewer
+    than two such offsets there are no groups. A token that crosses the border of a part is in no
+    group. Neither is a token of no characters (``<s>``) at either end.
 
     Raises:
         ValueError: The two parts differ in length.

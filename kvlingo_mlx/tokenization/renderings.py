@@ -1,10 +1,10 @@
 """A conversation as each of two models reads it, and what of it can be translated.
 
-Each model renders the conversation by its own chat template. The messages' contents are what
-both have in common: they are matched by message and aligned; templates' boilerplate is never
-translated, the target prefills it itself, in place (appendix "Cross-tokenizer cache translation").
-``tokenizer`` is any fast transformers tokenizer, bare or as mlx-lm wraps it, or a plain one of
-the ``tokenizers`` library.
+Each model renders the conversation by its own chat template. The renderings share the contents of
+the messages, which are matched by message and aligned. The templates' boilerplate is never
+translated: the target prefills it itself, in place (appendix "Cross-tokenizer cache translation").
+``tokenizer`` is any fast transformers tokenizer, bare or wrapped by mlx-lm, or a plain one of the
+``tokenizers`` library.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span, TokenAlignment, align, token_ends
 
 Messages = Sequence[Mapping[str, Any]]
-Render = Callable[[Messages], str]  # a chat template, its switches given; refuses by ValueError
+Render = Callable[[Messages], str]  # a chat template with its switches set; may raise ValueError
 THINK_MARKS = re.compile("(</?think>)")
-MARK = re.compile("\ufdd0([0-9]+)\ufdd1")  # between two characters that no text may hold
-UNFINISHED = "\ufffd"  # what bytes that are no character yet are decoded to
+MARK = re.compile("\ufdd0([0-9]+)\ufdd1")  # a number between two Unicode noncharacters
+UNFINISHED = "\ufffd"  # what an incomplete character's bytes are decoded to
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +33,9 @@ class Rendering:
     Attributes:
         text: The text.
         ids: (T,) its tokens.
-        ends: (T,) the character at which each ends, as ``alignment.token_ends`` has it.
+        ends: (T,) the character at which each token ends, as ``alignment.token_ends`` returns it.
         contents: The characters of each part of the messages' contents, in the messages' order;
-            None for what the template has altered or dropped.
+            None for a part that the template has altered or dropped.
     """
 
     text: str
@@ -46,11 +46,11 @@ class Rendering:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Target tokens one after another: translated, or prefilled by the target itself.
+    """Consecutive target tokens that are all translated, or all prefilled by the target itself.
 
     Attributes:
-        start: The first one's position.
-        stop: One past the last one's.
+        start: The position of the first token.
+        stop: One past the position of the last token.
         alignment: The source tokens that stand for them; None where the target prefills.
     """
 
@@ -60,12 +60,12 @@ class Stretch:
 
 
 def joined_parts(content: Any) -> Any:
-    """A message's content, its parts of text, as OpenAI's API writes them, joined to one text.
+    """A message's content as one text: a list of text parts, as in OpenAI's API, is joined.
 
-    Whatever is no list comes back as it is.
+    A content that is not a list is returned unchanged.
 
     Raises:
-        ValueError: A part is something else than text.
+        ValueError: A part is not text.
     """
     if not isinstance(content, list):
         return content
@@ -81,7 +81,7 @@ def joined_parts(content: Any) -> Any:
 
 
 def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
-    """Messages, each content by :func:`joined_parts`."""
+    """Copies of the messages, each content joined by :func:`joined_parts`."""
     return [
         {**message, "content": joined_parts(message["content"])}
         if "content" in message
@@ -91,56 +91,56 @@ def with_joined_parts(messages: Messages) -> list[dict[str, Any]]:
 
 
 def plain(tokenizer: Any, text: str) -> Rendering:
-    """A text outside any conversation, with the tokens a tokenizer puts around one (``<s>``)."""
+    """The rendering of a text alone, with the tokens that a tokenizer adds around it (``<s>``)."""
     return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=True), ((0, len(text)),))
 
 
 def bare(tokenizer: Any, text: str) -> Rendering:
-    """A text with nothing around it, as what follows a rendering is."""
+    """The rendering of a text with no tokens added, for a text that continues a rendering."""
     return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=False), ((0, len(text)),))
 
 
 def text_of(tokenizer: Any, text: str) -> Rendering:
-    """A text as a prompt of text is read: ``<s>`` in front, once, where the tokenizer has one."""
+    """The rendering of a text prompt: ``<s>`` stands in front once, if the tokenizer has one."""
     return (bare if opened(tokenizer, text) else plain)(tokenizer, text)
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of :func:`text_of`, by tokenizers that are not fast too."""
+    """The token ids of :func:`text_of`; this also works for tokenizers that are not fast."""
     return list(tokenizer.encode(text, add_special_tokens=not opened(tokenizer, text)))
 
 
 def opened(tokenizer: Any, text: str) -> bool:
-    """Whether a text has the token that a tokenizer would put in front already."""
+    """Whether a text already starts with the token that the tokenizer would put in front."""
     return tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
 
 
 def front(tokenizer: Any) -> tuple[int, ...]:
-    """What a tokenizer puts in front of a text: ``<s>``, or nothing."""
+    """The token ids that a tokenizer puts in front of a text: ``<s>``, or none."""
     whole, own = (tokenizer.encode("a", add_special_tokens=added) for added in (True, False))
     starts = (i for i in range(len(whole)) if whole[i : i + len(own)] == own)
     return tuple(whole[: next(starts, 0)])
 
 
 def chat(tokenizer: Any, render: Render, messages: Messages) -> Rendering:
-    """A conversation by a model's chat template, ``render``."""
+    """The rendering of a conversation by a model's chat template, ``render``."""
     text, contents = content_spans(render, messages)
     return Rendering(text, *_tokens(tokenizer, text, add_special_tokens=False), contents)
 
 
 def stretches(source: Rendering, target: Rendering, stop: int | None = None) -> list[Stretch]:
-    """How the target comes by each of its tokens, in its order, every token once.
+    """Split the target's tokens into stretches: translated, or prefilled by the target itself.
 
-    Two renderings that are one, token by token, are translated as they stand: there is no
-    boilerplate that only one of them has. Source tokens outside every alignment go nowhere. A
-    content's first or last token that reaches into the boilerplate is the target's to prefill,
-    up to the first offset at which both models end a token.
+    The stretches cover every target token once, in order. If both renderings are equal token by
+    token, all of it is translated, boilerplate included. Source tokens outside every alignment are
+    not used. If the first or last token of a content reaches into the boilerplate, the target
+    prefills it, and all up to the nearest offset at which both models end a token.
 
     Args:
         source: What the source has read.
         target: The same messages or text as the target would read them.
-        stop: The first target position that must not be translated; None for none. A model
-            that is to predict must run its last token itself.
+        stop: The first target position that must not be translated, or None. A model that is to
+            predict the next token must run its last token itself.
 
     Raises:
         ValueError: The renderings are of different messages.
@@ -170,7 +170,7 @@ def _same(source: Rendering, target: Rendering) -> bool:
 
 
 def _identity(count: int) -> TokenAlignment:
-    """Token by token, also through those without an end of their own."""
+    """Align token by token, even tokens that have no end of their own."""
     each = np.arange(count)
     return TokenAlignment(np.stack([each, each + 1, each, each + 1], axis=1))
 
@@ -195,10 +195,10 @@ def _check_contents(source: Rendering, target: Rendering) -> None:
 def _tokens(
     tokenizer: Any, text: str, *, add_special_tokens: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and ends of a text's tokens.
+    """The ids and the ends of a text's tokens.
 
     Raises:
-        ValueError: The tokenizer does not tell where its tokens stand.
+        ValueError: The tokenizer gives no character offsets.
     """
     backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
     if not hasattr(backend, "encode_batch"):
@@ -206,7 +206,7 @@ def _tokens(
             f"{type(backend).__name__} gives no character offsets, which a translation between "
             "two tokenizers needs; load the model with a fast tokenizer (tokenizer.json)"
         )
-    if backend.truncation is not None:  # transformers lifts it before every text, too
+    if backend.truncation is not None:  # transformers also removes it before every text
         backend.no_truncation()
     if backend.padding is not None:
         backend.no_padding()
@@ -215,13 +215,13 @@ def _tokens(
 
 
 def written(tokenizer: Any, ids: Sequence[int]) -> tuple[str, np.ndarray]:
-    """The text of tokens that a model chose itself, and where each ends in it.
+    """The text of tokens that a model generated, and the character at which each token ends.
 
-    A model may spell a text in other tokens than its tokenizer would, so they are decoded one
-    after another, each beside the few before it, on which its leading space depends.
+    A model may spell a text in other tokens than its tokenizer would. So the tokens are decoded one
+    after another, each together with the few tokens before it, which decide its leading space.
     """
     text, ends = "", np.full(len(ids), NO_END)
-    context, done = 0, 0  # tokens from context to done are in the text, and decoded once more
+    context, done = 0, 0  # tokens context..done are already in the text and are decoded once more
     for token in range(len(ids)):
         before = tokenizer.decode(ids[context:done], skip_special_tokens=False)
         now = tokenizer.decode(ids[context : token + 1], skip_special_tokens=False)
@@ -240,16 +240,16 @@ def written(tokenizer: Any, ids: Sequence[int]) -> tuple[str, np.ndarray]:
 
 
 def content_spans(render: Render, messages: Messages) -> tuple[str, tuple[Span | None, ...]]:
-    """What a chat template makes of messages, and where in that their contents stand.
+    """Render messages by a chat template, and locate their contents in the result.
 
-    A content has the parts between its think marks, of which a template may drop one, each
-    without the white space around it, which a template may trim. The template is rendered once
-    more with every part between two marks: where the result is otherwise the same text, the marks
-    tell the places, however often a content occurs or looks like boilerplate. Should marks
-    change what the template does, each part is marked alone.
+    A content is split at its think marks, because a template may drop one of the parts, and white
+    space around a part is ignored, because a template may trim it. The template is rendered once
+    more with every part between two marks. If the result without the marks is the same text, the
+    marks give the places, however often a content occurs or resembles boilerplate. If marks change
+    what the template does, each part is marked alone.
 
     Returns:
-        The text, and the characters of each part; None for one that is not there as it was.
+        The text, and the characters of each part; None for a part that is missing or altered.
     """
     text = render(messages)
     parts = [(i, span) for i, m in enumerate(messages) for span in content_parts(m.get("content"))]
@@ -262,7 +262,7 @@ def content_spans(render: Render, messages: Messages) -> tuple[str, tuple[Span |
 
 
 def content_parts(content: Any) -> list[Span]:
-    """The parts of a content by its characters; none of what is not text."""
+    """The spans of a content's parts, in characters; empty if the content is not text."""
     spans, at = [], 0
     for piece in THINK_MARKS.split(content if isinstance(content, str) else ""):
         core = piece.strip()
@@ -280,10 +280,10 @@ def _located(
     parts: Sequence[tuple[int, Span]],
     marked: Collection[int],
 ) -> dict[int, Span] | None:
-    """Where the ``marked`` parts stand in ``text``; None if marks change more than themselves."""
+    """Where the ``marked`` parts stand in ``text``; None if the marks change anything else."""
     try:
         pieces = MARK.split(render(_marked(messages, parts, marked)))
-    except ValueError:  # a template may parse a content, and refuse a marked one
+    except ValueError:  # a template may parse a content and refuse a marked one
         return None
     if "".join(pieces[::2]) != text:
         return None
@@ -295,7 +295,7 @@ def _located(
     found = {}
     for part in marked:
         index, span = parts[part]
-        where = places[part]  # a dropped part has none, an altered one perhaps one
+        where = places[part]  # empty for a dropped part; an altered part may have one place
         if len(where) == 2 and text[slice(*where)] == messages[index]["content"][slice(*span)]:
             found[part] = (where[0], where[1])
     return found
@@ -305,7 +305,7 @@ def _marked(
     messages: Messages, parts: Sequence[tuple[int, Span]], marked: Collection[int]
 ) -> list[dict[str, Any]]:
     copies = [dict(message) for message in messages]
-    for part in sorted(marked, reverse=True):  # from the end, so that spans stay true
+    for part in sorted(marked, reverse=True):  # last first, so that earlier spans stay valid
         index, (start, stop) = parts[part]
         content, mark = copies[index]["content"], f"\ufdd0{part}\ufdd1"
         copies[index]["content"] = (

@@ -1,7 +1,7 @@
-"""Records to (prefix, continuation) token ids: conversations or plain text, from JSONL.
+"""Convert records (conversations or plain text, from JSONL) into (prefix, continuation) token ids.
 
-The device and the CUDA path render records with this one room. ``tokenizer`` is any
-transformers tokenizer, bare or as mlx-lm wraps it.
+The MLX and the CUDA path both use this module. ``tokenizer`` is any transformers tokenizer, bare or
+wrapped by mlx-lm.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Sample:
-    """A prefix whose cache is translated, and what follows it (may be empty).
+    """A prefix whose cache is translated, and its continuation, which may be empty.
 
-    Both are the target's tokens, and the source's too unless ``aligned`` has the prefix as
-    either of two tokenizers cuts it.
+    Both are in the target's tokens. Between two tokenizers, ``aligned`` holds the prefix as each of
+    them cuts it; without it, the source has the same tokens.
     """
 
     prefix: tuple[int, ...]
@@ -40,31 +40,31 @@ class Sample:
 
     @property
     def source_prefix(self) -> tuple[int, ...]:
-        """The prefix as the source reads it."""
+        """The prefix in the source's tokens."""
         return self.prefix if self.aligned is None else self.aligned.source_ids
 
     @property
     def num_translated(self) -> int:
-        """How many tokens of the prefix can be fitted on."""
+        """How many tokens of the prefix are translated and so can be fitted on."""
         return len(self.prefix) if self.aligned is None else len(self.aligned.rows)
 
     @property
     def num_read(self) -> int:
-        """How many tokens the longer prefix has."""
+        """The number of tokens of the longer of the two prefixes."""
         return max(len(self.prefix), len(self.source_prefix))
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read {"messages": [...]} or {"text": ...} records, one a line; blank lines are skipped.
+    """Read {"messages": [...]} or {"text": ...} records, one per line; blank lines are skipped.
 
     Raises:
-        ValueError: The file is missing, empty, or a line is not such a record; the
-            message names the file and the line.
+        ValueError: The file is missing or empty, or a line is not such a record; the message
+            names the file and the line.
     """
     path = Path(path)
     records = []
     try:
-        # Not splitlines: a JSON string may hold U+2028, which is a line's end to it.
+        # Not splitlines, which would also split at U+2028 inside a JSON string.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error})") from None
@@ -89,7 +89,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
 
 
 def checked_record(record: Any, where: str) -> dict[str, Any]:
-    """A record with each message's content one text; ValueError as :func:`check_record`."""
+    """Join each message's content to one text and check the record as :func:`check_record` does."""
     if isinstance(record, Mapping) and isinstance(record.get("messages"), list):
         messages = [with_text(message, where) for message in record["messages"]]
         record = {**record, "messages": messages}
@@ -98,7 +98,7 @@ def checked_record(record: Any, where: str) -> dict[str, Any]:
 
 
 def with_text(message: Any, where: str) -> Any:
-    """A message whose content, if it is a list of parts of text, is one text."""
+    """A message whose content is joined to one text if it is a list of text parts."""
     if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     try:
@@ -108,7 +108,7 @@ def with_text(message: Any, where: str) -> Any:
 
 
 def check_record(record: Any, where: str) -> None:
-    """Refuse (ValueError) what is neither a conversation nor a text."""
+    """Refuse (ValueError) a record that is neither a conversation nor a text."""
     fields = record if isinstance(record, dict) else {}
     messages = fields.get("messages")
     if messages is None and isinstance(fields.get("text"), str):
@@ -127,7 +127,7 @@ def check_record(record: Any, where: str) -> None:
 
 
 def _check_unicode(text: str, where: str) -> None:
-    """JSON can spell half of a surrogate pair, which no tokenizer takes."""
+    """Refuse half of a surrogate pair, which JSON can spell and no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -135,7 +135,7 @@ def _check_unicode(text: str, where: str) -> None:
 
 
 def other_tokenizer(source: Any, target: Any) -> Any:
-    """A source's tokenizer where it is not the target's, else None."""
+    """The source's tokenizer if its vocabulary differs from the target's, else None."""
     ours, theirs = (vocabulary_fingerprint(t.get_vocab()) for t in (source, target))
     return None if ours == theirs else source
 
@@ -148,11 +148,12 @@ def to_samples(
 ) -> Iterator[Sample]:
     """Tokenise records for a pair that shares ``tokenizer`` and its chat template.
 
-    ``source_tokenizer`` is the source's where it has another one. Records whose prefix is empty
-    or beyond ``context_length`` are left out.
+    ``source_tokenizer`` is given if the source has another tokenizer. Records whose prefix is empty
+    or longer than ``context_length`` are left out.
 
     Raises:
-        ValueError: A record is malformed, or a ``Sample`` of one tokenizer given for two.
+        ValueError: A record is malformed, or a ``Sample`` has one tokenizer's tokens for a pair
+            with two.
     """
     limit = min(MAX_PREFIX, context_length)
     for number, record in enumerate(records, 1):
@@ -174,13 +175,13 @@ def tokenise(
 ) -> Sample:
     """One record as token ids.
 
-    A conversation is cut where an assistant turn opens (``turn`` counts those turns, the
-    last by default; one before any question is none) and ends with it: the prefix is the
-    chat template up to and including that header, the turn itself the continuation. A turn
-    without reasoning leaves Qwen3's empty think block in the prefix (appendix "Training
-    data"). A conversation without an assistant turn has no continuation. A plain text is
-    read as a prompt of text is, ``<s>`` first where a tokenizer has one, and cut in the
-    middle. ``source_tokenizer`` is the source's where it has another one.
+    A conversation is cut where an assistant turn opens: the prefix is the chat template's text up
+    to and including that turn's header, and the turn is the continuation. ``turn`` counts the
+    assistant turns after the first question; the default is the last. A turn without reasoning
+    leaves Qwen3's empty think block in the prefix (appendix "Training data"). A conversation
+    without an assistant turn has no continuation. A plain text is tokenised as a text prompt, with
+    ``<s>`` first if the tokenizer has one, and is cut in the middle. ``source_tokenizer`` is given
+    if the source has another tokenizer.
     """
     if source_tokenizer is not None:
         return _of_two(record, source_tokenizer, tokenizer, turn)
@@ -197,14 +198,14 @@ def tokenise(
 
 
 def _reply(messages: Sequence[Mapping[str, Any]], turn: int) -> int | None:
-    """Where the assistant's ``turn`` after a question stands; None if there is no such turn."""
+    """The index of an assistant turn after the first question; None if there is no such turn."""
     asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > asked]
     return replies[turn] if replies else None
 
 
 def _of_two(record: Mapping[str, Any], source: Any, target: Any, turn: int) -> Sample:
-    """One record as two tokenizers cut it, and as two chat templates render it."""
+    """One record as two tokenizers and two chat templates read it."""
     if record.get("messages") is None:
         return _text_of_two(record["text"], source, target)
     messages = list(record["messages"])
@@ -219,7 +220,7 @@ def _of_two(record: Mapping[str, Any], source: Any, target: Any, turn: int) -> S
 def between(
     messages: Sequence[Mapping[str, Any]], source: Any, target: Any, **switch: Any
 ) -> Sample:
-    """Messages up to the header of an answer, as two tokenizers and templates have them."""
+    """Messages up to the header of the answer, as two tokenizers and templates read them."""
     both = (
         chat(tokenizer, partial(_render, tokenizer, opens=True, **switch), messages)
         for tokenizer in (source, target)
@@ -229,9 +230,9 @@ def between(
 
 
 def _text_of_two(text: str, source: Any, target: Any) -> Sample:
-    """A text cut where the target ends a token, about the middle.
+    """A text as a sample, cut near its middle, where the target ends a token.
 
-    The second half keeps the tokens that it has in the whole text.
+    The second half keeps the target tokens that it has in the whole text.
     """
     whole = text_of(target, text)
     ends = np.flatnonzero(whole.ends[: (len(whole.ids) + 1) // 2] != NO_END)
@@ -241,7 +242,7 @@ def _text_of_two(text: str, source: Any, target: Any) -> Sample:
 
 
 def cut(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[str, str]:
-    """A conversation that ends with a reply, as text before and from that reply on."""
+    """Split a conversation that ends with a reply into the text before the reply and from it on."""
     reply = messages[-1]
     prefix = _render(tokenizer, messages[:-1], True, enable_thinking=reasons(reply))
     whole = _render(tokenizer, messages, False)
@@ -251,21 +252,21 @@ def cut(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[str, str
 
 
 def reasons(reply: Mapping[str, Any]) -> bool:
-    """Whether a reply opens with a reasoning trace: a property of the record."""
+    """Whether a reply, as recorded, opens with a reasoning trace."""
     trace, closed, _ = reply["content"].lstrip().partition("</think>")
     opens = bool(closed) and trace.startswith("<think>") and trace != "<think>"
     return bool(reply.get("reasoning_content")) or (opens and not trace[7:].isspace())
 
 
 def encode_plain(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Token ids of a rendered text, with nothing added."""
+    """The token ids of a rendered text, with no tokens added."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _render(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], opens: bool, **switch: bool
 ) -> str:
-    # mlx-lm's wrapper also knows templates written in Python.
+    # mlx-lm's wrapper also knows chat templates that are written in Python.
     if not getattr(tokenizer, "has_chat_template", tokenizer.chat_template is not None):
         name = getattr(tokenizer, "name_or_path", "")
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Translator kinds, one file each; ``build`` picks the one a config names."""
+"""The kinds of translators, one file per kind; ``build`` makes the kind that a config names."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def build(
     """Make the translator that ``config`` and ``weights`` describe.
 
     Args:
-        config: Its facts.
-        weights: Its tensors, as the format stores them.
-        batched: Cut its products as on a GPU (True) or a CPU; None asks the machine.
-        quantize: Bits of its matrices, 8 or 4, in groups of 64; None leaves them as they are.
+        config: The translator's config.
+        weights: The translator's tensors, as the format stores them.
+        batched: Split the products as for a GPU (True) or a CPU (False); None: as for this machine.
+        quantize: The bits of the matrices, 8 or 4, in groups of 64; None: as stored.
 
     Raises:
-        ValueError: ``quantize`` is something else, or would change no matrix.
+        ValueError: ``quantize`` is neither 8, 4 nor None, or it would change no matrix.
     """
     check_bits(quantize)
     if quantize is not None:

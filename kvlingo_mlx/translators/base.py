@@ -1,4 +1,4 @@
-"""What every translator kind shares; a kind adds what its maps compute."""
+"""The base class of translators; each kind adds what its maps compute."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from kvlingo_mlx.translators.quantised import Quantised
 
 @dataclass(frozen=True)
 class LinearMap:
-    """The map to one side of one target layer, for who applies it elsewhere than to states.
+    """The map to one side of one target layer, as matrices, for use on other inputs than states.
 
     Attributes:
         reads: For each of ``matrices``, the sides and source layers that its columns read.
-        matrices: (H, rows, in) each; their products are summed.
+        matrices: (H, rows, in) each; the map is the sum of their products.
         bias: (H, rows) in float32, or None.
     """
 
@@ -47,11 +47,11 @@ class Translator(ABC):
     """Maps a source's keys and values to a target's, token by token (paper: equation (3.1)).
 
     Attributes:
-        config: Who can use it, what it computes, where it came from.
-        dtype: The dtype its weights are stored in on disk.
-        groups: The maps as they are laid out for this machine, by target side.
-        bits: Bits of its matrices, but for those that :mod:`.quantised` keeps; None: as stored.
-        path: The folder that it was loaded from; None where it was made here.
+        config: Which models it is for, what it computes, and its provenance.
+        dtype: The dtype in which its weights are stored on disk.
+        groups: The maps by target side, arranged for this machine.
+        bits: The bits of its quantised matrices (:mod:`.quantised` leaves some as floats), or None.
+        path: The folder from which it was loaded; None if it was made in this process.
     """
 
     config: TranslatorConfig
@@ -69,7 +69,7 @@ class Translator(ABC):
         batched: bool | None = None,
         bits: int | None = None,
     ) -> Self:
-        """Lay the weights out for this machine (``batched``: as on a GPU), in ``bits`` if given."""
+        """Arrange the weights for this machine (``batched``: for a GPU), quantised to ``bits``."""
         batched = on_gpu() if batched is None else batched
         groups = {side: plan(config, weights, side, batched, bits) for side in SIDES}
         translator = cls(config, weights.dtype, groups, bits)
@@ -79,25 +79,25 @@ class Translator(ABC):
 
     @abstractmethod
     def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
-        """A group's maps but for their bias, (G, B, H, T, D), of what its cuts read."""
+        """A group's maps without their bias, (G, B, H, T, D), from the inputs of its cuts."""
 
     def linear_map(self, side: str, layer: int) -> LinearMap:
-        """What it does to one side of a target layer, as matrices.
+        """The map to one side of a target layer, as matrices.
 
         Raises:
-            IncompatibleTranslatorError: It is not linear.
+            IncompatibleTranslatorError: The translator is not linear.
         """
         raise IncompatibleTranslatorError(
             f"a translator of kind {self.config.kind} is no linear map: it cannot be taken apart"
         )
 
     def __call__(self, states: KVStates, first: Sequence[int] | None = None) -> TranslatedStates:
-        """Translate a span, keys taken at ``config.capture``; nothing is evaluated.
+        """Translate a span whose keys are at ``config.capture``; nothing is evaluated.
 
         Args:
-            states: What the source wrote.
-            first: For each target cache layer, the first position that it will hold: a
-                window's layer needs nothing before. Default: all positions.
+            states: The source's states.
+            first: For each target cache layer, the first position that it will hold; a layer with
+                a window needs nothing earlier. Default: all positions.
         """
         keys, values = (
             tuple(
@@ -110,7 +110,7 @@ class Translator(ABC):
         return TranslatedStates(keys, values, states.capture)
 
     def above(self, layers: int) -> Self:
-        """One that translates for target layers from ``layers`` on alone; numbers are shared."""
+        """A translator to only the target layers from ``layers`` on; the arrays are shared."""
         groups = {
             side: tuple(part for group in found if (part := group.above(layers)) is not None)
             for side, found in self.groups.items()
@@ -118,7 +118,7 @@ class Translator(ABC):
         return replace(self, groups=groups) if layers else self
 
     def _apply(self, group: Group, states: KVStates, start: int) -> mx.array:
-        # A source's own rings hold no more than its windows.
+        # The source's rings hold no more than their windows.
         held = max(states.first(layer) for cut in group.cuts for reads in cut for _, layer in reads)
         begin = min(start, max(held, states.end - group.needed(states.end - start)))
         split = not (self.config.head_mixing or group.segmented)
@@ -127,7 +127,7 @@ class Translator(ABC):
         return result + group.vector("bias") if "bias" in group.tensors else result
 
     def _read(self, states: KVStates, start: int, split: bool, read: Read) -> mx.array:
-        """From ``start`` on, (B, 1, T, Hs * d); ``split``: each target head's own, (B, H, T, d)."""
+        """States from ``start``, (B, 1, T, Hs * d), by target head if ``split``, (B, H, T, d)."""
         side, layer = read
         if start < states.first(layer):
             raise ValueError(
@@ -142,7 +142,7 @@ class Translator(ABC):
         parted = array.reshape(batch, tokens, heads, -1).swapaxes(1, 2)
         if self._head_index is not None:
             return mx.take(parted, self._head_index, axis=1)
-        # A CPU's matmul copies what is not contiguous, three times slower than this (LOG.md).
+        # A CPU's matmul copies non-contiguous inputs, three times slower than this (LOG.md).
         return parted if on_gpu() else mx.contiguous(parted)
 
     @cached_property
@@ -152,10 +152,10 @@ class Translator(ABC):
         return None if head_map == tuple(range(sources)) else mx.array(head_map)
 
     def to_weights(self) -> Weights:
-        """The tensors as the format stores them, equal to those loaded bit by bit.
+        """The tensors as the format stores them, bit-identical to those that were loaded.
 
         Raises:
-            ValueError: It is quantised.
+            ValueError: The translator is quantised.
         """
         if self.bits is not None:
             raise ValueError(
@@ -165,9 +165,9 @@ class Translator(ABC):
         return Weights.from_float32(self.floats(), self.dtype)
 
     def floats(self) -> dict[str, np.ndarray]:
-        """What its maps compute with, in float32: quantised matrices are what they stand for.
+        """The numbers with which the maps compute, in float32; quantised matrices are dequantised.
 
-        By target side and shaped as the format stores them (joint maps by their rows).
+        They are named by target side and have the shapes of the format (joint maps by their rows).
         """
         return {
             f"{side}.{layer}.{name}": array
@@ -180,7 +180,7 @@ class Translator(ABC):
     def digest(self) -> str:
         """Sha256 of what it computes (:func:`kvlingo_mlx.format.translator_folder.digest`).
 
-        Of a quantised one, what its matrices stand for, however this machine cuts them.
+        If it is quantised, its dequantised matrices count, however this machine splits them.
         """
         quantised = self.bits is not None
         weights = Weights("float32", self.floats()) if quantised else self.to_weights()
@@ -188,22 +188,22 @@ class Translator(ABC):
 
     @property
     def name(self) -> str:
-        """Which one it is: its folder and the first digits of its digest."""
+        """The translator's folder and the first digits of its digest, for messages."""
         return f"{self.path or 'made in this process'} (sha256 {self.digest[:12]})"
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all maps."""
+        """The number of parameters in all maps."""
         return sum(part.size for _, part in self._parts())
 
     @property
     def nbytes(self) -> int:
-        """Bytes the maps take in memory."""
+        """The bytes that the maps take in memory."""
         return sum(part.nbytes for _, part in self._parts())
 
     @property
     def flops_per_token(self) -> int:
-        """Floating-point operations per token (appendix "Computational gains")."""
+        """The floating-point operations per token (appendix "Computational gains")."""
         return flops_of((name, part.size) for name, part in self._parts())
 
     def _parts(self) -> Iterator[tuple[str, mx.array | Quantised]]:
@@ -212,15 +212,15 @@ class Translator(ABC):
 
     @checked
     def save(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
-        """Write a translator folder, all of it or nothing.
+        """Write a translator folder so that all of it appears, or nothing.
 
         Raises:
-            ValueError: ``folder`` exists and is not a translator of ours, or is another one and
-                ``overwrite`` is off; or this one is quantised.
+            ValueError: ``folder`` exists and is not a translator folder; or it holds another
+                translator and ``overwrite`` is off; or this translator is quantised.
         """
         return translator_folder.write(folder, self.config, self.to_weights(), overwrite=overwrite)
 
 
 def _start(group: Group, states: KVStates, first: Sequence[int] | None) -> int:
-    """The first position of a span that a group's layers hold: they share a window."""
+    """The first position of a span that a group's layers hold; the layers share one window."""
     return states.start if first is None else max(states.start, first[group.layers[0]])

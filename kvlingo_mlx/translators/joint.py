@@ -1,7 +1,7 @@
-"""Linear maps over keys and values together: one from [K; V] to [K; V] a layer.
+"""Linear maps over keys and values together: each layer has one map from [K; V] to [K; V].
 
-Its upper rows write keys and its lower rows values, so on the device it is two linear maps
-which read both sides.
+The upper rows of the map write keys and the lower rows write values. So on the device it is held as
+two linear maps that both read keys and values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvlingo_mlx.translators.linear import LinearTranslator
 
 @dataclass(frozen=True)
 class JointTranslator(LinearTranslator):
-    """One linear map a layer, head-mixing, over keys and values stacked."""
+    """One linear, head-mixing map per layer over stacked keys and values."""
 
     @classmethod
     def build(
@@ -30,7 +30,7 @@ class JointTranslator(LinearTranslator):
         batched: bool | None = None,
         bits: int | None = None,
     ) -> Self:
-        """Lay the weights out for this machine (``batched``: as on a GPU), in ``bits`` if given."""
+        """Arrange the weights for this machine (``batched``: for a GPU), quantised to ``bits``."""
         apart: dict[str, np.ndarray] = {}
         for name, array in weights.arrays.items():
             _, layer, last = name.split(".")
@@ -40,7 +40,7 @@ class JointTranslator(LinearTranslator):
         return super().build(config, apart_weights, batched=batched, bits=bits)
 
     def to_weights(self) -> Weights:
-        """The tensors as the format stores them, equal to those loaded bit by bit."""
+        """The tensors as the format stores them, bit-identical to those that were loaded."""
         apart = super().to_weights()
         together = {}
         for name in apart.arrays:

@@ -21,13 +21,13 @@ from kvlingo_mlx.translators.products import Group
 
 @dataclass(frozen=True)
 class LinearTranslator(Translator):
-    """One linear map a layer and side."""
+    """One linear map per layer and side."""
 
     def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
         return group.project("weight", inputs)
 
     def linear_map(self, side: str, layer: int) -> LinearMap:
-        """Its matrices and bias, shared with this translator."""
+        """The layer's matrices and bias; they share memory with this translator."""
         group = next(group for group in self.groups[side] if layer in group.layers)
         index = group.layers.index(layer)
         bias = group.vector("bias")[index, 0, :, 0] if "bias" in group.tensors else None
@@ -36,7 +36,7 @@ class LinearTranslator(Translator):
 
 
 def identity(config: TranslatorConfig) -> LinearTranslator:
-    """The translator of a model to itself: what must decode exactly as the model does."""
+    """The translator of a model to itself, which must decode exactly as the model does."""
     out: dict[str, np.ndarray] = {}
     for layer, geometry in enumerate(config.target.layers):
         for side in SIDES:

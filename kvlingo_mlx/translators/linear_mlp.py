@@ -1,5 +1,5 @@
-"""Linear maps with a two-layer branch beside them (paper: appendix "Dense-to-MoE
-cache translation", paragraph "A non-linear translator").
+"""Linear maps with a parallel MLP branch (paper: appendix "Dense-to-MoE cache translation",
+paragraph "A non-linear translator").
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvlingo_mlx.translators.products import Group
 
 @dataclass(frozen=True)
 class LinearMLPTranslator(Translator):
-    """The sum of a linear and a two-layer map, a layer and side."""
+    """The sum of a linear map and an MLP, for each layer and side."""
 
     def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
         return group.project("weight", inputs) + two_layers(group, inputs)

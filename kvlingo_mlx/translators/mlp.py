@@ -1,4 +1,4 @@
-"""Two-layer maps, gated by target head or not.
+"""MLPs with one hidden layer, with or without a gate per target head.
 
 Paper: appendix "Training protocol", paragraph "MLP translators".
 """
@@ -16,7 +16,7 @@ from kvlingo_mlx.translators.products import Group
 
 @dataclass(frozen=True)
 class MLPTranslator(Translator):
-    """One two-layer map a layer and side, head-mixing or head-wise."""
+    """One MLP per layer and side, head-mixing or head-wise."""
 
     def _map(self, group: Group, inputs: Sequence[mx.array]) -> mx.array:
         result = two_layers(group, inputs)

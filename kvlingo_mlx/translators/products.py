@@ -1,26 +1,25 @@
-"""Maps as batched matmuls: how they are cut for this machine, and what each one reads.
+"""Maps as batched matmuls: how they are split for this machine, and what each product reads.
 
 Legend: G layers of a group, B batch, H target heads, T tokens, D head width.
 
-Every product is (G, B, 1 or H, T, in) @ (G, 1, 1 or H, in, rows). A head-mixing map
-broadcasts a token's whole width over the target heads; a head-wise one hands each target
-head its own source head. Either way the result is laid out as caches store it,
-(G, B, H, T, D), so no transpose follows. Hidden units of a head-mixing map belong to no
-head: they have one in place of H.
+Every product is (G, B, 1 or H, T, in) @ (G, 1, 1 or H, in, rows). A head-mixing map broadcasts a
+token's whole width over the target heads. A head-wise map gives each target head its own source
+head. In both cases the result has the layout of caches, (G, B, H, T, D), so no transpose follows.
+The hidden units of a head-mixing map belong to no head: their axis H has length 1.
 
-How the products are cut depends on the machine, and only ``plan`` knows:
+How the products are split depends on the machine, and only ``plan`` knows it:
 
-- On a GPU all target layers of equal shape go through one matmul, the source layers of
-  each concatenated: separate matmuls would be launch-bound.
-- On a CPU each layer and each of its source layers has a matmul of its own, summed in
-  place: stacking the inputs costs more than launching (benchmarks/LOG.md). A head-wise map reads
-  its heads side by side, as segments of one product, where each target head has its own source
-  head: to lay them out one after another takes half as long as the product itself.
+- On a GPU, all target layers of equal shape go through one matmul, with the source layers of each
+  concatenated, because separate matmuls would be launch-bound.
+- On a CPU, each source layer of each target layer has its own matmul, and these are summed in
+  place, because stacking the inputs costs more than launching (benchmarks/LOG.md). If each target
+  head has its own source head, a head-wise map reads its heads side by side, as segments of one
+  product, because laying them out one after another takes half as long as the product itself.
 
-How a row of a product is rounded may depend on the product's shape, since a BLAS cuts its tiles
-and shares its threads by it. Layers with a window therefore have products of ``BLOCK`` tokens,
-counted back from a span's end, where windows end as well: on a CPU a token's result is the same,
-to the bit, whether all of its span is translated or the window alone.
+The rounding of a product's rows may depend on the product's shape, since a BLAS chooses its tiles
+and threads by it. So layers with a window use products of ``BLOCK`` tokens, counted back from the
+end of the span, where windows end as well. On a CPU a token's result is then bit-identical whether
+its whole span is translated or only the window.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.quantised import Quantised, fits
 
-# Hidden numbers a token of one group: half a gigabyte in float32 for a chunk of 2048 tokens.
+# The most hidden numbers per token in one group: half a GB in float32 for a chunk of 2048 tokens.
 MAX_HIDDEN = 2**16
-BLOCK = 256  # tokens: as fast as one product for all; 32 take a third longer on a CPU
+BLOCK = 256  # tokens: as fast as one product for all; 32 would take a third longer on a CPU
 
 
 @dataclass(frozen=True)
@@ -50,13 +49,14 @@ class Group:
 
     Attributes:
         layers: The G target layers.
-        cuts: What each matmul over a source's states reads: for each layer, the sides and
+        cuts: The inputs of each matmul over the source's states: for each layer, the sides and
             source layers whose widths are concatenated.
-        tensors: By the format's last name: matrices (G, 1, 1 or H, rows, in), those over
-            a source's states one a cut, some of them quantised where that was asked for; and
-            vectors (G, 1, 1 or H, 1, numbers) in float32.
-        in_blocks: Whether products are of ``BLOCK`` tokens: the layers have a window.
-        segmented: Whether products over a source's states read all heads' widths side by side.
+        tensors: Tensors by the last part of their name in the format. Matrices are
+            (G, 1, 1 or H, rows, in), some of them quantised if that was asked for; a matrix over
+            the source's states has one part per cut. Vectors are (G, 1, 1 or H, 1, numbers) in
+            float32.
+        in_blocks: Whether products are split into ``BLOCK`` tokens, because layers have a window.
+        segmented: Whether products over the source's states read all heads' widths side by side.
     """
 
     layers: tuple[int, ...]
@@ -66,7 +66,7 @@ class Group:
     segmented: bool = False
 
     def above(self, layers: int) -> Group | None:
-        """The same for target layers from ``layers`` on alone; its numbers are shared."""
+        """A group of only the target layers from ``layers`` on, or None; the arrays are shared."""
         skipped = sum(layer < layers for layer in self.layers)
         if skipped == len(self.layers):
             return None
@@ -79,13 +79,13 @@ class Group:
         )
 
     def needed(self, tokens: int) -> int:
-        """How many of a span's last tokens to read, for the last ``tokens`` to be translated."""
+        """How many of a span's last tokens must be read to translate the last ``tokens``."""
         return -(-tokens // BLOCK) * BLOCK if self.in_blocks else tokens
 
     def inputs(self, read: Callable[[Read], mx.array]) -> list[mx.array]:
-        """What each cut reads, (G, B, 1 or H, T, in); ``read`` gives (B, 1 or H, T, in).
+        """The input of each cut, (G, B, 1 or H, T, in); ``read`` returns (B, 1 or H, T, in).
 
-        Where ``segmented``, (1, B, 1, T, H * in).
+        If ``segmented``, the inputs are (1, B, 1, T, H * in).
         """
         inputs = []
         for cut in self.cuts:
@@ -94,12 +94,12 @@ class Group:
         return inputs
 
     def project(self, name: str, inputs: Sequence[mx.array]) -> mx.array:
-        """The products of ``inputs`` and a matrix's parts, summed.
+        """The sum of the products of ``inputs`` with the parts of a matrix.
 
-        In float32, or in 16 bits where both are (ARCHITECTURE.md, decision 9).
+        It is in float32, or in 16 bits if both factors are (ARCHITECTURE.md, decision 9).
         """
         tokens = inputs[0].shape[-2]
-        packed = isinstance(self.tensors[name][0], Quantised)  # a CPU takes these row by row
+        packed = isinstance(self.tensors[name][0], Quantised)  # a CPU multiplies these row by row
         if packed or not self.in_blocks or tokens < BLOCK:
             return self._product(name, inputs)
         rest = tokens % BLOCK
@@ -111,7 +111,7 @@ class Group:
         return result
 
     def _product(self, name: str, inputs: Sequence[mx.array]) -> mx.array:
-        """Of (G, B, 1 or H, T, in), or with an axis of blocks before T."""
+        """The product for inputs (G, B, 1 or H, T, in), or with an axis of blocks before T."""
         result: mx.array | None = None
         for array, part in zip(inputs, self.tensors[name], strict=True):
             if isinstance(part, Quantised):
@@ -126,28 +126,28 @@ class Group:
             if array.ndim > matrix.ndim:
                 matrix = mx.expand_dims(matrix, 3)
             result = array @ matrix if result is None else mx.addmm(result, array, matrix)
-        assert result is not None  # every matrix has a part
+        assert result is not None  # every matrix has at least one part
         return result
 
     def vector(self, name: str) -> mx.array:
-        """A bias or gate in float32, to be broadcast over tokens."""
+        """A bias or gate in float32, shaped to broadcast over tokens."""
         (array,) = self.tensors[name]
         assert isinstance(array, mx.array)  # only matrices are quantised
         return array
 
     def layer_matrices(self, layer: int, name: str) -> tuple[mx.array, ...]:
-        """A target layer's own matrices, (H, rows, in) a cut: the floats in use, not copies.
+        """A target layer's matrices, (H, rows, in) per cut; float ones are shared, not copied.
 
-        Quantised ones are unpacked.
+        Quantised ones are dequantised.
         """
         index = self.layers.index(layer)
         floats = (p.floats() if isinstance(p, Quantised) else p for p in self.tensors[name])
         return tuple(array[index, 0] for array in floats)
 
     def stored(self, head_mixing: bool) -> dict[tuple[int, str], np.ndarray]:
-        """By layer and last name, float32 arrays shaped as the format stores them.
+        """Float32 arrays by layer and last part of the name, with the shapes of the format.
 
-        Quantised matrices are what they stand for.
+        Quantised matrices are dequantised.
         """
         out = {}
         for name, parts in self.tensors.items():
@@ -165,7 +165,7 @@ class Group:
 
 
 def _segmented(array: mx.array, matrix: mx.array) -> mx.array:
-    """(1, B, 1, T, H * in) by (1, 1, H, in, rows), head by head: (1, B, H, T, rows)."""
+    """Multiply (1, B, 1, T, H * in) by (1, 1, H, in, rows) head by head: (1, B, H, T, rows)."""
     _, _, heads, width, rows = matrix.shape
     _, batch, _, tokens, _ = array.shape
     edges = mx.arange(0, heads * width, width, dtype=mx.uint32)
@@ -180,9 +180,9 @@ def _segmented(array: mx.array, matrix: mx.array) -> mx.array:
 def plan(
     config: TranslatorConfig, weights: Weights, side: str, batched: bool, bits: int | None = None
 ) -> tuple[Group, ...]:
-    """Cut the maps to one target side, named ``{side}.{t}.*``, into groups and products.
+    """Split the maps to one target side, named ``{side}.{t}.*``, into groups and products.
 
-    ``bits`` quantises what can be.
+    ``bits`` quantises the matrices that allow it.
     """
     reads = {m.layer: m.reads for m in maps_of(config) if side in m.writes}
     alike: dict[tuple, list[int]] = defaultdict(list)
@@ -207,7 +207,7 @@ def _width(config: TranslatorConfig, read: Read) -> int:
 
 
 def _hidden(weights: Weights, side: str, layer: int) -> int:
-    """Hidden numbers a token of one map, in all heads; 0 where there are none."""
+    """The number of hidden units of one map over all heads; 0 if it has none."""
     name = f"{side}.{layer}.b1"
     return weights.arrays[name].size if name in weights.arrays else 0
 
@@ -220,10 +220,10 @@ def _group(
     batched: bool,
     bits: int | None,
 ) -> Group:
-    """Target layers that are alike; ``reads_of`` is what the map to each one's side reads."""
+    """A group of target layers of equal shape; ``reads_of`` lists the inputs of each one's map."""
     layers, reads = list(reads_of), list(reads_of.values())
     widths = [_width(config, read) for read in reads[0]]
-    # A row that is whole groups is not cut within one: then it is not cut at all.
+    # If cuts would cross quantisation groups while whole rows would not, rows are not cut.
     crossing = bits is not None and fits(sum(widths)) and not all(map(fits, widths))
     whole = batched or crossing
     edges = [] if whole else np.cumsum(widths)[:-1].tolist()
@@ -234,7 +234,7 @@ def _group(
         and config.source.layers[0].kv_heads == heads
         and head_map_of(config) == tuple(range(heads))
     )
-    # Not in blocks: a segment's rows, unlike a block's, lie apart.
+    # Segments exclude blocks: a segment's rows lie apart in memory, a block's do not.
     segmented = own_heads and not (batched or bits or first.window or on_gpu())
     prefix = f"{side}.{layers[0]}."
     tensors: dict[str, tuple[mx.array | Quantised, ...]] = {}
@@ -262,14 +262,14 @@ def _group(
 def _device(
     array: np.ndarray, weights: Weights, bits: int | None, stack_heads: bool
 ) -> mx.array | Quantised:
-    """To MLX, quantised or as floats."""
+    """Convert to MLX, quantised or as floats."""
     if bits is None:
         return _floats(array, weights)
     return Quantised.of(_loaded(array, weights), bits, stack_heads=stack_heads, wide=not on_gpu())
 
 
 def _floats(array: np.ndarray, weights: Weights) -> mx.array:
-    """To MLX; what is of 16 bits becomes float32 on a CPU, where 16-bit matmuls are slow."""
+    """Convert to MLX; on a CPU, 16-bit numbers become float32, because 16-bit matmuls are slow."""
     out = _loaded(array, weights)
     return out if on_gpu() else out.astype(mx.float32)
 
@@ -280,7 +280,7 @@ def _loaded(array: np.ndarray, weights: Weights) -> mx.array:
 
 
 def _by_columns(array: np.ndarray, weights: Weights) -> mx.array:
-    """The same floats, laid out by columns, as segments are read."""
+    """The same floats in column-major layout, as segmented products read them."""
     return _floats(array.swapaxes(-1, -2), weights).swapaxes(-1, -2)
 
 

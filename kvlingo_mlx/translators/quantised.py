@@ -1,9 +1,9 @@
-"""Matrices of 8 or 4 bits: to a translator what mlx-lm's ``quantize`` is to a model.
+"""Matrices of 8 or 4 bits, quantised as mlx-lm's ``quantize`` does for models.
 
-Affine, groups of 64 numbers along a row as the format stores it. A matrix whose rows are no
-multiple of 64 long stays as it is, as in mlx-lm; so do biases and gates. A row is the whole
-input of a map: every source layer read, of one head where the map is head-wise. So what is
-quantised, and to what, does not depend on how a machine cuts its products.
+Quantisation is affine, in groups of 64 numbers along a row as the format stores it. As in mlx-lm, a
+matrix whose row length is no multiple of 64 stays as it is; so do biases and gates. A row is the
+whole input of a map: all source layers that it reads, of one head if the map is head-wise. So the
+quantised numbers do not depend on how a machine splits its products.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ GROUP = 64
 
 
 def check_bits(bits: int | None) -> None:
-    """Refuse (ValueError) what is neither 8, 4 nor None, which means float weights."""
+    """Refuse (ValueError) bits other than 8, 4 and None, which means float weights."""
     if bits is not None and (type(bits) is not int or bits not in BITS):
         raise ValueError(f"quantize is {bits!r}; give 8 or 4, or leave it out for float weights")
 
 
 def fits(width: int) -> bool:
-    """Whether a row of this many numbers is whole groups."""
+    """Whether a row of this many numbers consists of whole groups."""
     return width % GROUP == 0
 
 
 def kept(weights: Weights) -> list[str]:
-    """Names of the matrices that stay as they are when a translator is quantised."""
+    """The names of the matrices that stay as they are when a translator is quantised."""
     return [name for name in _matrices(weights) if not fits(weights.arrays[name].shape[-1])]
 
 
 def check_fits(weights: Weights, bits: int) -> None:
-    """Refuse (ValueError) weights of which ``bits`` would change none."""
+    """Refuse (ValueError) weights of which ``bits`` would change no matrix."""
     names = _matrices(weights)
     if len(kept(weights)) == len(names):
         width = weights.arrays[names[0]].shape[-1]
@@ -56,15 +56,15 @@ def _matrices(weights: Weights) -> list[str]:
 class Quantised:
     """A part of the matrices of G layers, packed.
 
-    Heads that read the same input are one matrix, their rows stacked as in the file: MLX would
-    copy a broadcast input on a CPU, and its GPU kernels have misread broadcast operands.
+    Heads that read the same input are one matrix, with their rows stacked as in the file: on a CPU
+    MLX would copy a broadcast input, and its GPU kernels have misread broadcast operands.
 
     Attributes:
-        words: (G, 1 or H, rows, in * bits / 32), ``bits`` a number, the first lowest.
+        words: (G, 1 or H, rows, in * bits / 32), ``bits`` per number, the first in the lowest bits.
         scales: (G, 1 or H, rows, in / 64).
-        biases: What stands for a group's 0, shaped as the scales.
+        biases: The value that a packed 0 stands for, per group, shaped like the scales.
         bits: 8 or 4.
-        heads: Heads of the result, which share the rows where the second axis has 1.
+        heads: The heads of the result; they share the rows if the second axis has length 1.
     """
 
     words: mx.array
@@ -75,13 +75,13 @@ class Quantised:
 
     @classmethod
     def of(cls, matrices: mx.array, bits: int, *, stack_heads: bool, wide: bool) -> Self:
-        """Quantise (G, 1, H, rows, in) in its own dtype, at once, so that its floats can go.
+        """Quantise (G, 1, H, rows, in) in its own dtype, at once, so that the floats can be freed.
 
         Args:
-            matrices: What to quantise.
+            matrices: The matrices to quantise.
             bits: 8 or 4.
-            stack_heads: All heads read the same input.
-            wide: Keep scales and biases in float32, as a CPU has its weights.
+            stack_heads: Whether all heads read the same input.
+            wide: Whether scales and biases are kept in float32, as weights are on a CPU.
         """
         groups, _, heads, rows, width = matrices.shape
         shape = (groups, 1, heads * rows) if stack_heads else (groups, heads, rows)
@@ -91,14 +91,14 @@ class Quantised:
         return cls(words, scales, biases, bits, heads)
 
     def __getitem__(self, layers: slice) -> Quantised:
-        """The matrices of some of the layers."""
+        """The matrices of a slice of the layers."""
         words, scales, biases = self.words[layers], self.scales[layers], self.biases[layers]
         return Quantised(words, scales, biases, self.bits, self.heads)
 
     def product(self, inputs: mx.array) -> mx.array:
-        """What matrices make of (G, B, 1 or H, T, in): (G, B, H, T, rows).
+        """Multiply (G, B, 1 or H, T, in) by the matrices: (G, B, H, T, rows).
 
-        In float32, or in 16 bits where inputs and scales both are.
+        The result is in float32, or in 16 bits if inputs and scales both are.
         """
         groups, batch, read, tokens, width = inputs.shape
         flat = inputs.swapaxes(1, 2).reshape(groups, read, batch * tokens, width)
@@ -109,17 +109,17 @@ class Quantised:
         return out.transpose(0, 2, 1, 4, 3, 5).reshape(groups, batch, self.heads, tokens, -1)
 
     def floats(self) -> mx.array:
-        """The numbers that are multiplied by, (G, 1, H, rows, in) in float32."""
+        """The dequantised matrices, (G, 1, H, rows, in) in float32."""
         scales, biases = self.scales.astype(mx.float32), self.biases.astype(mx.float32)
         out = mx.dequantize(self.words, scales, biases, GROUP, self.bits)
         return out.reshape(len(out), 1, self.heads, -1, out.shape[-1])
 
     @property
     def size(self) -> int:
-        """Numbers in the matrices."""
+        """The number of numbers in the matrices."""
         return math.prod(self.scales.shape) * GROUP
 
     @property
     def nbytes(self) -> int:
-        """Bytes they take: 9 or 5 bits a number with scales in float32, 8.5 or 4.5 in 16 bits."""
+        """Their bytes: 9 or 5 bits a number with scales in float32, 8.5 or 4.5 in 16 bits."""
         return self.words.nbytes + self.scales.nbytes + self.biases.nbytes

@@ -234,7 +234,7 @@ class Line:
         self._shorten()
         try:
             mx.eval(caches.arrays(self._caches))
-        except RuntimeError:  # perhaps the evaluation failed, which caused the interruption
+        except RuntimeError:  # perhaps this failing evaluation was the interruption
             self.clear()
 
     def _shorten(self) -> None:
@@ -314,7 +314,7 @@ class Line:
         native_layers: int = 0,
         keep: bool = False,
     ) -> None:
-        """Append what another line's model wrote of ``tokens``, translated but not evaluated.
+        """Append what another line's model wrote of ``tokens``, translated, without waiting for it.
 
         ``states`` begin where this line ends. The first ``native_layers`` layers read the tokens
         themselves. ``keep`` records the translation as this model's own, for a later translation.

@@ -94,7 +94,7 @@ class PositionedLine(Line):
         translator: Translator,
         step_size: int,
     ) -> None:
-        """Append what a model of another tokenizer wrote of a text, translated, not evaluated.
+        """Append what a model of another tokenizer wrote of a text, translated, without waiting.
 
         Args:
             tokens: The text in this line's tokens, which follow those of the line.

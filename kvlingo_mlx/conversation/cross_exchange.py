@@ -105,8 +105,8 @@ class CrossExchange(Exchange):
 
         Raises:
             MissingTranslatorError: Other models wrote a part that cannot be translated.
-            UnsupportedModelError: The same, and this line's model cannot take over from any of
-                their tokenizers.
+            UnsupportedModelError: Other models wrote a part, and this line's model cannot take over
+                from another tokenizer.
         """
         steps: list[Step] = []
         given, missing = self._offers(line, begun, len(tokens), known)

@@ -268,11 +268,11 @@ class Line:
 
     @contextlib.contextmanager
     def decoding(self, first: int) -> Iterator[tuple[list[int], Listening]]:
-        """Book the tokens that the model runs meanwhile: ``first``, and those put into the list.
+        """Book the tokens that the model runs: ``first``, and those that the caller puts in a list.
 
-        Yields the list, and the context in which the model must run. Outside that context any
+        Yields the list, and a second context, in which the model must run. Outside it, any
         other caller may run the model. If the caller closes the generator early, the tokens stay
-        booked; after any other error the line is as it was.
+        booked; if anything else ends it early, the line is as it was.
         """
         run, ear = [first], self._ear()
         with self.whole():

@@ -128,8 +128,8 @@ def next_start(offers: Sequence[Offer], position: int) -> int | None:
 def must_wait(known: Known, taken: Sequence[Run]) -> list[Run]:
     """Parts of the target's contents, as characters, that another model may still translate.
 
-    A part with a character among those ``taken`` need not wait. Nor must a part that other
-    readings have, but without a minimal group in common: no model can ever translate it.
+    A part need not wait if some of its characters are ``taken``. Nor need a part wait that other
+    readings hold without any minimal group in common, since no model can ever translate it.
     """
     target = known.target.rendering(len(known.target.tokens))
     found: dict[int, list[np.ndarray]] = {}

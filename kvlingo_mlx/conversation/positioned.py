@@ -1,8 +1,8 @@
 """A cache line that can take over from models of another tokenizer.
 
-What such a model wrote becomes cache entries that are not one per token of the line's own model.
-Each entry stands at the true position of its token in this model's text. So later entries are
-appended, and existing entries stay as they are.
+The states that such a model wrote become cache entries, but not one entry per token of the line's
+own model. Each entry stands at the true position of the token that it represents. So later entries
+are appended, and existing entries stay as they are.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class Transcript:
         return self.previous.copy()
 
     def at(self, messages: Sequence[Message], same: Same) -> tuple[Transcript, list[Message]]:
-        """The longest state of this conversation with which ``messages`` begin, and their rest.
+        """The longest state of this conversation that begins ``messages``, and the other messages.
 
         States are the present one, and those before each exchange or change. ``same`` compares
         messages.
@@ -167,8 +167,8 @@ class Transcript:
     ) -> int | None:
         """The place in ``prompt``, made of ``new``, where the answer's header begins, or None.
 
-        The template renders everything before it the same when the answer is an earlier one. It
-        may drop what it puts at an answer's beginning (an empty think block).
+        The template renders the same before that place once the answer is an earlier one. It may
+        drop what it puts at an answer's beginning (an empty think block).
         """
         whole = render_text(model, [*self.messages, *new], **self.switches)
         bare = render_text(

@@ -201,7 +201,7 @@ class Turn:
     def _decoded_aside(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
         """Decode from copies of the caches, which mlx-lm may quantise or remove drafts from.
 
-        Afterwards the line itself reads the answer in one pass, so it holds what it always would.
+        Afterwards the line itself reads the answer in one pass, so its caches end as usual.
         """
         drafting = self._decoding.draft
         with working():

@@ -103,7 +103,7 @@ def fit(
         MalformedTranslatorError: An ``Assignment`` does not fit these models.
 
     Warns:
-        KVLingoWarning: The data have few tokens for the unknowns; the message says what to do.
+        KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
     """
     if isinstance(samples, str | os.PathLike):
         samples = read_jsonl(samples)

@@ -238,8 +238,8 @@ def check_strategy(strategy: str) -> None:
     """Refuse an unknown strategy.
 
     Raises:
-        ValueError: The strategy is unknown, or is ``switch``, which needs a source that holds the
-            conversation.
+        ValueError: The strategy is unknown (the message lists all), or is ``switch``, which needs a
+            source that holds the conversation.
     """
     if strategy == "switch":
         raise ValueError(
@@ -272,6 +272,6 @@ def _reads_itself(plan: Plan, asked: Asked) -> bool:
         given = "FOLDER" if isinstance(given, Translator) else os.fspath(given)
     names = plan.source.name, plan.target.name
     found = timings.read(key, names, given, facts.config.native_layers)
-    # Then only a switch remains to be done; timings have switches by plain translation alone.
+    # A source that drafts has read the prompt: a switch remains, timed for plain translation only.
     remains = "switch" if plan.draft is plan.source and native == Native() else "accelerator"
     return found.best(count, remains) == "native"

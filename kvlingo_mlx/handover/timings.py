@@ -127,7 +127,7 @@ def key_of(
 
 
 def _model(model: LanguageModel) -> dict[str, Any]:
-    """A model's identity and precision: the bytes of its weights tell 4 bits from 8."""
+    """A model's identity and precision: the bytes of its weights distinguish 4 bits from 8."""
     weights = dict(tree_flatten(model.model.parameters())).values()
     return {
         "geometry": model.geometry.fingerprint,
@@ -189,7 +189,7 @@ def read(
     Args:
         key: A key from :func:`key_of`.
         names: The names of source and target, for the command that an error message gives.
-        translator: The folder or Hub id of a translator that is not the stored one, for the same.
+        translator: The folder or Hub id of a translator that is not the stored one; also for that.
         layers: The translator's own number of native layers: bench measures no other.
 
     Raises:

@@ -70,7 +70,7 @@ class Cell:
         decoded: Tokens per row that each sample decodes.
         samples: Raw seconds by way.
         peak: Peak bytes while decoding, by way: its weights, its cache, its activations.
-        cache: Bytes of the cache, by way; for a folded cache those of the source's.
+        cache: Bytes of the cache, by way; for a folded cache, those of the source's cache.
         maps: Raw seconds of the translator's products alone, for the same number of tokens.
     """
 

@@ -1,4 +1,4 @@
-"""The paper's cost tables on this machine: their phases, their lengths, and the time they take."""
+"""The paper's cost tables on this machine: their phases, their lengths, and a time limit."""
 
 from __future__ import annotations
 

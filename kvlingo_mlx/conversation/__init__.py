@@ -1,9 +1,8 @@
-"""One conversation, several models: each keeps its own cache line, and no span is read twice.
+"""One conversation with several models: each keeps its own cache line and reads no span twice.
 
-Alternated translation and generation (paper: section "Multi-turn cache translation"): a
-line is made of spans that its model read or wrote itself and of spans that were translated, once,
-from what another model wrote. At a switch only the spans that the incoming model lacks are
-translated.
+Alternated translation and generation (section "Multi-turn cache translation"): a line consists of
+spans that its model read or wrote itself, and of spans that another model wrote and that were
+translated once. At a switch only the spans that the incoming model lacks are translated.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ ON_FULL = ("error", "drop_oldest")
 
 
 class ResumeOptions(TypedDict, total=False):
-    """What a saved conversation does not decide itself: arguments of :class:`Conversation`."""
+    """The arguments of :class:`Conversation` that a saved conversation does not fix."""
 
     eager: bool
     on_missing: str
@@ -69,47 +68,48 @@ class Conversation:
     """Several models over one context.
 
     Args:
-        models: By name, each a folder, a Hub id or a loaded model. Where their tokenizers differ
-            each reads the messages by its own chat template; contents are translated, and what a
-            template puts around them its own model reads.
-        translators: Loaded, or folders or Hub ids; each serves the directions that its two
-            models fit. What is missing is looked for in the local store.
-        switching: ``alternated``; for comparison ``naive``, which translates the whole prefix
+        models: The models by name, each a folder, a Hub id or a loaded model. Where tokenizers
+            differ, each model reads the messages by its own chat template: contents are translated,
+            and each model reads the text that its template puts around them.
+        translators: Loaded translators, folders or Hub ids; each serves the directions that its two
+            models fit. Translators that are missing are searched for in the local store.
+        switching: ``alternated``; or, for comparison, ``naive``, which translates the whole prefix
             anew at every switch, translated spans included (not between tokenizers), and
             ``reprefill``.
         eager: Translate what one model wrote for all the others as soon as it is finished, so
             that a switch costs one decoding step. Off saves the other lines' memory.
-        on_missing: ``error``, or ``reprefill`` to let a model read what no translator brings it.
-        offload: Where a line goes while another model decodes, but for what was just written:
+        on_missing: ``error``; ``reprefill`` lets a model read a span that has no translator.
+        offload: Where a line is kept while another model decodes, except for its newest tokens:
             ``8bit`` rounds it to 8 bits in memory, ``disk`` writes it to a file (beside the
             local store, private to this process). None keeps all lines in memory.
         system: A system message to begin with.
         enable_thinking: The chat template's switch.
         tools: The tools that the chat template announces.
-        verbatim: Go on from what was written, whatever the template makes of earlier turns: Qwen's
-            strips their thinking, so that the answers after it must be read anew.
-        prefill_step_size: Tokens per chunk.
+        verbatim: Continue from the tokens as written, even where the template changes earlier
+            turns. Qwen's template strips their thinking, so that later answers are read anew.
+        prefill_step_size: Tokens per prefill chunk.
         allow_mismatch: Accept translators made for other checkpoints of the same shape.
         quantize: Bits of the translators that are loaded here, as in :func:`load_translator`.
-        native_layers: Cache layers, from the first on, that the incoming model reads itself at a
-            switch, as in :func:`hand_over`; the spans above them are translated. Not between
-            tokenizers.
-        on_full: What a prompt that its models have no room for does: ``error``, or
-            ``drop_oldest``: the oldest turns are dropped, each whole, until ``max_tokens`` (at
-            most half of the context) fit after it. The system message stays. What is kept is read
-            anew from the first token that differs.
+        native_layers: Number of cache layers, from the first on, that the incoming model reads
+            itself at a switch, as in :func:`hand_over`; the layers above them are translated. Not
+            between tokenizers.
+        on_full: What happens where a prompt leaves no room in a model's context: ``error``, or
+            ``drop_oldest``, which drops whole turns, the oldest first, until ``max_tokens`` (at
+            most half of the context) fit after the prompt. The system message stays. The rest is
+            read anew from the first token that differs.
 
     Raises:
-        ValueError: No models, or an argument without meaning.
+        ValueError: There are no models, or an argument is bad.
         IncompatibleTranslatorError: A translator fits no direction.
-        UnsupportedModelError: One is given for a model that cannot take over from another
-            tokenizer, as those with windows cannot.
+        UnsupportedModelError: A translator is given for a model that cannot take over from another
+            tokenizer; models with windows cannot.
         NotEnoughMemoryError: The models that are loaded here do not fit; none was read.
 
     Any thread may use a conversation, one at a time: a second one is refused while an answer is
-    written. Several conversations may share models and translators, and take turns, a chunk or a
-    token at a time (see :mod:`kvlingo_mlx.threads`). Samplers and logits processors run within a
-    turn: they must not wait for another thread's. ``with Conversation(...) as talk`` closes it.
+    written. Several conversations may share models and translators; they take turns, after each
+    chunk or token (see :mod:`kvlingo_mlx.threads`). Samplers and logits processors run within a
+    conversation's turn and must not wait for another thread. ``with Conversation(...) as talk``
+    closes the conversation at the end.
     """
 
     @renamed(strategy="switching")
@@ -155,17 +155,17 @@ class Conversation:
 
     @property
     def lines(self) -> Mapping[str, Line]:
-        """What each model holds, by name."""
+        """The models' lines, by name."""
         return self.exchange.lines
 
     @property
     def last_switch(self) -> Switch | None:
-        """What the last answer's model lacked, and how it got that."""
+        """How many tokens the last answer's model lacked, and how it got them."""
         return self.exchange.last
 
     @property
     def messages(self) -> list[Message]:
-        """Every message so far. They can be set: what stands before a change is not read again."""
+        """Every message so far. They can be set; what precedes a change is not read again."""
         return [dict(message) for message in self.transcript.messages]
 
     @messages.setter
@@ -178,12 +178,12 @@ class Conversation:
             self.transcript = made
 
     def undo(self) -> None:
-        """Take back the last message and its answer; what was before is not read again.
+        """Take back the last message and its answer; what came before is not read again.
 
-        Where ``messages`` were set since, that is taken back.
+        If ``messages`` were set since the last answer, that change is taken back instead.
 
         Raises:
-            ValueError: Nobody has answered yet, or an answer is still being written.
+            ValueError: No model has answered yet, or an answer is still being written.
         """
         with self._use.claimed():
             self.transcript = self.transcript.undo()
@@ -192,12 +192,12 @@ class Conversation:
     def truncate_answer(self, characters: int) -> None:
         """Keep the first ``characters`` of the last answer, reasoning and marks counted.
 
-        What is left is the tokens that were written; of a token that is cut, the rest is spelled
-        anew. :meth:`undo` takes back the whole answer.
+        The tokens that were written are kept. If the cut is inside a token, its remaining text is
+        encoded anew. :meth:`undo` takes back the whole answer.
 
         Raises:
-            ValueError: The last message is no answer of so many characters, or an answer is still
-                being written.
+            ValueError: The last message is not an answer of that many characters, or an answer is
+                still being written.
         """
         with self._use.claimed():
             made = self.transcript.copy()
@@ -205,15 +205,15 @@ class Conversation:
             self.transcript = made
 
     def _same(self) -> Callable[[Message, Message], bool]:
-        """Whether a message is one of ours."""
+        """A function that says whether a message is one of this conversation's own."""
         models = _by_tokenizer([line.model for line in self.lines.values()])
         return same_message([alike[0].tokenizer for alike in models])
 
     def branch(self) -> Conversation:
-        """A conversation that goes on from here on its own; models and numbers are shared.
+        """An independent conversation that goes on from here; models and arrays are shared.
 
-        It takes no memory of its own until it or this one goes on: then each model's caches are
-        copied once, for whichever of the two writes first.
+        The branch takes no memory of its own at first. When either conversation goes on, each
+        model's caches are copied once, for the one that writes first.
 
         Raises:
             ValueError: An answer is still being written.
@@ -225,9 +225,9 @@ class Conversation:
             return made
 
     def close(self) -> None:
-        """Let go of all lines, in memory and on disk; models and what was saved stay.
+        """Free all lines, in memory and on disk; models and saved conversations stay.
 
-        A closed conversation can be used no more, except for :attr:`messages` and :meth:`stats`.
+        A closed conversation cannot be used, except for :attr:`messages` and :meth:`stats`.
         Closing it again does nothing.
 
         Raises:
@@ -248,11 +248,11 @@ class Conversation:
         self.close()
 
     def _check_closed(self) -> None:
-        """Refuse (ValueError) a conversation that is closed, or whose answer is being written."""
+        """Raise ValueError if the conversation is closed, or an answer is being written."""
         self._use.check()
 
     def _compare_templates(self) -> None:
-        """Tell, once, of templates under which nothing can be handed over."""
+        """Warn, once, where chat templates differ so that nothing can be handed over."""
         alternated = self.exchange.rules.switching != "reprefill" and not self.transcript.verbatim
         if self._compared or not alternated:
             return
@@ -277,7 +277,7 @@ class Conversation:
         message: str | Sequence[Message] | None = None,
         **options: Unpack[ReplyOptions],
     ) -> str:
-        """One model's whole answer; arguments are those of :meth:`stream_reply`."""
+        """One model's whole answer. The arguments are those of :meth:`stream_reply`."""
         return "".join(response.text for response in self.stream_reply(name, message, **options))
 
     @checked
@@ -299,44 +299,45 @@ class Conversation:
         num_draft_tokens: int | None = None,
         **options: Unpack[DecodingOptions],
     ) -> Generator[GenerationResponse, None, None]:
-        """Let a model answer; yields a response a token.
+        """Let a model answer; yield one response per token.
 
-        The message and the answer join the conversation when the answer ends, or when the
-        caller stops asking for more of it and closes the generator. If anything fails before, the
-        conversation stays as it was. Until then it can be neither asked nor changed.
+        The message and the answer join the conversation when the answer ends, or when the caller
+        closes the generator. If anything fails before that, the conversation stays as it was. Until
+        then, the conversation refuses other questions and changes.
 
         Args:
-            name: Who answers.
-            message: What the user says, or several messages (a tool's result, say).
-            messages: In its place, the whole conversation, as clients of a server send it. What
-                it has in common with this one is not read again, and answers in it that a model
-                wrote keep their tokens, sent back without their reasoning or with their tool
-                calls parsed too. Without either, the messages that were set are answered.
-            prefill: Who reads the message: by default the model that answers, so that the
-                context alone is handed over. Another one hands it over after the prompt.
+            name: The model that answers.
+            message: The user's message, or several messages (with a tool's result, for example).
+            messages: Instead of ``message``, the whole conversation, as clients of a server send
+                it. The part that it shares with this conversation is not read again. Answers that
+                a model wrote keep their tokens, even if they come back without their reasoning or
+                with parsed tool calls. Without either argument, the messages that were set are
+                answered.
+            prefill: The model that reads the message. By default it is the model that answers, so
+                that only the context is handed over. Another model hands over after the prompt.
             first_token: ``source`` lets ``prefill`` write the first token as well.
-            reasoning: Who writes the reasoning trace, up to its end mark; ``name`` then writes
-                the answer alone (appendix "Moving the switch point"). An answer that ends without
-                that mark is warned of: ``name`` wrote nothing of it.
+            reasoning: The model that writes the reasoning trace, up to its end mark; ``name`` then
+                writes only the answer (appendix "Moving the switch point"). If the answer ends
+                without that mark, ``name`` wrote nothing, and a warning says so.
             max_tokens: Most tokens of the answer, a trace included; -1 for no limit but the
                 model's context.
             sampler: As in mlx-lm.
             logits_processors: As in mlx-lm; they see the whole conversation.
             enable_thinking: The chat template's switch, for this reply.
-            draft_model: Drafts for ``name``, as in :func:`generate`: one of this conversation's
-                models by its name, which has read most of it, or another one. Not between several
-                tokenizers, nor beside ``reasoning`` or ``first_token``.
-            num_draft_tokens: How many it drafts at a time (2).
+            draft_model: A draft model for ``name``, as in :func:`generate`: the name of one of
+                this conversation's models, which has read most of the prompt, or another model.
+                Not between several tokenizers, nor with ``reasoning`` or ``first_token``.
+            num_draft_tokens: How many tokens it drafts at a time (2).
             options: Those of :class:`~kvlingo_mlx.handover.sampling.DecodingOptions`;
                 ``kv_bits`` quantises a copy of the cache, and not between several tokenizers.
                 After a reply with ``kv_bits`` or ``draft_model``, ``name`` reads its answer once.
 
         Raises:
-            ValueError: No model of that name, a message that cannot be rendered, more than a
-                model's context, an argument without meaning, or an answer that is still being
-                written.
+            ValueError: There is no model of that name, a message cannot be rendered, the prompt is
+                beyond a model's context, an argument is bad, or an answer is still being written.
             MissingTranslatorError: A span that only another model wrote cannot be translated.
-            UnsupportedModelError: mlx-lm cannot quantise a cache, or take back drafts from it.
+            UnsupportedModelError: mlx-lm cannot quantise a cache, or remove rejected drafts from
+                it.
             NotEnoughMemoryError: The prompt's caches do not fit; nothing has changed.
         """
         known = given(options, DecodingOptions, "a conversation")
@@ -346,7 +347,7 @@ class Conversation:
             raise ValueError(f"first_token is {first_token!r}; it must be target or source")
         self._compare_templates()
         named = [n for n in (name, prefill, reasoning) if n is not None]
-        for each in named:  # all, before anybody begins
+        for each in named:  # check all names before any model begins
             self.exchange.line(each)
         asking = Asking(self.exchange, self.transcript, self._same(), self.on_full)
         base, new = asking.begun(message, messages, enable_thinking, known.get("tools"))
@@ -385,10 +386,10 @@ class Conversation:
         parts: Sequence[tuple[str, int | None, str | None]],
         reader: str | None,
     ) -> Generator[GenerationResponse, None, str]:
-        """An answer by its writers: who, how many tokens at most, until which mark.
+        """Let the writers give an answer: each has a name, a token limit and an end mark.
 
-        It joins ``base``, which is then the conversation. ``reader`` reads the prompt before they
-        begin. Returns who wrote last.
+        The answer joins ``base``, which becomes the conversation. ``reader`` reads the prompt
+        before the writers begin. Returns the name of the last writer.
         """
         latest = name = parts[-1][0]
         try:
@@ -407,11 +408,11 @@ class Conversation:
         return latest
 
     def _check_room(self, turn: Turn, names: Iterable[str]) -> None:
-        """Refuse (NotEnoughMemoryError) a prompt whose caches do not fit; nothing has changed."""
+        """Raise NotEnoughMemoryError if a prompt's caches do not fit; nothing has changed then."""
         check_room({name: turn.length(name) for name in names}, self.lines)
 
     def _finish(self, base: Transcript, turn: Turn, text: str) -> None:
-        """Let what was said join the conversation, and the other lines follow."""
+        """Add the message and the answer to the conversation, and let the other lines follow."""
         models = [line.model for line in self.lines.values()]
         turn.book(base, text)
         base.previous, own = self.transcript, self.transcript.switches
@@ -422,40 +423,40 @@ class Conversation:
         try:
             turn.follow(base, eager=self.eager and self.exchange.rules.switching == "alternated")
         except (MemoryError, RuntimeError, KVLingoError) as error:
-            # What was said stands. A switch will translate, or tell why it cannot.
+            # The answer stays. The next switch will translate it, or say why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)
         finally:
-            base.switches = dict(own)  # those of this reply were for it alone
+            base.switches = dict(own)  # this reply's switches were for this reply only
 
     # ---- memory -----------------------------------------------------------------------------
 
     @checked
     def offload(self, name: str, where: str = "8bit") -> int:
-        """Put a model's line away until that model is to answer; returns the bytes given back.
+        """Put a model's line away until that model is to answer; return the bytes freed.
 
         Args:
-            name: Whose line.
-            where: ``8bit`` (in memory, rounded) or ``disk`` (exact, checked when it comes back).
+            name: The model's name.
+            where: ``8bit`` (in memory, rounded) or ``disk`` (exact, checked when it is read back).
 
         Raises:
-            ValueError: No such model or place.
-            OSError: It cannot be written; the line is as it was.
+            ValueError: There is no such model or place.
+            OSError: The file cannot be written; the line is as it was.
         """
         with self._use.claimed():
             return self.exchange.put_away(name, where)
 
     def stats(self) -> Stats:
-        """What each line holds, and what everything takes in memory."""
+        """The contents of each line, and the memory that everything takes."""
         return stats_of(self.exchange)
 
     def measure_reprefill(self) -> float:
         """Seconds that the last answer's model takes to read its whole prompt, measured now.
 
-        What :attr:`last_switch` took is to be compared with; a cache of that length is made
-        and dropped.
+        Compare this with the seconds of :attr:`last_switch`. A cache of the prompt's length is
+        made and dropped.
 
         Raises:
-            ValueError: Nobody has answered yet.
+            ValueError: No model has answered yet.
         """
         with self._use.claimed():
             return self.exchange.measure_reprefill()
@@ -464,12 +465,12 @@ class Conversation:
 
     @checked
     def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write everything but models and translators to a folder: all of it, or nothing.
+        """Write everything except models and translators to a folder: all of it, or nothing.
 
         A conversation that was saved there before is replaced.
 
         Raises:
-            ValueError: ``folder`` exists and is no conversation of ours, or an answer is still
+            ValueError: ``folder`` exists and is not a saved conversation, or an answer is still
                 being written.
         """
         with self._use.claimed():
@@ -487,18 +488,19 @@ class Conversation:
         """Go on with a saved conversation; nothing is read or translated anew.
 
         Args:
-            folder: What :meth:`save` wrote.
-            models: By the names they had.
-            translators: As for a new conversation; those that were in use must be among them
-                or in the local store.
+            folder: The folder that :meth:`save` wrote.
+            models: The models, by the names that they had.
+            translators: As for a new conversation; the translators that were in use must be among
+                them or in the local store.
             options: ``eager``, ``on_missing``, ``offload``, ``prefill_step_size``, ``quantize``,
-                ``native_layers`` and ``allow_mismatch``; everything else is the saved
-                conversation's.
+                ``native_layers``, ``allow_mismatch`` and ``on_full``; everything else comes from
+                the saved conversation.
 
         Raises:
-            MalformedConversationError: No saved conversation, one of another version, or damaged.
-            ValueError: A model is missing, or another than it was.
-            IncompatibleTranslatorError: A translator is missing, or another than it was.
+            MalformedConversationError: The folder holds no saved conversation, or one that is
+                damaged or of another version.
+            ValueError: A model is missing, or is another than before.
+            IncompatibleTranslatorError: A translator is missing, or is another than before.
         """
         known = ResumeOptions.__annotations__
         for name in options:
@@ -515,7 +517,7 @@ class Conversation:
 
 
 def _loaded(models: Mapping[str, Model]) -> dict[str, LanguageModel]:
-    """The models by name; a folder that has two names is loaded once."""
+    """The models, loaded, by name; a folder with two names is loaded once."""
     keys = {n: id(m) if isinstance(m, LanguageModel) else os.fspath(m) for n, m in models.items()}
     once = {keys[name]: model for name, model in models.items()}
     loaded = dict(zip(once, load_together(list(once.values())), strict=True))
@@ -523,7 +525,7 @@ def _loaded(models: Mapping[str, Model]) -> dict[str, LanguageModel]:
 
 
 def _by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
-    """Models that share a tokenizer together."""
+    """The models, grouped by tokenizer."""
     listed = list(models)
     if len(listed) < 2:
         return [listed]

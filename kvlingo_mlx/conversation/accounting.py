@@ -1,4 +1,4 @@
-"""What a conversation holds in memory, line by line."""
+"""The memory that a conversation takes, line by line."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvlingo_mlx.threads import unit
 
 @dataclass(frozen=True)
 class LineStats:
-    """One line.
+    """The size of one line.
 
     Attributes:
         name: The model.
-        tokens: Tokens that it holds.
-        native: Those that its model read or wrote itself.
-        translated: Those that went through a translator.
-        cache_bytes: Bytes of memory its caches take, buffers' spare room included.
-        recording_bytes: Bytes kept of what its model wrote, for lines that lack it.
+        tokens: Tokens in the line.
+        native: Tokens that the line's model read or wrote itself.
+        translated: Tokens that went through a translator.
+        cache_bytes: Bytes of memory its caches take, spare room in buffers included.
+        recording_bytes: Bytes of the states that its model wrote, kept for lines that lack them.
         where: ``empty``, ``resident``, ``8bit`` or ``disk``.
         shared_bytes: Those of ``cache_bytes`` that a branch of this conversation, or what it was
             branched from, uses as well: until one of both writes, a branch takes no memory.
@@ -45,15 +45,15 @@ class LineStats:
 
 @dataclass(frozen=True)
 class Stats:
-    """All lines, with what is shared.
+    """The sizes of all lines and of everything that they share.
 
     Attributes:
-        lines: One a model.
+        lines: One entry per model.
         models: Bytes of the models' weights, each model once.
         translators: Bytes of the translators in use.
         total: Bytes of all these together.
-        mlx_active: What MLX says that this process's arrays take, those of others included.
-        used: Which translators those are: by direction ("small to large"), folder and digest.
+        mlx_active: Bytes of all of this process's MLX arrays, others' arrays included.
+        used: The translators in use: folder and digest by direction ("small to large").
     """
 
     lines: tuple[LineStats, ...]
@@ -66,7 +66,7 @@ class Stats:
 
 @unit
 def stats_of(exchange: Exchange) -> Stats:
-    """What a conversation holds, once all that other lines follow by is worked out."""
+    """The memory that a conversation takes, once its lines' pending work is evaluated."""
     for line in exchange.lines.values():
         line.settle()
     others = [other for other in exchange.relatives if other is not exchange]
@@ -84,14 +84,14 @@ def stats_of(exchange: Exchange) -> Stats:
 
 
 def check_room(lengths: Mapping[str, int], lines: Mapping[str, Line]) -> None:
-    """Refuse what would make lines larger than the memory there is.
+    """Refuse lengths at which lines would not fit into memory.
 
     Args:
         lengths: Tokens that lines are to hold, by name.
         lines: All lines.
 
     Raises:
-        NotEnoughMemoryError: With what is needed and what there is.
+        NotEnoughMemoryError: The message gives the memory that is needed and that there is.
     """
     needed = 0
     for name, length in lengths.items():

@@ -1,4 +1,4 @@
-"""What a conversation is asked, made ready to be answered: a turn over a transcript."""
+"""Prepare a reply: from a caller's request to a turn over a transcript."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvlingo_mlx.tokenization.renderings import with_joined_parts
 
 
 class ReplyOptions(DecodingOptions, total=False):
-    """What :meth:`Conversation.reply` passes on to :meth:`Conversation.stream_reply`."""
+    """The options that :meth:`Conversation.reply` passes to :meth:`Conversation.stream_reply`."""
 
     messages: Sequence[Message] | None
     prefill: str | None
@@ -39,13 +39,13 @@ class ReplyOptions(DecodingOptions, total=False):
 
 @dataclass(frozen=True)
 class Asking:
-    """A conversation as it stands when a reply is asked for.
+    """A conversation as it is when a reply is asked for.
 
     Attributes:
-        exchange: Its lines.
-        transcript: What was said.
-        same: Whether a message is one of its own.
-        on_full: What a full context does.
+        exchange: The conversation's lines.
+        transcript: The conversation's messages and tokens.
+        same: Says whether two messages, one of them the conversation's own, are the same.
+        on_full: What happens when the context is full.
     """
 
     exchange: Exchange
@@ -60,10 +60,10 @@ class Asking:
         enable_thinking: bool | None,
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> tuple[Transcript, list[Message]]:
-        """What of the conversation stands before the messages that are to be answered, and these.
+        """The transcript before the messages that are to be answered, and these messages.
 
         Raises:
-            ValueError: Both or neither are given, or the last one is an answer.
+            ValueError: Both or neither are given, or the last message is an answer.
         """
         if message is not None and messages is not None:
             raise ValueError(
@@ -82,13 +82,13 @@ class Asking:
                 "answer; add what is to be answered"
             )
         if message is None and not asked:
-            messages_of(message)  # None, which it refuses
+            messages_of(message)  # message is None: this raises ValueError
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
         base.switches |= {name: value for name, value in switches.items() if value is not None}
         return base, new
 
     def quantised(self, names: Sequence[str], known: Mapping[str, Any]) -> dict[str, Any]:
-        """mlx-lm's options for a quantised cache, refused where it cannot be quantised."""
+        """mlx-lm's options for a quantised cache; refuses models that cannot have one."""
         found = {option: known[option] for option in DECODE_OPTIONS if option in known}
         if found and isinstance(self.exchange, CrossExchange):
             raise ValueError(
@@ -101,7 +101,7 @@ class Asking:
         return found
 
     def draft(self, draft_model: Model | None, *, alone: bool) -> Line | None:
-        """A line of its own for a draft model, which holds what a line of that name holds."""
+        """A separate line for a draft model; a copy if it is one of the conversation's models."""
         if draft_model is None:
             return None
         if isinstance(self.exchange, CrossExchange) or not alone:
@@ -116,7 +116,7 @@ class Asking:
     def fitting(
         self, base: Transcript, new: list[Message], names: Sequence[str], max_tokens: int
     ) -> tuple[Transcript, list[Message]]:
-        """The same, the oldest turns dropped until the answer has room, if that was asked for."""
+        """The same two; for ``drop_oldest``, without the oldest turns until the answer has room."""
         if self.on_full != "drop_oldest":
             return base, new
         models = [self.exchange.line(name).model for name in names]
@@ -143,7 +143,7 @@ class Asking:
         max_tokens: int,
         decoding: Decoding,
     ) -> Turn:
-        """An answer to ``new`` by some models, the first of which gives the template."""
+        """A turn in which some models answer ``new``; the first model's template renders it."""
         models = [self.exchange.line(n).model for n in names]
         if isinstance(self.exchange, CrossExchange):
             assert isinstance(base, CrossTranscript)
@@ -159,7 +159,7 @@ class Asking:
 
 
 def messages_of(message: object) -> list[Message]:
-    """What the user says, as messages; ValueError if it is neither text nor messages."""
+    """The user's message as a list of messages; ValueError if it is neither text nor messages."""
     if isinstance(message, str):
         return [{"role": "user", "content": message}]
     listed: list[Any] = list(message) if isinstance(message, Sequence | Iterator) else []
@@ -174,7 +174,7 @@ def messages_of(message: object) -> list[Message]:
 
 
 def history_of(messages: object) -> list[Message]:
-    """A whole conversation; ValueError if it is no list of messages."""
+    """A whole conversation as a list of messages; ValueError if it is not one."""
     if isinstance(messages, str):
         raise ValueError(
             f"messages is {messages!r:.80}; give the whole conversation as a list of messages, or "

@@ -1,4 +1,4 @@
-"""Lines of models with several tokenizers: what one takes over from another's contents."""
+"""Lines of models with several tokenizers, and how they translate each other's contents."""
 
 from __future__ import annotations
 
@@ -29,29 +29,28 @@ from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 
-Wanted = Mapping[str, Reading | None]  # by tokenizer; None where it cannot be told
+Wanted = Mapping[str, Reading | None]  # by tokenizer; None where the reading is unknown
 
 
 class CrossExchange(Exchange):
     """An exchange between models of several tokenizers.
 
-    Lines of one tokenizer give each other what they have token by token. Lines of two share the
-    messages' contents: each keeps its own model's rendering, whose boilerplate that model reads
-    itself.
+    Lines of one tokenizer exchange whole tokens. Lines of two tokenizers share the messages'
+    contents: each keeps its own model's rendering, whose boilerplate that model reads itself.
     """
 
     def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
         try:
             check_positions(model)
         except UnsupportedModelError:
-            return Line(name, model, records=records)  # it can be taken over from
+            return Line(name, model, records=records)  # it can still be a source
         return PositionedLine(name, model, records=records)
 
     def transcript(self, data: Mapping[str, Any]) -> Transcript:
-        """The saved transcript of this conversation, or of one that others join now.
+        """The saved transcript, also of a one-tokenizer conversation that other models join now.
 
         Raises:
-            ValueError, KeyError, TypeError, IndexError: It is none.
+            ValueError, KeyError, TypeError, IndexError: The data are not a transcript.
         """
         if "states" in data:
             return CrossTranscript.from_json(data)
@@ -60,7 +59,7 @@ class CrossExchange(Exchange):
         return CrossTranscript.of_one(found, self.lines[spoken].model)
 
     def key(self, name: str) -> str:
-        """What tells the tokenizer of a model."""
+        """The fingerprint of a model's tokenizer."""
         return self.line(name).model.tokenizer_fingerprint
 
     def _alike(self, a: Line, b: Line) -> bool:
@@ -69,15 +68,15 @@ class CrossExchange(Exchange):
     # ---- switching ------------------------------------------------------------------------
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
-        """The lines to translate from token by token."""
+        """The lines from which ``line`` can translate token by token."""
         return [other for other in super()._sources(line, origin) if self._alike(line, other)]
 
     def _offers(
         self, line: Line, begun: int, length: int, known: Known | None
     ) -> tuple[list[Offer], list[Offer]]:
-        """What lines of other tokenizers can give, and what they could if there was a translator.
+        """The offers of lines of other tokenizers, and those that lack only a translator.
 
-        ``length`` tokens are wanted.
+        ``length`` is the number of tokens that the line is to hold.
         """
         given: list[Offer] = []
         missing: list[Offer] = []
@@ -102,11 +101,12 @@ class CrossExchange(Exchange):
         origin: str | None,
         known: Known | None = None,
     ) -> list[Step]:
-        """Where everything from position ``begun`` on comes from.
+        """The steps that bring the line from position ``begun`` to the end of ``tokens``.
 
         Raises:
-            MissingTranslatorError: Others wrote a part that cannot be translated.
-            UnsupportedModelError: They did, and this line's model can take over from none.
+            MissingTranslatorError: Other models wrote a part that cannot be translated.
+            UnsupportedModelError: Other models wrote a part, and this line's model cannot take over
+                from another tokenizer.
         """
         steps: list[Step] = []
         given, missing = self._offers(line, begun, len(tokens), known)
@@ -124,7 +124,7 @@ class CrossExchange(Exchange):
         given: Sequence[Offer],
         missing: Sequence[Offer],
     ) -> Step:
-        """Where what begins at a position comes from, and how far."""
+        """The step from position ``begun`` on: its source, and where it stops."""
         refused: MissingTranslatorError | None = None
         step = Step(None, begun)
         try:
@@ -147,7 +147,7 @@ class CrossExchange(Exchange):
         return Step(None, min([step.stop, *(s for s in starts if s is not None)]))
 
     def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> None:
-        """Let a line grow by a step."""
+        """Append one step of a plan to a line."""
         if step.alignment is None:
             super()._take(line, step, tokens)
             return
@@ -169,15 +169,15 @@ class CrossExchange(Exchange):
     def follow_across(
         self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
     ) -> None:
-        """Translate for every line what it lacks, as far as it can be.
+        """Translate as much as possible of what each line lacks.
 
-        The models read what stands between translated contents themselves. Lines that were put
-        away stay there.
+        The models read the text between translated contents themselves. Lines that were put away
+        stay away.
 
         Args:
-            wanted: What the lines of each tokenizer are to hold.
+            wanted: The reading that the lines of each tokenizer are to hold.
             others: How each tokenizer's models have read the conversation.
-            mark: Where a line with rings may have to be taken up again.
+            mark: A length to which a line with ring caches may have to return.
         """
         for line in self.lines.values():
             reading = wanted.get(self.key(line.name))
@@ -194,11 +194,11 @@ class CrossExchange(Exchange):
             self._grow(line, _followed(plan, len(line), known), tokens, mark)
 
     def _forget(self) -> None:
-        """Nothing yet: what a line of another tokenizer lacks is only told after the answer."""
+        """Do nothing: what a line of another tokenizer lacks is known only after the answer."""
 
     @unit
     def forget(self, wanted: Wanted, others: Mapping[str, Sequence[Reading]]) -> None:
-        """Let go of states that every line that could take them has."""
+        """Drop the recorded states that every line that could take them has."""
         for line in self.lines.values():
             needed = []
             for other in self.lines.values():
@@ -215,7 +215,7 @@ class CrossExchange(Exchange):
 
 
 def _followed(plan: Sequence[Step], begun: int, known: Known) -> list[Step]:
-    """The steps of a plan up to the last translation before which nothing else must wait."""
+    """The steps up to the last translation before which no content must wait for another model."""
     at = [begun, *(step.stop for step in plan)]
     places = [character(known.target, length) for length in at]
     runs = list(itertools.pairwise(places))
@@ -231,7 +231,7 @@ def _followed(plan: Sequence[Step], begun: int, known: Known) -> list[Step]:
 
 
 def _lacked(source: Line, target: Line, wanted: Reading | None, readings: Sequence[Reading]) -> int:
-    """The first of the source's positions that a target of another tokenizer still lacks."""
+    """The first position of the source that a target of another tokenizer still lacks."""
     if wanted is None:
         return 0
     begun = target.kept(target.common(wanted.tokens))

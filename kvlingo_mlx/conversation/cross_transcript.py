@@ -1,4 +1,4 @@
-"""A conversation's messages as models of several tokenizers must hold them."""
+"""A conversation's messages as models of several tokenizers hold them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, render_text
 from kvlingo_mlx.tokenization.renderings import content_parts, content_spans, written
 
-NEXT = "\u2039next\u203a"  # what a user will say, in place of words that nobody knows yet
+NEXT = "\u2039next\u203a"  # stands for the user's next words, which are not known yet
 UNKNOWN = Reading()
 
 
@@ -26,10 +26,10 @@ class CrossTranscript(Transcript):
     """Messages, and for each tokenizer the tokens in which its models read and wrote them.
 
     Attributes:
-        readings: By tokenizer fingerprint, the conversation as its models last held it; where
-            another's model has answered since, without those messages.
-        tokens: Those of the tokenizer that was written in last.
-        boundaries: Likewise.
+        readings: By tokenizer fingerprint, the conversation as its models last held it. Messages
+            since then, which a model of another tokenizer answered, are missing.
+        tokens: The tokens of the tokenizer that wrote last.
+        boundaries: The boundaries in these tokens.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class CrossTranscript(Transcript):
         self.latest: str | None = None
 
     def copy(self) -> Self:
-        """One that goes its own way."""
+        """An independent copy."""
         made = super().copy()
         made.readings, made.latest = dict(self.readings), self.latest
         return made
@@ -58,10 +58,10 @@ class CrossTranscript(Transcript):
         return self.reading(model, new).tokens
 
     def reading(self, model: LanguageModel, new: Sequence[Message]) -> Reading:
-        """The same with the places of its tokens and of the messages' contents.
+        """The same prompt, with the places of its tokens and of the messages' contents.
 
         Raises:
-            ValueError: As :meth:`prompt`.
+            ValueError: As for :meth:`prompt`.
         """
         before = self.readings.get(model.tokenizer_fingerprint, UNKNOWN)
         messages = [*self.messages, *new]
@@ -83,13 +83,13 @@ class CrossTranscript(Transcript):
         )
 
     def _after(self, model: LanguageModel, last: int, messages: Sequence[Message]) -> str:
-        """What the template puts after an answer whose last token is ``last``."""
+        """The text that the template puts after an answer whose last token is ``last``."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
         text = render_text(model, [*before, *messages], **self.switches).split(MARK, 1)[1]
         return text[len(written_stop(model, last, text)) :]
 
     def ahead(self, model: LanguageModel) -> Reading | None:
-        """As far as it will be read whatever the user says next; None if that cannot be told."""
+        """The part that will be read whatever the user says next; None if it is unknown."""
         try:
             found = self.reading(model, [{"role": "user", "content": NEXT}])
         except ValueError:
@@ -100,7 +100,7 @@ class CrossTranscript(Transcript):
     def gap(self, model: LanguageModel, messages: Sequence[Message], header: str) -> str:
         """The white space that the template puts between an answer's header and the answer.
 
-        ``header`` is how its text ends up to there.
+        ``header`` is the end of the text up to there.
         """
         try:
             answered = [*self.messages, *messages, {"role": "assistant", "content": MARK}]
@@ -113,9 +113,9 @@ class CrossTranscript(Transcript):
     def book(
         self, messages: Sequence[Message], readings: Mapping[str, Reading], latest: str
     ) -> None:
-        """Book messages and an answer, as ``readings`` by tokenizer have them.
+        """Book messages and an answer, with their ``readings`` by tokenizer.
 
-        Those are of the whole answer, which models of ``latest`` finished.
+        The readings hold the whole answer, which a model of tokenizer ``latest`` finished.
         """
         self.previous = self.copy()
         self.messages = [*self.messages, *messages]
@@ -124,10 +124,10 @@ class CrossTranscript(Transcript):
         self._believe(latest)
 
     def remember(self, model: LanguageModel) -> None:
-        """Nothing: an answer that stands after a change is cut into tokens anew."""
+        """Do nothing: an answer that comes after a change is cut into tokens anew."""
 
     def _cut_tokens(self, models: Sequence[LanguageModel], content: str, left: str) -> None:
-        """Let every reading of the last answer end with what is ``left`` of it."""
+        """Shorten the last answer to ``left`` in every reading."""
         tokenizers = {model.tokenizer_fingerprint: model.tokenizer for model in models}
         for key, reading in self.readings.items():
             if reading.messages == len(self.messages):
@@ -145,7 +145,7 @@ class CrossTranscript(Transcript):
     # ---- as JSON --------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, what can be undone included: each earlier reading by how it differs."""
+        """The whole transcript with its undo history; each reading as a difference to the last."""
         last: dict[str, tuple[int, Reading]] = {}
         listed: list[dict[str, Any]] = []
         states = []
@@ -179,7 +179,7 @@ class CrossTranscript(Transcript):
         """The transcript that :meth:`to_json` described.
 
         Raises:
-            ValueError, KeyError, TypeError, IndexError: It did not.
+            ValueError, KeyError, TypeError, IndexError: The data are not a transcript.
         """
         readings: list[Reading] = []
         for each in data["readings"]:
@@ -207,10 +207,10 @@ class CrossTranscript(Transcript):
 
     @classmethod
     def of_one(cls, one: Transcript, model: LanguageModel) -> Self:
-        """What models of ``model``'s tokenizer said among themselves, for others to join.
+        """A transcript of several tokenizers from one of ``model``'s tokenizer.
 
-        Their tokens are gone on from. Where contents stand in them was not written down, so the
-        others read all of it themselves.
+        Its tokens are kept. The places of contents in them were not saved, so models of other
+        tokenizers read all of it themselves.
         """
         made = cls(one.messages, verbatim=one.verbatim, switches=one.switches)
         if one.tokens:

@@ -15,16 +15,16 @@ from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message
 
-HEADER = 8  # characters at the end of a prompt by which an answer's header is known again
+HEADER = 8  # characters at the end of a prompt by which an answer's header is recognised
 
 
 class CrossTurn(Turn):
-    """An answer on its way, which every model reads in its own tokens.
+    """An answer in progress, which every model reads in its own tokens.
 
-    What a model of one tokenizer has written, those of another go on from as text.
+    A model of one tokenizer goes on from the text that models of another have written.
 
     Raises:
-        ValueError: A model's prompt cannot be rendered, or has more than its context.
+        ValueError: A model's prompt cannot be rendered, or is beyond its context.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class CrossTurn(Turn):
         super().__init__(exchange, messages, prompt, mark, max_tokens, decoding)
 
     def length(self, name: str) -> int:
-        """Tokens of the prompt and of the answer so far, in those of a model."""
+        """The number of tokens of the prompt and the answer so far, by a model's tokenizer."""
         return len(self._reading(name).tokens)
 
     def _begin(self, name: str) -> tuple[list[int], Switch]:
@@ -74,7 +74,7 @@ class CrossTurn(Turn):
     def write(
         self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
     ) -> Iterator[GenerationResponse]:
-        """Let a model go on with it, as in :meth:`Turn.write`."""
+        """Let a model continue the answer, as in :meth:`Turn.write`."""
         begun = len(self.answer)
         try:
             yield from super().write(name, most, until, last=last)
@@ -87,11 +87,11 @@ class CrossTurn(Turn):
         """The answer as text."""
         if len(self._wrote) > 1:
             return self._said
-        # Who was to finish it may have another tokenizer, and have written nothing yet.
+        # The model that was to finish may have another tokenizer and have written nothing yet.
         return super().said(self._writer or name, cut=cut)
 
     def book(self, transcript: Transcript, text: str) -> None:
-        """Let what was asked and answered, as ``text``, join the conversation."""
+        """Add the question and the answer ``text`` to the conversation."""
         assert transcript is self._transcript
         said = {"role": "assistant", "content": text}
         names = {self._across.key(name): name for name in self._across.lines}
@@ -99,7 +99,7 @@ class CrossTurn(Turn):
         self._transcript.book([*self.messages, said], readings, self._latest)
 
     def follow(self, transcript: Transcript, *, eager: bool) -> None:
-        """Let the other lines have what was said, once it is booked."""
+        """Bring the other lines up to date with the booked answer."""
         assert isinstance(transcript, CrossTranscript)
         wanted = {}
         for name in self._across.lines:

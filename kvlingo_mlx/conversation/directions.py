@@ -25,12 +25,13 @@ Given = Translator | str | os.PathLike[str]
 
 
 class Directions:
-    """A translator, or where the local store has it, for each ordered pair of models.
+    """For each ordered pair of models, a translator or its path in the local store.
 
     Raises:
-        ValueError: An option that would mean nothing for the stored translators.
-        IncompatibleTranslatorError: One that was given fits no direction.
-        UnsupportedModelError: It is for a model that cannot take over from another tokenizer.
+        ValueError: An option would have no effect on, or be invalid for, the stored translators.
+        IncompatibleTranslatorError: A given translator fits no direction.
+        UnsupportedModelError: A given translator is for a model that cannot take over from another
+            tokenizer.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Directions:
         self._check_stored(any(not isinstance(given, Translator) for given in translators))
 
     def _assign(self, translator: Translator, *, exact: bool) -> None:
-        """Give a translator the directions that it serves; those made for them come first."""
+        """Assign a translator to the directions that it serves; exact matches come first."""
         config = translator.config
         if len({model.tokenizer_fingerprint for model in self._models.values()}) == 1:
             check_one_tokenizer(config, "a conversation of one tokenizer")
@@ -70,7 +71,7 @@ class Directions:
                 self._use(translator, pair, allow_mismatch=tolerance)
 
     def _use(self, translator: Translator, pair: tuple[str, str], *, allow_mismatch: bool) -> None:
-        """Let a translator serve a direction, once it was found fit for that."""
+        """Assign a translator to a direction after checking that it fits."""
         models = (self._models[name] for name in pair)
         check_pair(translator.config, *models, allow_mismatch=allow_mismatch)
         self._check_naive(translator)
@@ -78,7 +79,7 @@ class Directions:
         self._found[pair] = translator
 
     def _check_naive(self, translator: Translator) -> None:
-        """Refuse what naive switching cannot chain: a translation is translated again."""
+        """Refuse several capture points in naive switching, which translates translations again."""
         points = {t.config.capture for t in self.loaded.values()} | {translator.config.capture}
         if self._rules.switching == "naive" and len(points) > 1:
             raise IncompatibleTranslatorError(
@@ -88,7 +89,7 @@ class Directions:
             )
 
     def stored(self, source: str, target: str) -> Translator | Path | None:
-        """The translator of a direction or where the local store, searched once, has it.
+        """The translator of a direction, or its path in the local store, searched once.
 
         None where there is none, or where the target cannot take over from another tokenizer.
         """
@@ -104,7 +105,7 @@ class Directions:
         return self._found[source, target]
 
     def translator(self, source: str, target: str) -> Translator | None:
-        """The translator of a direction, loaded, or None."""
+        """The loaded translator of a direction, or None."""
         found = self.stored(source, target)
         if isinstance(found, Path):
             found = load_translator(found, quantize=self._rules.quantize)
@@ -112,15 +113,16 @@ class Directions:
         return found
 
     def native(self, config: TranslatorConfig) -> int:
-        """How many layers read what a translator brings; what means nothing is refused."""
+        """The number of native layers with a translator's config, checked."""
         if config.alignment is not None:
             return 0
         return native_part(config, self._rules.asked_layers).layers
 
     def _check_stored(self, read: bool) -> None:
-        """Refuse (ValueError) now what would mean nothing for a stored translator at a switch.
+        """Check now what would otherwise fail at a switch to a stored translator (ValueError).
 
-        ``read``: some translator was loaded here. The store is searched only for numbers given.
+        ``read`` says whether a translator was loaded here. The store is searched only if
+        ``native_layers`` or ``quantize`` is given.
         """
         quantize = self._rules.quantize
         if self._rules.native_layers is None and (quantize is None or read):
@@ -137,5 +139,5 @@ class Directions:
 
     @property
     def loaded(self) -> dict[tuple[str, str], Translator]:
-        """Those in use, by direction."""
+        """The loaded translators, by direction."""
         return {names: t for names, t in self._found.items() if isinstance(t, Translator)}

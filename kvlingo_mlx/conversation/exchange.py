@@ -1,4 +1,4 @@
-"""Several lines over one context: which spans come from where, by how it switches."""
+"""Several lines over one context, and the plans that read or translate the spans they lack."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from kvlingo_mlx.translators.base import Translator
 
 @dataclass(frozen=True)
 class Switch:
-    """What it took to bring a line up to date before its model's last step.
+    """The work that brought a line up to date before its model's last step.
 
     Attributes:
         name: The model.
         kept: Tokens that its line held already.
-        translated: Tokens translated.
-        read: Tokens that it read itself, the last one of the prompt left out.
-        seconds: How long that took.
-        translate_s: How much of that translation took.
-        read_s: How much of that reading took.
+        translated: Tokens that were translated.
+        read: Tokens that the model read itself, without the prompt's last token.
+        seconds: Seconds for all of this.
+        translate_s: The part of them that translation took.
+        read_s: The part of them that reading took.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Switch:
 
 @dataclass(frozen=True)
 class Step:
-    """Part of a plan: the positions up to ``stop``, read, or translated from ``source``.
+    """A step of a plan: the positions up to ``stop`` are read, or translated from ``source``.
 
-    ``alignment`` says which of the source's tokens stand for them, where it has others.
+    Between two tokenizers, ``alignment`` says which source tokens stand for these positions.
     """
 
     source: Line | None
@@ -65,13 +65,13 @@ class Step:
 
 
 class Exchange:
-    """The lines of a conversation, and how one gets what the others have.
+    """The lines of a conversation, and how each line gets what the others have.
 
     Attributes:
-        lines: By name.
-        last: What the last switch took, or None.
-        active: Whose line was brought up to date last, or None.
-        relatives: This one, and those of all conversations that branched from one another.
+        lines: The lines by name.
+        last: The last switch, or None.
+        active: The name of the line that was brought up to date last, or None.
+        relatives: This exchange, and those of all conversations that branched from one another.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Exchange:
 
     @unit
     def copy(self) -> Exchange:
-        """One that goes its own way; models, translators and numbers are shared."""
+        """An independent copy; models, translators and arrays are shared."""
         made = copy.copy(self)
         made.lines = {name: line.copy() for name, line in self.lines.items()}
         self.relatives.add(made)  # one set for all of them
@@ -107,15 +107,15 @@ class Exchange:
         return Line(name, model, records=records)
 
     def transcript(self, data: Mapping[str, Any]) -> Transcript:
-        """The saved transcript of such a conversation.
+        """The saved transcript of a conversation of this kind.
 
         Raises:
-            ValueError, KeyError, TypeError, IndexError: It is none.
+            ValueError, KeyError, TypeError, IndexError: The data are not a transcript.
         """
         return Transcript.from_json(data)
 
     def used_by(self, name: str) -> tuple[Translator, ...]:
-        """Those into a line that holds translated entries."""
+        """The loaded translators into a line, if it holds translated entries."""
         if not any(span.passes for span in self.line(name).spans):
             return ()
         return tuple(t for (_, target), t in self.directions.loaded.items() if target == name)
@@ -127,12 +127,12 @@ class Exchange:
     ) -> Switch:
         """Make a line hold ``tokens``: translate what others wrote, read the rest natively.
 
-        ``mark`` is a length at which the line may have to be taken up again; ``known`` is what
-        models of other tokenizers made of the same conversation.
+        ``mark`` is a length to which the line may have to return. ``known`` has the readings of the
+        same conversation by models of other tokenizers.
 
         Raises:
-            MissingTranslatorError: Others wrote a part that cannot be translated; nothing has
-                changed.
+            MissingTranslatorError: Other models wrote a part that cannot be translated; nothing
+                has changed.
         """
         started = time.perf_counter()
         line = self.line(name)
@@ -168,15 +168,16 @@ class Exchange:
         *,
         wait: bool = False,
     ) -> tuple[float, float]:
-        """Let a line grow by a plan, with marks where it begins and at ``mark``.
+        """Append a plan's steps to a line, with marks at its present length and at ``mark``.
 
-        ``wait`` for each step's results: the seconds of translation and of reading are true then.
+        ``wait`` evaluates each step, so that the returned seconds of translation and of reading
+        are true.
         """
         line.mark()
         translate_s = read_s = 0.0
         for step in plan:
             started = time.perf_counter()
-            # A line with rings takes over from no other tokenizer: there is nothing to mark.
+            # A line with rings takes nothing over from another tokenizer and needs no mark there.
             if mark is not None and len(line) < mark < step.stop and step.alignment is None:
                 self._take(line, Step(step.source, mark), tokens)
                 line.mark()
@@ -189,7 +190,7 @@ class Exchange:
         return translate_s, read_s
 
     def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> None:
-        """Let a line grow by a step."""
+        """Append one step of a plan to a line."""
         begun, source = len(line), step.source
         if source is None:
             line.read(tokens[begun : step.stop], self.rules.step_size)
@@ -216,7 +217,7 @@ class Exchange:
         origin: str | None,
         known: Known | None = None,
     ) -> list[Step]:
-        """Where everything from position ``begun`` on comes from."""
+        """The steps that bring the line from position ``begun`` to the end of ``tokens``."""
         steps = []
         while begun < len(tokens):
             step = self._next(line, tokens, begun, origin)
@@ -225,7 +226,7 @@ class Exchange:
         return steps
 
     def _next(self, line: Line, tokens: Sequence[int], begun: int, origin: str | None) -> Step:
-        """Whose states to translate from position ``begun`` on, or none, and how far."""
+        """The step from position ``begun`` on: its source, or None to read, and where it stops."""
         best, later = Step(None, begun), len(tokens)
         missing: Line | None = None
         for other in self._sources(line, origin):
@@ -244,7 +245,7 @@ class Exchange:
         return Step(None, later)
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
-        """The lines to translate from: all others, or the one that was active before."""
+        """The lines to translate from: all others; for naive switching only ``origin``."""
         if self.rules.switching == "reprefill":
             return []
         others = [other for other in self.lines.values() if other is not line]
@@ -252,9 +253,9 @@ class Exchange:
 
     @unit
     def follow(self, tokens: Sequence[int], mark: int | None = None) -> None:
-        """Translate for every other line what it lacks of ``tokens``, as far as it can be.
+        """Translate as much as possible of what each other line lacks of ``tokens``.
 
-        Nothing waits for the results. Lines that were put away stay there.
+        Nothing waits for the results. Lines that were put away stay away.
         """
         for line in self.lines.values():
             if line.away or line.trim(line.common(tokens)) == len(tokens):
@@ -268,7 +269,7 @@ class Exchange:
         self._forget()
 
     def _forget(self) -> None:
-        """Let go of states that every line that could take them has."""
+        """Drop the recorded states that every line that could take them has."""
         if self.rules.switching == "naive":
             return
         for line in self.lines.values():
@@ -282,11 +283,11 @@ class Exchange:
     # ---- memory ---------------------------------------------------------------------------
 
     def put_away(self, name: str, where: str) -> int:
-        """Put a line's arrays away, and wait until they are; returns the bytes it gives back.
+        """Put a line's arrays away and wait until that is done; return the bytes freed.
 
         Raises:
-            ValueError: No such model or place.
-            OSError: They cannot be written; the line is as it was.
+            ValueError: There is no such model or place.
+            OSError: The file cannot be written; the line is as it was.
         """
         if where not in PLACES:
             raise ValueError(f"where is {where!r}; it must be one of {', '.join(PLACES)}")
@@ -298,9 +299,9 @@ class Exchange:
         return before - line.cache_bytes
 
     def put_others_away(self, name: str) -> None:
-        """Put away the lines that do not decode, if that was asked for; no disk is waited for.
+        """Put away the lines that do not decode, if ``offload`` asks for it, without waiting.
 
-        A disk that cannot be written is tried once more at the next switch.
+        If a file cannot be written, the next switch tries again.
         """
         if self.rules.offload is None:
             return
@@ -309,7 +310,7 @@ class Exchange:
                 line.put_away(self.rules.offload)
 
     def measure_reprefill(self) -> float:
-        """Seconds that the last switch's model takes to read all of its prompt anew, but one token.
+        """Seconds that the last switch's model takes to read its prompt anew, except one token.
 
         Raises:
             ValueError: There has been no switch.

@@ -1,9 +1,9 @@
-"""A conversation on disk: one folder, replaced at once, refused when anything in it differs.
+"""A conversation on disk: one folder, replaced atomically, refused when anything in it differs.
 
-``conversation.json`` says everything but arrays and names the files that hold these, each with its
-sha256 and named by it. A save writes new files, then replaces ``conversation.json``, then removes
-what that no longer names: whatever interrupts it, the folder is the old conversation or the new
-one.
+``conversation.json`` holds everything except the arrays. It names the files with the arrays; each
+has its sha256 there, and a part of that in its name. A save writes new files, then replaces
+``conversation.json``, then removes the files that it no longer names. Whatever interrupts a save,
+the folder holds the old conversation or the new one.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
 
-FORMAT, VERSION = "kvlingo-conversation", 2  # 2: other digests of translators
+FORMAT, VERSION = "kvlingo-conversation", 2  # version 2 has other digests of translators
 FACTS = "conversation.json"
 OURS = re.compile(r"line-\d+\.(cache|native)\.[0-9a-f]{16}\.safetensors(\.tmp)?")
-SAMPLED = 64  # numbers of an array that are looked at, about
+SAMPLED = 64  # about how many numbers of an array go into the digest
 
 
 @unit
 def describe(model: LanguageModel) -> dict[str, Any]:
-    """What must be equal for a cache of ``model`` to be its own: weights, their bits, dtype.
+    """The facts that must be equal for a cache to fit ``model``: weights, their bits, dtype.
 
-    Of the weights, all norms, the projections of keys and values of two layers, and some numbers of
-    every array: a model that was tuned further differs there.
+    The digest of the weights covers all norms, the key and value projections of two layers, and
+    some numbers of every array. A further training of the model changes these.
     """
     digest = hashlib.sha256()
     for attention in (model.attentions[0], model.attentions[-1]):
@@ -77,10 +77,10 @@ def _bytes(array: mx.array) -> bytes:
 
 @unit
 def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transcript) -> Path:
-    """Write a conversation; an older one there is replaced.
+    """Write a conversation to a folder, in place of an older one there.
 
     Raises:
-        ValueError: ``folder`` exists and is no conversation of ours.
+        ValueError: ``folder`` exists and is not a saved conversation.
     """
     folder = Path(folder)
     check_destination(folder)
@@ -110,7 +110,7 @@ def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transc
         for path in written:
             path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            folder.rmdir()  # if it is empty, it was made here
+            folder.rmdir()  # fails unless it is empty, so unless it was made here
         raise
     named = {entry["file"] for line in lines.values() for entry in line["files"].values()}
     for path in folder.iterdir():
@@ -120,11 +120,11 @@ def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transc
 
 
 def check_destination(folder: Path) -> None:
-    """Refuse (ValueError) a folder that exists and is no saved conversation."""
+    """Raise ValueError if a folder exists and is not a saved conversation."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file; name a folder to save the conversation in")
     names = [path.name for path in folder.iterdir()] if folder.exists() else []
-    names = [name for name in names if not name.startswith(".")]  # what a file manager leaves
+    names = [name for name in names if not name.startswith(".")]  # files of a file manager
     if any(name.removesuffix(".tmp") != FACTS and not OURS.fullmatch(name) for name in names):
         raise ValueError(
             f"{folder} exists and is not a saved conversation; choose another name, or remove it"
@@ -152,7 +152,7 @@ def _replace(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o600)  # it holds what was said
+            os.fchmod(file.fileno(), 0o600)  # the file holds the messages
             file.write(text)
             file.flush()
             sync_file(file.fileno())
@@ -168,7 +168,7 @@ class Saved:
     """A folder that :func:`write` made.
 
     Raises:
-        MalformedConversationError: It is not one, or of another version.
+        MalformedConversationError: The folder is not a saved conversation, or of another version.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -194,7 +194,7 @@ class Saved:
 
     @contextlib.contextmanager
     def _believed(self) -> Iterator[None]:
-        """What a file edited by hand lacks is told as its fault."""
+        """Turn the errors of a damaged ``conversation.json`` into MalformedConversationError."""
         try:
             yield
         except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -204,21 +204,21 @@ class Saved:
 
     @property
     def switching(self) -> str:
-        """How its models took over from each other."""
+        """How the conversation's models took over from each other."""
         with self._believed():
             return str(self._facts["strategy"])
 
     @property
     def models(self) -> dict[str, str]:
-        """By name, the folder or Hub id that a model was loaded from."""
+        """For each name, the folder or Hub id from which the model was loaded."""
         with self._believed():
             return {name: str(model["name"]) for name, model in self._facts["models"].items()}
 
     def check_models(self, models: Mapping[str, LanguageModel]) -> None:
-        """Refuse models that are not those of the conversation; more of them may join.
+        """Refuse models that are not the conversation's; further models may join.
 
         Raises:
-            ValueError: One is missing, or another than it was.
+            ValueError: A model is missing, or is another than before.
         """
         with self._believed():
             wanted = dict(self._facts["models"])
@@ -239,11 +239,11 @@ class Saved:
 
     @unit
     def restore(self, exchange: Exchange) -> Transcript:
-        """Fill the lines of an exchange of the right models; returns the transcript.
+        """Fill the lines of an exchange of the right models; return the transcript.
 
         Raises:
             MalformedConversationError: A file is missing or damaged.
-            IncompatibleTranslatorError: A translator is missing, or another than it was.
+            IncompatibleTranslatorError: A translator is missing, or is another than before.
         """
         with self._believed():
             for entry in self._facts["translators"]:
@@ -273,5 +273,5 @@ class Saved:
         except KVLingoError as error:
             raise MalformedConversationError(str(error)) from None
         arrays = {name: found[name].reshape(shape) for name, shape in shapes.items()}
-        mx.eval(arrays)  # any thread may go on with them
+        mx.eval(arrays)  # now any thread may use them
         return arrays

@@ -1,4 +1,4 @@
-"""One model's cache line: the tokens it holds, who wrote them, and how it grows and shrinks."""
+"""One model's cache line: its tokens, who wrote them, and how it grows and shrinks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translators.base import Translator
 
 Listening = Callable[[], contextlib.AbstractContextManager[None]]
-Mark = tuple[int, list[Any]]  # a length, and the rings as they were
-MARKS = 2  # how many are kept: one before the last message, one after it
+Mark = tuple[int, list[Any]]  # a length, and copies of the ring caches at that length
+MARKS = 2  # marks that are kept: one before the last message, one after it
 
 
 class Line:
     """The tokens that one model holds, in stock mlx-lm caches.
 
     Attributes:
-        name: What the conversation calls the model.
+        name: The model's name in the conversation.
         model: The model.
-        tokens: Ids of the tokens they hold.
-        spans: Who wrote them.
-        native: What the model's own projections wrote, until the other lines have it.
-        records: Whether to keep that.
+        tokens: Ids of the tokens in the caches.
+        spans: Which model wrote which of them.
+        native: The states that the model's own projections wrote, until the other lines have them.
+        records: Whether to keep these states.
     """
 
     def __init__(self, name: str, model: LanguageModel, *, records: bool) -> None:
@@ -46,7 +46,7 @@ class Line:
 
     @unit
     def clear(self) -> None:
-        """Give up everything."""
+        """Empty the line."""
         self._caches: list[Any] = self._empty()
         self.tokens: list[int] = []
         self.spans: list[Span] = []
@@ -62,10 +62,10 @@ class Line:
 
     @property
     def cache(self) -> list[Any]:
-        """The model's caches, one a layer; brought back if they were put away.
+        """The model's caches, one per layer; brought back if they were put away.
 
         Raises:
-            KVLingoError: What was put away is damaged. The line is empty then.
+            KVLingoError: The stored arrays are damaged. The line is empty then.
         """
         if self._away is not None:
             self._return()
@@ -73,7 +73,7 @@ class Line:
 
     @unit
     def copy(self) -> Line:
-        """One that goes its own way; it takes no memory until one of both writes."""
+        """An independent copy, which takes no memory until one of the two lines writes."""
         made = type(self)(self.name, self.model, records=self.records)
         made._caches = [_copy(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
@@ -81,30 +81,30 @@ class Line:
         return made
 
     def copies(self) -> list[Any]:
-        """The model's caches as ones that grow, or are quantised, without this line."""
+        """Copies of the model's caches; growing or quantising them does not change the line."""
         return [_copy(cache) for cache in self.cache]
 
     def common(self, tokens: Sequence[int]) -> int:
-        """How many leading tokens it shares with ``tokens``."""
+        """The number of leading tokens that the line shares with ``tokens``."""
         return common_prefix(self.tokens, tokens)
 
     # ---- away -----------------------------------------------------------------------------
 
     @property
     def where(self) -> str:
-        """``empty``, ``resident``, or where it was put."""
+        """``empty``, ``resident``, or the place where the arrays are stored."""
         if not self.tokens:
             return "empty"
         return "resident" if self._away is None else self._away.where
 
     @property
     def away(self) -> bool:
-        """Whether it was put away, whatever has come of that so far."""
+        """Whether the arrays were put away, even if that is not finished."""
         return self._away is not None
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of memory that its caches take, wherever they are."""
+        """Bytes of memory that the line's caches take, wherever they are."""
         marked = [ring for _, rings in self._marks for ring in rings if ring is not None]
         away = 0 if self._away is None else self._away.nbytes
         return caches.nbytes([*self._caches, *marked]) + away
@@ -116,7 +116,7 @@ class Line:
         return caches.arrays([*self._caches, *marked])
 
     def arrays(self) -> dict[str, mx.array]:
-        """The arrays of its caches and its marks by name, from wherever they are."""
+        """The arrays of the line's caches and marks by name, wherever they are."""
         if self._away is not None:
             return self._away.take()
         return {name: getattr(cache, side) for name, cache, side in self._places()}
@@ -132,7 +132,7 @@ class Line:
 
     @unit
     def put_away(self, place: str) -> Storage | None:
-        """Let its arrays wait in a place until they are wanted; None if there is nothing to put."""
+        """Store the line's arrays in a place until they are needed; None if the line is empty."""
         if self._away is not None and (self._away.place != place or self._away.failed):
             self._return()
         if self._away is None and self.tokens:
@@ -146,11 +146,11 @@ class Line:
 
     @unit
     def settle(self) -> None:
-        """Wait until all that it is to hold is worked out."""
+        """Evaluate everything that the line holds."""
         mx.eval(caches.arrays(self._caches))
 
     def recall(self) -> None:
-        """Begin to bring its arrays back, and return at once."""
+        """Begin to bring the line's arrays back, and return at once."""
         if self._away is not None:
             self._away.recall()
 
@@ -171,18 +171,18 @@ class Line:
 
     @unit
     def mark(self) -> None:
-        """Remember this length: rings can be trimmed no further back once they are full."""
+        """Remember this length: a full ring cache can return only to a mark."""
         marked = [length for length, _ in self._marks]
         if not any(map(caches.is_ring, self._caches)) or len(self) in (0, *marked):
-            return  # what is away comes back only if it must
+            return  # before ``self.cache``, which would bring stored arrays back
         rings = [_copy(cache) if caches.is_ring(cache) else None for cache in self.cache]
         self._marks = [*self._marks, (len(self), rings)][-MARKS:]
 
     def kept(self, length: int) -> int:
-        """How many tokens :meth:`trim` leaves of ``length``.
+        """The number of tokens that :meth:`trim` to ``length`` leaves.
 
-        They may be fewer: where a ring has forgotten what its window would need, the line goes
-        back to a mark, or to nothing.
+        They can be fewer than ``length``: where a ring has dropped tokens that its window would
+        need, the line returns to a mark, or to nothing.
         """
         if length >= len(self):
             return len(self)
@@ -192,7 +192,7 @@ class Line:
 
     @unit
     def trim(self, length: int) -> int:
-        """Give up the tokens from :meth:`kept` of ``length`` on; returns how many are left."""
+        """Drop the tokens from :meth:`kept` of ``length`` on; return how many are left."""
         kept = self.kept(length)
         if kept == len(self):
             return kept
@@ -215,7 +215,7 @@ class Line:
                 own[index].trim(own[index].offset - length)
 
     def _cut(self, length: int) -> None:
-        """Forget what was said of positions that the caches no longer hold."""
+        """Drop the bookkeeping of positions that the caches no longer hold."""
         self._marks = [mark for mark in self._marks if mark[0] <= length]
         self.tokens = self.tokens[:length]
         self.spans = cut(self.spans, length)
@@ -223,7 +223,7 @@ class Line:
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:
-        """Leave the line as long as its tokens say, whatever interrupts its growth."""
+        """Keep the caches as long as the line's tokens, even if its growth is interrupted."""
         try:
             yield
         except BaseException:
@@ -232,15 +232,15 @@ class Line:
 
     @unit
     def _take_back(self) -> None:
-        """Take back what some caches have written beyond the tokens, and what was kept of it.
+        """Take back what some caches have written beyond the tokens, and the states kept of it.
 
-        What is left is worked out now: nobody can do so in another thread.
+        The rest is evaluated here, since no other thread can do that.
         """
         self.native.trim(len(self))
         self._shorten()
         try:
             mx.eval(caches.arrays(self._caches))
-        except RuntimeError:  # what could not be worked out is what interrupted this, perhaps
+        except RuntimeError:  # perhaps this failing evaluation was the interruption
             self.clear()
 
     def _shorten(self) -> None:
@@ -260,7 +260,7 @@ class Line:
     # ---- growing --------------------------------------------------------------------------
 
     def read(self, tokens: Sequence[int], step_size: int) -> None:
-        """Run ``tokens`` after what the line holds, in chunks."""
+        """Run ``tokens`` after the line's own, in chunks."""
         ear = self._ear()
         with self.whole(), mx.stream(generation_stream):
             for start in range(0, len(tokens), step_size):
@@ -274,11 +274,11 @@ class Line:
 
     @contextlib.contextmanager
     def decoding(self, first: int) -> Iterator[tuple[list[int], Listening]]:
-        """Book what the model runs meanwhile: the token ``first``, and those put into the list.
+        """Book the tokens that the model runs: ``first``, and those that the caller puts in a list.
 
-        Yields that list, and the context in which the model must run; between two such times
-        anybody else may run it. Whoever stops asking for more leaves the tokens booked; anything
-        else that ends it early leaves the line as it was.
+        Yields the list, and a second context, in which the model must run. Outside it, any
+        other caller may run the model. If the caller closes the generator early, the tokens stay
+        booked; if anything else ends it early, the line is as it was.
         """
         run, ear = [first], self._ear()
         with self.whole():
@@ -291,16 +291,16 @@ class Line:
 
     @unit
     def wrote(self, tokens: Sequence[int], ear: capture.Ear | None) -> None:
-        """Book tokens that the model has run, and what its projections wrote of them.
+        """Book tokens that the model has run, and the states that its projections wrote.
 
         Raises:
-            RuntimeError: They are not as many.
+            RuntimeError: The number of recorded tokens differs.
         """
         if ear is not None:
             states = ear.take(len(self))
             if states.num_tokens != len(tokens):
                 raise RuntimeError(f"{states.num_tokens} tokens were recorded, not {len(tokens)}")
-            mx.eval(states.arrays)  # another thread may want them, where MLX cannot work them out
+            mx.eval(states.arrays)  # another thread may need them, and MLX could not evaluate there
             self.native.add(states)
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name)
@@ -320,35 +320,35 @@ class Line:
         native_layers: int = 0,
         keep: bool = False,
     ) -> None:
-        """Append what another line's model wrote of ``tokens``, translated; lazily.
+        """Append what another line's model wrote of ``tokens``, translated, without waiting for it.
 
-        ``states`` begin where this line ends. The first ``native_layers`` read the tokens
-        themselves. ``keep`` records the translation as this model's own, to be translated again.
+        ``states`` begin where this line ends. The first ``native_layers`` layers read the tokens
+        themselves. ``keep`` records the translation as this model's own, for a later translation.
         """
         upper = translator.above(native_layers)
         kept = self.model.geometry.first_kept(len(self) + len(tokens))
         with self.whole(), mx.stream(generation_stream):
-            # A ring that all this passes by takes its window in one piece, at last.
+            # A ring whose window begins beyond this line's end takes its window in one piece.
             passed = min((first for first in kept if first > len(self)), default=states.end)
             for start in (*range(states.start, passed, step_size), passed):
                 if start == states.end:
                     break
                 stop = states.end if start == passed else min(start + step_size, passed)
                 part = states.part(start, stop)
-                if native_layers:  # else a line that is away need not be back yet
+                if native_layers:  # without native layers, a stored line may still be on its way
                     own = tokens[start - states.start : stop - states.start]
                     hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
                 moved = capture.move(part, source.model, translator.config.capture)
                 self._append(upper(moved, kept), keep)
             begun = len(self)
             self.tokens += tokens
-            for span in source.spans:  # what it wrote itself, unless switching is naive
+            for span in source.spans:  # its own spans only, unless switching is naive
                 if span.stop > begun:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)
 
     def _append(self, translated: TranslatedStates, keep: bool) -> None:
-        if self._away is not None:  # it comes back while this is worked out
+        if self._away is not None:  # translate while the stored arrays are read
             groups = (*translated.keys, *translated.values)
             mx.async_eval([group.states for group in groups])
         caches.append(self.cache, translated, self.model)
@@ -362,7 +362,7 @@ class Line:
     # ---- as numbers -----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """All but arrays, for JSON."""
+        """Everything except the arrays, for JSON."""
         marks = [
             {"length": length, "caches": [cache and caches.numbers(cache) for cache in rings]}
             for length, rings in self._marks
@@ -376,11 +376,11 @@ class Line:
         }
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Become the line that gave ``facts`` and :meth:`arrays`, of an equal model, but for what
-        :attr:`native` holds.
+        """Become the line of an equal model that gave ``facts`` and :meth:`arrays`, except for
+        :attr:`native`.
 
         Raises:
-            ValueError, KeyError, TypeError: They do not go together, or with this model.
+            ValueError, KeyError, TypeError: They do not fit together, or do not fit this model.
         """
         self.clear()
 
@@ -414,7 +414,7 @@ def _listening(ear: capture.Ear | None) -> contextlib.AbstractContextManager[Non
 
 
 def _copy(cache: Any) -> Any:
-    """A cache that shares its numbers with another and its future with none."""
+    """A cache that shares its present arrays with another, and grows independently."""
     made = object.__new__(type(cache))
     made.__dict__ = dict(vars(cache))
     for name, value in vars(cache).items():

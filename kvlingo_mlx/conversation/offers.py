@@ -1,4 +1,4 @@
-"""What the lines of other tokenizers hold of a conversation, for one line to take over."""
+"""What the lines of other tokenizers hold of a conversation, and can offer to one line."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, TokenAlignment, align
 from kvlingo_mlx.tokenization.renderings import Rendering
 
-Run = tuple[int, int]  # positions from one to before another
+Run = tuple[int, int]  # positions from the first up to, not including, the second
 EMPTY = np.zeros((0, 4), np.int64)
 
 
 @dataclass(frozen=True)
 class Known:
-    """A conversation as models of several tokenizers have it.
+    """A conversation as models of several tokenizers have read it.
 
     Attributes:
-        target: As the line reads it that is to be brought up to date.
-        others: By tokenizer, how others have read it; later readings come first.
+        target: The reading of the line that is to be brought up to date.
+        others: By tokenizer, the readings of other models; later readings come first.
     """
 
     target: Reading
@@ -32,7 +32,7 @@ class Known:
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """Minimal groups that follow one another, on both sides, which one line's model wrote.
+    """Consecutive minimal groups, adjacent on both sides, that one line's model wrote.
 
     Attributes:
         source: The line.
@@ -43,15 +43,15 @@ class Offer:
     groups: np.ndarray
 
     def since(self, position: int) -> TokenAlignment | None:
-        """The groups from a target position on, where there are any."""
+        """The groups from a target position on, or None if there are none."""
         groups = self.groups[self.groups[:, 2] >= position]
         return TokenAlignment(groups) if len(groups) else None
 
 
 def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray | None]:
-    """The minimal groups (G, 4) of each part of the contents; None for what one side lacks.
+    """The minimal groups (G, 4) of each part of the contents; None for a part that a side lacks.
 
-    A part that one side holds the beginning of alone is aligned as far as that goes.
+    If one side holds only the beginning of a part, that beginning is aligned.
     """
     ours, theirs = Cuts.of(source.ends), Cuts.of(target.ends)
     for a, b in zip(source.contents, target.contents, strict=False):
@@ -66,13 +66,13 @@ def contents(source: Rendering, target: Rendering) -> Iterator[np.ndarray | None
 def offered(
     source: Line, reading: Reading, target: Rendering, begun: int, runs: Sequence[Run]
 ) -> list[Offer]:
-    """What a line can give of a target's rendering from position ``begun`` on.
+    """The offers of a line for a target's rendering from position ``begun`` on.
 
     Args:
         source: The line.
-        reading: How its models have read the conversation; it may hold less of it.
-        target: What is wanted.
-        begun: The target has what is before.
+        reading: How its models have read the conversation; it may be shorter than the target's.
+        target: The wanted rendering.
+        begun: The number of tokens that the target has already.
         runs: The source's positions that can be given, in order and apart.
     """
     usable = source.common(reading.tokens)
@@ -90,12 +90,12 @@ def offered(
 
 
 def recorded(line: Line) -> list[Run]:
-    """Positions of which a line keeps what its model's projections wrote."""
+    """The positions of which a line keeps the states that its model's projections wrote."""
     return _joined([(part.start, part.end) for part in line.native.parts])
 
 
 def wrote_itself(line: Line) -> list[Run]:
-    """Positions that a line's own model ran."""
+    """The positions that a line's own model ran."""
     return _joined([(span.start, span.stop) for span in line.spans if not span.passes])
 
 
@@ -110,7 +110,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 
 
 def best(offers: Sequence[Offer], position: int) -> tuple[Offer, TokenAlignment] | None:
-    """The offer that goes furthest from a target position on."""
+    """The offer that can be taken up at a target position and reaches furthest."""
     found = [
         (offer, rest)
         for offer in offers
@@ -126,10 +126,10 @@ def next_start(offers: Sequence[Offer], position: int) -> int | None:
 
 
 def must_wait(known: Known, taken: Sequence[Run]) -> list[Run]:
-    """Characters of the target's contents that another model may still bring.
+    """Parts of the target's contents, as characters, that another model may still translate.
 
-    They are those of which nothing is among the characters ``taken``, unless no other reading
-    shares the end of two tokens with them: then nobody ever can, and the target reads them.
+    A part need not wait if some of its characters are ``taken``. Nor need a part wait that other
+    readings hold without any minimal group in common, since no model can ever translate it.
     """
     target = known.target.rendering(len(known.target.tokens))
     found: dict[int, list[np.ndarray]] = {}
@@ -149,7 +149,7 @@ def must_wait(known: Known, taken: Sequence[Run]) -> list[Run]:
 
 
 def character(reading: Reading, length: int) -> int:
-    """Where the first ``length`` tokens end, or the last of them that has an end."""
+    """The character at which the first ``length`` tokens end, or the last of them with an end."""
     ends = reading.ends[:length]
     ends = ends[ends != NO_END]
     return int(ends[-1]) if len(ends) else 0

@@ -1,8 +1,8 @@
 """A cache line that can take over from models of another tokenizer.
 
-What such a model wrote comes as entries that are not one a token of the line's own model. They
-stand at the true positions of the tokens that they stand for, so that what follows is appended and
-nothing that is there is touched.
+The states that such a model wrote become cache entries, but not one entry per token of the line's
+own model. Each entry stands at the true position of the token that it represents. So later entries
+are appended, and existing entries stay as they are.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kvlingo_mlx.threads import unit
 from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.translators.base import Translator
 
-INSIDE = -1  # a length within a minimal group: its entries stand for all of its tokens
+INSIDE = -1  # marks a length inside a minimal group, whose entries stand for all of its tokens
 
 
 class PositionedLine(Line):
-    """A line whose entries need not be one a token; its model keeps no windows."""
+    """A line that need not have one entry per token; its model has no windows."""
 
     def clear(self) -> None:
-        """Give up everything."""
+        """Empty the line."""
         super().clear()
         self._entries = [0]
 
@@ -38,7 +38,7 @@ class PositionedLine(Line):
         return positioned(super()._empty())
 
     def copy(self) -> PositionedLine:
-        """One that goes its own way."""
+        """An independent copy."""
         made = super().copy()
         assert isinstance(made, PositionedLine)
         made._entries = list(self._entries)
@@ -46,9 +46,9 @@ class PositionedLine(Line):
 
     @property
     def entries(self) -> list[int]:
-        """(T + 1,) how many entries the first so many tokens have, or ``INSIDE``.
+        """(T + 1,) the number of entries of the first 0 to T tokens, or ``INSIDE``.
 
-        A token that the model ran itself has one, and is counted when somebody asks.
+        A token that the model ran itself has one entry; such tokens are counted on demand.
         """
         counted = len(self._entries) - 1
         if counted < len(self):
@@ -59,14 +59,14 @@ class PositionedLine(Line):
     # ---- shrinking ------------------------------------------------------------------------
 
     def kept(self, length: int) -> int:
-        """How many tokens :meth:`trim` leaves of ``length``: no group is divided."""
+        """The number of tokens that :meth:`trim` to ``length`` leaves: no group is divided."""
         length = min(length, len(self))
         while self.entries[length] == INSIDE:
             length -= 1
         return length
 
     def trim(self, length: int) -> int:
-        """Give up the tokens from :meth:`kept` of ``length`` on; returns how many are left."""
+        """Drop the tokens from :meth:`kept` of ``length`` on; return how many are left."""
         kept = self.kept(length)
         if not kept and len(self):
             self.clear()
@@ -94,15 +94,15 @@ class PositionedLine(Line):
         translator: Translator,
         step_size: int,
     ) -> None:
-        """Append what a model of another tokenizer wrote of a text, translated; lazily.
+        """Append what a model of another tokenizer wrote of a text, translated, without waiting.
 
         Args:
-            tokens: The text in this line's tokens, which follow what it holds.
-            alignment: Which of the source's tokens, all of them recorded, stand for which; its
-                target positions begin where this line ends.
-            source: Who wrote them.
-            translator: Of this direction.
-            step_size: Tokens a chunk.
+            tokens: The text in this line's tokens, which follow those of the line.
+            alignment: Which source tokens, all of them recorded, stand for which target tokens;
+                its target positions begin where this line ends.
+            source: The line of the model that wrote them.
+            translator: The translator of this direction.
+            step_size: Tokens per chunk.
         """
         first, last = alignment.source
         positions = mx.array(alignment.assigned)
@@ -112,7 +112,7 @@ class PositionedLine(Line):
                 stop = min(start + step_size, last)
                 part = source.native.read(start, stop)
                 translated = translator(capture.move(part, source.model, translator.config.capture))
-                if self.away:  # it comes back while this is worked out
+                if self.away:  # translate while the stored arrays are read
                     mx.async_eval([g.states for g in (*translated.keys, *translated.values)])
                 at = positions[start - first : stop - first]
                 caches.put(self.cache, translated, self.model, at)
@@ -126,15 +126,15 @@ class PositionedLine(Line):
     # ---- as numbers -----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """All but arrays, for JSON."""
+        """Everything except the arrays, for JSON."""
         return super().facts() | {"entries": self.entries}
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:
-        """Become the line that gave ``facts`` and :meth:`arrays`, of an equal model, but for what
-        :attr:`native` holds. A line of stock caches has an entry a token.
+        """Become the line of an equal model that gave ``facts`` and :meth:`arrays`, except for
+        :attr:`native`. A line of stock caches has one entry per token.
 
         Raises:
-            ValueError, KeyError, TypeError: They do not go together, or with this model.
+            ValueError, KeyError, TypeError: They do not fit together, or do not fit this model.
         """
         super().restore(facts, arrays)
         self._caches = positioned(self._caches)

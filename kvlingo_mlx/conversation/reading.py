@@ -1,7 +1,7 @@
-"""A conversation in the tokens of one tokenizer, and where in its text they stand.
+"""A conversation in the tokens of one tokenizer, with the places of these tokens in its text.
 
-Models of another tokenizer take over what stands in its messages' contents. A model may spell a
-text in other tokens than its tokenizer would, so the tokens of what it wrote are kept as they are.
+Models of another tokenizer take over the messages' contents. A model may spell a text in other
+tokens than its tokenizer would, so the tokens that a model wrote are kept as they are.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class Reading:
     """A conversation as the models of one tokenizer read and wrote it.
 
     Attributes:
-        text: What they read.
-        tokens: Its T tokens, those that a model chose among them.
-        ends: (T,) the character at which each ends, ``NO_END`` for those without an end.
-        asked: The characters of each part of the messages' contents; None for what the template
-            altered or dropped.
-        messages: How many messages these are.
+        text: The whole text.
+        tokens: Its T tokens, including those that a model chose.
+        ends: (T,) the character at which each token ends; ``NO_END`` for tokens without an end.
+        asked: The characters of each part of the messages' contents; None for a part that the
+            template altered or dropped.
+        messages: The number of messages in this reading.
         boundaries: Lengths of ``tokens`` at which a prompt or an answer ended.
-        answer: The character at which the answer on its way begins, or None.
-        said: That answer so far.
-        own: How many tokens were not chosen by the model that writes now.
+        answer: The character at which the answer in progress begins, or None.
+        said: The text of that answer so far.
+        own: The number of tokens before those that the model now writing has chosen.
     """
 
     text: str = ""
@@ -51,12 +51,12 @@ class Reading:
         return (*self.asked, *moved(content_parts(self.said), self.answer))
 
     def rendering(self, length: int) -> Rendering:
-        """Of the first ``length`` tokens."""
+        """The rendering of the first ``length`` tokens."""
         ids = np.array(self.tokens[:length], np.int64)
         return Rendering(self.text, ids, self.ends[:length], self.contents)
 
     def end(self, length: int) -> int:
-        """The character at which a boundary lies."""
+        """The character at which the first ``length`` tokens end."""
         return int(self.ends[length - 1]) if length else 0
 
     # ---- growing --------------------------------------------------------------------------
@@ -64,20 +64,20 @@ class Reading:
     def prompt(
         self, tokenizer: Any, text: str, contents: Sequence[Span | None], messages: int, kept: int
     ) -> Reading:
-        """A prompt whose beginning is spelled as the first ``kept`` tokens are."""
+        """The reading of a prompt whose text begins with the first ``kept`` tokens."""
         tokens, ends = _spelled(tokenizer, text, self.tokens[:kept], self.ends[:kept])
-        # Elsewhere in tokens that were cut anew, a boundary might divide a character.
+        # Where tokens were cut anew, a boundary might divide a character.
         boundaries = sorted({b for b in self.boundaries if b <= kept} | {len(tokens)})
         return Reading(text, tokens, ends, tuple(contents), messages, boundaries, own=len(tokens))
 
     def wrote(self, tokenizer: Any, ids: Sequence[int], stops: Collection[int]) -> Reading:
-        """With tokens that a model has chosen after it, a token that ends the answer included."""
+        """This reading with further tokens that a model has chosen, a stop token included."""
         stopped = bool(ids) and ids[-1] in stops
         chosen = [*self.tokens[self.own :], *(ids[:-1] if stopped else ids)]
         begin = self.end(self.own)
         context = self.tokens[self.own - 1 : self.own] if self.own else []
         text, ends = written(tokenizer, [*context, *chosen])
-        if context and ends[0] == NO_END:  # what is before it belongs to one character with it
+        if context and ends[0] == NO_END:  # it shares a character with the chosen tokens
             context, (text, ends) = [], written(tokenizer, chosen)
         before = int(ends[0]) if context else 0
         ends = np.where(ends == NO_END, NO_END, ends + begin - before)[len(context) :]
@@ -86,7 +86,7 @@ class Reading:
         if answer is not None and answer < begin:
             said = self.said[: begin - answer] + text
         else:
-            # A decoder takes the first space for a mark: what is streamed begins without it.
+            # A decoder drops a leading space as a mark, so streamed text begins without it.
             mark = text.startswith(" ") and not tokenizer.decode(chosen).startswith(" ")
             answer, said = begin + mark, text[mark:]
         whole = self.text[:begin] + text
@@ -103,12 +103,12 @@ class Reading:
         )
 
     def told(self, tokenizer: Any, said: str, gap: str) -> Reading:
-        """With more of the answer, which a model of another tokenizer wrote.
+        """This reading with more of the answer, written by a model of another tokenizer.
 
         Args:
-            tokenizer: Of these models.
-            said: The answer so far, of which :attr:`said` is the beginning.
-            gap: What the template puts between an answer's header and the answer.
+            tokenizer: The tokenizer of this reading.
+            said: The answer so far, which begins with :attr:`said`.
+            gap: The white space that the template puts between an answer's header and the answer.
         """
         if said == self.said:
             return self
@@ -121,7 +121,7 @@ class Reading:
         )
 
     def booked(self, messages: int) -> Reading:
-        """With the answer as one of its ``messages``."""
+        """This reading with the answer as one of its ``messages``."""
         boundaries = sorted({*self.boundaries, len(self.tokens)})
         return replace(
             self,
@@ -134,9 +134,9 @@ class Reading:
         )
 
     def shortened(self, tokenizer: Any, ids: Sequence[int], content: str, left: str) -> Reading:
-        """With what is ``left`` of the last answer, whose text was ``content``.
+        """This reading with its last answer, whose text was ``content``, shortened to ``left``.
 
-        ``ids`` are its first tokens, which spell the beginning of that.
+        ``ids`` are the answer's first tokens, which spell the beginning of ``left``.
         """
         begin = self.boundaries[-2]
         start, parts = self.end(begin), len(content_parts(content))
@@ -156,7 +156,7 @@ class Reading:
         return grown.told(tokenizer, left, " " * gap).booked(self.messages)
 
     def cut(self, character: int) -> Reading:
-        """Without the tokens that reach beyond a character."""
+        """This reading without the tokens that reach beyond a character."""
         cuts = Cuts.of(self.ends)
         kept = int(cuts.fewest[np.searchsorted(cuts.offsets, character, "right") - 1])
         contents = tuple(c if c and c[1] <= character else None for c in self.asked)
@@ -165,7 +165,7 @@ class Reading:
     # ---- as JSON --------------------------------------------------------------------------
 
     def to_json(self, before: Reading) -> dict[str, Any]:
-        """Everything, by how it differs from ``before``; there is no answer on its way."""
+        """The whole reading as a difference to ``before``; there is no answer in progress."""
         tokens, text = _shared(self.tokens, before.tokens), _shared(self.text, before.text)
         ends = _shared(self.ends.tolist(), before.ends.tolist())
         return {
@@ -183,7 +183,7 @@ class Reading:
         """The reading that :meth:`to_json` described.
 
         Raises:
-            ValueError, KeyError, TypeError: It did not.
+            ValueError, KeyError, TypeError: The data are not a reading.
         """
         tokens, places, text = data["shared"]
         made = cls(
@@ -204,16 +204,16 @@ class Reading:
 
 
 def moved(spans: Sequence[Span | None], by: int) -> tuple[Span | None, ...]:
-    """Spans of a text that stands ``by`` characters further on."""
+    """The spans, moved by ``by`` characters."""
     return tuple(span and (span[0] + by, span[1] + by) for span in spans)
 
 
 def _spelled(
     tokenizer: Any, text: str, tokens: Sequence[int], ends: np.ndarray
 ) -> tuple[list[int], np.ndarray]:
-    """Ids and ends of a text that begins as ``tokens`` spell it.
+    """Ids and ends of a text whose beginning is spelled by ``tokens``.
 
-    The rest is cut as the tokenizer would cut the whole, where that has a cut there.
+    The rest is cut as the tokenizer cuts the whole text, if that has a cut where ``tokens`` end.
     """
     start = int(ends[-1]) if len(ends) else 0
     if tokens and start == len(text):
@@ -232,7 +232,7 @@ def _spelled(
 
 
 def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How many leading elements two sequences share."""
+    """The number of leading elements that two sequences share."""
     return next(
         (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
     )

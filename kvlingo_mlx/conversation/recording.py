@@ -1,4 +1,4 @@
-"""What a model's projections wrote while it read or decoded, kept until others have it."""
+"""The states that a model's projections wrote, kept until the other lines have them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvlingo_mlx.models.states import KVStates
 
 
 class Recording:
-    """Spans of one model's own states, in order of position, perhaps with gaps."""
+    """Spans of one model's own states, in order of position; there may be gaps between them."""
 
     def __init__(self) -> None:
         self.parts: list[KVStates] = []
@@ -21,11 +21,11 @@ class Recording:
         self.parts.append(states)
 
     def trim(self, length: int) -> None:
-        """Forget position ``length`` and what follows."""
+        """Drop position ``length`` and everything after it."""
         self._keep(0, length)
 
     def forget(self, position: int) -> None:
-        """Forget what lies before ``position``."""
+        """Drop everything before ``position``."""
         self._keep(position, self.parts[-1].end if self.parts else position)
 
     def _keep(self, start: int, stop: int) -> None:
@@ -33,10 +33,7 @@ class Recording:
         self.parts = [_alone(p, max(start, p.start), min(stop, p.end)) for p in kept]
 
     def reach(self, start: int) -> int:
-        """One past the last position up to which everything from ``start`` on is kept.
-
-        That is, kept as of one capture point.
-        """
+        """The end of the unbroken states from ``start`` on, all of one capture point."""
         points: set[str] = set()
         for part in self.parts:
             if part.start <= start < part.end and points <= {part.capture}:
@@ -45,12 +42,12 @@ class Recording:
         return start
 
     def next_start(self, position: int) -> int | None:
-        """The first position after ``position`` from which on something is kept."""
+        """The start of the first part after ``position``, or None."""
         starts = [part.start for part in self.parts if part.start > position]
         return min(starts, default=None)
 
     def read(self, start: int, stop: int) -> KVStates:
-        """One span of what is kept; ``stop`` is at most :meth:`reach` of ``start``."""
+        """The states from ``start`` to ``stop``, which is at most :meth:`reach` of ``start``."""
         parts = [
             p.part(max(start, p.start), min(stop, p.end))
             for p in self.parts
@@ -59,7 +56,7 @@ class Recording:
         return joined(parts)
 
     def copy(self) -> Recording:
-        """One that goes its own way; the arrays are shared."""
+        """An independent copy that shares the arrays."""
         made = Recording()
         made.parts = list(self.parts)
         return made
@@ -74,11 +71,11 @@ class Recording:
         }
 
     def facts(self) -> list[dict[str, Any]]:
-        """All but arrays, for JSON."""
+        """Everything except the arrays, for JSON."""
         return [{"start": p.start, "capture": p.capture, "layers": len(p.keys)} for p in self.parts]
 
     def restore(self, facts: Sequence[Mapping[str, Any]], arrays: Mapping[str, mx.array]) -> None:
-        """Become what gave ``facts`` and :meth:`arrays`; KeyError if they do not go together."""
+        """Become the recording with ``facts`` and :meth:`arrays`; KeyError if they disagree."""
         self.parts = []
         for index, fact in enumerate(facts):
             keys, values = (
@@ -89,12 +86,12 @@ class Recording:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """The bytes of all arrays."""
         return sum(array.nbytes for part in self.parts for array in part.arrays)
 
 
 def _alone(states: KVStates, start: int, stop: int) -> KVStates:
-    """A part in arrays of its own, since a slice keeps all that it was cut from in memory."""
+    """A part in arrays of its own; a slice would keep the whole array in memory."""
     if (start, stop) == (states.start, states.end):
         return states
     part = states.part(start, stop)
@@ -104,7 +101,7 @@ def _alone(states: KVStates, start: int, stop: int) -> KVStates:
 
 
 def joined(parts: Sequence[KVStates]) -> KVStates:
-    """Spans that follow one another, as one."""
+    """Consecutive spans as one span."""
     if len(parts) == 1:
         return parts[0]
     keys, values = (

@@ -1,4 +1,4 @@
-"""Which model answers a turn: simple rules in a TOML file, or a function of the user's own."""
+"""Choose which model answers a turn, by rules in a TOML file or by a user's function."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 from kvlingo_mlx.conversation.transcript import Message
 
-# From the messages, the new one the last of them, and the models' names to one of the names.
+# A route takes the messages, the newest last, and the models' names; it returns one of the names.
 Route = Callable[[Sequence[Message], Sequence[str]], str]
 
 NUMBERS = ("min_characters", "max_characters", "after_turn")
 CONDITIONS = ("pattern", *NUMBERS)
-# What running a stranger's file can raise: a missing module, a slip of the pen, a missing key.
+# Errors that running a user's file can raise: a missing module, a mistyped name, a missing key.
 BROKEN_IMPORT = (
     ImportError,
     SyntaxError,
@@ -36,7 +36,7 @@ BROKEN_IMPORT = (
 
 
 def load_route(text: str, names: Sequence[str]) -> Route:
-    """A route by its name.
+    """Load a route by its name.
 
     Args:
         text: A file of rules, ``*.toml``; or a callable, as ``module:function`` or
@@ -44,8 +44,8 @@ def load_route(text: str, names: Sequence[str]) -> Route:
         names: The models' names.
 
     Raises:
-        ValueError: It cannot be read, or names no model; one line says where. The route raises
-            it too where the callable returns something else than a model's name.
+        ValueError: The route cannot be read or names no model; the message says where, in one
+            line. A route raises it too if its callable does not return a model's name.
     """
     if text.endswith(".toml"):
         return _rules(Path(text), names)
@@ -61,10 +61,10 @@ class Rule:
 
     Attributes:
         use: The model's name.
-        pattern: Found somewhere in the new message.
-        min_characters: The new message's fewest characters.
-        max_characters: Its most.
-        after_turn: Answers that have been given already, at least.
+        pattern: A pattern to be found anywhere in the new message.
+        min_characters: The fewest characters of the new message.
+        max_characters: The most characters of the new message.
+        after_turn: The fewest answers that must have been given before.
     """
 
     use: str
@@ -74,7 +74,7 @@ class Rule:
     after_turn: int = 0
 
     def holds(self, message: str, answers: int) -> bool:
-        """Whether it applies to a new message after so many answers."""
+        """Whether the rule applies to a new message after this number of answers."""
         return (
             self.min_characters <= len(message) <= self.max_characters
             and answers >= self.after_turn
@@ -83,7 +83,7 @@ class Rule:
 
 
 def _rules(path: Path, names: Sequence[str]) -> Route:
-    """The route of a TOML file: the first rule that holds, else the default."""
+    """The route of a TOML file: the first rule that holds, or the default."""
     data = _toml(path)
     _known_keys(data, ("default", "rule"), str(path))
     default = _model(data, "default", names, str(path))
@@ -160,7 +160,7 @@ def _pattern(value: Any, where: str) -> re.Pattern[str]:
 
 
 def _last_of_user(messages: Sequence[Message]) -> str:
-    """The new message's text; of several, what the user said last."""
+    """The text of the last user message."""
     said = (m.get("content") for m in reversed(messages) if m.get("role") == "user")
     text = next(said, "")
     return text if isinstance(text, str) else ""
@@ -170,7 +170,7 @@ def _last_of_user(messages: Sequence[Message]) -> str:
 
 
 def _function(text: str) -> Route:
-    """The callable that ``module:function`` or ``file.py:function`` names."""
+    """The callable named by ``module:function`` or ``file.py:function``."""
     home, _, name = text.rpartition(":")
     if not home or not name.isidentifier():
         raise ValueError(
@@ -192,13 +192,13 @@ def _function(text: str) -> Route:
 
 
 def _run(path: Path) -> ModuleType:
-    """The module of a file that lies anywhere."""
+    """Run a Python file anywhere on disk as a module."""
     name = f"kvlingo_mlx_route_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up
+    sys.modules[name] = module  # dataclasses look for their module there
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -208,12 +208,12 @@ def _run(path: Path) -> ModuleType:
 
 
 def _checked(function: Route, text: str) -> Route:
-    """A callable that must return one of the names."""
+    """The callable as a route that checks the returned name."""
 
     def route(messages: Sequence[Message], names: Sequence[str]) -> str:
         try:
             name = function(messages, names)
-        except Exception as error:  # a stranger's code: whatever it raises is told, and no more
+        except Exception as error:  # a user's code may raise anything; only the message is shown
             said = " ".join(str(error).split())
             raise ValueError(f"the route {text} failed ({type(error).__name__}: {said})") from error
         if not isinstance(name, str) or name not in names:

@@ -1,4 +1,4 @@
-"""What a conversation was opened with: how its models take over from one another."""
+"""The rules by which a conversation's models take over from one another."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ON_MISSING = ("error", "reprefill")
 
 @dataclass(frozen=True)
 class Rules:
-    """The arguments of :class:`~kvlingo_mlx.conversation.Conversation` by which lines grow."""
+    """The arguments of :class:`~kvlingo_mlx.conversation.Conversation` for growing its lines."""
 
     switching: str = "alternated"
     on_missing: str = "error"
@@ -26,11 +26,11 @@ class Rules:
 
     @property
     def asked_layers(self) -> int | str | None:
-        """Native layers at a switch: naive switching translates every layer."""
+        """The native layers at a switch; 0 if naive, since that translates every layer."""
         return 0 if self.switching == "naive" else self.native_layers
 
     def check(self, models: Mapping[str, LanguageModel]) -> None:
-        """Refuse (ValueError) what means nothing, or nothing for these models."""
+        """Raise ValueError for rules that are invalid, in general or for these models."""
         for what, value, allowed in (
             ("switching", self.switching, SWITCHING),
             ("on_missing", self.on_missing, ON_MISSING),

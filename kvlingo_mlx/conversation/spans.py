@@ -1,4 +1,4 @@
-"""Who wrote what in a cache line: stretches of positions, in order and without gaps."""
+"""Which model wrote which positions of a cache line: spans in order and without gaps."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Span:
 
     Attributes:
         start: The first position.
-        stop: One past the last.
-        writer: Name of the model that ran these tokens.
-        passes: Translators they went through on their way into this line: 0 where the line's
-            own model wrote them.
+        stop: One past the last position.
+        writer: The name of the model that ran these tokens.
+        passes: The number of translators between that model and this line: 0 where the line's own
+            model wrote the tokens.
     """
 
     start: int
@@ -25,7 +25,7 @@ class Span:
 
 
 def grown(spans: Sequence[Span], stop: int, writer: str, passes: int = 0) -> list[Span]:
-    """``spans`` with what follows up to ``stop``, joined to a neighbour of the same origin."""
+    """``spans`` extended up to ``stop``, joined to the last span if its origin is the same."""
     start = spans[-1].stop if spans else 0
     if stop <= start:
         return list(spans)
@@ -35,18 +35,18 @@ def grown(spans: Sequence[Span], stop: int, writer: str, passes: int = 0) -> lis
 
 
 def cut(spans: Sequence[Span], length: int) -> list[Span]:
-    """What is left of ``spans`` before position ``length``."""
+    """The part of ``spans`` before position ``length``."""
     return [replace(s, stop=min(s.stop, length)) for s in spans if s.start < length]
 
 
 def common_prefix(a: Sequence[int] | str, b: Sequence[int] | str) -> int:
-    """How many leading tokens, or characters, two sequences share."""
+    """The number of leading tokens, or characters, that two sequences share."""
     shorter = min(len(a), len(b))
-    if a[:shorter] == b[:shorter]:  # eight times as fast as to look at each
+    if a[:shorter] == b[:shorter]:  # eight times as fast as the loop
         return shorter
     return next((i for i in range(shorter) if a[i] != b[i]), shorter)
 
 
 def wrote(spans: Sequence[Span], position: int, length: int) -> bool:
-    """Whether a line's own model wrote a position, which is one of its first ``length``."""
+    """Whether a position is among the first ``length`` and the line's own model wrote it."""
     return position < length and any(s.start <= position < s.stop and s.passes == 0 for s in spans)

@@ -1,4 +1,4 @@
-"""Where an idle line's arrays wait: in 8 bits in memory, or in a file."""
+"""Where an idle line's arrays are stored: in memory with 8 bits, or in a file."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ class Storage(Protocol):
     """Arrays that were put away.
 
     Attributes:
-        place: Where they are to go.
+        place: The place where they are to be stored.
     """
 
     place: str
 
     @property
     def failed(self) -> bool:
-        """Whether they could not be put there, and are still here."""
+        """Whether storing them failed, so that they are still in memory."""
 
     @property
     def where(self) -> str:
-        """``8bit``, ``disk``, or ``resident`` as long as they are not away."""
+        """``8bit`` or ``disk``; ``resident`` until they are stored."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that they take there."""
+        """Bytes of memory that the stored arrays take."""
 
     def settle(self) -> None:
-        """Wait until they are away; OSError if that failed, and they are still here."""
+        """Wait until they are stored; OSError if that failed and they are still in memory."""
 
     def recall(self) -> None:
         """Begin to bring them back, and return at once."""
@@ -64,15 +64,15 @@ class Storage(Protocol):
         """The arrays.
 
         Raises:
-            KVLingoError: What was stored is damaged.
+            KVLingoError: The stored data are damaged.
         """
 
 
 class Quantised:
-    """Arrays in 8 bits and groups of 64 numbers, in memory. They come back rounded.
+    """Arrays in memory with 8 bits and groups of 64 numbers; they come back rounded.
 
-    Symmetric about zero, unlike MLX's own: the largest number of a group comes back as it was, so
-    that a line which is put away again and again is rounded only once.
+    The codes are symmetric about zero, unlike MLX's own. The largest number of a group comes back
+    unchanged, so a line that is put away again and again is rounded only once.
     """
 
     place = where = "8bit"
@@ -91,7 +91,7 @@ class Quantised:
         pass
 
     def recall(self) -> None:
-        pass  # widening is part of the graph that needs it
+        pass  # the graph that uses the arrays also widens them
 
     def take(self) -> dict[str, mx.array]:
         found = {}
@@ -103,7 +103,7 @@ class Quantised:
 
 
 def _quantised(rows: mx.array) -> tuple[mx.array, mx.array]:
-    """Each row as int8 codes and the float32 step that they count."""
+    """Each row as int8 codes and their float32 step."""
     wide = rows.astype(mx.float32)
     steps = mx.abs(wide).max(axis=-1, keepdims=True) / 127
     codes = mx.round(wide / mx.where(steps == 0, 1, steps))
@@ -111,7 +111,7 @@ def _quantised(rows: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _rows(array: mx.array) -> mx.array:
-    """An array as rows of a group each, the last one filled up with zeros."""
+    """An array as rows of one group each, the last one padded with zeros."""
     numbers = array.reshape(-1)
     if missing := -numbers.size % GROUP:
         numbers = mx.concatenate([numbers, mx.zeros(missing, array.dtype)])
@@ -119,13 +119,13 @@ def _rows(array: mx.array) -> mx.array:
 
 
 class File:
-    """Arrays in a safetensors file, written and read beside other work; they come back exactly."""
+    """Arrays in a safetensors file, written and read in another thread; they come back exactly."""
 
     place = "disk"
 
     def __init__(self, arrays: Arrays) -> None:
         mx.eval(list(arrays.values()))
-        self._here: Arrays | None = arrays  # until they are written
+        self._here: Arrays | None = arrays  # until the file is written
         self.path = _folder() / f"{id(self):x}-{os.urandom(4).hex()}.safetensors"
         self._digest = _worker().submit(self._write, to_weights(arrays))
         self._read: Future[Weights] | None = None
@@ -167,11 +167,11 @@ class File:
 
     def take(self) -> dict[str, mx.array]:
         if (here := self._here) is not None:
-            # Objects of their own: a cache changes its arrays in place, and branches share these.
+            # Separate array objects: a cache changes its arrays in place, and branches share these.
             return {name: alike(array) for name, array in here.items()}
         self.recall()
         assert self._read is not None
-        reading, self._read = self._read, None  # what is read is held no longer than needed
+        reading, self._read = self._read, None  # frees the read data as soon as possible
         found = from_weights(reading.result())
         return {name: found[name].reshape(shape) for name, shape in self._shapes.items()}
 
@@ -180,7 +180,7 @@ PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": Quantised, "disk": File}
 
 
 def alike(array: mx.array) -> mx.array:
-    """An array of the same numbers, which share their memory until one of both is written to."""
+    """An array that shares another's memory until one of them is written to."""
     return array[...]
 
 
@@ -188,7 +188,7 @@ def alike(array: mx.array) -> mx.array:
 
 
 def to_weights(arrays: Arrays) -> Weights:
-    """Evaluated arrays of one dtype as NumPy sees them, with two axes; nothing is copied."""
+    """Evaluated arrays of one dtype as NumPy arrays with two axes; nothing is copied."""
     dtype = next(iter(arrays.values())).dtype
     if any(array.dtype != dtype for array in arrays.values()):
         raise ValueError(f"arrays of {sorted({str(a.dtype) for a in arrays.values()})} in one file")
@@ -200,7 +200,7 @@ def to_weights(arrays: Arrays) -> Weights:
 
 
 def from_weights(weights: Weights) -> dict[str, mx.array]:
-    """The arrays of :func:`to_weights`, with two axes."""
+    """The MLX arrays of :func:`to_weights`, with two axes."""
     dtype = NAMES[weights.dtype]
     return {
         name: mx.array(a).view(dtype) if dtype == mx.bfloat16 else mx.array(a)
@@ -211,15 +211,15 @@ def from_weights(weights: Weights) -> dict[str, mx.array]:
 def write_file(path: Path, weights: Weights) -> str:
     """Write a file and return its sha256."""
     write_tensors(path, weights)
-    path.chmod(0o600)  # it holds what was said
+    path.chmod(0o600)  # it holds a conversation
     return _sha256(path)
 
 
 def read_file(path: Path, digest: str) -> Weights:
-    """Read a file, if its sha256 is still ``digest``.
+    """Read a file whose sha256 is still ``digest``.
 
     Raises:
-        KVLingoError: It is not, or the file is gone.
+        KVLingoError: The sha256 differs, or the file cannot be read.
     """
     try:
         found = _sha256(path)
@@ -237,16 +237,16 @@ def _sha256(path: Path) -> str:
 
 @functools.cache
 def _worker() -> ThreadPoolExecutor:
-    """One thread for all files: reading and writing wait on one disk anyhow.
+    """The one thread for all files; more would only wait for the same disk.
 
-    It touches no MLX array: MLX evaluates in the thread that made the graph.
+    It touches no MLX array, because MLX evaluates in the thread that made the graph.
     """
     return ThreadPoolExecutor(1, "kvlingo-offload")
 
 
 @functools.cache
 def _folder() -> Path:
-    """This process's folder beside the store; what a killed process left goes."""
+    """This process's folder beside the store; the folders of dead processes are removed."""
     root = store().parent / "offload"
     root.mkdir(parents=True, exist_ok=True)
     for left in root.iterdir():
@@ -262,6 +262,6 @@ def _runs(pid: str) -> bool:
         os.kill(int(pid), 0)
     except (ValueError, ProcessLookupError):
         return False
-    except PermissionError:  # another user's
+    except PermissionError:  # another user's process
         return True
     return True

@@ -1,4 +1,4 @@
-"""A conversation's messages as the tokens that a model must hold to answer the next one."""
+"""A conversation's messages as the tokens that a model must hold to answer the next message."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvlingo_mlx.models.prompts import Message, encode, render_text
 from kvlingo_mlx.tokenization.alignment import NO_END
 from kvlingo_mlx.tokenization.renderings import written
 
-Same = Callable[[Message, Message], bool]  # whether a message of ours is one that was given
-MARK = "\u2039answer\u203a"  # an answer that no conversation holds
+Same = Callable[[Message, Message], bool]  # whether our message and a given one are the same
+MARK = "\u2039answer\u203a"  # a text that no conversation holds, in place of an answer
 SAMPLE = [
     {"role": "user", "content": "One."},
     {"role": "assistant", "content": "Two."},
@@ -25,20 +25,20 @@ SAMPLE = [
 class Transcript:
     """Messages, and the tokens in which they were read and written.
 
-    Text can be cut into tokens in several ways, and a model that wrote an answer holds the one
-    it chose. So what a template renders is compared as text with what was written, up to the
-    last boundary between turns at which they agree, and only the rest is encoded. Where a
-    template changes what was written (thinking that it strips from earlier turns), they agree
-    no further than that. ``verbatim`` goes on from what was written instead.
+    Text can be cut into tokens in several ways, and a model that wrote an answer holds the tokens
+    that it chose. So the rendered text is compared with the written text. They are shared up to
+    the last boundary between turns at which they agree, and only the rest is encoded. A template
+    that changes earlier turns (for example, strips their thinking) ends the shared part there.
+    ``verbatim`` continues from the written tokens instead.
 
     Attributes:
         messages: Every message so far.
-        held: How many of them :attr:`tokens` are of; later ones were set, and nobody read them.
+        held: The number of messages that :attr:`tokens` cover; later messages were set, not read.
         tokens: The tokens of the conversation as it was last read and written.
         boundaries: Lengths of ``tokens`` at which a prompt or an answer ended.
-        verbatim: Whether to go on from what was written.
-        switches: The chat template's (``enable_thinking``, ``tools``).
-        previous: As it was before the last exchange, or None.
+        verbatim: Whether to continue from the written tokens.
+        switches: The chat template's switches (``enable_thinking``, ``tools``).
+        previous: The transcript before the last exchange, or None.
         spelled: Answers, and the tokens in which models wrote them; all copies share it.
     """
 
@@ -58,26 +58,27 @@ class Transcript:
         self.previous: Transcript | None = None
 
     def copy(self) -> Self:
-        """One that goes its own way."""
+        """An independent copy."""
         made = type(self)(self.messages, verbatim=self.verbatim, switches=self.switches)
         made.tokens, made.boundaries = list(self.tokens), list(self.boundaries)
         made.previous, made.held, made.spelled = self.previous, self.held, self.spelled
         return made
 
     def undo(self) -> Transcript:
-        """As it was before the last exchange.
+        """The transcript before the last exchange.
 
         Raises:
-            ValueError: There has been none.
+            ValueError: There has been no exchange.
         """
         if self.previous is None:
             raise ValueError("there is nothing to undo: nobody has answered yet")
         return self.previous.copy()
 
     def at(self, messages: Sequence[Message], same: Same) -> tuple[Transcript, list[Message]]:
-        """The longest state of this conversation that a history begins with, and the rest of that.
+        """The longest state of this conversation that begins ``messages``, and the other messages.
 
-        A state is as it is now, or was before an exchange or a change; ``same`` compares messages.
+        States are the present one, and those before each exchange or change. ``same`` compares
+        messages.
         """
         found: Transcript = type(self)(verbatim=self.verbatim, switches=self.switches)
         found.spelled = self.spelled
@@ -118,13 +119,13 @@ class Transcript:
         messages: Sequence[Message],
         known: int,
     ) -> list[int]:
-        """All tokens of ``text``, of which ``tokens`` are the first ``begun`` characters.
+        """All tokens of ``text``, whose first ``begun`` characters are ``tokens``.
 
-        Of the rest, answers that a model wrote are in the tokens in which it wrote them; those of
-        the first ``known`` messages are in ``tokens``.
+        In the rest, answers that a model wrote keep the tokens in which it wrote them. Answers
+        among the first ``known`` messages are in ``tokens`` already.
         """
         for place, content in reversed(self._written(model, messages, known, text, begun)):
-            # A decoder takes the first space of what it decodes for a mark.
+            # A decoder takes a leading space for a mark and drops it.
             for at in (place, place - 1) if text[begun:place].endswith(" ") else (place,):
                 made = [*tokens, *_encode(model, text[begun:at]), *self.spelled[content]]
                 if model.tokenizer.decode(made) == text[: place + len(content)]:
@@ -135,7 +136,7 @@ class Transcript:
     def _written(
         self, model: LanguageModel, messages: Sequence[Message], known: int, text: str, begun: int
     ) -> list[tuple[int, str]]:
-        """Where in ``text`` answers stand that a model wrote, from ``begun`` on; the last first."""
+        """Places and texts of the models' answers in ``text`` from ``begun`` on, last first."""
         found = []
         for index in range(len(messages) - 1, known - 1, -1):
             content = messages[index].get("content")
@@ -150,13 +151,13 @@ class Transcript:
         return found
 
     def _place(self, model: LanguageModel, messages: Sequence[Message], index: int) -> int | None:
-        """Where a message's content begins in what the template makes of all of them."""
+        """The place of a message's content in the rendering of all messages, or None."""
         marked = [*messages[:index], {**messages[index], "content": MARK}, *messages[index + 1 :]]
         before, found, _ = render_text(model, marked, **self.switches).partition(MARK)
         return len(before) if found else None
 
     def _continuation(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
-        """What the template puts after an answer: its end, and the ``new`` messages."""
+        """The tokens that the template puts after an answer: its end, and the ``new`` messages."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
         text = render_text(model, [*before, *new], **self.switches).split(MARK, 1)[1]
         return _encode(model, text[len(written_stop(model, self.tokens[-1], text)) :])
@@ -164,10 +165,10 @@ class Transcript:
     def end_of_messages(
         self, model: LanguageModel, new: Sequence[Message], prompt: Sequence[int]
     ) -> int | None:
-        """Where the answer's header begins in the ``prompt`` made of ``new``, if it can be told.
+        """The place in ``prompt``, made of ``new``, where the answer's header begins, or None.
 
-        Up to there a template renders the same when the answer has become an earlier one; what
-        it puts at an answer's beginning (an empty think block) may go.
+        The template renders the same before that place once the answer is an earlier one. It may
+        drop what it puts at an answer's beginning (an empty think block).
         """
         whole = render_text(model, [*self.messages, *new], **self.switches)
         bare = render_text(
@@ -178,10 +179,10 @@ class Transcript:
         return len(prompt) - len(header) if found else None
 
     def wrote(self, new: Sequence[Message], prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Book messages, the prompt that ended with their header, and the answer's tokens."""
+        """Book the new messages, the prompt with the answer's header, and the answer's tokens."""
         self.previous = self.copy()
         self.messages = [*self.messages, *new]
-        # Elsewhere in tokens that were cut anew, a boundary might divide a character.
+        # Where tokens were cut anew, a boundary might divide a character.
         shared = common_prefix(self.tokens, prompt)
         kept = {b for b in self.boundaries if b <= shared}
         self.tokens = [*prompt, *answer]
@@ -189,19 +190,19 @@ class Transcript:
         self.held = len(self.messages)
 
     def remember(self, model: LanguageModel) -> None:
-        """Keep how the last answer is spelled, its last token left out if it is a stop."""
+        """Keep the tokens that spell the last answer, without a stop token at its end."""
         if content := self.messages[-1]["content"]:
             ids = self.tokens[self.boundaries[-2] :]
             self.spelled[content] = ids[:-1] if ids[-1] in model.tokenizer.eos_token_ids else ids
 
     def cut_answer(self, models: Sequence[LanguageModel], characters: int) -> None:
-        """Keep so many characters of the last answer, in the tokens in which they were written.
+        """Keep the first ``characters`` of the last answer, in the tokens as written.
 
-        ``models`` are those of the conversation. What is left of a token that is cut is spelled
-        anew.
+        ``models`` are those of the conversation. If the cut is inside a token, its remaining text
+        is encoded anew.
 
         Raises:
-            ValueError: The last message is no answer of so many characters.
+            ValueError: The last message is not an answer of that many characters.
         """
         last = self.messages[-1] if self.messages else {}
         content = last.get("content")
@@ -221,7 +222,7 @@ class Transcript:
             self._cut_tokens(models, content, content[:characters])
 
     def _cut_tokens(self, models: Sequence[LanguageModel], content: str, left: str) -> None:
-        """Let the tokens end with what is ``left`` of the last answer."""
+        """Shorten the last answer's tokens to those of the text ``left``."""
         model = models[0]
         begin = self.boundaries[-2]
         ids, done = whole_tokens(model.tokenizer, self.tokens[begin:], content, len(left))
@@ -233,14 +234,14 @@ class Transcript:
     # ---- as JSON --------------------------------------------------------------------------
 
     def _history(self) -> Iterator[Transcript]:
-        """As it was before the last exchange, the one before that, and so on."""
+        """The states before the last exchange, before the one before it, and so on."""
         state = self.previous
         while state is not None:
             yield state
             state = state.previous
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, what can be undone included: each earlier state by how it differs."""
+        """The whole transcript with its undo history; earlier states as differences."""
         earlier, later = [], self.tokens
         for state in self._history():
             shared = common_prefix(state.tokens, later)
@@ -267,7 +268,7 @@ class Transcript:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Transcript:
-        """The transcript that :meth:`to_json` described, perhaps one of an older version."""
+        """The transcript that :meth:`to_json` described, perhaps in an older version."""
         made = cls(data["messages"], verbatim=data["verbatim"], switches=data["switches"])
         made.tokens, made.boundaries = list(data["tokens"]), list(data["boundaries"])
         made.held = int(data.get("held", len(made.messages) if made.tokens else 0))
@@ -288,7 +289,7 @@ class Transcript:
 
 
 def by_difference(messages: Sequence[Message], later: Sequence[Message]) -> dict[str, Any]:
-    """Messages by how they differ from those of a later state, for JSON."""
+    """The messages as a difference to those of a later state, for JSON."""
     pairs = zip(messages, later, strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(messages), len(later)))
     found: dict[str, Any] = {"messages": shared}
@@ -301,9 +302,9 @@ def from_difference(facts: Mapping[str, Any], later: Sequence[Message]) -> list[
 
 
 def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
-    """Messages without the first turn, a user's message and what follows it up to the next one.
+    """The messages without the first turn: a user's message and all up to the next one.
 
-    What comes before that stays where it is a system message. None where there is one turn alone.
+    System messages before it stay. Returns None if there is only one turn.
     """
     turns = [index for index, m in enumerate(messages) if m.get("role") == "user"]
     if len(turns) < 2:
@@ -313,9 +314,10 @@ def without_oldest_turn(messages: Sequence[Message]) -> list[Message] | None:
 
 
 def same_message(tokenizers: Iterable[Any]) -> Same:
-    """Whether a message is ours as clients send it back: without its reasoning, its calls parsed.
+    """A function that says whether a given message is ours, as clients send messages back.
 
-    ``tokenizers`` are those of who may have written it.
+    Clients may send an answer without its reasoning and with parsed tool calls. ``tokenizers`` are
+    those of the models that may have written it.
     """
     listed = list(tokenizers)
 
@@ -332,7 +334,7 @@ def same_message(tokenizers: Iterable[Any]) -> Same:
 
 
 def _sent_back(parts: Parts, given: Message) -> bool:
-    """Whether a message holds an answer's content and calls, white space around it aside."""
+    """Whether a message has an answer's content and calls, apart from white space around them."""
     extra = {"role", "content", "tool_calls", "reasoning", "reasoning_content"}
     content = given.get("content", "")
     if set(given) - extra or not isinstance(content, str):
@@ -344,7 +346,7 @@ def _sent_back(parts: Parts, given: Message) -> bool:
 
 
 def _called(call: Any) -> Any:
-    """A tool call's name and arguments, however these are written."""
+    """A tool call's name and arguments, in whichever form the arguments are written."""
     try:
         function = call["function"]
         arguments = function["arguments"]
@@ -356,12 +358,12 @@ def _called(call: Any) -> Any:
 def whole_tokens(
     tokenizer: Any, ids: Sequence[int], content: str, characters: int
 ) -> tuple[list[int], int]:
-    """An answer's tokens that end within its first ``characters``, and how many these have.
+    """The tokens of an answer that end within its first ``characters``, and their length.
 
-    None are of an answer whose tokens do not spell its ``content`` from the first one on.
+    The length is in characters. There are no such tokens if the tokens do not spell ``content``.
     """
     text, ends = written(tokenizer, ids)
-    # A decoder takes the first space for a mark: what is streamed begins without it.
+    # A decoder drops a leading space as a mark, so streamed text begins without it.
     mark = int(text.startswith(" ") and not content.startswith(" "))
     if not text.startswith(content, mark):
         return [], 0
@@ -374,16 +376,16 @@ def whole_tokens(
 def template_difference(
     models: Iterable[LanguageModel], switches: Mapping[str, Any]
 ) -> tuple[LanguageModel, LanguageModel, int] | None:
-    """Two models whose chat templates render a conversation as other tokens, and from which on.
+    """Two models whose chat templates render a sample differently, and the first such token.
 
-    What lies behind that position in one's line is of no use to the other: it is read anew.
+    Tokens of one model's line beyond that position are of no use to the other, which reads anew.
     """
     first, *others = models
     try:
         expected = encode(first, SAMPLE, **switches)
         found = [(other, encode(other, SAMPLE, **switches)) for other in others]
     except ValueError:
-        return None  # told when there is something to render
+        return None  # a template's error is reported when real messages are rendered
     for other, tokens in found:
         if tokens != expected:
             return first, other, common_prefix(expected, tokens)
@@ -391,10 +393,10 @@ def template_difference(
 
 
 def written_stop(model: LanguageModel, last: int, text: str) -> str:
-    """What of ``text``, which a template puts after an answer, is that answer's last token.
+    """The text of an answer's ``last`` token if that is a stop that begins ``text``, else "".
 
-    Who wrote it may stop at another token than ``model`` does, as a chat model beside its base
-    model: every added token counts.
+    The template puts ``text`` after the answer. Another model may have written the answer and stop
+    at another token than ``model`` (a chat model and its base model), so any added token counts.
     """
     tokenizer = model.tokenizer
     stops = {*tokenizer.eos_token_ids, *tokenizer.get_added_vocab().values()}

@@ -1,4 +1,4 @@
-"""One answer on its way, perhaps by several models one after the other."""
+"""One answer in progress, perhaps by several models one after the other."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from kvlingo_mlx.models.prompts import Message
 from kvlingo_mlx.threads import in_turn, stepping, wired, working
 from kvlingo_mlx.translators.base import Translator
 
-THOUGHT = "</think>"  # what ends a reasoning trace where a tokenizer has no mark of its own
+THOUGHT = "</think>"  # the end of a reasoning trace where a tokenizer has no mark of its own
 
 
 def thought_end(model: LanguageModel) -> str:
-    """What ends a model's reasoning trace, in its text."""
+    """The text that ends a model's reasoning trace."""
     return getattr(model.tokenizer, "think_end", None) or THOUGHT
 
 
@@ -45,11 +45,11 @@ class Decoding:
     """How an answer is decoded.
 
     Attributes:
-        choice: How tokens are chosen, and where it stops.
-        tools: What the chat template has announced.
-        quantised: mlx-lm's ``kv_bits`` and what goes with it, those given.
-        draft: A line of its own for a draft model, or None.
-        num_draft_tokens: How many tokens that drafts at a time.
+        choice: How tokens are chosen, and where the answer stops.
+        tools: The tools that the chat template has announced.
+        quantised: mlx-lm's ``kv_bits`` and the options that belong to it, if they are given.
+        draft: A separate line for a draft model, or None.
+        num_draft_tokens: How many tokens the draft model drafts at a time.
     """
 
     choice: Choice
@@ -60,14 +60,14 @@ class Decoding:
 
 
 class Turn:
-    """An answer on its way.
+    """An answer in progress.
 
     Attributes:
-        messages: What it answers.
-        prompt: Tokens up to the end of its header.
-        mark: How many of them come before the header, if that is known.
-        answer: Its tokens so far.
-        text: The same as text.
+        messages: The messages that it answers.
+        prompt: The tokens up to the end of the answer's header.
+        mark: The number of prompt tokens before the header, or None if it is unknown.
+        answer: The answer's tokens so far.
+        text: The answer's text so far.
         ended: Whether a stop token, a stop text or the limit has come.
     """
 
@@ -90,30 +90,30 @@ class Turn:
         self._seconds = dict.fromkeys(PHASES, 0.0)
 
     def room(self, name: str) -> int:
-        """How many tokens a model can still add: its context's, no more than the limit's."""
+        """The number of tokens that a model can still add within its context and the limit."""
         left = -1 if self._most == -1 else self._most - len(self.answer)
         model = self._exchange.line(name).model
         return room_for(model, self.length(name), left)
 
     def length(self, name: str) -> int:
-        """Tokens of the prompt and of the answer so far, in those of a model."""
+        """The number of tokens of the prompt and the answer so far, by a model's tokenizer."""
         return len(self.prompt) + len(self.answer)
 
     def read(self, name: str) -> None:
-        """Let a model's line hold the whole prompt but for its last token."""
+        """Let a model's line hold the whole prompt except its last token."""
         self._seconds["prefill"] += self._begin(name)[1].seconds
 
     def _begin(self, name: str) -> tuple[list[int], Switch]:
-        """All tokens so far, in those of a model whose line now holds all but the last of them."""
+        """All tokens so far; the model's line now holds all of them except the last."""
         tokens = [*self.prompt, *self.answer]
         return tokens, self._exchange.bring(name, tokens[:-1], self.mark)
 
     def write(
         self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
     ) -> Iterator[GenerationResponse]:
-        """Let a model go on with it: up to ``most`` tokens, or until its text holds a mark.
+        """Let a model continue the answer for ``most`` tokens, or until its text holds a mark.
 
-        ``last``: nobody goes on after it.
+        ``last`` says that no other model continues after it.
         """
         self._parts += 1
         tokens, switch = self._begin(name)
@@ -143,7 +143,7 @@ class Turn:
                 return
 
     def _read_by(self, tokenizer: Any, tokens: Sequence[int]) -> AnswerReader:
-        """Who reads the answer's text, one for all of its writers."""
+        """The reader of the answer's text, which all of its writers share."""
         if self._reader is None:
             stop, tools = self._decoding.choice.stop, self._decoding.tools
             self._reader = AnswerReader(tokenizer, tokens, stop, tools)
@@ -151,14 +151,14 @@ class Turn:
         return self._reader
 
     def stopped_at(self, text: str) -> int | None:
-        """How many characters of the answer's ``text`` come before the stop text that ended it."""
+        """The number of characters of ``text`` before the stop text that ended the answer."""
         return first_stop(text, self._decoding.choice.stop) if self._stopped else None
 
     def said(self, name: str, *, cut: bool) -> str:
         """The answer as text.
 
-        A character's bytes may be of two models, or wait for more when an answer is cut short;
-        then it is decoded as a whole.
+        A character's bytes may come from two models, or be incomplete when an answer is cut short.
+        In these cases the answer is decoded as a whole.
         """
         if self._parts < 2 and not cut:
             return self.text
@@ -167,19 +167,19 @@ class Turn:
         return tokenizer.decode(self.answer[:-1] if stopped else self.answer)
 
     def book(self, transcript: Transcript, text: str) -> None:
-        """Let what was asked and answered, as ``text``, join the conversation."""
+        """Add the question and the answer ``text`` to the conversation."""
         said = {"role": "assistant", "content": text}
         transcript.wrote([*self.messages, said], self.prompt, self.answer)
 
     def follow(self, transcript: Transcript, *, eager: bool) -> None:
-        """Let the other lines have what was said, once it is booked."""
+        """Bring the other lines up to date with the booked answer."""
         if eager:
             self._exchange.follow(transcript.tokens, self.mark)
 
     def _decoded(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
-        """What mlx-lm decodes from a line that holds all of ``tokens`` but the last one.
+        """Decode from a line that holds all of ``tokens`` except the last one.
 
-        Its loop has run every token that it gave out, a stop token included.
+        mlx-lm's loop has run every token that it gave out, a stop token included.
         """
         if self._decoding.quantised or self._decoding.draft is not None:
             yield from self._decoded_aside(line, tokens, most)
@@ -199,9 +199,9 @@ class Turn:
                     yield response
 
     def _decoded_aside(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
-        """The same from copies of the caches, which mlx-lm quantises, or drafts may be taken from.
+        """Decode from copies of the caches, which mlx-lm may quantise or remove drafts from.
 
-        The line itself then reads the answer, in one pass: it holds what it always would.
+        Afterwards the line itself reads the answer in one pass, so its caches end as usual.
         """
         drafting = self._decoding.draft
         with working():
@@ -234,7 +234,7 @@ class Turn:
         cache: list[Any],
         processors: list[LogitsProcessor] | None,
     ) -> Generator[MLXResponse, None, None]:
-        """What mlx-lm decodes from caches of all of ``tokens`` but the last one."""
+        """mlx-lm's responses from caches that hold all of ``tokens`` except the last one."""
         choice, options = self._decoding.choice, dict(self._decoding.quantised)
         if self._decoding.draft is not None:
             options["draft_model"] = self._decoding.draft.model.model
@@ -255,7 +255,7 @@ class Turn:
     def _booked(
         self, response: MLXResponse, switch: Switch, used: Sequence[Translator]
     ) -> GenerationResponse:
-        """Book a token; returns it with this turn's times and count."""
+        """Book a token; return its response with this turn's times and counts."""
         if not self.answer:
             self._ttft = time.perf_counter() - self._started
         self.answer.append(int(response.token))
@@ -267,9 +267,10 @@ class Turn:
 
 
 def _joined(response: MLXResponse, tokenizer: Any, before: Sequence[int]) -> MLXResponse:
-    """A response whose text goes on from the tokens ``before`` it, the first of them another's.
+    """A response whose text continues the tokens ``before`` it.
 
-    mlx-lm takes the first spaces off whatever it decodes, as if nothing came before.
+    The first of these is another model's. mlx-lm drops the first spaces of whatever it decodes, as
+    if nothing came before.
     """
     told = tokenizer.decode([*before, int(response.token)])
     rest, word = told.removeprefix(tokenizer.decode(before[:1])), response.text.lstrip(" ")

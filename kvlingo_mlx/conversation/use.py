@@ -1,4 +1,4 @@
-"""Who uses a conversation: one caller at a time, from whatever thread, until it is closed."""
+"""Exclusive use of a conversation: one caller at a time, from any thread, until it is closed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Y = TypeVar("Y")
 
 
 class Use:
-    """Lets one caller in; a second one that comes meanwhile is refused, not kept waiting.
+    """Admits one caller at a time; a second caller is refused at once, without waiting.
 
     Attributes:
-        over: Whether the process is ending: answers that were left need not be finished.
+        over: Whether the process is ending; abandoned answers then need not be finished.
     """
 
     over = False
@@ -26,7 +26,7 @@ class Use:
         self._now: dict[str, object] = {}
 
     def check(self) -> None:
-        """Refuse (ValueError) a conversation that is closed or in use."""
+        """Raise ValueError if the conversation is closed or in use."""
         if self.closed:
             raise ValueError(
                 "this conversation is closed; begin another one, or resume a saved one"
@@ -39,15 +39,15 @@ class Use:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Keep all others out meanwhile.
+        """Keep all other callers out while the context is open.
 
         Raises:
-            ValueError: As :meth:`check`.
+            ValueError: As for :meth:`check`.
         """
         user = object()
         try:
             self.check()
-            if self._now.setdefault("user", user) is not user:  # in one step, whoever else comes
+            if self._now.setdefault("user", user) is not user:  # atomic, in case two callers race
                 self.check()
             yield
         finally:
@@ -55,17 +55,17 @@ class Use:
                 del self._now["user"]
 
     def close(self) -> None:
-        """Let nobody in any more."""
+        """Refuse all callers from now on."""
         self._now["closed"] = True
 
     @property
     def closed(self) -> bool:
-        """Whether nobody is let in any more."""
+        """Whether all callers are refused."""
         return "closed" in self._now
 
 
 class Used(Protocol):
-    """What is used by one caller at a time."""
+    """An object that one caller uses at a time."""
 
     _use: Use
 
@@ -74,7 +74,7 @@ Steps = Callable[Concatenate[Any, P], Generator[Y, None, None]]
 
 
 def claiming(method: Steps[P, Y]) -> Steps[P, Y]:
-    """A generator of a conversation's that keeps all others out until it ends or is closed."""
+    """Make a conversation's generator keep other callers out until it ends or is closed."""
 
     def alone(self: Used, *args: P.args, **kwargs: P.kwargs) -> Generator[Y, None, None]:
         with self._use.claimed():
@@ -94,8 +94,8 @@ _OPEN: weakref.WeakSet[Generator[Any, None, None]] = weakref.WeakSet()
 
 @atexit.register
 def _leave() -> None:
-    """Close answers that were left, as long as there are modules to close them with."""
+    """Close abandoned answers at exit, while the modules that this needs still exist."""
     Use.over = True
     for steps in list(_OPEN):
-        with contextlib.suppress(ValueError):  # a daemon thread's, at work
+        with contextlib.suppress(ValueError):  # a daemon thread is running this generator
             steps.close()

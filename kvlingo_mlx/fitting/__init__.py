@@ -53,7 +53,7 @@ from kvlingo_mlx.version import __version__
 Progress = Callable[[int, int | None], None]
 # Called with both models' states of a span, and the tokens' weights (layers or 1, tokens).
 AddSpan = Callable[[KVStates, KVStates, np.ndarray | None], None]
-MEMORY = 8 * 2**30  # bytes of sums alive at once: a 16 GB machine has room for models beside
+MEMORY = 8 * 2**30  # bytes of moments at once, which leaves room for the models in 16 GB
 
 
 @checked
@@ -71,38 +71,39 @@ def fit(
     progress: Progress | None = None,
     solving: Progress | None = None,
 ) -> Translator:
-    """Fit a translator in closed form (paper: "Training the translator", equation (3.2)).
+    """Fit a translator in closed form (section "Training the translator", equation (3.2)).
 
     Args:
-        source: Whose cache will be translated.
-        target: Who will decode from the translation.
+        source: The model whose cache will be translated.
+        target: The model that will decode from the translation.
         samples: Records {"messages": [...]} or {"text": ...}, or ``Sample`` objects; or the path of
             a JSONL file of such records.
-        capture: Where keys are read and written: pre_norm, post_norm or post_rope, or latent
-            (MLA). None is pre_norm, or latent for models that cache latents.
+        capture: The point where keys are read and written: pre_norm, post_norm, post_rope, or
+            latent (MLA). None is pre_norm, or latent for models that cache latents.
         norm: frobenius, sink_2 to sink_32, attention_mass (or attention) or
             attention_fisher.
-        assignment: Source layers of each target layer, or how they are chosen:
-            relative_depth (None; layer to layer for equal depth and nu = 1), r2 or greedy,
-            which weigh every token alike under the attention norms.
-        nu: Source layers that each target layer reads.
-        head_mixing: False for block-diagonal maps, head by head.
-        memory: Most bytes of sums alive at once; where they would take more, the samples are
-            read several times, some layers at a time.
-        progress: Called with (samples done, samples in all or None).
-        solving: Called with (maps solved, maps in all); with little memory some are solved
+        assignment: The source layers of each target layer, or the method to choose them:
+            relative_depth (None; layer to layer for equal depth and nu = 1), r2 or greedy. The
+            last two weigh all tokens alike under the attention norms.
+        nu: The number of source layers that each target layer reads.
+        head_mixing: False for block-diagonal maps, one block per head.
+        memory: Most bytes of moments in memory at once; where they would take more, the samples
+            are read several times, for some layers at a time.
+        progress: Called with (samples done, number of samples or None).
+        solving: Called with (maps solved, number of maps); with little memory some maps are solved
             before the samples are read again.
 
     Raises:
-        ValueError: A bad argument, no usable sample, or fewer tokens than a map has unknowns (the
-            width of what it reads: ``nu`` source layers; head-wise, of one head).
-        IncompatibleTranslatorError: The layers have no counterpart, the models are of kinds that
-            no translator connects, or of two tokenizers and captured after RoPE.
-        UnsupportedModelError: Of two tokenizers, and the target's cache holds one entry a token.
-        MalformedTranslatorError: An ``Assignment`` that does not fit these models.
+        ValueError: An argument is bad, no sample is usable, or there are fewer tokens than a map
+            has unknowns (its input width: ``nu`` source layers; head-wise, one head).
+        IncompatibleTranslatorError: The layers have no counterpart, no translator connects models
+            of these kinds, or they have two tokenizers and are captured after RoPE.
+        UnsupportedModelError: There are two tokenizers, and the target's cache must hold one entry
+            per token.
+        MalformedTranslatorError: An ``Assignment`` does not fit these models.
 
     Warns:
-        KVLingoWarning: The data hold few tokens for so many unknowns; with what would do.
+        KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
     """
     if isinstance(samples, str | os.PathLike):
         samples = read_jsonl(samples)
@@ -151,7 +152,7 @@ def _config(
     head_mixing: bool,
     capture: str,
 ) -> TranslatorConfig:
-    """The facts of the translator to come, checked; source layers by depth unless given."""
+    """The checked config of the translator to be fitted; layers by depth unless given."""
     alignment = _alignment(source, target, capture)
     specs, ends = (source.spec(), target.spec()), (source.geometry.layers, target.geometry.layers)
     if not head_mixing:
@@ -169,7 +170,7 @@ def _config(
 def _receipt(
     source: LanguageModel, target: LanguageModel, fitted: Translator
 ) -> dict[str, Any] | None:
-    """What it reaches on the bundled conversations, where these models can read them."""
+    """The translator's receipt on the bundled conversations, if these models can read them."""
     try:
         return receipt(source, target, fitted)
     except (KVLingoError, ValueError) as problem:
@@ -188,7 +189,7 @@ def _alignment(source: LanguageModel, target: LanguageModel, capture: str) -> st
 
 @dataclasses.dataclass
 class _Reader:
-    """Runs both models over every sample's prefix, as often as it is asked to."""
+    """Runs both models over every sample's prefix, once per pass over the samples."""
 
     source: LanguageModel
     target: LanguageModel
@@ -204,7 +205,7 @@ class _Reader:
     solved: int = 0
 
     def facts(self) -> dict[str, int]:
-        """What a provenance keeps of what was read."""
+        """The facts about the samples that a provenance keeps."""
         return {
             "samples": self.used,
             "prefix_tokens": self.tokens,
@@ -212,7 +213,7 @@ class _Reader:
         }
 
     def tell_solved(self) -> None:
-        """One more map is solved: of keys and of values, one a target layer."""
+        """Report one more solved map; each target layer has one for keys and one for values."""
         self.solved += 1
         if self.solving is not None:
             self.solving(self.solved, len(SIDES) * len(self.target.attentions))
@@ -225,7 +226,7 @@ class _Reader:
         self.done = 0
 
     def read(self, add: AddSpan, *, weighted: bool = True) -> None:
-        """Hand every span's states to ``add``; ``weighted``: with the norm's weights."""
+        """Pass every span's states to ``add``, with the norm's weights if ``weighted``."""
         norm = self.norm if weighted else "frobenius"
         self.used = self.tokens = 0
         context = min(self.source.context_length, self.target.context_length)
@@ -233,7 +234,7 @@ class _Reader:
         for sample in to_samples(self.samples, self.target.tokenizer, context, other):
             self._check(sample)
             if self.norm in ATTENTION_NORMS and not sample.continuation:
-                continue  # nothing attends to this prefix
+                continue  # no token attends to this prefix
             if not sample.num_translated:
                 continue
             mass = partial(attention_mass, self.target, sample)
@@ -260,7 +261,7 @@ class _Reader:
             self.source.check_tokens(sample.source_prefix)
 
     def _add(self, sample: Sample, weights: np.ndarray | None, add: AddSpan) -> None:
-        """Hand one sample's states to ``add``, and the tokens' weights (layers or 1, T)."""
+        """Pass one sample's states to ``add``, with the tokens' weights (layers or 1, T)."""
         if sample.aligned is not None:
             pair = aligned_states(self.source, self.target, sample.aligned, self.capture)
             add(*pair, None if weights is None else sample.aligned.spread(weights))
@@ -278,7 +279,7 @@ class _Reader:
 def _solve(
     config: TranslatorConfig, reader: _Reader, memory: int
 ) -> tuple[dict[str, np.ndarray], list[int]]:
-    """All maps of a config whose assignment stands, and their ranks."""
+    """All maps of a config with a fixed assignment, and their ranks."""
     widths = moment_widths(config)
     sizes = {name: 8 * inputs * (inputs + outputs) for name, (inputs, outputs) in widths.items()}
     weights: dict[str, np.ndarray] = {}
@@ -300,8 +301,8 @@ def _select(
 ) -> tuple[TranslatorConfig, dict[str, np.ndarray], list[int]]:
     """The config with source layers chosen from data, and its maps.
 
-    The tiles that choose also solve, but for norms that weigh tokens otherwise in each layer:
-    there the maps are left to :func:`_solve`.
+    The tiles of moments that serve to choose layers also serve to solve maps. Norms that weigh
+    tokens differently in each layer are the exception: their maps are left to :func:`_solve`.
     """
     source = config.source.layers
     reads = candidates(source, config.target.layers)
@@ -334,7 +335,7 @@ def _select(
 def _parts(
     source: Sequence[LayerGeometry], reads: Candidates, memory: int
 ) -> list[dict[str, list[int]]]:
-    """What each pass over the data sums: target layers by side; all in one where it fits."""
+    """The target layers, by side, of each pass over the data; one pass if memory allows."""
     sizes = {side: tile_bytes(source, reads, side) for side in SIDES}
     if sum(between + sum(each.values()) for between, each in sizes.values()) <= memory:
         return [{side: list(each) for side, (_, each) in sizes.items()}]
@@ -346,7 +347,7 @@ def _parts(
 
 
 def _batches(sizes: Mapping[Any, int], memory: int) -> Iterator[list[Any]]:
-    """Names in order, as many together as fit into ``memory``, at least one."""
+    """Names in order, in batches that fit into ``memory``, with at least one name each."""
     batch: list[Any] = []
     room = memory
     for name, size in sizes.items():
@@ -362,7 +363,7 @@ def _batches(sizes: Mapping[Any, int], memory: int) -> Iterator[list[Any]]:
 def _spans(
     source: LanguageModel, target: LanguageModel, tokens: Sequence[int]
 ) -> Generator[tuple[KVStates, KVStates], None, None]:
-    """Both models' states, chunk by chunk; a model fitted to itself is run once."""
+    """Both models' states, chunk by chunk; a model fitted to itself is run only once."""
     with contextlib.closing(prefill(source, tokens)) as read:
         if source is target:
             yield from ((states, states) for states in read)

@@ -1,6 +1,7 @@
-"""What stage 1 regresses on what, between two tokenizers.
+"""The inputs and outputs of stage 1's regression between two tokenizers.
 
-Paper: appendix "Cross-tokenizer cache translation", paragraph "Initialising the translators".
+See the paper's appendix "Cross-tokenizer cache translation", paragraph "Initialising the
+translators".
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 def aligned_states(
     source: LanguageModel, target: LanguageModel, aligned: AlignedPrefix, capture: str
 ) -> tuple[KVStates, KVStates]:
-    """Translated tokens as the source wrote them, beside the mean of their target groups.
+    """The source's states of translated tokens, and the means of their target groups.
 
-    A group may lie across the border of two chunks, so a text's states are all alive at once.
+    A group may extend over two chunks, so all states of a text are in memory at once.
 
     Returns:
-        Two spans of S tokens at the point ``capture``, a row for each translated source token.
+        Two spans of S tokens at the point ``capture``, with one row per translated source token.
     """
     rows = mx.array(aligned.rows)
     read = _whole(source, aligned.source_ids[: aligned.num_read], capture).gathered(rows, 0)
@@ -35,7 +36,7 @@ def aligned_states(
 
 
 def _whole(model: LanguageModel, tokens: Sequence[int], capture: str) -> KVStates:
-    """All that a model writes of a text."""
+    """All states that a model writes of a text."""
     spans = [move(states, model, capture) for states in prefill(model, tokens)]
     keys, values = (
         tuple(mx.concatenate(list(parts), axis=1) for parts in zip(*side, strict=True))
@@ -45,7 +46,7 @@ def _whole(model: LanguageModel, tokens: Sequence[int], capture: str) -> KVState
 
 
 def _means(array: mx.array, aligned: AlignedPrefix) -> mx.array:
-    """(B, S, d) the mean over each entry's group of (B, T, d), in float32."""
+    """The mean of (B, T, d) over each entry's group, (B, S, d), in float32."""
     entries, tokens = (mx.array(side) for side in aligned.pairs)
     counts = mx.array(aligned.groups[:, 1] - aligned.groups[:, 0])[:, None]
     batch, _, width = array.shape

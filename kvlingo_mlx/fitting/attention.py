@@ -1,4 +1,4 @@
-"""The attention that a continuation pays to its prefix, for the norms that weigh by it."""
+"""The attention that a continuation pays to its prefix, which the attention norms use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvlingo_mlx.models.capture import move, tap, tap_keys_and_values, to_heads
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 
-SCORE_NUMBERS = 2**26  # most attention scores alive at once: 256 MB in float32
+SCORE_NUMBERS = 2**26  # most attention scores in memory at once: 256 MB in float32
 
 
 def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048) -> np.ndarray:
-    """Attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
+    """The attention that a continuation pays to each prefix position (eq. "attn-norm").
 
-    The target reads prefix and continuation natively; each layer's attention is
-    averaged over the continuation's queries, over heads, and over the layers that read this
-    cache where several do. What lies before a window gets none.
+    The target reads prefix and continuation natively. Each layer's attention is averaged over the
+    continuation's queries, over heads, and, where several layers read this layer's cache, over
+    these layers. Positions before a window get none.
 
     Returns:
         (N layers, T prefix tokens), float64.
@@ -85,8 +85,9 @@ def _mean_attention(
 ) -> np.ndarray:
     """Mean over queries and heads of softmax(q k) on the prefix, in blocks of queries.
 
-    queries (Hq, M, D) at positions num_prefix.., keys (H, T + M, D). ``softcap`` bounds scores
-    by a tanh; ``sinks`` (Hq,) are scores of no key that take part in each softmax.
+    The queries are (Hq, M, D), at positions from ``num_prefix`` on; the keys are (H, T + M, D).
+    ``softcap`` bounds scores by a tanh. ``sinks`` (Hq,) are scores without a key that take part in
+    each softmax.
     """
     heads, count, dim = queries.shape
     kv_heads, total, _ = keys.shape

@@ -1,7 +1,7 @@
 """Decoding under a memory budget: the target reads the prefix from its source's own cache.
 
-The translator is folded into the target's queries and pooled values, so that the target's cache
-is never made (appendix "Decoding under a memory budget").
+The translator is folded into the target's queries and pooled values, so the target's own cache of
+the prefix is never made (appendix "Decoding under a memory budget").
 """
 
 from __future__ import annotations

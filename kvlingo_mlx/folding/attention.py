@@ -1,16 +1,16 @@
 """Attention of a target layer over a prefix that stays in its source's own cache.
 
-With translated keys T_K k + b_K and values T_V v + b_V (appendix "Decoding under a memory
-budget"), for a query q that is rotated and scaled:
+For a rotated and scaled query q, translated keys T_K k + b_K and translated values T_V v + b_V
+(appendix "Decoding under a memory budget"):
 
     scores    q . (T_K k + b_K) = (T_K^T q) . k + q . b_K
     result    T_V (sum p_i v_i) + (sum p_i) b_V + sum over new tokens p_j v_j
 
-with one softmax over the prefix and the new tokens, whose keys and values are the target's own.
-So a map is applied once a layer and step, not once a cached token.
+One softmax runs over the prefix and the new tokens, whose keys and values are the target's own.
+So a map is applied once per layer and step, not once per cached token.
 
-Legend: B batch, L new queries, Hq query heads, H target KV heads, R = L * Hq / H rows of queries a
-KV head, Hs source heads, P visible tokens of the prefix, S new tokens, d and ds head widths.
+Legend: B batch, L new queries, Hq query heads, H target KV heads, R = L * Hq / H rows of queries
+per KV head, Hs source heads, P visible tokens of the prefix, S new tokens, d and ds head widths.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from kvlingo_mlx.translators.base import LinearMap
 
 @dataclass(frozen=True)
 class Part:
-    """What one source layer, or one of its heads, holds of the prefix: never copied.
+    """The prefix in one source layer's cache, or in one of its heads; the arrays are never copied.
 
     Attributes:
-        arrays: One float array (B or 1, Hs or 1, T, ds), or MLX's words, scales and biases of it.
+        arrays: One float array (B or 1, Hs or 1, T, ds), or MLX's quantised words, scales and
+            biases of such an array.
         packing: Group size and bits of quantised arrays, else None.
     """
 
@@ -40,14 +41,14 @@ class Part:
     packing: tuple[int, int] | None = None
 
     def head(self, index: int) -> Part:
-        """One source head alone."""
+        """This part with one source head only."""
         return Part(tuple(a[:, index : index + 1] for a in self.arrays), self.packing)
 
     def last(self, tokens: int) -> Part:
-        """The last ``tokens`` alone.
+        """This part with the last ``tokens`` only.
 
         Raises:
-            ValueError: There are fewer.
+            ValueError: The part has fewer tokens.
         """
         start = self.tokens - tokens
         if start < 0:
@@ -59,17 +60,17 @@ class Part:
 
     @property
     def batch(self) -> int:
-        """Rows of its batch: 1 serves every row of the queries'."""
+        """The number of batch rows; 1 serves every row of the queries."""
         return self.arrays[0].shape[0]
 
     @property
     def tokens(self) -> int:
-        """Tokens that it holds."""
+        """The number of tokens in this part."""
         return self.arrays[0].shape[-2]
 
     @property
     def width(self) -> int:
-        """Width of one head."""
+        """The width of one head."""
         if self.packing is None:
             return self.arrays[0].shape[-1]
         return self.arrays[1].shape[-1] * self.packing[0]
@@ -81,7 +82,7 @@ class Part:
         return self._packed_product(queries, transpose=True)
 
     def pooled(self, weights: mx.array) -> mx.array:
-        """Sums over tokens by weights (B or 1, Hs or 1, rows, P): (B or 1, Hs or 1, rows, ds)."""
+        """Weighted sums over tokens: weights (B or 1, Hs or 1, rows, P) give (..., rows, ds)."""
         if self.packing is None:
             return weights.astype(self.arrays[0].dtype) @ self.arrays[0]
         return self._packed_product(weights, transpose=False)
@@ -102,16 +103,17 @@ class Part:
 
 @dataclass(frozen=True)
 class Rows:
-    """Which source heads meet which queries, and how queries are stacked for it.
+    """Which source heads meet which queries, and how queries are stacked for that.
 
-    A head-mixing map pulls a query back onto every source head, so all queries meet each of them
-    in turn. A head-wise one pulls it back onto one: target heads are sorted by the source head
-    that they read, and where those serve different numbers of them, filled up with repetitions.
+    A head-mixing map pulls a query back onto every source head, so all queries meet each source
+    head in turn. A head-wise map pulls it back onto one source head, so target heads are sorted by
+    the source head that they read. Where source heads serve different numbers of target heads,
+    repeated target heads fill the gaps.
 
     Attributes:
         groups: Source heads met at once: Hs, or 1 where maps mix heads.
-        order: For each row of heads, the target head it takes; None where they are in order.
-        back: Where each target head then lies.
+        order: For each row of heads, its target head; None where they are in order.
+        back: The row of each target head after that sorting.
     """
 
     groups: int
@@ -120,7 +122,7 @@ class Rows:
 
     @classmethod
     def of(cls, head_map: Sequence[int] | None, source_heads: int) -> Self:
-        """For a head-wise map's source head of each target head; None: the maps mix heads."""
+        """From a head-wise map's source head of each target head; None if the maps mix heads."""
         if head_map is None:
             return cls(1)
         served = [[t for t, s in enumerate(head_map) if s == head] for head in range(source_heads)]
@@ -142,7 +144,7 @@ class Rows:
         return rows.swapaxes(0, 1).reshape(1, self.groups, -1, rows.shape[-1])
 
     def scatter(self, rows: mx.array, batch: int, per_head: int) -> mx.array:
-        """What :meth:`gather` made of ``batch`` and R = ``per_head``, as (B, H, R, x) again."""
+        """The inverse of :meth:`gather` for ``batch`` and R = ``per_head``: (B, H, R, x) again."""
         if len(rows) != batch:
             rows = rows.reshape(self.groups, batch, -1, rows.shape[-1]).swapaxes(0, 1)
         heads = rows.reshape(batch, -1, per_head, rows.shape[-1])
@@ -151,10 +153,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Side:
-    """The map of one side, and the parts of the source's cache that it reads.
+    """The map of one side (keys or values), and the parts of the source's cache that it reads.
 
     Attributes:
-        matrices: One a cut, (H, d, in).
+        matrices: One matrix per cut, (H, d, in).
         parts: The parts of each cut, in the order of the matrix's columns.
         bias: (H, d), or None.
     """
@@ -165,9 +167,9 @@ class Side:
 
     @classmethod
     def of(cls, linear: LinearMap, read: Callable[[Read], Part], *, heads_apart: bool) -> Self:
-        """From a translator's map; ``read`` gives what a source layer holds of a side.
+        """Make a side from a translator's map; ``read`` returns a source layer's part of the side.
 
-        ``heads_apart``: the columns of a head-mixing map are heads, one after the other.
+        ``heads_apart`` splits each part by head, as the columns of a head-mixing map are.
         """
         parts = []
         for reads in linear.reads:
@@ -178,13 +180,13 @@ class Side:
         return cls(linear.matrices, tuple(parts), linear.bias)
 
     def last(self, tokens: int) -> Side:
-        """The same of the prefix's last ``tokens`` alone."""
+        """This side with the prefix's last ``tokens`` only."""
         parts = tuple(tuple(p.last(tokens) for p in cut) for cut in self.parts)
         return Side(self.matrices, parts, self.bias)
 
     @property
     def first_part(self) -> Part:
-        """What tells how many tokens and rows of a batch there are."""
+        """The first part, from which the numbers of tokens and batch rows are taken."""
         return self.parts[0][0]
 
 
@@ -193,8 +195,8 @@ class Fold:
     """One target layer's view of the source's cache. Nothing in it is ever written.
 
     Attributes:
-        keys: The keys' map, and what it reads.
-        values: The values'.
+        keys: The keys' map, and the parts that it reads.
+        values: The values' map, and the parts that it reads.
         rows: How queries meet source heads.
     """
 
@@ -207,11 +209,11 @@ class Fold:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prefix that the layer holds."""
+        """The number of prefix tokens that the layer holds."""
         return self.keys.first_part.tokens
 
     def last(self, tokens: int) -> Fold:
-        """The prefix's last ``tokens`` alone."""
+        """The fold of the prefix's last ``tokens`` only."""
         if tokens == self.tokens:
             return self
         return Fold(self.keys.last(tokens), self.values.last(tokens), self.rows)
@@ -225,15 +227,15 @@ def attend(
     scale: float,
     mask: mx.array | None,
 ) -> mx.array:
-    """One exact softmax over the prefix and the new tokens.
+    """Attend with one exact softmax over the prefix and the new tokens.
 
     Args:
         queries: (B, Hq, L, d), normed and rotated.
         fold: The prefix.
-        keys: The new tokens' own, (B, H, S, d).
-        values: Likewise.
-        scale: Of the scores.
-        mask: What may be seen, (L, P + S), or None for all.
+        keys: The new tokens' own keys, (B, H, S, d).
+        values: The new tokens' own values, (B, H, S, d).
+        scale: The factor of the scores.
+        mask: The positions that each query sees, (L, P + S), or None for all.
 
     Returns:
         (B, Hq, L, d of values).
@@ -243,8 +245,8 @@ def attend(
     seen = _prefix_scores(stacked, fold)
     own = (stacked @ keys.swapaxes(-1, -2)).astype(stacked.dtype)
     if fold.keys.bias is not None:
-        # A softmax does not change when every score does by the same: what is constant over the
-        # prefix is taken from the new tokens, which are fewer.
+        # A softmax does not change when all scores change by the same amount. So the bias's part,
+        # constant over the prefix, is subtracted from the scores of the new tokens: they are fewer.
         own = own - (stacked @ fold.keys.bias[..., None].astype(stacked.dtype))
     scores = mx.concatenate([seen.astype(own.dtype), own], axis=-1)
     if mask is not None:
@@ -262,7 +264,7 @@ def attend(
 
 
 def _prefix_scores(queries: mx.array, fold: Fold) -> mx.array:
-    """(B, H, R, d) against the prefix: (B, H, R, P), without the bias's part."""
+    """Scores of queries (B, H, R, d) over the prefix, (B, H, R, P), without the bias's part."""
     batch, _, per_head, _ = queries.shape
     side, scores = fold.keys, None
     for matrix, parts in zip(side.matrices, side.parts, strict=True):
@@ -277,7 +279,7 @@ def _prefix_scores(queries: mx.array, fold: Fold) -> mx.array:
 
 
 def _prefix_values(weights: mx.array, fold: Fold) -> mx.array:
-    """Weights (B, H, R, P) as the translated values' sum, (B, H, R, d), without its bias."""
+    """Sum the translated values by weights (B, H, R, P): (B, H, R, d), without the bias."""
     batch, _, per_head, _ = weights.shape
     side, result = fold.values, None
     rows = fold.rows.gather(weights, side.first_part.batch)

@@ -1,9 +1,9 @@
-"""The cache of one target layer whose prefix is its source's: how mlx-lm's models meet it.
+"""The cache of one target layer whose prefix stays in the source's cache, as mlx-lm meets it.
 
-mlx-lm's attention hands keys and values to ``quantized_scaled_dot_product_attention`` where a
-cache has an attribute ``bits``, whatever they are. A ``FoldedCache`` has one, and returns handles
-in their place. The one function that takes them is replaced by one that knows the handles and
-leaves everything else, quantised caches too, to mlx-lm's own.
+Where a cache has an attribute ``bits``, mlx-lm's attention passes on whatever that cache returns as
+keys and values to ``quantized_scaled_dot_product_attention``. A ``FoldedCache`` has that attribute
+and returns handles. We replace the one function that takes them: ours knows the handles and leaves
+everything else, quantised caches too, to mlx-lm's.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from kvlingo_mlx.folding.attention import Fold, attend
 
 @dataclass(frozen=True)
 class Segments:
-    """What stands for a layer's keys and values on their way to its attention.
+    """A handle that stands for a layer's keys and values on their way to its attention.
 
     Attributes:
-        fold: The visible part of the prefix; None once it is out of the window altogether.
-        keys: The new tokens' own, (B, H, S, D).
-        values: Likewise.
+        fold: The visible part of the prefix; None once all of it has left the window.
+        keys: The new tokens' own keys, (B, H, S, D).
+        values: The new tokens' own values, (B, H, S, D).
     """
 
     fold: Fold | None
@@ -34,7 +34,7 @@ class Segments:
 
 
 class _Unsaved:
-    """A leaf of a state that mlx-lm evaluates but cannot write: its refusal quotes this."""
+    """A leaf of a state that mlx-lm evaluates but cannot write; its error message quotes this."""
 
     def __repr__(self) -> str:
         return (
@@ -44,13 +44,13 @@ class _Unsaved:
 
 
 class FoldedCache:
-    """A prefix in its source's own cache, and the target's native keys and values after it.
+    """A prefix in the source's own cache, and the target's native keys and values after it.
 
     Attributes:
         fold: The prefix. It is shared: neither copied nor counted in ``nbytes``.
         suffix: A stock mlx-lm cache of the new tokens; a ring where the layer has a window.
-        bits: None; what mlx-lm's attention asks for.
-        group_size: Likewise.
+        bits: None; mlx-lm's attention looks for this attribute.
+        group_size: None, for the same reason.
     """
 
     def __init__(self, fold: Fold, prefix_tokens: int, suffix: Any, window: int | None) -> None:
@@ -72,7 +72,7 @@ class FoldedCache:
         return max(0, min(kept, self._window - 1 - self.suffix.offset))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Take new tokens' keys and values (B, H, L, D); give handles of all that is visible."""
+        """Add new tokens' keys and values (B, H, L, D); return handles of all that is visible."""
         visible = self._visible(keys.shape[2])
         own = self.suffix.update_and_fetch(keys, values)
         segments = Segments(self.fold.last(visible) if visible else None, *own)
@@ -81,7 +81,7 @@ class FoldedCache:
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array | None:
-        """What ``N`` new tokens may see, (N, P + S), oldest first; None if that is everything."""
+        """The mask of ``N`` new tokens, (N, P + S), oldest first; None if they see everything."""
         window = window_size or self._window
         own = self.suffix.offset
         if self._window is not None:
@@ -98,10 +98,10 @@ class FoldedCache:
 
     @property
     def state(self) -> Any:
-        """What mlx-lm evaluates: the new tokens' arrays; the prefix is no state of its own.
+        """The arrays that mlx-lm evaluates: the new tokens' own, without the prefix.
 
-        Nothing else could be written, and what was read again would lack the prefix. So mlx-lm's
-        ``save_prompt_cache`` refuses it (ValueError), quoting the last leaf.
+        A saved copy would lack the prefix when it is loaded. So mlx-lm's ``save_prompt_cache``
+        refuses to save it (ValueError), quoting the last leaf.
         """
         return *self.suffix.state, _Unsaved()
 
@@ -115,11 +115,11 @@ class FoldedCache:
         return self.suffix.is_trimmable()
 
     def trim(self, count: int) -> int:
-        """Take back at most ``count`` new tokens, never the prefix; returns how many."""
+        """Take back at most ``count`` new tokens, never the prefix; return how many."""
         return self.suffix.trim(count)
 
     def empty(self) -> bool:
-        """Never: there is a prefix."""
+        """Always False: there is a prefix."""
         return False
 
 
@@ -144,5 +144,5 @@ _stock = base.quantized_scaled_dot_product_attention
 
 
 def install() -> None:
-    """Let mlx-lm's attention take folded caches; done once, and nothing else changes by it."""
+    """Make mlx-lm's attention accept folded caches; a second call changes nothing."""
     base.quantized_scaled_dot_product_attention = _attention

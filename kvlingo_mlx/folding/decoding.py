@@ -1,7 +1,7 @@
-"""Prefill with one model, decode with another from the first one's cache as it is.
+"""Prefill with one model, decode with another directly from the first one's cache.
 
-The same three layers as in :mod:`kvlingo_mlx.handover.generation`, but nothing is translated: the
-source reads the prompt as it always does, and its maps are applied to the target's queries.
+The three layers are those of :mod:`kvlingo_mlx.handover.generation`, but nothing is translated: the
+source reads the prompt as usual, and the maps are applied to the target's queries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvlingo_mlx.translators.base import Translator
 
 
 class FoldedOptions(AnswerOptions, total=False):
-    """What :func:`folded_generate` passes on to :func:`folded_stream_generate`."""
+    """The options that :func:`folded_generate` passes to :func:`folded_stream_generate`."""
 
     translator: AnyTranslator
     max_tokens: int
@@ -55,7 +55,7 @@ class FoldedOptions(AnswerOptions, total=False):
 
 
 def prefill(model: LanguageModel, rows: Sequence[Sequence[int]], step_size: int) -> list[Any]:
-    """A model's own cache of some prompts of one length, as mlx-lm fills it."""
+    """A model's own cache of several prompts of one length, filled as mlx-lm fills it."""
     cache = make_prompt_cache(model.model)
     tokens = mx.array([list(row) for row in rows])
     for start in range(0, tokens.shape[1], step_size):
@@ -70,7 +70,7 @@ def prefill(model: LanguageModel, rows: Sequence[Sequence[int]], step_size: int)
 
 @dataclass(frozen=True)
 class Bits:
-    """How a prefix is quantised once it is read: mlx-lm's ``kv_bits`` and ``kv_group_size``."""
+    """How a prefix is quantised after it is read: mlx-lm's ``kv_bits`` and ``kv_group_size``."""
 
     bits: int | None
     group_size: int
@@ -83,7 +83,7 @@ def _prepare(
     asked: Asked,
     quantised: Bits,
 ) -> Plan:
-    """Everything loaded and checked; no translator where a single token leaves no prefix."""
+    """Load and check everything; a prompt of one token has no prefix and needs no translator."""
     plan = begin(prefill_model, decode_model, prompt, asked, count=False)
     plan = replace(plan, way="folded")
     source, target = plan.source, plan.target
@@ -135,20 +135,20 @@ def folded_hand_over(
     allow_mismatch: bool = False,
     native_layers: int | None = None,
 ) -> list[Any]:
-    """Prefill with one model; return caches by which another decodes from that one's cache.
+    """Prefill with one model; return caches with which another model decodes from its cache.
 
     Args:
-        prefill_model: Reads the tokens; its cache of them stays.
-        decode_model: Who will decode.
-        tokens: Token ids, or several prompts of one length; the last of each is left for the
-            decode model to run.
-        translator: Loaded, or a folder or Hub id; None searches the local store. It must be
-            linear and of post-RoPE keys.
+        prefill_model: The model that reads the tokens; its cache of them is kept.
+        decode_model: The model that will decode.
+        tokens: Token ids, or several prompts of one length; the last token of each is left for
+            the decode model to run.
+        translator: A loaded translator, a folder or a Hub id; None searches the local store. It
+            must be linear and of post-RoPE keys.
         prefill_step_size: Tokens per prefill chunk.
-        kv_bits: Quantise the prefix once it is read, but for layers with a window.
-        kv_group_size: Groups of ``kv_bits``.
+        kv_bits: Quantise the prefix to these bits after it is read, except in layers with a window.
+        kv_group_size: Numbers per group with ``kv_bits``.
         allow_mismatch: Accept a translator made for another checkpoint of the same shape.
-        native_layers: 0 folds every layer of a translator that was tuned to native ones; None
+        native_layers: 0 folds every layer of a translator that was tuned to native layers; None
             refuses such a translator.
 
     Returns:
@@ -156,10 +156,10 @@ def folded_hand_over(
         cannot be merged into mlx-lm's batches or saved.
 
     Raises:
-        ValueError: No tokens, prompts of several lengths, an id out of range, or bits that do
-            not fit.
-        IncompatibleTranslatorError, UnsupportedModelError: It cannot be folded (the message says
-            why), or is for another pair.
+        ValueError: There are no tokens, prompts differ in length, an id is out of range, or the
+            bits do not fit.
+        IncompatibleTranslatorError, UnsupportedModelError: The translator cannot be folded (the
+            message says why), or is for another pair.
         MissingTranslatorError: None was given and none is stored.
     """
     rows = _rows(tokens)
@@ -177,7 +177,7 @@ def folded_hand_over(
 
 
 def _rows(tokens: Any) -> list[list[int]]:
-    """Prompts of one length; one prompt alone is one row."""
+    """The prompts as rows of one length; a single prompt is one row."""
     listed = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:
         if not isinstance(listed, Sequence) or not listed or not _nested(listed):
@@ -198,7 +198,7 @@ def _rows(tokens: Any) -> list[list[int]]:
 
 
 def _nested(listed: Sequence[Any]) -> bool:
-    """Whether these are several prompts, not one prompt's ids or messages."""
+    """Whether ``listed`` is several prompts, and not one prompt's ids or messages."""
     first = listed[0]
     return hasattr(first, "__len__") and not isinstance(first, str | Mapping)
 
@@ -207,7 +207,7 @@ def _check_single(prompt: Any) -> None:
     """Refuse (ValueError) several prompts where one is expected."""
     listed = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(listed, str) or not isinstance(listed, Sequence) or not listed:
-        return  # encode refuses what is no prompt
+        return  # encode refuses anything that is not a prompt
     if isinstance(listed[0], str) or _nested(listed):
         raise ValueError(
             f"the prompt is a list of {len(listed)} prompts; folded_generate answers one at a "
@@ -233,9 +233,9 @@ def folded_stream_generate(
     native_layers: int | None = None,
     **options: Unpack[AnswerOptions],
 ) -> Generator[GenerationResponse, None, None]:
-    """Prefill with one model, decode with another from that one's cache; a response a token.
+    """Prefill with one model, decode from its cache with another; yield one response per token.
 
-    Arguments are those of :func:`folded_generate`.
+    The arguments are those of :func:`folded_generate`.
     """
     known = given(options, AnswerOptions, "folded decoding")
     choice = choice_of(known, sampler, logits_processors)
@@ -267,32 +267,33 @@ def folded_generate(
 ) -> str:
     """Answer with one model from another's cache of the prompt, which is never translated.
 
-    Memory: both models, the prefill model's cache, and the answer's own tokens. In the decode
-    model's every step the translator is applied once a layer (appendix "Decoding under a memory
-    budget"). A head-wise translator costs little; a head-mixing one makes every query head read
-    every source head.
+    Memory holds both models, the prefill model's cache, and the answer's own tokens. In every
+    step of the decode model the translator is applied once per layer (appendix "Decoding under a
+    memory budget"). A head-wise translator costs little; a head-mixing one makes every query head
+    read every source head.
 
     Args:
-        prefill_model: Reads the prompt: a folder, a Hub id or a loaded model.
-        decode_model: Writes the answer; likewise.
+        prefill_model: The model that reads the prompt: a folder, a Hub id or a loaded model.
+        decode_model: The model that writes the answer: a folder, a Hub id or a loaded model.
         prompt: Text, token ids, or chat messages, which the decode model's own chat template
             renders; one prompt (:func:`folded_hand_over` takes several of one length).
         verbose: Write the text as it comes, and the times at the end.
-        options: ``translator`` (linear and of post-RoPE keys; loaded, a folder or Hub id; None
+        options: ``translator`` (linear and of post-RoPE keys; loaded, a folder or a Hub id; None
             searches the local store), ``max_tokens`` (256), ``temperature``, ``top_p``, ``top_k``,
             ``min_p``, ``repetition_penalty``, ``seed``, ``stop``, ``tools``, ``sampler`` and
             ``logits_processors`` as for ``generate``,
             ``prefill_step_size`` (2048), ``enable_thinking``, ``allow_mismatch``; ``kv_bits`` and
-            ``kv_group_size`` (64), which quantise the prefix once it is read; ``native_layers``
-            (0 folds every layer of a translator that was tuned to native ones).
+            ``kv_group_size`` (64), which quantise the prefix after it is read; ``native_layers``
+            (0 folds every layer of a translator that was tuned to native layers).
 
     Returns:
         The answer, without the prompt.
 
     Raises:
-        ValueError: An empty prompt, several, one beyond a model's context, or a bad argument.
-        IncompatibleTranslatorError, UnsupportedModelError: The translator or a model does not
-            allow it; the message says why.
+        ValueError: The prompt is empty, several prompts, or beyond a model's context, or an
+            argument is bad.
+        IncompatibleTranslatorError, UnsupportedModelError: The translator or a model cannot be
+            used for this; the message says why.
         MissingModelError, MissingTranslatorError, MalformedTranslatorError: As for ``generate``.
     """
     return joined(folded_stream_generate(prefill_model, decode_model, prompt, **options), verbose)

@@ -1,4 +1,4 @@
-"""A target's caches over its source's: what can be folded, and what each layer then reads."""
+"""What can be folded, and how a target's folded caches are made over its source's caches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 
-# Tokens by which the new tokens' caches grow. mlx-lm's 256 in each of Gemma-3-12B's layers are a
-# fifth of what its source holds of 8192 tokens (benchmarks/LOG.md).
+# The new tokens' caches grow by this many tokens. With mlx-lm's 256, those of Gemma-3-12B take a
+# fifth of what its source's cache of 8192 tokens takes (benchmarks/LOG.md).
 STEP = 32
 Parts = dict[tuple[str, int], Part]
 
@@ -33,13 +33,13 @@ def check_foldable(
     *,
     allow_mismatch: bool = False,
 ) -> None:
-    """Refuse a translator or models that query folding does not reach.
+    """Refuse a translator or models for which folded decoding does not work.
 
     Raises:
-        IncompatibleTranslatorError: The translator is not linear, not of post-RoPE keys, or not
-            from ``source`` to ``target``.
+        IncompatibleTranslatorError: The translator is not linear, does not read post-RoPE keys, or
+            is not from ``source`` to ``target``.
         UnsupportedModelError: A model caches latents; or the target's attention handles the
-            cached arrays itself, or has layers that read another's cache.
+            cached arrays itself; or several of the target's layers share a cache.
     """
     why = unfoldable(translator.config)
     if why is not None:
@@ -68,13 +68,13 @@ def check_foldable(
 
 
 def check_whole(config: TranslatorConfig, native_layers: int | str | None = None) -> None:
-    """Refuse to fold every layer where the target is to read some of them itself.
+    """Refuse to fold every layer where the target is to read some layers itself.
 
-    ``native_layers`` is as in :func:`kvlingo_mlx.handover.hybrid.native_part`: None is what the
-    translator was tuned to, 0 folds every layer whatever that is.
+    ``native_layers`` is as in :func:`kvlingo_mlx.handover.hybrid.native_part`: None takes the tuned
+    number, and 0 folds every layer of any translator.
 
     Raises:
-        IncompatibleTranslatorError: The target reads some; names both ways out.
+        IncompatibleTranslatorError: There are native layers; the message names both ways out.
     """
     layers = native_part(config, native_layers).layers
     if layers:
@@ -94,26 +94,26 @@ def fold_caches(
     *,
     allow_mismatch: bool = False,
 ) -> list[Any]:
-    """A target's caches whose prefix is what a source's caches hold; nothing is computed.
+    """A target's caches whose prefix stays in the source's caches; nothing is computed.
 
-    Should the source go on in the same caches, MLX copies what it writes to.
+    If the source later writes to the same caches, MLX copies the arrays that it writes to.
 
     Args:
-        source_cache: Stock mlx-lm caches that ``source`` has filled from position 0 on, any
-            number of rows; those of one row serve any number of rows of the target's tokens.
-        source: Who filled them.
-        target: Who will decode.
+        source_cache: Stock mlx-lm caches that ``source`` has filled from position 0 on, with any
+            number of batch rows; one row serves any number of rows of the target's tokens.
+        source: The model that filled the caches.
+        target: The model that will decode.
         translator: From ``source`` to ``target``, linear and of post-RoPE keys.
         allow_mismatch: Accept a translator made for another checkpoint of the same shape.
 
     Returns:
-        One cache a layer, to be given to the target's model or to mlx-lm as ``prompt_cache``.
+        One cache per layer, for the target's model or for mlx-lm as ``prompt_cache``.
 
     Raises:
-        IncompatibleTranslatorError, UnsupportedModelError: As :func:`check_foldable`, or a cache
-            of a class that cannot be read.
-        ValueError: The caches are empty, end at different positions, or have forgotten what the
-            target's layers read.
+        IncompatibleTranslatorError, UnsupportedModelError: As for :func:`check_foldable`, or a
+            cache is of a class that cannot be read.
+        ValueError: The caches are empty, end at different positions, or have dropped tokens that
+            the target's layers read.
     """
     check_foldable(source, target, translator, allow_mismatch=allow_mismatch)
     ends = {cache.offset for cache in source_cache}
@@ -144,7 +144,7 @@ def fold_caches(
 def _fold(
     translator: Translator, parts: Parts, layer: int, window: int | None, length: int
 ) -> Fold:
-    """What one target layer reads; of a window no more than its tokens."""
+    """The fold of one target layer; a layer with a window reads at most that many tokens."""
     config = translator.config
     head_map = None if config.head_mixing else head_map_of(config)
     rows = Rows.of(head_map, config.source.layers[0].kv_heads)

@@ -1,1 +1,1 @@
-"""From a prompt to an answer by another model: the plan, the cache, the tokens."""
+"""A hand-over from start to end: the plan, the target's cache, the answer's tokens."""

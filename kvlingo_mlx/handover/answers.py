@@ -1,7 +1,7 @@
-"""What an answer's text says: where it stops, what of it is reasoning, content, tool calls.
+"""Divide an answer's text into content, reasoning and tool calls, and end it at a stop text.
 
-The marks are those that mlx-lm knows of a tokenizer, found by its own state machine, as in its
-server; its own parsers read the calls.
+The marks are those that mlx-lm knows for a tokenizer. mlx-lm's own state machine finds them, as in
+its server, and mlx-lm's own parsers read the tool calls.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 ToolCall = dict[str, Any]
 Response = TypeVar("Response")
-# What mlx-lm's parsers raise of a call that was cut short or is none.
+# The errors that mlx-lm's parsers raise when a tool call is cut short or is not a call.
 NO_CALL = (ValueError, KeyError, TypeError, AttributeError, IndexError, SyntaxError)
 
 
 @dataclass(frozen=True)
 class Parts:
-    """A text divided.
+    """The parts of a text.
 
     Attributes:
-        content: What is for the user.
-        reasoning: What stands between the tokenizer's think marks.
-        tool_calls: As OpenAI's clients read them: ``{"id", "type": "function", "function":
-            {"name", "arguments"}}``, the arguments as JSON text.
+        content: The text for the user.
+        reasoning: The text between the tokenizer's think marks.
+        tool_calls: The calls in OpenAI's form: ``{"id", "type": "function", "function":
+            {"name", "arguments"}}``. The arguments are JSON text.
     """
 
     content: str = ""
@@ -39,19 +39,20 @@ class Parts:
 
 
 def first_stop(text: str, stop: Sequence[str]) -> int | None:
-    """Where the stop text begins that is complete first; the longest of those that end there."""
+    """The start of the stop text that is complete first; the longest if several end there."""
     found = [(at + len(s), at) for s in stop if (at := text.find(s)) >= 0]
     return min(found)[1] if found else None
 
 
 class AnswerReader:
-    """Reads an answer as it comes: nothing is given out that may belong to a stop text or a mark.
+    """Reads an answer as it comes, and holds back text that may belong to a stop text or a mark.
 
     Args:
-        tokenizer: Of who writes it.
-        prompt: The tokens before it: an answer whose prompt opens a reasoning trace begins in it.
+        tokenizer: The tokenizer of the model that writes the answer.
+        prompt: The tokens before the answer. If they open a reasoning trace, the answer begins
+            inside it.
         stop: Texts before which the answer ends.
-        tools: What was announced; some parsers take the types of arguments from it.
+        tools: The tools that the prompt announces; some parsers read argument types from them.
     """
 
     def __init__(
@@ -71,12 +72,12 @@ class AnswerReader:
         self._state = make_text_state_machine(tokenizer).make_state(state)
 
     def written_by(self, tokenizer: Any) -> None:
-        """Go on with the marks of another writer's tokenizer."""
+        """Go on with the marks of another model's tokenizer."""
         if tokenizer is not self._tokenizer:
             self._begin(tokenizer, self._state[0])
 
     def take(self, response: Response) -> Response:
-        """The next response with its text up to a stop text, and that text's parts."""
+        """The next response, cut at a stop text, with its text divided into parts."""
         last: Any = response
         text, stopped = self._before_stop(last.text, last.finish_reason is not None)
         reason = "stop" if stopped else last.finish_reason
@@ -84,7 +85,7 @@ class AnswerReader:
         return replace(last, text=text, finish_reason=reason, **vars(parts))
 
     def _before_stop(self, text: str, ended: bool) -> tuple[str, bool]:
-        """What can be given out, and whether a stop text has come."""
+        """The text that can be given out now, and whether a stop text has come."""
         text, self._held = self._held + text, ""
         if (found := first_stop(text, self._stop)) is not None:
             return text[:found], True
@@ -96,9 +97,9 @@ class AnswerReader:
         return text[: len(text) - held], False
 
     def _divided(self, text: str, ended: bool) -> Parts:
-        """The parts of what comes next."""
+        """The parts of the next piece of text."""
         segments: list[tuple[str | None, str]] = []
-        if self._state[0] is not None:  # else the format has ended the answer
+        if self._state[0] is not None:  # None: the format has ended the answer
             self._state, segments = TextStateMachine.split(self._state, text)
         if ended:
             self._state, rest, name = TextStateMachine.flush(self._state)
@@ -116,7 +117,7 @@ class AnswerReader:
         return Parts(content, reasoning, tuple(calls))
 
     def _called(self, calls: list[ToolCall], *, complete: bool) -> str:
-        """Add the calls that have come; returns as text what is none."""
+        """Add the finished call to ``calls``; return it as text if it cannot be parsed."""
         text, self._call, self._calling = self._call, "", False
         try:
             parsed = self._tokenizer.tool_parser(text, self._tools)
@@ -135,7 +136,7 @@ def divided(tokenizer: Any, text: str) -> Parts:
 
 
 def _first_state(tokenizer: Any, prompt: Sequence[int]) -> str:
-    """In what an answer begins: a template may open the trace itself."""
+    """The part in which an answer begins; a chat template may open the reasoning trace itself."""
     if tokenizer.response_initial_state:
         return str(tokenizer.response_initial_state)
     opened = tokenizer.has_thinking and tokenizer.rfind_think_start(

@@ -1,7 +1,7 @@
 """Hand-over between two tokenizers (section "Cross-tokenizer cache translation").
 
-Each model renders the prompt by its own template. The source's tokens are translated as they
-come, one entry each; the target then prefills all that lies between in one pass.
+Each model renders the prompt by its own template. The source's tokens are translated chunk by
+chunk, one cache entry each. The target then prefills all tokens between them in one pass.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def filled_across(
     spans: Iterable[KVStates],
     lap: Callable[[str], None],
 ) -> list[Any]:
-    """The target's cache of a text but for its last token, from what the source wrote of it.
+    """Translate a source's states into the target's cache of a text without its last token.
 
     Args:
-        plan: Its pair, and the tokens per chunk that the target prefills.
-        aligned: What is translated and where it goes.
-        spans: What the source wrote, in order; each is let go of once translated.
-        lap: Is told of each phase that has ended.
+        plan: Names the two models, the translator and the target's tokens per prefill chunk.
+        aligned: The tokens that are translated, and their places in the target's cache.
+        spans: The source's states of the text, in order; each is freed once it is translated.
+        lap: Called with the name of each phase when the phase ends.
 
     Returns:
-        Stock mlx-lm caches, evaluated, their offset the number of entries; those whose entries are
-        not one a token cannot be trimmed into.
+        Stock mlx-lm caches, evaluated. Their offset is the number of entries. A cache that does not
+        have one entry per token cannot be trimmed into this prefix.
     """
     assert plan.translator is not None
     source, target, translator = plan.source, plan.target, plan.translator

@@ -1,8 +1,8 @@
-"""From what a source writes to a target's cache: a plan is carried out, whoever decodes then.
+"""Carry out a plan: turn a source's states into a target's cache.
 
-The prefix comes chunk by chunk: captured, taken to the translator's capture point, translated,
-written. Some of it the target may read itself (:mod:`.hybrid`); two tokenizers have their own path
-(:mod:`.cross_tokenizer`).
+The prefix comes chunk by chunk. Each chunk is captured, moved to the translator's capture point,
+translated and written. The target may read some of the prefix itself (:mod:`.hybrid`). Pairs with
+two tokenizers go through :mod:`.cross_tokenizer`.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def translate_span(
     translator: Translator,
     num_tokens: int,
 ) -> None:
-    """Write one span of a source's keys and values into a target's cache; lazily.
+    """Write one span of a source's keys and values into a target's cache, without evaluating it.
 
-    ``num_tokens`` is the number of tokens that the cache will hold: layers with a window
-    take its last positions alone.
+    ``num_tokens`` is the number of tokens that the cache will hold in the end. A layer with a
+    window takes only the last positions of these.
     """
     states = capture.move(states, source, translator.config.capture)
     caches.write(cache, translator(states, target.geometry.first_kept(num_tokens)), target)
@@ -72,16 +72,16 @@ def filled(
     source_cache: list[Any] | None = None,
     held: KVStates | None = None,
 ) -> list[Any]:
-    """The target's cache of a plan's prefix: translated chunk by chunk, evaluated.
+    """Fill the target's cache with a plan's prefix, chunk by chunk; return it evaluated.
 
-    The map is token-wise, so each chunk's capture is dropped once translated. After the
-    last prefill chunk there is one synchronisation, for all layers together. The source's own
-    cache is dropped too, unless ``source_cache`` is given to be filled; what that holds already
-    is ``held``.
+    The maps work token by token, so each chunk's capture is dropped once it is translated. After
+    the last chunk there is one synchronisation, for all layers together. The source's own cache
+    is dropped too, unless the caller gives ``source_cache``, which is then filled. ``held`` are the
+    states that ``source_cache`` holds already.
 
     Returns:
         Stock mlx-lm caches. Between two tokenizers their ``offset`` is the number of entries, which
-        need not be that of tokens, and they cannot be trimmed into what was handed over.
+        may differ from the number of tokens, and the handed-over part cannot be trimmed.
     """
     if plan.translator is None or not plan.prefix:
         return make_prompt_cache(plan.target.model)
@@ -97,12 +97,12 @@ def filled(
 
 
 def take_over(plan: Plan, spans: Iterable[KVStates], clock: Clock | None = None) -> list[Any]:
-    """The target's cache of a plan's prefix whose source states are at hand, or come span by span.
+    """Fill the target's cache from source states that exist already or arrive span by span.
 
     Args:
-        plan: Has a translator.
-        spans: What the source wrote of the prefix, in order; each is let go of once translated.
-        clock: Is told of each phase.
+        plan: A plan with a translator.
+        spans: The source's states of the prefix, in order; each is freed once it is translated.
+        clock: Books the time of each phase.
 
     Returns:
         Stock mlx-lm caches, evaluated.
@@ -118,7 +118,7 @@ def take_over(plan: Plan, spans: Iterable[KVStates], clock: Clock | None = None)
 
 
 def _take_over(plan: Plan, spans: Iterable[KVStates], lap: Callable[[str], None]) -> list[Any]:
-    """The same, of one tokenizer."""
+    """:func:`take_over` for two models of one tokenizer."""
     assert plan.translator is not None
     source, target, prefix, span = plan.source, plan.target, plan.prefix, plan.span
     layers, step_size = plan.native.layers, plan.step_size
@@ -129,7 +129,7 @@ def _take_over(plan: Plan, spans: Iterable[KVStates], lap: Callable[[str], None]
     done = max(span.start, min(wanted, default=0))
     for states in spans:
         lap("prefill")
-        if done < min(states.start, span.stop):  # what is not written would be zeros
+        if done < min(states.start, span.stop):  # a gap in the cache would hold zeros
             raise ValueError(
                 f"the source holds nothing before position {states.start}, and {done} is to be "
                 "translated; prefill the source"
@@ -166,39 +166,40 @@ def hand_over(
     enable_thinking: bool | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[Any]:
-    """Prefill with one model; return another's cache of ``tokens[:-1]``.
+    """Prefill with one model; return the other model's cache of ``tokens[:-1]``.
 
     Args:
-        prefill_model: Reads the tokens.
-        decode_model: Whose cache is wanted.
-        tokens: Token ids, or text or messages; two tokenizers need the latter. The last one, by
-            the decode model's tokenizer and template, is left for it to run.
-        translator: Loaded, or a folder or Hub id; None searches the local store.
+        prefill_model: The source, which reads the tokens.
+        decode_model: The target, whose cache is returned.
+        tokens: Token ids, text or messages; two tokenizers need text or messages. The last token,
+            by the decode model's tokenizer and template, is left for the decode model to run.
+        translator: A loaded translator, a folder or a Hub id; None searches the local store.
         prefill_step_size: Tokens per prefill chunk.
-        native_layers: Cache layers, from the first on, that the decode model reads itself, which
-            costs that share of a prefill; the others are translated. None is what the
-            translator was tuned to, else none; ``auto`` refuses one that was not tuned. All of
-            them are a prefill.
-        native_head: The first so many tokens that it reads itself in all layers.
-        native_tail: The last so many of the prefix, likewise.
+        native_layers: Number of cache layers, from the first on, that the decode model reads
+            itself. They cost that share of a prefill; the other layers are translated. None takes
+            the tuned number, or 0 if the translator was not tuned; ``auto`` refuses a translator
+            that was not tuned. All layers together are a full prefill.
+        native_head: Number of first tokens that the decode model reads itself in all layers.
+        native_tail: Number of last prefix tokens that it reads itself in all layers.
         allow_mismatch: Accept a translator made for another checkpoint of the same shape.
-        prompt_cache: The prefill model's own caches of the first of these tokens, from
-            ``mlx_lm``'s ``load_prompt_cache`` perhaps; it reads the others after them, so they
-            hold ``tokens[:-1]`` afterwards. The translator must read keys as they are cached
-            (capture post_norm or post_rope, where keys are normed). Which tokens they are of
-            nobody can check.
+        prompt_cache: The prefill model's own caches of the first of these tokens, for example
+            from ``mlx_lm``'s ``load_prompt_cache``. The prefill model reads the remaining tokens
+            into them, so they hold ``tokens[:-1]`` afterwards. The translator must read keys as
+            they are cached (capture post_norm or post_rope, where keys are normed). Nothing can
+            check that the caches belong to these tokens.
         enable_thinking: The chat template's switch, for messages.
-        tools: What the chat template announces, for messages.
+        tools: The tools that the chat template announces, for messages.
 
     Returns:
         Stock mlx-lm caches, evaluated, for ``mlx_lm.generate.generate_step(
-        mx.array(tokens[-1:]), decode_model.model, prompt_cache=...)`` and whatever else mlx-lm
-        does with caches: batches, ``save_prompt_cache``, ``trim_prompt_cache``, ``kv_bits``.
-        Between two tokenizers their ``offset`` counts entries, which are not one a token, so
-        nothing of them can be trimmed, only what comes after.
+        mx.array(tokens[-1:]), decode_model.model, prompt_cache=...)`` and for mlx-lm's other uses
+        of caches: batches, ``save_prompt_cache``, ``trim_prompt_cache``, ``kv_bits``. Between two
+        tokenizers ``offset`` counts entries, and there is not one entry per token: only tokens
+        that come after the hand-over can be trimmed.
 
     Raises:
-        ValueError: No tokens, an id out of range, or more than a model's context.
+        ValueError: There are no tokens, an id is out of range, or there are more tokens than a
+            model's context holds.
         IncompatibleTranslatorError: The translator is for another pair.
         MissingTranslatorError: None was given and none is stored.
         UnsupportedModelError: A ``prompt_cache`` does not hold what the translator reads.
@@ -225,7 +226,7 @@ def hand_over(
 def _held(
     cache: list[Any], source: LanguageModel, translator: Translator, most: int
 ) -> KVStates | None:
-    """What a source's caches hold of a prompt whose prefix has ``most`` tokens; None if nothing."""
+    """The states in a source's caches of a prompt with ``most`` prefix tokens; None if empty."""
     stock = make_prompt_cache(source.model)
     if not isinstance(cache, list) or len(cache) != len(stock):
         what = f"{len(cache)} caches" if isinstance(cache, list) else f"{cache!r:.60}"

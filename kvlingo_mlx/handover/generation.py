@@ -1,8 +1,8 @@
 """Prefill with one model, hand over, decode with another.
 
-Three thin layers, as in mlx-lm: ``fill`` makes a cache, ``stream_generate`` yields a response a
-token, ``generate`` joins the text. The decode model always runs the last prompt token itself, since
-a translated cache holds no prediction (paper: section "Cache translation", equation (2.1)).
+There are three thin layers, as in mlx-lm: ``fill`` makes a cache, ``stream_generate`` yields one
+response per token, ``generate`` joins the text. The decode model always runs the last prompt token
+itself, since a translated cache holds no prediction (section "Cache translation", equation (2.1)).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DECODE_OPTIONS = ("kv_bits", "kv_group_size", "quantized_kv_start")
 
 
 class GenerateOptions(DecodingOptions, total=False):
-    """What :func:`generate` passes on to :func:`stream_generate`, for checkers and editors."""
+    """The options that :func:`generate` passes to :func:`stream_generate`, for type checkers."""
 
     translator: Translator | str | os.PathLike[str] | None
     strategy: str
@@ -57,7 +57,7 @@ class GenerateOptions(DecodingOptions, total=False):
 
 
 def check_max_tokens(max_tokens: int) -> None:
-    """Refuse (ValueError) what is neither a positive number nor -1."""
+    """Raise ValueError unless ``max_tokens`` is a positive number or -1."""
     if max_tokens == 0 or max_tokens < -1:
         raise ValueError(f"max_tokens is {max_tokens}; give a positive number, or -1 for no limit")
 
@@ -83,15 +83,15 @@ def stream_generate(
     num_draft_tokens: int = 2,
     **options: Unpack[DecodingOptions],
 ) -> Generator[GenerationResponse, None, None]:
-    """Prefill with one model, decode with another; yield a response a token.
+    """Prefill with one model, decode with another; yield one response per token.
 
-    Arguments are those of :func:`generate`, ``options`` those of
+    The arguments are those of :func:`generate`. The ``options`` are those of
     :class:`~kvlingo_mlx.handover.sampling.DecodingOptions`.
 
     Raises:
-        UnsupportedModelError: mlx-lm cannot quantise a model's cache, or cannot take back
-            rejected drafts from it; found before anything is prefilled. Else as
-            :func:`generate`.
+        UnsupportedModelError: mlx-lm cannot quantise a model's cache, or cannot remove rejected
+            draft tokens from it. This is found before anything is prefilled. The other errors are
+            those of :func:`generate`.
     """
     known = given(options, DecodingOptions, "a hand-over")
     choice = choice_of(known, sampler, logits_processors)
@@ -116,16 +116,17 @@ def stream_generate(
 
 
 def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:
-    """Refuse (UnsupportedModelError) ``kv_bits`` that a model's cache cannot have."""
+    """Raise UnsupportedModelError if a model's cache cannot have these ``kv_bits``."""
     if (bits := options.get("kv_bits")) is not None:
         for model in (plan.target,) if plan.draft is None else (plan.target, plan.draft):
             check_bits(model, bits, options.get("kv_group_size", 64))
 
 
 def _start(plan: Plan, clock: Clock) -> dict[str, Any]:
-    """What mlx-lm starts from: the last token and caches of all before it, a draft's own too.
+    """The prompt and caches that mlx-lm starts from, with the time so far booked on ``clock``.
 
-    Or the whole prompt for it to read, the time of all but its last token booked.
+    They are the last token and the caches of all tokens before it, a draft model's too. Where the
+    target reads the prompt itself, they are the whole prompt, and mlx-lm's progress books the time.
     """
     if plan.way == "native":
 
@@ -147,7 +148,7 @@ def _start(plan: Plan, clock: Clock) -> dict[str, Any]:
             for _ in capture.prefill(draft, plan.prefix, plan.step_size, draft_cache):
                 pass
         clock.lap("draft")
-    cache += draft_cache  # no second list: mlx-lm lets go of what it quantises in this one
+    cache += draft_cache  # in place: mlx-lm frees what it quantises only from the list it is given
     return {"prompt": plan.tokens[-1:], "prompt_cache": cache}
 
 
@@ -161,8 +162,8 @@ def check_drafting(
     """Refuse a draft model that cannot draft for ``target`` after ``tokens``.
 
     Raises:
-        ValueError: Another vocabulary, or a number without meaning.
-        UnsupportedModelError: mlx-lm cannot take back rejected drafts.
+        ValueError: The draft model has another vocabulary, or a number is out of range.
+        UnsupportedModelError: mlx-lm cannot remove rejected draft tokens from the cache.
     """
     if max_tokens < 0:
         raise ValueError(f"max_tokens is {max_tokens}; with a draft model give a positive number")
@@ -188,28 +189,29 @@ def generate(
 ) -> str:
     """Prefill a prompt with one model and answer with another, from the translated cache.
 
-    Any thread may call this on models that others use; they take turns, a chunk or a token at a
-    time (:mod:`kvlingo_mlx.threads`).
+    Any thread may call this on models that other threads use. The threads take turns, after each
+    chunk or token (:mod:`kvlingo_mlx.threads`).
 
     Args:
-        prefill_model: Reads the prompt: a folder, a Hub id or a loaded model.
-        decode_model: Writes the answer; likewise.
+        prefill_model: The model that reads the prompt: a folder, a Hub id or a loaded model.
+        decode_model: The model that writes the answer: a folder, a Hub id or a loaded model.
         prompt: Text, token ids, or chat messages, which the decode model's own chat
             template renders.
         verbose: Write the text as it comes, and the times at the end.
-        options: ``translator`` (loaded, a folder or Hub id; None searches the local
+        options: ``translator`` (a loaded one, a folder or a Hub id; None searches the local
             store), ``strategy`` (``accelerator``; ``native``: the decode model reads the prompt
-            itself; ``auto``: whichever `kvlingo-mlx bench --save-timings` found to be sooner at
-            such a length), ``max_tokens`` (256; -1 and more than the context leave room for
-            end with it, ``finish_reason`` "length"), ``temperature``, ``top_p``, ``top_k``,
+            itself; ``auto``: the faster of the two for such a length, as measured by
+            `kvlingo-mlx bench --save-timings`), ``max_tokens`` (256; with -1, or more than the
+            context has room for, the answer ends when the context is full, with
+            ``finish_reason`` "length"), ``temperature``, ``top_p``, ``top_k``,
             ``min_p``, ``repetition_penalty``, ``seed``, ``stop`` (a text, or several, before
             which the answer ends), ``tools`` (which the chat template announces), or mlx-lm's
             own ``sampler`` and ``logits_processors``,
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
             puts the empty think block into the prompt), ``native_layers``, ``native_head`` and
-            ``native_tail`` (what the decode model reads itself, as in :func:`hand_over`),
-            ``allow_mismatch``; ``draft_model``
-            (speculative decoding as mlx-lm does it; the prefill model can serve, and then
+            ``native_tail`` (layers and tokens that the decode model reads itself, as in
+            :func:`hand_over`), ``allow_mismatch``; ``draft_model``
+            (speculative decoding as in mlx-lm; the prefill model can be the draft model, and then
             reads the prompt only once) and ``num_draft_tokens`` (2); the rest as in
             :func:`stream_generate`.
 
@@ -217,12 +219,12 @@ def generate(
         The answer, without the prompt.
 
     Raises:
-        ValueError: An empty prompt, one beyond a model's context, or a bad argument.
-        MissingModelError, UnsupportedModelError: A model cannot be used, or not so.
+        ValueError: The prompt is empty or beyond a model's context, or an argument is bad.
+        MissingModelError, UnsupportedModelError: A model cannot be used, or not in this way.
         NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
-        MissingTimingsError, MalformedTimingsError: ``auto`` has no times to go by.
+        MissingTimingsError, MalformedTimingsError: ``auto`` has no timings to choose by.
     """
     return joined(stream_generate(prefill_model, decode_model, prompt, **options), verbose)
 

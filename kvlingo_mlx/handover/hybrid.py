@@ -1,8 +1,8 @@
-"""Hybrid hand-over: what of a prefix the target reads itself, between translation and re-prefill.
+"""Hybrid hand-over: the target reads a part of the prefix itself, and the rest is translated.
 
-Keys and values of a model's first layers cost a run of those layers alone, j of N: a share of
-j / N of a prefill. The layers above are translated. Likewise along the tokens: the target may
-read the first and the last ones itself.
+To compute the keys and values of a model's first j of N layers, only these layers have to run. That
+costs j / N of a prefill. The layers above are translated. The target may also read the first and
+the last tokens itself, in all layers.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Native:
-    """What the target reads itself of a prefix.
+    """The part of a prefix that the target reads itself.
 
     Attributes:
-        layers: Its first so many cache layers, over all tokens.
-        head: The first so many tokens, in every layer.
-        tail: The last so many tokens, in every layer; what they attend to is the hybrid's.
+        layers: The number of first cache layers that it runs over all tokens.
+        head: The number of first tokens that it reads in every layer.
+        tail: The number of last tokens that it reads in every layer. They attend to the hybrid
+            cache.
     """
 
     layers: int = 0
@@ -48,17 +49,17 @@ class Native:
 def native_part(
     config: TranslatorConfig, layers: int | str | None = None, head: int = 0, tail: int = 0
 ) -> Native:
-    """What the target is to read itself, checked.
+    """The part that the target is to read itself, with its numbers checked.
 
     Args:
-        config: Of the translator.
-        layers: How many; None is what the translator was tuned to, else none; ``auto`` refuses one
-            that was not tuned.
-        head: First tokens.
-        tail: Last tokens.
+        config: The translator's config.
+        layers: The number of native layers. None takes the tuned number, or 0 if the translator
+            was not tuned; ``auto`` refuses a translator that was not tuned.
+        head: The number of first tokens.
+        tail: The number of last tokens.
 
     Raises:
-        ValueError: A number without meaning, or ``auto`` where the translator was not tuned.
+        ValueError: A number is out of range, or ``auto`` is given and the translator is not tuned.
     """
     most = len(config.target.layers)
     if layers == AUTO and "native_layers" not in config.provenance:
@@ -82,10 +83,10 @@ def native_part(
 def allocate(
     model: LanguageModel, prefix: Sequence[int], native: Native, step_size: int
 ) -> list[Any]:
-    """Caches of a prefix to be translated into, its native head read already.
+    """Allocate caches for a prefix and read the native head into them.
 
-    They hold all of ``prefix`` once the native layers have read what is left, by
-    :func:`read_layers`, and the layers above have been written.
+    They hold all of ``prefix`` once :func:`read_layers` has read the rest of the native layers and
+    the layers above have been written.
     """
     cache = caches.allocate(model, len(prefix))
     own = make_prompt_cache(model.model)
@@ -104,15 +105,15 @@ def read_layers(
 ) -> None:
     """Run tokens through a model's first ``layers`` cache layers (default: all), in chunks.
 
-    The run ends as soon as the last one's keys and values are known: its attention is not
-    computed, and no later layer and no head is entered. Evaluated chunk by chunk.
+    The run ends as soon as the last of these layers has written its keys and values. Its attention,
+    the later layers and the output head are not computed. Each chunk is evaluated.
 
     Args:
         model: The model.
-        tokens: What follows in those caches.
-        cache: The model's caches; later layers' stay as they are.
-        step_size: Tokens a chunk.
-        layers: How many.
+        tokens: The tokens that follow those in the caches.
+        cache: The model's caches, of which those of later layers stay unchanged.
+        step_size: Tokens per chunk.
+        layers: The number of layers.
     """
     layers = len(cache) if layers is None else layers
     if not layers:
@@ -120,7 +121,7 @@ def read_layers(
     own = list(cache[:layers])
     later = make_prompt_cache(model.model)[layers:]
     for start in range(0, len(tokens), step_size):
-        for empty in later:  # masks are made of what a cache says of its length
+        for empty in later:  # mlx-lm makes masks from a cache's offset
             empty.offset = own[0].offset
         chunk = mx.array(list(tokens[start : start + step_size]))
         with working():
@@ -131,12 +132,12 @@ def read_layers(
 
 
 class _KnownError(Exception):
-    """A layer's keys and values are known: nothing above it is wanted."""
+    """Raised once a layer's keys and values are known, to skip everything above that layer."""
 
 
 @contextlib.contextmanager
 def _end_at(cache: Any) -> Iterator[None]:
-    """End a forward pass as soon as a layer's cache has taken what the layer writes."""
+    """End a forward pass as soon as a layer has written its keys and values to its cache."""
     cls = type(cache)
 
     class Last(cls):  # type: ignore[misc, valid-type]

@@ -1,7 +1,7 @@
-"""How a prompt gets from one model to another: settled here, before anything is read.
+"""How a prompt gets from one model to another, settled before anything is read.
 
-Whatever hands a prompt over, ``generate``, ``hand_over`` or folded decoding, asks for it by an
-:class:`Asked` and gets a :class:`Plan`, in which everything is loaded, chosen and checked.
+``generate``, ``hand_over`` and folded decoding describe what they want in an :class:`Asked` and get
+a :class:`Plan`, in which everything is loaded, chosen and checked.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ AnyTranslator = Translator | str | os.PathLike[str] | None
 
 @dataclass(frozen=True)
 class Asked:
-    """What a caller asks of a hand-over, by the names and defaults of ``hand_over``.
+    """A caller's request for a hand-over, with the names and defaults of ``hand_over``.
 
-    ``strategy`` is as in ``generate``, and ``draft_model`` too.
+    ``strategy`` and ``draft_model`` are as in ``generate``.
     """
 
     translator: AnyTranslator = None
@@ -49,7 +49,7 @@ class Asked:
     draft_model: Model | None = None
 
     def native(self, config: TranslatorConfig) -> Native:
-        """What the target is to read itself beside this translator."""
+        """The part of the prefix that the target reads itself if this translator is used."""
         return native_part(config, self.native_layers, self.native_head, self.native_tail)
 
 
@@ -58,17 +58,17 @@ class Plan:
     """A prompt on its way from one model's cache to another's.
 
     Attributes:
-        source: Reads the prompt.
-        target: Whose cache of it is wanted.
-        tokens: The prompt by the target's tokenizer and template; the last one is left for the
+        source: The model that reads the prompt.
+        target: The model whose cache is filled.
+        tokens: The prompt by the target's tokenizer and template; the last token is left for the
             target to run.
-        translator: From source to target; None where nothing is translated.
-        native: What the target reads itself.
-        aligned: The prompt as both read it, between two tokenizers; else None.
+        translator: The translator from source to target; None where nothing is translated.
+        native: The part of the prefix that the target reads itself.
+        aligned: Between two tokenizers, the prompt as both models read it; else None.
         step_size: Tokens per prefill chunk.
         draft: A draft model, which needs a cache of its own.
         way: ``accelerator``; ``native`` where the target reads the prompt itself; ``folded``.
-        loaded_at: When both models were there, by ``time.perf_counter``.
+        loaded_at: When both models were loaded, by ``time.perf_counter``.
     """
 
     source: LanguageModel
@@ -84,7 +84,7 @@ class Plan:
 
     @cached_property
     def prefix(self) -> list[int]:
-        """What a cache is made of."""
+        """The prompt without its last token: the tokens that the target's cache holds."""
         return self.tokens[:-1]
 
     @property
@@ -94,14 +94,14 @@ class Plan:
 
     @property
     def read(self) -> Sequence[int]:
-        """What the source reads for it, in its own tokens."""
+        """The tokens that the source reads, by its own tokenizer."""
         if self.aligned is not None:
             return self.aligned.source_ids[: self.aligned.num_read]
         return self.prefix[: self.span.stop]
 
     @property
     def num_translated(self) -> int:
-        """Tokens of the prompt that go through the translator."""
+        """The number of prompt tokens that go through the translator."""
         if self.translator is None:
             return 0
         if self.aligned is not None:
@@ -112,9 +112,9 @@ class Plan:
 def begin(
     prefill_model: Model, decode_model: Model, prompt: Prompt, asked: Asked, *, count: bool = True
 ) -> Plan:
-    """Both models loaded and the prompt encoded; no translator yet, and no token checked.
+    """Load both models and encode the prompt; no translator is found and no token checked yet.
 
-    ``count``: what loading takes is to fit into memory with the translator and the prompt's caches.
+    ``count`` asks for a check that the models, translator and prompt's caches fit into memory.
     """
     source, target = load_pair(
         prefill_model,
@@ -139,18 +139,18 @@ def prepare(
     asked: Asked,
     check: Callable[[Plan], None] = lambda plan: None,
 ) -> Plan:
-    """The plan of a hand-over, or of a prefill by the target where ``strategy`` comes to that.
+    """The plan of a hand-over, or of a prefill by the target where ``strategy`` leads to that.
 
-    ``check`` refuses what cannot be done with the cache, before a translator is looked for.
+    ``check`` can refuse a plan for its cache, before a translator is searched for.
 
     Raises:
-        ValueError: An empty prompt, an id out of range, more than a model's context, or a bad
-            argument.
+        ValueError: The prompt is empty, an id is out of range, there are more tokens than a model's
+            context holds, or an argument is bad.
         MissingModelError, UnsupportedModelError: A model cannot be used.
         NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
-        MissingProfileError, MalformedProfileError: ``auto`` has no timings to go by.
+        MissingTimingsError, MalformedTimingsError: ``auto`` has no timings to choose by.
     """
     check_strategy(asked.strategy)
     plan = begin(prefill_model, decode_model, prompt, asked)
@@ -185,13 +185,13 @@ def prepare_whole(
     suits: Callable[[TranslatorConfig], bool],
     check: Callable[[Translator], None],
 ) -> Plan:
-    """A plan with a translator that is applied to every layer, as folded decoding needs one.
+    """A plan whose translator is applied to every layer, as folded decoding needs.
 
     Args:
-        plan: As :func:`begin` makes it.
-        asked: What is asked for.
-        suits: Which of several stored translators will do.
-        check: Refuses a translator that will not.
+        plan: A plan from :func:`begin`.
+        asked: The caller's request.
+        suits: Says whether a stored translator's config suits, where there are several.
+        check: Raises an error for a translator that cannot be used.
     """
     check_caches((plan.source,), len(plan.tokens))
     pair, mismatch, found = (plan.source, plan.target), asked.allow_mismatch, asked.translator
@@ -206,11 +206,13 @@ def prepare_whole(
 def align(
     source: LanguageModel, target: LanguageModel, prompt: Prompt, **switches: Any
 ) -> AlignedPrefix:
-    """A prompt as two models of different tokenizers read it; ``switches`` are the templates'.
+    """Align a prompt for two models of different tokenizers.
+
+    ``switches`` are the chat templates' options.
 
     Raises:
-        ValueError: It is empty, or token ids; more than a model's context; or a model has no
-            template for messages.
+        ValueError: The prompt is empty, consists of token ids, or is beyond a model's context; or a
+            model has no template for messages.
     """
     found = AlignedPrefix.of(*(rendering(model, prompt, **switches) for model in (source, target)))
     source.check_tokens(found.source_ids)
@@ -219,24 +221,25 @@ def align(
 
 
 def check_tokens(models: Sequence[LanguageModel], tokens: Sequence[int], step_size: int) -> None:
-    """Refuse (ValueError) a prompt that a model cannot read, or chunks of no tokens.
+    """Raise ValueError for a prompt that a model cannot read, or for empty chunks.
 
-    The last of the ``models`` has the prompt's tokenizer.
+    The ``tokens`` are by the tokenizer of the last of the ``models``.
     """
     if not tokens:
         raise ValueError("the prompt is empty; give some text")
     if step_size < 1:
         raise ValueError(f"prefill_step_size is {step_size}; it must be at least 1")
     for model in models:
-        if model.tokenizer_fingerprint == models[-1].tokenizer_fingerprint:  # else it has its own
+        if model.tokenizer_fingerprint == models[-1].tokenizer_fingerprint:  # else: other tokens
             model.check_tokens(tokens)
 
 
 def check_strategy(strategy: str) -> None:
-    """Refuse what is no way to read a prompt.
+    """Refuse an unknown strategy.
 
     Raises:
-        ValueError: Says which there are; a switch needs a source that holds the conversation.
+        ValueError: The strategy is unknown (the message lists all), or is ``switch``, which needs a
+            source that holds the conversation.
     """
     if strategy == "switch":
         raise ValueError(
@@ -248,10 +251,10 @@ def check_strategy(strategy: str) -> None:
 
 
 def _reads_itself(plan: Plan, asked: Asked) -> bool:
-    """Whether this machine's timings say that the target has its first token sooner by itself.
+    """Whether, by this machine's timings, the target has its first token sooner by itself.
 
-    Timings are of one choice of native layers and tokens and one size of chunks; those of another
-    say nothing of it. A source that drafts reads the prompt whichever way is taken.
+    Timings hold for one choice of native layers and tokens and one chunk size only. A source that
+    is also the draft model reads the prompt in any case.
     """
     count = len(plan.tokens)
     if count == 1:
@@ -269,6 +272,6 @@ def _reads_itself(plan: Plan, asked: Asked) -> bool:
         given = "FOLDER" if isinstance(given, Translator) else os.fspath(given)
     names = plan.source.name, plan.target.name
     found = timings.read(key, names, given, facts.config.native_layers)
-    # What remains then is a switch, which timings know of plain translation alone.
+    # A source that drafts has read the prompt: a switch remains, timed for plain translation only.
     remains = "switch" if plan.draft is plan.source and native == Native() else "accelerator"
     return found.best(count, remains) == "native"

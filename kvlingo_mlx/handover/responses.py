@@ -27,32 +27,31 @@ from kvlingo_mlx.translators.base import Translator
 
 @dataclass
 class GenerationResponse(MLXResponse):
-    """mlx-lm's response, with what its text says and the times and tokens of a hand-over.
+    """mlx-lm's response, with the parts of its text and the times and tokens of a hand-over.
 
     ``text`` is all that was written, marks included. ``content``, ``reasoning`` and ``tool_calls``
-    are what has come with this response: joined, those of all responses are the whole. What may
-    yet be part of a mark, or of a stop text, comes with a later response.
+    are the parts that came with this response; those of all responses joined are the whole answer.
+    Text that may still be part of a mark or of a stop text comes with a later response.
 
     Attributes:
         content: Text for the user.
         reasoning: Text between the tokenizer's think marks.
-        tool_calls: Calls that are complete, as OpenAI's clients read them. A call that cannot be
-            parsed is content.
-        cached_tokens: Tokens of the prompt that the decode model's cache held before. (Where
-            another model has begun the answer, these three count its tokens too.)
-        translated_tokens: Those that went through the translator.
-        read_tokens: Those that the decode model read itself, the last one among them.
-        prefill_s: Seconds the prefill model took for the prompt; the decode model where it read
-            the prompt itself (0 if it has a draft model as well: mlx-lm does not tell).
+        tool_calls: Complete tool calls in OpenAI's form. A call that cannot be parsed is content.
+        cached_tokens: Prompt tokens that the decode model's cache held before. (Where another model
+            began the answer, these three counts include that model's tokens.)
+        translated_tokens: Prompt tokens that went through the translator.
+        read_tokens: Prompt tokens that the decode model read itself, the last one included.
+        prefill_s: Seconds the prefill model took for the prompt; or the decode model, where it read
+            the prompt itself (0 if it also has a draft model, since mlx-lm then reports no time).
         translate_s: Seconds the translation took, cache write included.
-        native_s: Seconds the decode model took for what it read itself of the prompt, but for
-            its last token.
+        native_s: Seconds the decode model took for the part of the prompt that it read itself,
+            without the last token.
         ttft_s: Seconds from the call (models loaded) to the first token in hand.
         strategy: How the prompt was read: ``accelerator``, ``native`` or ``folded``; ``switch``
             in a conversation, whose own ``last_switch`` tells more.
         translator: The folder of the translator that was used, "made in this process" if it has
-            none; None where nothing was translated. A conversation's can be several.
-        translator_digest: What it computes, as a sha256 (``Translator.digest``).
+            none; None where nothing was translated. In a conversation there can be several.
+        translator_digest: A sha256 of what the translator computes (``Translator.digest``).
     """
 
     content: str = ""
@@ -75,10 +74,10 @@ class Counts:
     """Where the tokens before an answer come from.
 
     Attributes:
-        prompt: Those of the prompt.
-        cached: Those that the model's cache held before.
-        translated: Those that went through the translator.
-        read: Those that the model read itself, the last one among them.
+        prompt: All tokens of the prompt.
+        cached: Tokens that the model's cache held before.
+        translated: Tokens that went through the translator.
+        read: Tokens that the model read itself, the last one included.
     """
 
     prompt: int
@@ -88,7 +87,7 @@ class Counts:
 
     @classmethod
     def of(cls, plan: Plan) -> Counts:
-        """Of a prompt of which the target's cache held nothing."""
+        """The counts of a plan's prompt, of which the target's cache held nothing before."""
         prompt, translated = len(plan.tokens), plan.num_translated
         return cls(prompt, 0, translated, prompt - translated)
 
@@ -101,15 +100,15 @@ def decoded(
     tools: Sequence[Mapping[str, Any]] | None,
     **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
-    """What a plan's target answers, a response a token, up to a stop text.
+    """Decode a plan's target; yield one response per token, up to a stop text.
 
     Args:
         plan: How the prompt is read.
         choice: How tokens are chosen.
-        start: Reads the prompt, books the time, and gives what mlx-lm starts from.
-        max_tokens: Most tokens; -1 for what room there is.
-        tools: What the template has announced.
-        options: mlx-lm's own, of decoding.
+        start: Reads the prompt, books the time, and returns what mlx-lm starts from.
+        max_tokens: The most tokens to write; -1 for as many as the context has room for.
+        tools: The tools that the template has announced.
+        options: mlx-lm's own decoding options.
     """
     target, clock = plan.target, Clock(plan.loaded_at)
     room = min(
@@ -147,10 +146,10 @@ def decoded(
 
 
 class Sound:
-    """Whether a model's own logits are numbers, before any logits processor has them.
+    """A logits processor that records whether a model's own logits are numbers.
 
-    It stands before a user's processors and changes nothing. It listens until the first response is
-    checked, since a draft model's logits may come first.
+    It stands before the user's processors and changes nothing. It records until the first response
+    is checked, since a draft model's logits may come first.
     """
 
     def __init__(self) -> None:
@@ -162,7 +161,7 @@ class Sound:
         return logits
 
     def told(self) -> bool:
-        """Whether all were numbers so far; the last question."""
+        """Whether all logits so far were numbers; nothing is recorded after this call."""
         bad, self._bad = self._bad, None
         return bad is not None and len(bad) > 0 and not any(flag.item() for flag in bad)
 
@@ -174,10 +173,10 @@ def check_numbers(
     cache: Sequence[Any],
     processors: Sequence[LogitsProcessor] | None = None,
 ) -> None:
-    """Refuse a first prediction that is not a number: decoding would go on with token 0.
+    """Raise an error if the first prediction is NaN: decoding would go on with token 0.
 
-    ``cache`` is what it was made from; it is searched for the place only then. ``processors`` are
-    :func:`with_prefix`'s, one of which may be to blame.
+    ``cache`` is the cache behind the prediction; only then is it searched for the first NaN or Inf.
+    ``processors`` are those of :func:`with_prefix`; one of them may be the cause.
     """
     sound = processors[0] if processors else None
     with working():
@@ -201,9 +200,9 @@ def check_numbers(
 def with_prefix(
     processors: list[LogitsProcessor] | None, prefix: Sequence[int]
 ) -> list[LogitsProcessor] | None:
-    """Processors that see the whole prompt, though mlx-lm is only given its last token.
+    """Logits processors that see the whole prompt, though mlx-lm gets only the last token.
 
-    The first of them is a :class:`Sound` of ours.
+    The first of them is a :class:`Sound`.
     """
     if not processors:
         return None
@@ -225,7 +224,7 @@ def timed(
 ) -> GenerationResponse:
     """mlx-lm's response, with the whole prompt counted and a hand-over's times by phase.
 
-    ``used`` are the translators that it came by.
+    ``used`` are the translators that the prompt went through.
     """
     values = {f.name: getattr(response, f.name) for f in fields(MLXResponse)}
     values |= {"prompt_tokens": counts.prompt}
@@ -240,7 +239,7 @@ def timed(
 
 
 def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
-    """The text of an answer; ``verbose`` writes it as it comes, and the times at the end."""
+    """The text of an answer; ``verbose`` prints it as it comes, and the times at the end."""
     text, response = "", None
     for response in responses:
         text += response.text
@@ -253,7 +252,7 @@ def joined(responses: Iterable[GenerationResponse], verbose: bool) -> str:
 
 
 def summary(response: GenerationResponse) -> str:
-    """The times and rates of a finished generation, in lines; of phases, those that took time."""
+    """The times and rates of a finished generation, as lines, without phases that took no time."""
     phases = {
         "prefill": response.prefill_s,
         "the decode model's own part": response.native_s,

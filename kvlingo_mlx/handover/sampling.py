@@ -1,4 +1,4 @@
-"""How an answer's tokens are chosen: arguments as mlx-lm's server names them, checked and built."""
+"""How an answer's tokens are chosen, by checked arguments with the names of mlx-lm's server."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ RANGES: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
 
 
 class AnswerOptions(TypedDict, total=False):
-    """How an answer's tokens are chosen, and where it ends; None leaves one out.
+    """How an answer's tokens are chosen, and where it ends; None leaves an option out.
 
     Attributes:
-        temperature: 0, the default, takes the likeliest token; more samples.
+        temperature: 0, the default, takes the likeliest token; above 0, tokens are sampled.
         top_p: Samples from the likeliest tokens that make up this share; 1 is off.
-        top_k: Samples from so many of the likeliest; 0 is off.
-        min_p: Leaves out tokens of less than this share of the likeliest one's; 0 is off.
-        repetition_penalty: Makes the last 20 tokens less likely, the prompt's among them; 1 is
-            off.
-        seed: Of the random numbers that sampling takes, which are the process's.
+        top_k: Samples from this many of the likeliest tokens; 0 is off.
+        min_p: Leaves out tokens with less than this share of the likeliest one's probability; 0
+            is off.
+        repetition_penalty: Makes the last 20 tokens, prompt included, less likely; 1 is off.
+        seed: Seeds the random numbers for sampling, which the whole process shares.
         stop: A text, or several, before which the answer ends, ``finish_reason`` "stop".
-        tools: What the chat template announces, as OpenAI's clients write it.
+        tools: The tools that the chat template announces, in OpenAI's form.
     """
 
     temperature: float | None
@@ -51,12 +51,12 @@ class AnswerOptions(TypedDict, total=False):
 
 
 class DecodingOptions(AnswerOptions, total=False):
-    """The same, with what mlx-lm does to the cache meanwhile.
+    """The options of an answer, and how mlx-lm quantises the cache while decoding.
 
     Attributes:
-        kv_bits: Decode from a cache quantised to so many bits.
-        kv_group_size: Numbers that share a scale there (64).
-        quantized_kv_start: Tokens from which on the cache is quantised (mlx-lm: 5000).
+        kv_bits: Bits per number of a quantised cache.
+        kv_group_size: Numbers that share a scale in it (64).
+        quantized_kv_start: Number of tokens from which the cache is quantised (mlx-lm: 5000).
     """
 
     kv_bits: int | None
@@ -69,10 +69,10 @@ class Choice:
     """How tokens are chosen, and before which texts the answer ends.
 
     Attributes:
-        sampler: For mlx-lm; None is greedy.
-        logits_processors: For mlx-lm.
-        seed: Of the random numbers, or None.
-        stop: Texts, none of them empty.
+        sampler: mlx-lm's sampler; None is greedy.
+        logits_processors: mlx-lm's logits processors.
+        seed: The seed of the random numbers, or None.
+        stop: The stop texts, none of them empty.
     """
 
     sampler: Sampler | None
@@ -81,13 +81,13 @@ class Choice:
     stop: tuple[str, ...]
 
     def begin(self) -> None:
-        """Seed the random numbers, if that was asked for; right before the first token."""
+        """Seed the random numbers if a seed is given; called right before the first token."""
         if self.seed is not None:
             mx.random.seed(self.seed)
 
 
 def given(options: Mapping[str, Any], known: type, where: str) -> dict[str, Any]:
-    """What of ``options`` is given; ValueError for what is not in ``known``, a TypedDict."""
+    """The ``options`` that are not None; ValueError for a name not in ``known``, a TypedDict."""
     listed = sorted(get_type_hints(known))
     for name, value in options.items():
         if name == "temp":
@@ -107,10 +107,10 @@ def choice_of(
     sampler: Sampler | None,
     logits_processors: list[LogitsProcessor] | None,
 ) -> Choice:
-    """How tokens are chosen by :class:`AnswerOptions`, those given.
+    """How tokens are chosen, from the :class:`AnswerOptions` that are given.
 
     Raises:
-        ValueError: A value without meaning, or an option that would do nothing.
+        ValueError: A value is out of range, or an option would have no effect.
     """
     for name, (kind, sound, expected) in RANGES.items():
         if name in options:
@@ -132,14 +132,14 @@ def choice_of(
 def check_value(
     name: str, value: Any, kind: type, sound: Callable[[Any], bool], expected: str
 ) -> None:
-    """Refuse (ValueError) what is no number of a kind, or out of range."""
+    """Raise ValueError if a value is not a number of the kind, or is out of range."""
     kinds = (int, float) if kind is float else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds) or not sound(value):
         raise ValueError(f"{name} is {value!r:.40}; give {expected}")
 
 
 def stop_texts(stop: Any) -> tuple[str, ...]:
-    """``stop`` as a tuple; ValueError if it is no text or list of texts."""
+    """``stop`` as a tuple; ValueError unless it is a text or a list of texts."""
     texts = (stop,) if isinstance(stop, str) else tuple(stop or ())
     if not all(isinstance(text, str) and text for text in texts):
         raise ValueError(f"stop is {stop!r:.80}; give a text, or a list of texts, none of it empty")

@@ -1,9 +1,9 @@
-"""How long each way to a first token took here: kept by pair and machine, read to choose one.
+"""Measured times to a first token, kept by pair and machine, from which ``auto`` chooses.
 
-`kvlingo-mlx bench --save-timings` measures and writes, `strategy="auto"` reads. The source's
-prefill may cost more than it saves (the paper's accelerator is at par at 1024 tokens, appendix
-"Dense-to-MoE cache translation"). Where that turns depends on both models, the maps and the
-machine.
+`kvlingo-mlx bench --save-timings` measures and writes them; `strategy="auto"` reads them. The
+source's prefill may cost more than it saves (the paper's accelerator is at par at 1024 tokens,
+appendix "Dense-to-MoE cache translation"). The turning point depends on both models, the maps and
+the machine.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from kvlingo_mlx.reporting.measure import machine
 
 VERSION = 1
 WAYS = ("native", "accelerator", "switch")
-# The file's words: "profile_version" is what such a file was called once.
+# The fields of the file; "profile_version" dates from when these files were called profiles.
 FIELDS = {"profile_version", "key", "prompt_tokens", "seconds"}
-# What a translated cache must gain to be chosen: native is exact, and medians err by this much.
+# The gain from which a translated cache is chosen: native is exact, and medians err by this much.
 GAIN = 1.02
-USUAL_STEP = 2048  # tokens a prefill chunk, in bench as in generate
+USUAL_STEP = 2048  # tokens per prefill chunk, in bench as in generate
 STEEPEST = 2.0  # a prefill's seconds grow at most with the square of its tokens
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Median seconds to the first token by the ways there, for one pair on one machine.
+    """Median seconds to the first token by each way, for one pair on one machine.
 
     Attributes:
-        key: The models, the maps and the machine, as :func:`key_of` says.
-        prompt_tokens: The lengths measured, ascending.
-        seconds: For each of ``WAYS``, a median a length. A switch starts from a source that holds
-            the conversation; the accelerator begins with its prefill.
+        key: The models, the maps and the machine, from :func:`key_of`.
+        prompt_tokens: The measured lengths, ascending.
+        seconds: For each of ``WAYS``, one median per length. A switch starts from a source that
+            holds the conversation; the accelerator starts with the source's prefill.
     """
 
     key: Mapping[str, Any]
@@ -58,9 +58,9 @@ class Timings:
     seconds: Mapping[str, tuple[float, ...]]
 
     def at(self, way: str, prompt_tokens: int) -> float:
-        """Seconds expected at a length: log seconds over log tokens, straight between medians.
+        """Seconds expected at a length, interpolated linearly in log seconds over log tokens.
 
-        Beyond the lengths measured the outermost slope goes on, held between 0 and 2.
+        Beyond the measured lengths the outermost slope goes on, held between 0 and 2.
         """
         x, y = np.log(self.prompt_tokens), np.log(self.seconds[way])
         wanted = math.log(prompt_tokens)
@@ -72,16 +72,16 @@ class Timings:
         return float(np.exp(y[near] + slope * (wanted - x[near])))
 
     def best(self, prompt_tokens: int, way: str = "accelerator") -> str:
-        """``way``, or ``native`` where that is as soon."""
+        """``way``, or ``native`` unless ``way`` is faster by the factor ``GAIN``."""
         native, other = (self.at(name, prompt_tokens) for name in ("native", way))
         return way if GAIN * other < native else "native"
 
 
-# ---- whose it is ------------------------------------------------------------------------------
+# ---- the key ----------------------------------------------------------------------------------
 
 
 class Maps(Protocol):
-    """A translator, or what is known of one whose weights are unread."""
+    """A translator, or the facts of one whose weights have not been read."""
 
     @property
     def config(self) -> TranslatorConfig: ...
@@ -100,11 +100,11 @@ def key_of(
     native: Native | None = None,
     step_size: int = USUAL_STEP,
 ) -> dict[str, Any]:
-    """What timings hold for: both models as loaded, the maps' work, what is native, the machine.
+    """What timings hold for: both models as loaded, the maps' work, the native part, the machine.
 
-    The work is the maps' form and how much they compute: of two MLPs their hidden widths differ.
-    ``native`` is what the target reads itself of a prefix; None is nothing, plain translation.
-    ``step_size`` is tokens a prefill chunk: every chunk reads a model's weights once more.
+    The work is the maps' form and their FLOPs per token: two MLPs can differ in hidden width.
+    ``native`` is the part of a prefix that the target reads itself; None is plain translation.
+    ``step_size`` is the tokens per prefill chunk; each chunk reads a model's weights once more.
     """
     config = maps.config
     form = {
@@ -127,7 +127,7 @@ def key_of(
 
 
 def _model(model: LanguageModel) -> dict[str, Any]:
-    """Who a model is, and in what precision: its weights' bytes tell 4 bits from 8."""
+    """A model's identity and precision: the bytes of its weights distinguish 4 bits from 8."""
     weights = dict(tree_flatten(model.model.parameters())).values()
     return {
         "geometry": model.geometry.fingerprint,
@@ -143,7 +143,7 @@ def _path(key: Mapping[str, Any], folder: str = "timings") -> Path:
 
 
 def _kept(key: Mapping[str, Any]) -> Path:
-    """Where timings lie: in their folder, or in the one that it was before."""
+    """The path of the timings: in their own folder, or in the folder used before."""
     path, before = _path(key), _path(key, "profiles")
     return before if not path.exists() and before.exists() else path
 
@@ -152,10 +152,10 @@ def _kept(key: Mapping[str, Any]) -> Path:
 
 
 def write(timings: Timings) -> Path:
-    """Keep timings in the local store, in place of older ones of the same key, at once.
+    """Write timings to the local store atomically, in place of older ones of the same key.
 
     Raises:
-        ValueError: It holds no lengths, or what :func:`read` would refuse.
+        ValueError: There are no lengths, or :func:`read` would refuse the timings.
     """
     path = _path(timings.key)
     facts = {
@@ -184,17 +184,17 @@ def write(timings: Timings) -> Path:
 def read(
     key: Mapping[str, Any], names: Sequence[str], translator: str | None = None, layers: int = 0
 ) -> Timings:
-    """The timings of a key.
+    """The stored timings of a key.
 
     Args:
-        key: As :func:`key_of` gives it.
-        names: Of source and target, to say what to type.
-        translator: Where it was not the stored one, its folder or Hub id; likewise.
-        layers: The native layers that the translator itself keeps: bench measures no others.
+        key: A key from :func:`key_of`.
+        names: The names of source and target, for the command that an error message gives.
+        translator: The folder or Hub id of a translator that is not the stored one; also for that.
+        layers: The translator's own number of native layers: bench measures no other.
 
     Raises:
-        MissingTimingsError: This pair was not measured here.
-        MalformedTimingsError: Its file breaks the format.
+        MissingTimingsError: This pair has not been measured on this machine.
+        MalformedTimingsError: The file breaks the format.
     """
     path = _kept(key)
     words = ["--source", names[0], "--target", names[1]]
@@ -242,7 +242,7 @@ def _malformed(path: Path, wrong: str, advice: str) -> MalformedTimingsError:
 
 
 def _fault(facts: Any, key: Mapping[str, Any]) -> str | None:
-    """The first way in which a file's content is not the timings of ``key``; None if it is."""
+    """The first reason why a file's content is not the timings of ``key``; None if it is."""
     if not isinstance(facts, dict) or "profile_version" not in facts:
         return "holds no timings"
     if facts["profile_version"] != VERSION:
@@ -263,7 +263,7 @@ def _fault(facts: Any, key: Mapping[str, Any]) -> str | None:
 
 
 def _numbers(values: Any, kind: type) -> bool:
-    """Whether this is a list of some positive finite numbers."""
+    """Whether ``values`` is a non-empty list of positive finite numbers."""
     return (
         isinstance(values, list)
         and len(values) > 0

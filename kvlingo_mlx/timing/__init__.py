@@ -1,1 +1,1 @@
-"""What a switch costs on this machine, beside what it could cost at best."""
+"""Measure what a switch costs on this machine, and compare it with the machine's ceilings."""

@@ -1,8 +1,8 @@
 """The ways to a first token for several prompts of one length at once.
 
 mlx-lm's own decoding loop takes one prompt, so these phases call the models themselves: a prefill
-in chunks and a step, each waited for. mlx-lm queues the step after the first as well, so a batch of
-one takes less here than :class:`Paths` says.
+in chunks and a step, each evaluated before the next. mlx-lm also queues the step after the first,
+so a batch of one takes less time here than in :class:`Paths`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES = ("source_prefill", "native", "translate", "target_step", "switch")
 
 
 class Batch(Paths):
-    """As :class:`Paths`, for ``batch`` prompts: that of ``tokens``, begun at other places."""
+    """:class:`Paths` for ``batch`` prompts: rotations of ``tokens`` that begin at other places."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Batch(Paths):
         return spans
 
     def _prefill(self, model: LanguageModel, cache: list[Any]) -> Any:
-        """Let a model read all but the last token of each prompt; yields after each chunk."""
+        """Let a model read all but the last token of each prompt; yield after each chunk."""
         prefix = self.ids[:, :-1]
         for start in range(0, prefix.shape[1], self.step_size):
             model.model(prefix[:, start : start + self.step_size], cache=cache)
@@ -75,7 +75,7 @@ class Batch(Paths):
         return found
 
     def source_prefill(self) -> None:
-        """The source reads the prompts, nothing recorded."""
+        """The source reads the prompts without recording its states."""
         with mx.stream(generation_stream):
             for _ in self._prefill(self.source, make_prompt_cache(self.source.model)):
                 pass

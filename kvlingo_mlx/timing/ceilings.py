@@ -1,4 +1,4 @@
-"""What a machine could reach at best: its measured rates, and the work of each phase."""
+"""The least time that a machine could need: its measured rates, and the work of each phase."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine was measured to do.
+    """The measured rates of this machine.
 
     Attributes:
-        flops: Floating-point operations a second in a large square product.
-        bandwidth: Bytes a second, read and written: the better of a sum over a large array and
-            a large matrix times a vector, which a decoding step consists of.
-        dtype: Of that product.
+        flops: Floating-point operations per second in a large square matrix product.
+        bandwidth: Bytes per second, read and written: the better of a sum over a large array and
+            a large matrix times a vector, the main work of a decoding step.
+        dtype: The dtype of the square product.
     """
 
     flops: float
@@ -49,7 +49,7 @@ class Rates:
         return max(work.flops / self.flops, work.bytes / self.bandwidth)
 
     def best(self, other: Rates) -> Rates:
-        """Of each rate the better: a busy machine shows less than it can do."""
+        """The better of both for each rate, since a busy machine shows less than it can do."""
         flops, bandwidth = max(self.flops, other.flops), max(self.bandwidth, other.bandwidth)
         return Rates(flops, bandwidth, self.dtype)
 
@@ -66,7 +66,7 @@ class Work:
 
 
 def measured_rates() -> Rates:
-    """The best of several runs of a large product and of a large sum."""
+    """The best rates of several runs of a large product, a sum and a matrix times a vector."""
     size, dtype = (8192, mx.bfloat16) if on_gpu() else (1024, mx.float32)
     square = mx.random.normal((size, size)).astype(dtype)
     long = mx.zeros(2**26 if on_gpu() else 2**24, mx.float32)
@@ -80,7 +80,7 @@ def measured_rates() -> Rates:
 
 
 class Costs:
-    """How much work a model's passes are: linear layers, attention, the head."""
+    """The work of a model's passes: linear layers, attention, the output head."""
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
@@ -93,7 +93,7 @@ class Costs:
         owner, kept = model.attentions[-1], model.family.taps(model.attentions[-1])
         layers = list(text.model.layers)
         holder = next(i for i, layer in enumerate(layers) if _is_in(owner, layer))
-        self.behind = {  # what reading a prompt leaves out: see `reading`
+        self.behind = {  # modules that reading a prompt does not run: see `reading`
             id(module)
             for layer in layers[holder:]
             for module in layer.modules()
@@ -108,18 +108,18 @@ class Costs:
         return Work(2 * outputs * inputs, _nbytes(self.head))
 
     def tokens(self, count: int, before: int = 0, touched: float = 0.0) -> Work:
-        """A pass over ``count`` tokens after ``before`` others, and the head for the last of them.
+        """The work of a pass over ``count`` tokens after ``before`` others, the head run once.
 
-        ``touched`` is the share of the experts that it touches.
+        ``touched`` is the share of the experts whose weights are read.
         """
         layers = self.model.geometry.layers
         work = self._pass(self.dense, self.experts, count, touched)
         return work + self._attention(layers, count, before) + self._head_work
 
     def reading(self, count: int, touched: float = 0.0) -> Work:
-        """A prefill: a pass that ends with the last keys and values, since nothing else is wanted.
+        """The work of a prefill: a pass that ends with the last layer's keys and values.
 
-        MLX evaluates no more than that; what else the last layer has, and the head, is not run.
+        MLX evaluates no more than that. The rest of the last layer and the head are not run.
         """
         dense, experts = (
             [m for m in of if id(m) not in self.behind] for of in (self.dense, self.experts)
@@ -134,18 +134,18 @@ class Costs:
         return Work(self._each([*dense, *experts]) * count, weights)
 
     def _each(self, modules: Iterable[nn.Module]) -> float:
-        """Floating-point operations a token."""
+        """Floating-point operations per token."""
         times = ((m, self.active if isinstance(m, EXPERTS) else 1) for m in modules)
         return float(sum(2 * uses * _shape(m)[0] * _shape(m)[1] for m, uses in times))
 
     def _attention(self, layers: Sequence[LayerGeometry], count: int, before: int) -> Work:
-        """Scores and sums over what each token sees; the whole cache that is read and written."""
+        """The work of attention: scores and sums over what each token sees, and cache traffic."""
         heads = int(self.model.facts["num_attention_heads"])
         flops = 0.0
         for g in layers:
             seen = sum(min(before + i + 1, g.window or before + i + 1) for i in range(count))
             flops += 2 * heads * (g.key_dim + g.value_dim) * seen
-        entries = (  # a window's layer reads no more than that of what came before
+        entries = (  # a layer with a window reads at most that many of the earlier tokens
             count + min(before, g.window - 1 if g.window else before)
             for g in self.model.geometry.layers
         )
@@ -156,14 +156,14 @@ class Costs:
 def translation_work(
     translator: Translator, source: LanguageModel, target: LanguageModel, count: int
 ) -> Work:
-    """Maps applied to ``count`` tokens: states read, maps read, cache written.
+    """The work of translating ``count`` tokens: states read, maps read, cache written.
 
-    For layers with a window to its last tokens alone.
+    A layer with a window translates only its last tokens.
     """
     kept = [min(count, g.window or count) for g in target.geometry.layers]
     flops, read = 0, dict[Read, int]()
     for group in (group for side in SIDES for group in translator.groups[side]):
-        tokens = kept[group.layers[0]]  # they share a window
+        tokens = kept[group.layers[0]]  # all layers of a group have the same window
         parts = ((name, part.size) for name, parts in group.tensors.items() for part in parts)
         flops += tokens * flops_of(parts)
         for one in {one for cut in group.cuts for reads in cut for one in reads}:
@@ -179,7 +179,7 @@ def _is_in(module: nn.Module, layer: nn.Module) -> bool:
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:
-    """Outputs and inputs of a linear layer, of one expert of it, or of an embedding as head."""
+    """Outputs and inputs of a linear layer, of one of its experts, or of an embedding as head."""
     *_, outputs, inputs = module.weight.shape
     return outputs, inputs * 32 // module.bits if "scales" in module else inputs
 
@@ -189,7 +189,7 @@ def _nbytes(module: nn.Module) -> int:
 
 
 def expert_layers(model: LanguageModel) -> list[nn.Module]:
-    """The first of the experts' three projections by name: one a layer that has experts."""
+    """The first of the experts' three projections, one for each layer that has experts."""
     return [
         module
         for name, module in model.model.named_modules()
@@ -199,7 +199,7 @@ def expert_layers(model: LanguageModel) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def experts_touched(model: LanguageModel) -> Iterator[list[float]]:
-    """Counts, pass by pass and layer by layer, the share of its experts that a model touches."""
+    """Collect, for each pass and layer, the share of its experts that a model touches."""
     shares: list[float] = []
     firsts = expert_layers(model)
     classes = [type(m) for m in firsts]

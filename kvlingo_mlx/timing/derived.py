@@ -1,4 +1,4 @@
-"""What follows from a table's times: ceilings beside them, speed-ups, the times at full depth."""
+"""Figures derived from a table's times: ceilings, speed-ups, times at full depth."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def floors(
     target: LanguageModel,
     translators: Mapping[str, Translator],
 ) -> dict[str, float]:
-    """By phase, the least seconds that its work can take at this machine's measured rates.
+    """For each phase, the least seconds that its work can take at this machine's measured rates.
 
-    Of single prompts alone: nothing for several at once.
+    Only for single prompts; a batch gets an empty result.
     """
     if timing.batch > 1:
         return {}
@@ -43,7 +43,7 @@ def floors(
         work[f"translate {form}"] = translation_work(translator, source, target, count)
     first = next(iter(translators))
     work["switch"] = work[f"translate {first}"] + step
-    if native_part(translators[first].config) == Native():  # else the target reads a part of it
+    if native_part(translators[first].config) == Native():  # else the target reads some of it
         work["accelerator"] = work["source_prefill"] + work["switch"]
     return {name: rates.floor(work[name]) for name in timing.samples if name in work}
 
@@ -53,7 +53,7 @@ def _experts(model: LanguageModel) -> int:
 
 
 def speedups(timing: Timing) -> dict[str, float]:
-    """How many times sooner each way reaches the first token than the target's own prefill."""
+    """The factor by which each way reaches the first token sooner than the target's own prefill."""
     native = timing.median("native") if "native" in timing.samples else None
     ways = {
         "switch": "switch",
@@ -69,19 +69,19 @@ def speedups(timing: Timing) -> dict[str, float]:
 
 
 def tokens_per_second(timing: Timing) -> dict[str, float]:
-    """Decoding speeds."""
+    """Decoding speeds, in tokens per second."""
     return {name: DECODED / timing.median(name) for name in SPEEDS if name in timing.samples}
 
 
 @dataclass(frozen=True)
 class Depth:
-    """How deep a model is.
+    """The depth of a model.
 
     Attributes:
-        measured: Its layers.
-        whole: Those of the model that it stands for.
-        last: What part of the last one's work its keys and values are (:class:`Costs`), with
-            which a prefill ends.
+        measured: The layers of the measured model.
+        whole: The layers of the model that it stands for.
+        last: The share of the last layer's work for its keys and values, with which a prefill
+            ends (:class:`Costs`).
     """
 
     measured: int
@@ -90,26 +90,26 @@ class Depth:
 
     @property
     def passes(self) -> float:
-        """How many times as long a pass through all layers takes."""
+        """The factor by which a pass through all layers takes longer at full depth."""
         return self.whole / self.measured
 
     @property
     def prefills(self) -> float:
-        """How many times as long reading a prompt takes."""
+        """The factor by which reading a prompt takes longer at full depth."""
         return (self.whole - 1 + self.last) / (self.measured - 1 + self.last)
 
 
 def extrapolated(
     timing: Timing, head: float, source: Depth, target: Depth, *, steps: int = 1
 ) -> dict[str, float]:
-    """By phase, seconds at full depth: what grows with the depth times what is left out.
+    """For each phase, the seconds at full depth, where the part that grows with depth is scaled.
 
     Args:
-        timing: Of models of fewer layers.
-        head: Seconds of the target's head, which runs once a step whatever the depth.
-        source: Depth of the one.
-        target: Of the other. Maps are as many as its layers.
-        steps: How many a first token takes.
+        timing: Times of models with fewer layers.
+        head: Seconds of the target's output head, which runs once per step at any depth.
+        source: The depth of the source.
+        target: The depth of the target. There are as many maps as target layers.
+        steps: The number of steps that a first token takes.
     """
     grown: dict[str, float] = {}
     for name in timing.samples:

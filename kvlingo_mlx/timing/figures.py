@@ -1,4 +1,4 @@
-"""Times over prompt lengths, as a picture."""
+"""A picture of times over prompt lengths."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN = ("native", "switch", "eager_switch", "accelerator", "source_prefill")
 
 
 def times(results: Mapping[str, Any]) -> Any:
-    """A panel a table: median seconds to the first token by way, over the prompt's length."""
+    """One panel per table: median seconds to the first token by way, over the prompt's length."""
     results = {name: result for name, result in results.items() if result["timings"]}
     drawn = {
         n: r for n, r in results.items() if any(p in r["timings"][0]["samples"] for p in SHOWN)

@@ -1,4 +1,4 @@
-"""Random models with the true widths of released ones: times do not depend on what weights say."""
+"""Random models with the widths of released ones; times do not depend on the weights' values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _dense(base: Mapping[str, Any], *numbers: int, **more: Any) -> dict[str, Any
     return {**base, **dict(zip(names, numbers, strict=True)), **more}
 
 
-# The numbers of their own config.json.
+# The numbers of the models' own config.json.
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": _dense(QWEN3, 1024, 28, 16, 3072, tie_word_embeddings=True),
     "qwen3-1.7b": _dense(QWEN3, 2048, 28, 16, 6144, tie_word_embeddings=True),
@@ -52,13 +52,13 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "gemma-3-4b": _dense(GEMMA3, 2560, 34, 8, 10240, num_key_value_heads=4),
     "gemma-3-12b": _dense(GEMMA3, 3840, 48, 16, 15360, num_key_value_heads=8),
 }  # fmt: skip
-BLOCK = 2**20 + 7  # odd, so that no two rows of a matrix are alike
+BLOCK = 2**20 + 7  # odd, so that no two rows of a matrix are equal
 FLOATS = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 PRECISIONS = (*FLOATS, "8bit", "4bit")
 
 
 def check(name: str, layers: int | None, precision: str | None) -> None:
-    """Refuse (ValueError) what :func:`random_model` could not make; ``precision`` None is any."""
+    """Raise ValueError for what :func:`random_model` cannot make; a None precision is any."""
     if name not in GEOMETRIES:
         raise ValueError(f"--geometry names {name!r}; there are {', '.join(GEOMETRIES)}")
     if precision is not None and precision not in PRECISIONS:
@@ -80,17 +80,17 @@ def random_model(
     *,
     activations: mx.Dtype | None = None,
 ) -> LanguageModel:
-    """A model of random weights, with the embedded models' tokenizer, which is not its own.
+    """A model of random weights, with the embedded models' tokenizer instead of its own.
 
     Args:
         name: One of ``GEOMETRIES``.
-        layers: How many of its layers; None for all.
+        layers: The number of its layers; None for all.
         precision: ``float32``, ``bfloat16``, or ``8bit`` or ``4bit`` in groups of 64.
-        seed: Of the weights.
-        activations: What quantised weights compute in; None is bfloat16.
+        seed: The seed of the weights.
+        activations: The dtype in which quantised weights compute; None is bfloat16.
 
     Raises:
-        ValueError: No such geometry or precision, or a number of layers that it does not have.
+        ValueError: There is no such geometry, precision or number of layers.
     """
     check(name, layers, precision)
     config = dict(GEOMETRIES[name])
@@ -99,11 +99,11 @@ def random_model(
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
-    model.sanitize({})  # Gemma-3 learns from its weights that its head is its embedding
+    model.sanitize({})  # without head weights, Gemma-3 then uses its embedding as head
     dtype = FLOATS.get(precision, activations or mx.bfloat16)
     block = mx.random.normal((BLOCK,)) * 0.02
     model.update(tree_map(lambda array: _filled(array, block), model.parameters()))
-    for part in [*model.layers, model]:  # a layer at a time: a whole float32 copy may not fit
+    for part in [*model.layers, model]:  # layer by layer: a whole float32 copy may not fit
         part.set_dtype(dtype)
         if precision.endswith("bit"):
             nn.quantize(part, 64, int(precision[0]), class_predicate=_not_yet)
@@ -114,7 +114,7 @@ def random_model(
 
 
 def _filled(array: mx.array, block: mx.array) -> mx.array:
-    """A large array of random numbers that repeat; drawing each takes far longer than a table."""
+    """An array of random numbers; a large one repeats them, as drawing all takes far too long."""
     if array.size <= BLOCK:
         return array
     rows = -(-array.size // BLOCK)
@@ -122,7 +122,7 @@ def _filled(array: mx.array, block: mx.array) -> mx.array:
 
 
 def _pack_at_random(part: nn.Module) -> None:
-    """Random words for quantised weights: no floats are drawn to be quantised, nothing is yet."""
+    """Fill quantised layers with random words before quantised floats are evaluated for them."""
     for module in part.modules():
         if "scales" not in module:
             continue
@@ -143,7 +143,7 @@ def random_translators(
     source: LanguageModel, target: LanguageModel, nu: int, forms: Mapping[str, tuple[DType, Any]],
     *, head_mixing: bool = True,
 ) -> dict[str, Translator]:  # fmt: skip
-    """Linear maps of random numbers by form: the dtype they are stored in, and their bits."""
+    """Random linear maps by form; ``forms`` gives the stored dtype and the bits of each."""
     rng = np.random.default_rng(0)
     assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
     config = TranslatorConfig(spec_of(source), spec_of(target), assignment, head_mixing=head_mixing)
@@ -159,6 +159,6 @@ def random_translators(
 
 
 def spec_of(model: LanguageModel) -> ModelSpec:
-    """What a model looks like; random models have no fingerprints."""
+    """A model's spec; random models have no fingerprints."""
     unknown = dict.fromkeys(("geometry", "norms", "tokenizer"))
     return ModelSpec(model.name, None, model.geometry.model_type, unknown, model.geometry.layers)

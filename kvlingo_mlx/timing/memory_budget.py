@@ -1,8 +1,8 @@
 """The paper's table of decoding under a memory budget (appendix of that name), on this machine.
 
 Gemma-3-12B with random weights and a random cache decodes in three ways: from its own cache of 8
-KV heads; from one narrowed to the 4 of Gemma-3-4B, which its projections would write; and from
-that one through a random head-wise translator, folded into its queries and pooled values.
+KV heads; from a cache of the 4 KV heads of Gemma-3-4B, as narrowed projections would write; and
+from that cache through a random head-wise translator, folded into its queries and pooled values.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from kvlingo_mlx.translators.linear import LinearTranslator
 FULL, NARROW = "gemma-3-12b", "gemma-3-4b"
 WAYS = ("full", "narrowed", "folded")
 CONTEXTS, BATCHES = (8192, 32768), (1, 8)
-OWN = ("k_proj", "v_proj")  # what a narrowed model does not share
+OWN = ("k_proj", "v_proj")  # the projections that a narrowed model does not share
 BLOCK = 256  # random tokens that a random cache repeats
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The models of the table: the narrowed one shares all weights but its projections.
+    """The models of the table; they share all weights except the key and value projections.
 
     Attributes:
-        full: Decodes.
-        narrowed: The same with fewer KV heads.
+        full: The model that decodes.
+        narrowed: The same model with fewer KV heads.
         translator: Head-wise, from the narrowed cache to the full one.
     """
 
@@ -53,7 +53,7 @@ class Setup:
     translator: Translator
 
     def foreign_bytes(self, way: str) -> int:
-        """Bytes of weights that lie in memory and that ``way`` has no use for."""
+        """Bytes of weights that are in memory but that ``way`` does not use."""
         full, narrowed = _own_bytes(self.full), _own_bytes(self.narrowed)
         maps = self.translator.nbytes
         used = {"full": full, "narrowed": narrowed, "folded": full + maps}
@@ -62,16 +62,16 @@ class Setup:
 
 @dataclass
 class Cell:
-    """One context and batch.
+    """The measurements of one context length and batch size.
 
     Attributes:
         context: Cached tokens.
-        batch: Rows.
-        decoded: Tokens a row that each sample decodes.
+        batch: Batch rows.
+        decoded: Tokens per row that each sample decodes.
         samples: Raw seconds by way.
-        peak: Most bytes alive while decoding, by way: its weights, its cache, what comes between.
-        cache: Bytes of the cache, by way; of a folded one the source's.
-        maps: Raw seconds of the translator's products alone, for as many tokens.
+        peak: Peak bytes while decoding, by way: its weights, its cache, its activations.
+        cache: Bytes of the cache, by way; for a folded cache, those of the source's cache.
+        maps: Raw seconds of the translator's products alone, for the same number of tokens.
     """
 
     context: int
@@ -83,20 +83,20 @@ class Cell:
     maps: list[float] = field(default_factory=list)
 
     def rate(self, way: str) -> float:
-        """Tokens a second of all rows, the best sample (as in the paper)."""
+        """Tokens per second over all rows, in the best sample (as in the paper)."""
         return self.batch * self.decoded / min(self.samples[way])
 
     def gain(self, way: str) -> float:
-        """Throughput beside the full cache's: 0.1 is a tenth more."""
+        """Throughput relative to the full cache's: 0.1 is a tenth more."""
         return self.rate(way) / self.rate("full") - 1
 
     @property
     def share(self) -> float:
-        """The translator's products' part of a folded step."""
+        """The share of the translator's products in a folded step."""
         return min(self.maps) / min(self.samples["folded"])
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with what is derived."""
+        """All measurements with the figures derived from them."""
         gains = {way: self.gain(way) for way in WAYS[1:]}
         return {
             **asdict(self),
@@ -110,7 +110,7 @@ def setup(layers: int | None, precision: str = "4bit") -> Setup:
     """Random models of the table's geometry, and the translator between their caches.
 
     Args:
-        layers: How many of the 48; None for all.
+        layers: The number of the 48 layers to use; None for all.
         precision: As for :func:`random_model`; on a CPU quantised weights compute in float32.
     """
     dtype = FLOATS.get(precision, mx.bfloat16 if on_gpu() else mx.float32)
@@ -136,7 +136,7 @@ def _narrowed(full: LanguageModel, kv_heads: int, precision: str, dtype: mx.Dtyp
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     model.eval()
-    model.sanitize({})  # as the full one
+    model.sanitize({})  # as for the full model
     _share(model, full.model)
     for layer in model.layers:
         for name in OWN:
@@ -150,7 +150,7 @@ def _narrowed(full: LanguageModel, kv_heads: int, precision: str, dtype: mx.Dtyp
 
 
 def _share(mine: nn.Module, theirs: nn.Module) -> None:
-    """Put another model's modules into this one's place, but for ``OWN``."""
+    """Replace this model's modules by another's, except those in ``OWN``."""
     for name, child in theirs.children().items():
         if name == "layers":
             for layer, other in zip(mine[name], child, strict=True):
@@ -168,7 +168,7 @@ def _own_bytes(model: LanguageModel) -> int:
 
 
 def random_cache(model: LanguageModel, tokens: int, batch: int) -> list[Any]:
-    """A model's cache of ``tokens`` in ``batch`` rows: random numbers that repeat."""
+    """A model's cache of ``tokens`` in ``batch`` rows, of random numbers that repeat."""
     cache = caches.allocate(model, tokens)
     for layer in cache:
         for name in ("keys", "values"):
@@ -181,7 +181,7 @@ def random_cache(model: LanguageModel, tokens: int, batch: int) -> list[Any]:
 
 
 def decode(model: LanguageModel, cache: list[Any], batch: int, tokens: int) -> None:
-    """Decode greedily, each step queued while the one before runs."""
+    """Decode greedily; each step is queued while the step before it runs."""
     last = mx.zeros((batch, 1), mx.int32)
     for _ in range(tokens):
         last = mx.argmax(model.model(last, cache=cache)[:, -1:], axis=-1)
@@ -190,7 +190,7 @@ def decode(model: LanguageModel, cache: list[Any], batch: int, tokens: int) -> N
 
 
 def translate_alone(cache: Sequence[FoldedCache], heads: int, batch: int, tokens: int) -> None:
-    """The translator's products of as many decoding steps, and nothing else."""
+    """Run only the translator's products of this number of decoding steps."""
     for _ in range(tokens):
         done = []
         for layer in cache:
@@ -211,7 +211,7 @@ def measure_cell(
     decoded: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Cell:
-    """Time one cell, the ways in turns; each has its own cache, made anew and let go."""
+    """Time one cell, alternating between the ways; each gets a new cache and frees it."""
     cell = Cell(context, batch, decoded)
     for _ in range(trials):
         for way in WAYS:
@@ -250,7 +250,7 @@ def run(
     clock: Clock,
     progress: Callable[[], None] = lambda: None,
 ) -> Iterator[Cell]:
-    """The cells in the order of their size, until the next would take more time than is left."""
+    """Measure the cells, smallest first, until the next would take more time than is left."""
     done: tuple[int, float] | None = None
     for context, batch in sorted(
         ((c, b) for c in contexts for b in batches), key=lambda cell: cell[0] * cell[1]
@@ -265,10 +265,10 @@ def run(
 
 
 def whole_depth() -> int:
-    """Layers of the geometry."""
+    """The number of layers of the full geometry."""
     return int(GEOMETRIES[FULL]["num_hidden_layers"])
 
 
 def default_decoded() -> int:
-    """Tokens a sample decodes: the paper's 128, or few on a CPU."""
+    """The number of tokens that a sample decodes: 128 as in the paper, or 4 on a CPU."""
     return 128 if on_gpu() else 4

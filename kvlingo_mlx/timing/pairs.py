@@ -1,4 +1,4 @@
-"""What a bench times: two models with the forms of a translator's maps, theirs or random."""
+"""The pair that a bench times: two models, and a translator's maps in several forms."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvlingo_mlx.translators.base import Translator
 
 @dataclass(frozen=True)
 class Pair:
-    """What is timed.
+    """A pair of models to be timed.
 
     Attributes:
-        source: Reads.
-        target: Answers.
-        translators: By form.
-        layers: Of both, measured and of the whole models; None where they are whole.
-        notes: What a reader must know of the numbers.
-        precision: Of random weights; None for models from a folder.
-        unstored: Whether the models are real and the maps random, since none are stored.
+        source: The model that reads.
+        target: The model that answers.
+        translators: Translators by form.
+        layers: For each model, the measured and the full number of layers; None for whole models.
+        notes: Notes that a reader of the numbers needs.
+        precision: The precision of random weights; None for models from a folder.
+        unstored: Whether the models are real but the maps random, since none are stored.
     """
 
     source: LanguageModel
@@ -43,12 +43,12 @@ class Pair:
 
     @property
     def nu(self) -> int:
-        """Source layers that a target layer reads."""
+        """The number of source layers that a target layer reads."""
         return next(iter(self.translators.values())).config.nu
 
     @property
     def smaller(self) -> LanguageModel:
-        """The model of the shorter context, which every prompt must fit."""
+        """The model with the shorter context, which every prompt must fit."""
         return min((self.source, self.target), key=lambda model: model.context_length)
 
 
@@ -58,11 +58,11 @@ def of_geometry(
     """Random models of true widths, with random maps in floats and in ``bits``.
 
     Args:
-        names: Of source and target in ``GEOMETRIES``.
-        layers: Of each; None for all.
-        precision: Of the weights; None is this machine's usual one.
-        nu: Source layers that a target layer reads.
-        bits: 8 or 4, each one more form.
+        names: The names of source and target in ``GEOMETRIES``.
+        layers: The number of layers of each; None for all.
+        precision: The precision of the weights; None is this machine's usual one.
+        nu: The number of source layers that a target layer reads.
+        bits: 8 or 4; each adds one form.
     """
     precision = precision or ("bfloat16" if on_gpu() else "float32")
     source, target = (
@@ -87,10 +87,10 @@ def of_models(
     *,
     stored: bool,
 ) -> Pair:
-    """Real models; where no translator is ``stored`` and none has to be, random maps.
+    """Real models; with random maps if no translator is given or stored and ``stored`` is False.
 
     Raises:
-        MissingTranslatorError: One has to be, and none is.
+        MissingTranslatorError: A translator is required, and there is none.
         IncompatibleTranslatorError: It is between two tokenizers, or of other models.
     """
     models = load_pair(source or zoo("tiny-qwen3-s"), target or zoo("tiny-qwen3-moe"))
@@ -107,7 +107,7 @@ def of_models(
 
 
 def _forms(bits: Sequence[int]) -> dict[str, tuple[Any, int | None]]:
-    """Forms of a translator's maps; on a CPU 16-bit maps are widened, so they are left out."""
+    """The forms of a translator's maps; 16-bit maps only on a GPU, since a CPU widens them."""
     floats: dict[str, tuple[Any, int | None]] = {"float32": ("float32", None)}
     if on_gpu():
         floats = {"bfloat16": ("bfloat16", None), **floats}

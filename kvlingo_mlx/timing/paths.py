@@ -1,8 +1,8 @@
-"""The ways to a first token, phase by phase: what is timed.
+"""The ways to a first token, phase by phase, as work that can be timed.
 
-A switch starts from a source that has served the conversation: its states are at hand,
-and only translation and one step of the target remain. The accelerator also counts the
-source's prefill (paper: appendix "Dense-to-MoE cache translation", paragraph "Timing").
+A switch starts from a source that has served the conversation. Its states exist already, so only
+translation and one step of the target remain. The accelerator also counts the source's prefill
+(appendix "Dense-to-MoE cache translation", paragraph "Timing").
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.translators.base import Translator
 
 MAX_WARM_UP = 5
-LONG = 1.0  # seconds of warming up, after which what a first run costs more does not count
-HYBRID = "hybrid "  # before a number of layers
-QUEUED = 2  # steps of mlx-lm's loop up to its first token on a CPU: what is queued runs at once
-DECODED = 8  # tokens over which a decoding speed is taken
+LONG = 1.0  # seconds of warming up, after which the extra cost of a first run does not matter
+HYBRID = "hybrid "  # the prefix of a phase's name, before a number of layers
+QUEUED = 2  # steps that mlx-lm runs up to its first token on a CPU: queued work runs at once there
+DECODED = 8  # tokens over which a decoding speed is measured
 
 
 class Paths:
     """The work that is timed, for one pair and one prompt; each phase is one method.
 
     Args:
-        source: Has read the conversation.
-        target: Is to answer.
+        source: The model that has read the conversation.
+        target: The model that is to answer.
         translators: By form ("float32", "8 bits"); the first one serves every whole path.
         tokens: The prompt.
         step_size: Tokens per prefill chunk.
@@ -64,7 +64,7 @@ class Paths:
         self._native: list[Any] | None = None
 
     def _read(self) -> list[KVStates]:
-        """Let the source read the prompt into its own cache; what it wrote, chunk by chunk."""
+        """Let the source read the prompt into its own cache; return its states by chunk."""
         with mx.stream(generation_stream):
             return list(capture.prefill(self.source, self.tokens[:-1], self.step_size, self._own))
 
@@ -75,7 +75,7 @@ class Paths:
         )
 
     def phase(self, name: str) -> Callable[[], object]:
-        """A phase's work: ``translate FORM`` by one of the translators, or ``hybrid J``."""
+        """The function of a phase: a method's name, ``translate FORM`` or ``hybrid J`` (layers)."""
         if name.startswith("translate "):
             return lambda: self._translated(name.removeprefix("translate "))
         if name.startswith(HYBRID):
@@ -83,7 +83,7 @@ class Paths:
         return getattr(self, name)
 
     def source_prefill(self) -> None:
-        """The source reads the prompt, keys and values recorded."""
+        """The source reads the prompt and records its keys and values."""
         for _ in capture.prefill(self.source, self.tokens[:-1], self.step_size):
             pass
 
@@ -92,7 +92,7 @@ class Paths:
         return first_token(self.target, self.tokens[-1:], again(self._cache))
 
     def source_step(self) -> None:
-        """One step of the source, which has its cache: the first token, if it may write it."""
+        """One step of the source from its cache: the first token, if the source may write it."""
         first_token(self.source, self.tokens[-1:], again(self._own))
 
     def native(self) -> object:
@@ -100,7 +100,7 @@ class Paths:
         return first_token(self.target, self.tokens, None, self.step_size)
 
     def native_single(self) -> int:
-        """The target reads the whole prompt in one pass; returns what it predicts to come next."""
+        """The target reads the whole prompt in one pass; returns the token that it predicts."""
         cache = make_prompt_cache(self.target.model)
         with mx.stream(generation_stream):
             hidden = inner(self.target)(mx.array(self.tokens)[None], cache=cache)
@@ -113,17 +113,17 @@ class Paths:
         return self._translated()
 
     def switch(self) -> object:
-        """Translation and the target's step: what a switch costs."""
+        """Translation and the target's step: the cost of a switch."""
         return first_token(self.target, self.tokens[-1:], self._translated())
 
     def eager_switch(self) -> object:
-        """A switch whose translation was made while the source wrote: the target's step is left."""
+        """A switch that was translated while the source wrote; only the target's step remains."""
         if self._eager is None:
             self._eager = self._grown()
         return first_token(self.target, self.tokens[-1:], again(self._eager))
 
     def _grown(self) -> list[Any]:
-        """The target's cache of the recorded states as a conversation grows it, span by span."""
+        """The target's cache of the recorded states, grown span by span as in a conversation."""
         translator = next(iter(self.translators.values()))
         with mx.stream(generation_stream):
             cache = make_prompt_cache(self.target.model)
@@ -160,15 +160,15 @@ class Paths:
         first_token(self.target, self.tokens[-1:], cache)
 
     def decode_source(self) -> None:
-        """The source goes on for some tokens from its own cache."""
+        """The source decodes some tokens from its own cache."""
         first_token(self.source, self.tokens[-1:], again(self._own), count=DECODED)
 
     def decode_translated(self) -> None:
-        """The target goes on for some tokens from the translated cache."""
+        """The target decodes some tokens from the translated cache."""
         first_token(self.target, self.tokens[-1:], again(self._cache), count=DECODED)
 
     def decode_native(self) -> None:
-        """The target goes on for some tokens from a cache of its own."""
+        """The target decodes some tokens from a cache that it filled itself."""
         if self._native is None:
             self._native = make_prompt_cache(self.target.model)
             first_token(self.target, self.tokens, self._native, self.step_size)
@@ -176,29 +176,29 @@ class Paths:
 
 
 def text_of(model: LanguageModel) -> Any:
-    """The text model, whatever wraps it."""
+    """The text model, without any model that wraps it."""
     whole: Any = model.model
     return whole.get("language_model", whole)  # a module is a dict of its parts
 
 
 def inner(model: LanguageModel) -> Any:
-    """The layers of a text model, without its head."""
+    """The layers of a text model, without its output head."""
     return text_of(model).model
 
 
 def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:
-    """A text model's head, tied or not."""
+    """A text model's output head, tied or not."""
     text = text_of(model)
     return text.lm_head if "lm_head" in text else text.model.embed_tokens.as_linear
 
 
 def run_head(model: LanguageModel, batch: int = 1) -> None:
-    """From hidden states to logits: the part of a step that does not grow with the depth."""
+    """Run the output head, the part of a step that does not grow with the model's depth."""
     mx.eval(head(model)(mx.ones((batch, 1, model.facts["hidden_size"]), model.cache_dtype)))
 
 
 def again(cache: Sequence[Any]) -> list[Any]:
-    """Of a cache the objects alone: the next step writes where the last one did."""
+    """Shallow copies of caches: a timed step writes where the step before it did."""
     return [copy.copy(c) for c in cache]
 
 
@@ -219,11 +219,11 @@ def translated(
 
 
 def translation(plan: Plan) -> Callable[[], list[Any]]:
-    """What is left to do at a switch once the source has read the prompt: to translate.
+    """A function that translates, as a switch does once the source has read the prompt.
 
     Returns:
-        A function that fills a fresh cache of the target from the recorded states, but for what
-        the target reads itself.
+        A function that fills a fresh cache of the target from the recorded states. The target
+        reads its native part itself.
     """
     recorded = list(capture.prefill(plan.source, plan.read, plan.step_size))
 
@@ -241,7 +241,7 @@ def first_token(
     step_size: int = 2048,
     count: int = 1,
 ) -> int:
-    """Run ``tokens`` from a cache and wait for the ``count`` tokens after them; the last one."""
+    """Run ``tokens`` from a cache and decode ``count`` tokens; return the last one."""
     steps = generate_step(
         mx.array(list(tokens)),
         target.model,
@@ -263,10 +263,10 @@ def switch_times(
     """Seconds to the first token by several ways to fill a cache, interleaved.
 
     Args:
-        target: Who decodes.
-        actions: By name, what makes a cache of all but the last token.
-        last: That token.
-        trials: How often each is timed.
+        target: The model that decodes.
+        actions: For each name, a function that makes a cache of all but the last token.
+        last: The last token.
+        trials: How often each way is timed.
     """
     runs = {
         name: (lambda make=make: first_token(target, [last], make()))
@@ -283,10 +283,10 @@ def interleaved(
     spent: Mapping[str, float] | None = None,
     samples: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of several runs, all warmed up, then in turns.
+    """Seconds of several runs: all are warmed up, then timed in turns.
 
-    Whatever the time, each is timed once; further rounds end when ``out_of_time`` says so.
-    ``spent`` are seconds for which some have run already; ``samples`` is filled as they come.
+    Each run is timed at least once; further rounds end when ``out_of_time`` returns True. ``spent``
+    are seconds that some runs have run already. ``samples`` is filled as times come in.
     """
     for name, run in runs.items():
         _warm_up(run, (spent or {}).get(name, 0.0))
@@ -301,7 +301,7 @@ def interleaved(
 
 
 def _warm_up(action: Callable[[], object], spent: float) -> None:
-    """Run until two times in a row agree within 5 %, at most five times and for ``LONG``."""
+    """Run until two consecutive times agree within 5 %, at most five times and for ``LONG``."""
     last = 0.0
     for _ in range(MAX_WARM_UP):
         if spent > LONG:

@@ -1,4 +1,4 @@
-"""Numbers of other machines to stand beside this one's: the paper's, or a record's."""
+"""Numbers of other machines for comparison with this one's: the paper's, or a record's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from kvlingo_mlx.reporting.measure import median
 
-# Milliseconds of the paper's table app:tab:moespeed: Qwen3-4B to Qwen3-30B-A3B, bfloat16.
+# Milliseconds in the paper's table app:tab:moespeed: Qwen3-4B to Qwen3-30B-A3B, bfloat16.
 _LENGTHS = (64, 128, 256, 512, 1024)
 _PAPER = {
     "source_prefill": (67.9, 94.9, 140.4, 248.7, 393.7),
@@ -20,24 +20,24 @@ _PAPER = {
     "switch": (15.8, 17.1, 19.8, 25.3, 31.7),
     "accelerator": (83.6, 112.0, 160.2, 274.0, 425.4),
 }
-_TABLES = ("moe-switch", "switch", "quant")  # the paper's one table serves whichever is timed
+_TABLES = ("moe-switch", "switch", "quant")  # each is compared with the paper's one table
 COMPARED = ("source", "target", "layers", "batch", "precision", "nu", "prompt", "prefill_step_size")
-# A stored translator's maps are compared with this form of a reference's, if it has no stored ones.
+# A stored translator's times are compared with this form's, if the reference has no stored ones.
 STORED, STORED_AS = "translate stored", "translate bfloat16"
 
-Layers = tuple[tuple[int, int], tuple[int, int]] | None  # measured and whole, of both models
+Layers = tuple[tuple[int, int], tuple[int, int]] | None  # (measured, full) for both models
 Times = Mapping[int, Mapping[str, float]]  # seconds by prompt length and phase
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Seconds that another run took.
+    """The seconds that another run took.
 
     Attributes:
-        name: What to call it.
-        config: What was timed: those of ``COMPARED`` that are known.
-        measured: By the tables' names, median seconds.
-        whole: Likewise at full depth: extrapolated where the models were not whole.
+        name: The name to print.
+        config: What was timed: the known ones of the fields in ``COMPARED``.
+        measured: For each table's name, median seconds.
+        whole: The same at full depth, extrapolated where the models were not whole.
         layers: As in a bench's record; None for whole models.
     """
 
@@ -48,21 +48,21 @@ class Reference:
     layers: Layers = None
 
     def differences(self, config: Mapping[str, Any]) -> str | None:
-        """In one line, how what it timed differs from what ``config`` says; None if it does not."""
+        """In one line, how this reference's config differs from ``config``; None if it is equal."""
         found = []
         for field in COMPARED:
             if field not in self.config or field not in config:
                 continue
             theirs, ours = self.config[field], config[field]
             if field == "precision" and None in (theirs, ours):
-                continue  # models from a folder are as they are
+                continue  # models from a folder have a precision of their own
             if _comparable(theirs) != _comparable(ours):
                 found.append(f"{field} {_told(theirs)}, here {_told(ours)}")
         return "; ".join(found) or None
 
 
 def counterpart(phase: str, theirs: Mapping[str, float]) -> str:
-    """The reference's name of one of this run's phases."""
+    """The reference's name for a phase of this run."""
     return STORED_AS if phase == STORED and STORED not in theirs else phase
 
 
@@ -74,7 +74,7 @@ def _comparable(value: Any) -> Any:
 
 def _told(value: Any) -> str:
     if value is None:
-        return "whole"  # no number of layers
+        return "whole"  # layers is None
     if isinstance(value, str) or not isinstance(value, Sequence):
         return str(value)
     return " and ".join(f"{some} of {whole}" for some, whole in value)
@@ -91,7 +91,7 @@ def load_reference(name: str) -> Reference:
     """The paper's numbers (``paper-m3-ultra``), or the last record of a file of ``bench --json``.
 
     Raises:
-        ValueError: No such file, or one without such a record; says what it holds.
+        ValueError: There is no such file, or it has no such record; the message says what it has.
     """
     if name == "paper-m3-ultra":
         return _paper()

@@ -1,4 +1,4 @@
-"""Several tables of one pair, one after the other, within a time."""
+"""Run several tables of one pair, one after the other, within a time limit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvlingo_mlx.timing.ceilings import Costs, Rates, measured_rates
 from kvlingo_mlx.timing.pairs import Pair
 from kvlingo_mlx.timing.tables import Clock, Table, Timing
 
-# A text and a number of steps; what it yields is called after each of them.
+# A bar takes a text and a number of steps, and yields a function to call after each step.
 Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be measured.
+    """The measurements that are asked for.
 
     Attributes:
         tables: Names in ``TABLES``.
-        lengths: Prompt tokens; None is each table's own.
-        text: Whether prompts are bundled text, not random ids.
-        trials: Per length.
+        lengths: Prompt lengths in tokens; None for each table's own.
+        text: Whether prompts are bundled text; otherwise they are random ids.
+        trials: Trials per length.
         batch: Prompts at once.
         step_size: Tokens per prefill chunk.
-        native_layers: Switches of so many native layers are timed as well.
+        native_layers: Numbers of native layers with which switches are timed as well.
     """
 
     tables: tuple[str, ...]
@@ -43,15 +43,15 @@ class Asked:
 
 @dataclass(frozen=True)
 class Ran:
-    """One table, measured.
+    """The measurements of one table.
 
     Attributes:
-        name: In ``TABLES``.
-        table: What it shows here.
-        timings: A column a length.
-        over: Lengths that time did not allow.
-        beyond: Its own lengths that go beyond a model's context.
-        rates: The machine's best ones so far.
+        name: The table's name in ``TABLES``.
+        table: The table as it is shown here.
+        timings: One column per length.
+        over: Lengths for which there was no time.
+        beyond: The table's own lengths that are beyond a model's context.
+        rates: The machine's best rates so far.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Ran:
 
 
 def check(pair: Pair, asked: Asked) -> None:
-    """Refuse (ValueError) what this pair cannot be timed with."""
+    """Raise ValueError for a length or number of native layers that this pair does not allow."""
     most = len(pair.target.attentions)
     if (wrong := max(asked.native_layers, default=0)) > most:
         raise ValueError(f"--native-layers holds {wrong}; give numbers from 1 to {most}")
@@ -77,10 +77,10 @@ def check(pair: Pair, asked: Asked) -> None:
 
 
 def run(pair: Pair, asked: Asked, clock: Clock, bar: Bar) -> Iterator[Ran]:
-    """Measure table after table; each has its part of the time that is left.
+    """Measure one table after the other; each gets its share of the time that is left.
 
     Raises:
-        ValueError: See :func:`check`.
+        ValueError: As for :func:`check`.
     """
     check(pair, asked)
     room = pair.smaller.context_length
@@ -110,7 +110,7 @@ def run(pair: Pair, asked: Asked, clock: Clock, bar: Bar) -> Iterator[Ran]:
 
 
 def at_full_depth(pair: Pair, timings: Sequence[Timing]) -> list[dict[str, float]]:
-    """By length, seconds of each phase at the models' full depth; none where they are whole."""
+    """For each length, each phase's seconds at full depth; empty where the models are whole."""
     if pair.layers is None:
         return []
     batch = timings[0].batch

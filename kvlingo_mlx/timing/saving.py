@@ -1,4 +1,4 @@
-"""From a table's times to those by which `--strategy auto` chooses."""
+"""Turn a table's times into the timings from which `--strategy auto` chooses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def timings_of(
     measured: Sequence[Timing],
     step_size: int = USUAL_STEP,
 ) -> Timings:
-    """What a table found of a pair, by a translator that it timed whole ways with."""
+    """The timings of a pair from a table, by the translator with which its ways were timed."""
     native = native_part(translator.config)  # as the accelerator was timed
     key = key_of(source, target, translator, native, step_size)
     lengths = tuple(timing.prompt_tokens for timing in measured)

@@ -1,4 +1,4 @@
-"""The paper's cost tables on this machine: which phases, at which lengths, within what time."""
+"""The paper's cost tables on this machine: their phases, their lengths, and a time limit."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from kvlingo_mlx.timing.ceilings import (
 from kvlingo_mlx.timing.paths import HYBRID, Paths, interleaved
 from kvlingo_mlx.translators.base import Translator
 
-RUNS = 3  # of every phase at least: to count experts or take a peak, to warm up, to be timed
+RUNS = 3  # least runs of every phase: to count experts or take a peak, to warm up, to be timed
 SPEEDS = ("decode_source", "decode_native", "decode_translated")
-STEPS = ("target_step", "source_step", "eager_switch", *SPEEDS)  # whatever the prompt's length
+STEPS = ("target_step", "source_step", "eager_switch", *SPEEDS)  # their time ignores the length
 
 
 @dataclass(frozen=True)
 class Table:
-    """What a table shows.
+    """The contents of a table.
 
     Attributes:
-        title: What it is about.
-        lengths: Prompt tokens, where nothing else is asked for.
-        phases: Methods of :class:`Paths`, in the order of its rows.
-        peaks: The phases whose peak memory is told.
+        title: The table's title.
+        lengths: Prompt lengths in tokens, if no others are asked for.
+        phases: Methods of :class:`Paths`, in the order of the table's rows.
+        peaks: The phases whose peak memory is shown.
     """
 
     title: str
@@ -83,7 +83,7 @@ FIRST_TOKENS = Table("Time to first token", (512,), ("native", "switch", "accele
 
 
 def with_hybrids(table: Table, layers: Sequence[int]) -> Table:
-    """A table that also has switches of so many native layers, after the plain one."""
+    """The table with further switches, by numbers of native layers, after the plain switch."""
     if "switch" not in table.phases:
         return table
     at = table.phases.index("switch") + 1
@@ -93,13 +93,13 @@ def with_hybrids(table: Table, layers: Sequence[int]) -> Table:
 
 @dataclass
 class Timing:
-    """One prompt length.
+    """The measurements of one prompt length.
 
     Attributes:
-        prompt_tokens: Its length.
+        prompt_tokens: The prompt's length.
         samples: Raw seconds by phase; ``translate FORM`` for each form of the maps.
         peak: Peak bytes by phase.
-        experts: Share of its experts that a layer of the target touches while it reads the
+        experts: The share of its experts that a layer of the target touches while it reads the
             prompt, and in one step; empty where it has none.
         batch: Prompts at once.
     """
@@ -125,7 +125,7 @@ class Timing:
 
 
 def summary(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
-    """By name, in the samples' unit: the median, the least, and the distance of the quartiles."""
+    """For each name, in the samples' unit: median, minimum, and distance of the quartiles."""
     found = {}
     for name, values in samples.items():
         low, high = np.percentile(values, (25, 75))
@@ -134,21 +134,21 @@ def summary(samples: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
 
 
 class Clock:
-    """How much time is left for measuring; None for no limit."""
+    """The time that is left for measuring; a limit of None is no limit."""
 
     def __init__(self, limit: float | None) -> None:
         self._end = None if limit is None else time.perf_counter() + limit
 
     def left(self) -> float:
-        """Seconds, perhaps negative."""
+        """The seconds that are left; negative once the limit is passed."""
         return float("inf") if self._end is None else self._end - time.perf_counter()
 
     def over(self) -> bool:
-        """Whether it is used up."""
+        """Whether no time is left."""
         return self.left() <= 0
 
     def part(self, of: int) -> Clock:
-        """A clock for the first of so many things that are yet to be measured."""
+        """A clock with an equal share of the remaining time, for one of ``of`` measurements."""
         return Clock(None if self._end is None else self.left() / of)
 
 
@@ -158,14 +158,14 @@ def prompt_of(source: LanguageModel, target: LanguageModel, count: int, *, text:
     A mixture of experts touches fewer experts on text than on random ids.
 
     Raises:
-        ValueError: Fewer than 2 tokens, or beyond a model's context.
+        ValueError: There are fewer than 2 tokens, or they are beyond a model's context.
     """
     if count < 2:
         raise ValueError(f"a prompt of {count} tokens leaves nothing to hand over; give 2 or more")
     rows = min(source.geometry.embedding_rows, target.geometry.embedding_rows)
     rng = random.Random(0)
     tokens = [rng.randrange(rows) for _ in range(0 if text else count)]
-    for talk in dialogues.held_out(count) if text else ():  # each is longer than a token
+    for talk in dialogues.held_out(count) if text else ():  # each has more than one token
         turns = "\n".join(str(turn["content"]) for turn in talk.conversation())
         tokens += target.tokenizer.encode(turns + "\n", add_special_tokens=not tokens)
         if len(tokens) >= count:
@@ -185,7 +185,7 @@ def measure_length(
 ) -> Timing:
     """Time a table's phases for one prompt, interleaved, and take their peak memory.
 
-    ``enough`` is asked after each round whether what was found will do.
+    After each round ``enough`` is asked whether the measurements so far are enough.
     """
     names: list[str] = []
     for phase in table.phases:
@@ -193,7 +193,7 @@ def measure_length(
         names += forms if phase == "translate" else [phase]
     runs = {name: paths.phase(name) for name in names}
     found = Timing(len(paths.tokens), {}, batch=paths.batch)
-    # What is not timed comes first, as part of the warm-up: a long prompt is read no oftener.
+    # Runs that are not timed come first and count as warm-up, so a long prompt is read less often.
     spent = dict.fromkeys(runs, 0.0)
     for name, phase in (("prompt", "native"), ("step", "target_step")):
         if phase in runs:
@@ -210,7 +210,7 @@ def _count_experts(paths: Paths, name: str, phase: str, found: Timing) -> None:
     with experts_touched(paths.target) as shares:
         paths.phase(phase)()
     if shares and paths.batch == 1:
-        # Reading a prompt is the first passes, one a chunk; steps follow, one queued ahead.
+        # The prompt's passes come first, one per chunk; steps follow, one of them queued ahead.
         chunks = math.ceil((found.prompt_tokens - 1) / paths.step_size)
         a_pass = len(expert_layers(paths.target))
         kept = chunks * a_pass if phase == "native" else len(shares)
@@ -222,10 +222,10 @@ def _take_peak(paths: Paths, phase: str, found: Timing) -> None:
 
 
 def _least(table: Table, length: int, before: Timing) -> float:
-    """Seconds that a length takes at least, going by another's tokens: warm-ups, and one round.
+    """The least seconds for a length, estimated from another length: warm-ups, and one round.
 
-    Before it come the source's prefill and a translation, not timed. Steps take as long whatever
-    the length.
+    One source prefill and one translation come before these and are not timed. The time of a step
+    does not depend on the length.
     """
     grows = max(1.0, length / before.prompt_tokens)
     took = {
@@ -240,12 +240,12 @@ class Effort:
     """How a table is measured.
 
     Attributes:
-        text: Whether prompts are text, not random ids.
-        trials: Rounds at each length, where time allows.
-        clock: How much time there is.
+        text: Whether prompts are text; otherwise they are random ids.
+        trials: Rounds at each length, if there is time.
+        clock: The time that is left.
         step_size: Tokens per prefill chunk.
         progress: Called after each round.
-        before: What another table has measured, to tell how long a length takes.
+        before: Another table's measurements, to estimate how long a length takes.
         batch: How many prompts of one length at once.
     """
 
@@ -266,12 +266,12 @@ def run_table(
     lengths: Sequence[int],
     effort: Effort,
 ) -> tuple[list[Timing], list[int]]:
-    """A table's columns, shortest prompt first; and the lengths that time did not allow.
+    """Measure a table's columns, shortest prompt first; also return the lengths left out.
 
-    A length is left out where it would take more than all the time that is left, going by the
-    tokens of the length before: of this table, or ``effort.before`` of another one. Without either
-    it is measured, whatever it takes. Rounds beyond the first share the time evenly among the
-    lengths that are yet to come, as far as one is.
+    A length is left out if it would take more than all the time that is left. This is estimated
+    from the length before, of this table or of another one (``effort.before``); without either, the
+    first length is always measured. Rounds beyond the first get an equal share of the time for each
+    length to come, unless the next length would not fit: then they get all of it.
     """
     clock, trials = effort.clock, effort.trials
     done: list[Timing] = []
@@ -298,7 +298,7 @@ def run_table(
 
 
 def batched(table: Table, batch: int) -> Table:
-    """What of a table can be timed for so many prompts at once: all of it for one."""
+    """The part of a table that can be timed for a batch of prompts; all of it for one prompt."""
     if batch == 1:
         return table
     phases, peaks = (tuple(p for p in of if p in PHASES) for of in (table.phases, table.peaks))
@@ -306,5 +306,5 @@ def batched(table: Table, batch: int) -> Table:
 
 
 def as_json(timing: Timing) -> dict[str, Any]:
-    """Everything, raw samples included, and what is to be quoted of them."""
+    """All measurements, raw samples included, with their summary."""
     return {**asdict(timing), "summary": timing.summary()}

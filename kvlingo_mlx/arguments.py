@@ -130,7 +130,7 @@ def _drawn(*off: float) -> Callable[..., bool]:
     return lambda temperature, sampler, value: bool(temperature or sampler or value in off)
 
 
-ALONE = "which chooses the tokens alone"
+ALONE = "since a sampler chooses the tokens by itself"
 GREEDY = "since the likeliest token is taken"
 SAMPLING = (
     Need("temperature top_p top_k min_p", "sampler", off, why=ALONE),
@@ -140,7 +140,7 @@ SAMPLING = (
     Need("seed", "temperature sampler seed", _drawn(), 0.7, GREEDY),
 )
 BITS = (CACHE_BITS, Need("quantized_kv_start", "kv_bits", is_set, 8))
-ONE_MODEL = "with one model, to which nothing is handed over; give two models or more"
+ONE_MODEL = "with one model, since there is no hand-over; give two models or more"
 
 # Keys are the functions' qualified names.
 FUNCTIONS: dict[str, tuple[Need, ...]] = {

@@ -27,9 +27,9 @@ class _Pinned:
         """
         if n > self.offset - self.prefix:
             raise ValueError(
-                f"{n} entries are to be trimmed, but only {self.offset - self.prefix} follow the "
-                f"{self.prefix} of a prefix translated between two tokenizers, which are not one "
-                "a token; hand over again"
+                f"{n} entries cannot be trimmed: only {self.offset - self.prefix} follow the "
+                f"prefix from another tokenizer, whose {self.prefix} entries are not one a token; "
+                "hand over again"
             )
         self.offset -= n
         return n

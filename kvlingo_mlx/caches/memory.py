@@ -41,7 +41,7 @@ def check(parts: Mapping[str, int]) -> None:
         return
     listed = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
     raise NotEnoughMemoryError(
-        f"{_size(needed)} of memory are needed ({listed}), and {_size(there)} are there; take "
+        f"{_size(needed)} of memory are needed ({listed}), and {_size(there)} are available; take "
         "models of fewer bits (`mlx_lm.convert -q`) or a shorter prompt, end other programs, or "
         f"set {LIMIT}=0 to try all the same"
     )

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @verb(BenchOptions)
 def command(options: BenchOptions) -> None:
-    """Time to first token: native, switch, accelerator; beside what the machine could do.
+    """Time to first token: native, switch, accelerator; beside what this machine could reach.
 
     Without --source and --target two tiny embedded models are timed.
     """
@@ -102,7 +102,8 @@ def _pair(options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[in
         warn("no translator of this pair is stored; random maps of the same shapes are timed")
     if options.nu not in (None, found.nu):
         raise ValueError(
-            f"--nu is {options.nu}, for random maps; this pair stores ones of {found.nu}: omit it"
+            f"--nu is {options.nu}, but it is for random maps, and the stored translator of this "
+            f"pair has nu = {found.nu}; leave --nu out"
         )
     return found
 

@@ -48,8 +48,8 @@ def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence
     depth, whole = len(models.full.attentions), memory_budget.whole_depth()
     if depth < whole:
         say(
-            f"{depth} of {whole} layers: caches and layers' weights are that part of the whole's, "
-            "embeddings and head are whole"
+            f"{depth} of {whole} layers are run: caches and layers' weights have that part of "
+            "their full size, embeddings and head all of it"
         )
     say(
         f"{precision} weights, head-wise post-RoPE maps; {decoded} tokens a row, best of {trials}; "

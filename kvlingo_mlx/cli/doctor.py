@@ -24,7 +24,7 @@ def command(options: Options) -> None:
     wrong = [finding for finding in findings if finding.problem]
     for finding in wrong:
         say(printable(f"wrong: {finding.name}: {finding.problem}"))
-    say(f"{len(wrong)} of {len(findings)} things are wrong" if wrong else "nothing is wrong")
+    say(f"{len(wrong)} of {len(findings)} checks failed" if wrong else "all checks passed")
     keep(options.json_file, "doctor", {}, [dataclasses.asdict(finding) for finding in findings])
     if wrong:
         raise typer.Exit(1)

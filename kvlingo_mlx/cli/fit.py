@@ -70,7 +70,7 @@ def command(options: FitOptions) -> None:
     skipped = len(records) - made["samples"]
     say(
         f"wrote {folder}: {translator.num_parameters:,} parameters from {made['samples']} samples"
-        + (f" ({skipped} left out, of no use)" if skipped else "")
+        + (f" ({skipped} skipped: not usable)" if skipped else "")
         + f", {made['prefix_tokens']} prefix tokens"
     )
     say(f"grade: {said_of(translator.config)}")

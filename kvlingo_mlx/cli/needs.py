@@ -85,7 +85,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("translator quantize use route on_missing eager offload native_layers allow_mismatch",
              "model", several, told="with one model; give --model NAME=MODEL twice or more"),
         Need("system_prompt thinking verbatim", "resume", off,
-             why="by which a saved conversation goes on as it began"),
+             why="since a saved conversation keeps the settings it began with"),
         SAMPLING,
     ),
     "fit": (
@@ -121,11 +121,11 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("task_data", "task_data tasks", _local,
              told="where it names no task of --tasks; name it there, or leave the file out"),
         Need("judge", "tasks", _asks(*JUDGED), JUDGED[0], "whose answers need no judge"),
-        Need("seed", "data tasks", _drawn, why="whose records are taken in their order"),
-        Need("plot", "compare", is_set, True, "which measures the times that it draws"),
+        Need("seed", "data tasks", _drawn, why="since the file's records are read in order"),
+        Need("plot", "compare", is_set, True, "which measures the times that the plot shows"),
     ),
     "tune": (
-        Need("seed", "data", off, why="whose records are taken in their order"),
+        Need("seed", "data", off, why="since the file's records are read in order"),
     ),
     "analyze": (
         Need("hidden epochs", "mlp", is_set, True),

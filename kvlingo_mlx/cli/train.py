@@ -70,7 +70,7 @@ def command(options: TrainOptions) -> None:
     """Train a translator: closed form, then self-distillation (needs the [cuda] extra).
 
     The closed form wants 32 tokens or more for each number that a map reads: 400 conversations are
-    plenty. The same command goes on with what was stopped, and leaves alone what is finished.
+    enough. The same command resumes a stopped training; a finished one is left unchanged.
     """
     from kvlingo_mlx import training
     from kvlingo_mlx.reporting import pictures

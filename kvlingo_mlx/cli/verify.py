@@ -27,12 +27,12 @@ class VerifyOptions(Options):
 
 @verb(VerifyOptions)
 def command(options: VerifyOptions) -> None:
-    """Run a translator's self-test; with both models, measure what it is worth here.
+    """Run a translator's self-test; with both models, measure its quality on this machine.
 
     With --source and --target, KL and agreement are measured and compared with the receipt that
     its training left.
 
-    Exit status 1 if it is not as it should be.
+    The exit status is 1 if the translator is not sound.
     """
     from kvlingo_mlx.evaluation.verification import verdict
     from kvlingo_mlx.format import translator_folder
@@ -110,7 +110,7 @@ def _run_models(
     rows["weights"] = ", ".join(f"{model.name} in {model.precision}" for model in models)
     rows["conversations"] = f"{found.samples}, with {found.tokens} tokens to predict"
     if layers:
-        rows["native layers"] = f"{layers}, as its receipt has it"
+        rows["native layers"] = f"{layers}, the number in its receipt"
     mine = found.receipt
     for title, here, left in (
         ("KL, nats per token", mine.kl, receipt and receipt.kl),

@@ -263,8 +263,8 @@ class Conversation:
             one, other, position = found
             warnings.warn(
                 f"the chat templates of {one.name} and {other.name} differ from token {position} "
-                "of a conversation on: what follows there is read anew at every switch, not "
-                "translated; give verbatim=True (--verbatim) to go on from what was written",
+                "of a conversation on, so each switch reads what follows anew and translates none "
+                "of it; give verbatim=True (--verbatim) to keep the tokens as written",
                 stacklevel=5,
             )
 

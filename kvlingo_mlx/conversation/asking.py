@@ -78,8 +78,8 @@ class Asking:
         asked = [m for m in [*base.messages, *new][-1:] if m.get("role") in ("user", "tool")]
         if message is None and messages is not None and not asked:
             raise ValueError(
-                "the last of the messages is no user's and no tool's, so there is nothing to "
-                "answer; add what is to be answered"
+                "the last of the messages is not a user's or a tool's, and only these can be "
+                "answered; add one at the end"
             )
         if message is None and not asked:
             messages_of(message)  # message is None: this raises ValueError

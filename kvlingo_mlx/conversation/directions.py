@@ -84,8 +84,8 @@ class Directions:
         if self._rules.switching == "naive" and len(points) > 1:
             raise IncompatibleTranslatorError(
                 "switching is 'naive', but the translators read keys at "
-                f"{' and '.join(sorted(points))}: what one makes another could not read; give "
-                "translators of one capture point"
+                f"{' and '.join(sorted(points))}; give translators of one capture point, or use "
+                "alternated"
             )
 
     def stored(self, source: str, target: str) -> Translator | Path | None:
@@ -133,8 +133,8 @@ class Directions:
             self.native(read_config(path))
         if quantize is not None and not read and not stored:
             raise ValueError(
-                "quantize has no effect, since no translator is read here: those given are loaded, "
-                "and none is stored for another direction; give quantize to load_translator"
+                "quantize has no effect, since the translators given are loaded already and the "
+                "local store has none for another direction; give quantize to load_translator"
             )
 
     @property

@@ -316,7 +316,9 @@ class Exchange:
             ValueError: There has been no switch.
         """
         if self.last is None:
-            raise ValueError("nobody has answered since this was opened: nothing to compare with")
+            raise ValueError(
+                "no model has answered yet, so there is no prompt to measure; call reply first"
+            )
         fresh = Line(self.last.name, self.line(self.last.name).model, records=False)
         started = time.perf_counter()
         fresh.read(self._brought, self.rules.step_size)

@@ -73,11 +73,8 @@ class Rules:
     def _check_across(self) -> None:
         if self.switching == "naive":
             raise ValueError(
-                "switching is 'naive', but the models have different tokenizers, and a translation "
-                "has no tokens of its own to be translated again; use alternated"
+                "switching is 'naive', which needs models of one tokenizer, and these have "
+                "different ones; use alternated"
             )
         if self.native_layers not in (None, 0):
-            raise ValueError(
-                "native_layers cannot be used between two tokenizers, where a model reads what is "
-                "not translated already; leave it out"
-            )
+            raise ValueError("native_layers cannot be used between two tokenizers; leave it out")

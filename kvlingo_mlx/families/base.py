@@ -225,7 +225,7 @@ def period_setting(text: Mapping[str, Any]) -> dict[str, Any]:
     ]:
         raise UnsupportedModelError(
             f"this {text['model_type']} has layer_types with a global layer every {period}, and "
-            f"sliding_window_pattern {given}, by which mlx-lm goes; take out the wrong one"
+            f"sliding_window_pattern {given}, and mlx-lm uses the latter; take out the wrong one"
         )
     return {"sliding_window_pattern": period}
 

@@ -26,8 +26,8 @@ class Phi3(Plain):
         if kind not in KINDS or "long_factor" not in found:
             raise UnsupportedModelError(
                 f"this {self.model_type} has rope_scaling of type {kind!r} with "
-                f"{', '.join(sorted(found))}; mlx-lm runs none, or longrope with type and "
-                "long_factor: correct its config.json, or use another checkpoint"
+                f"{', '.join(sorted(found))}; mlx-lm runs no scaling here, or longrope with "
+                "type and long_factor: correct its config.json, or use another checkpoint"
             )
 
     def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:

@@ -185,8 +185,8 @@ def _rows(tokens: Any) -> list[list[int]]:
         rows = [as_ids(row) for row in listed]
     except (TypeError, ValueError):
         raise ValueError(
-            "the prompt is no token ids; folded_hand_over expects a list of them, or several of "
-            "one length: give text and messages to folded_generate"
+            "the prompt is not token ids; folded_hand_over takes a list of them, or several lists "
+            "of one length: give text and messages to folded_generate"
         ) from None
     lengths = sorted({len(row) for row in rows})
     if len(lengths) > 1:

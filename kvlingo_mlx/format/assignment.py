@@ -99,7 +99,8 @@ def narrow_groups(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
     ]
     if len(short) in (0, len(kinds)):
         return ""
-    return f"nu is {nu}, but the source has {' and '.join(short)}: such layers read no more"
+    have = " and ".join(short)
+    return f"nu is {nu}, but the source has {have}: layers of that kind read no more than these"
 
 
 def attention_groups(
@@ -134,7 +135,8 @@ def check_windows(source: Sequence[LayerGeometry], target: Sequence[LayerGeometr
         if layer.window is not None and windows and layer.window > min(windows):
             raise IncompatibleTranslatorError(
                 f"layer {layer.layer} of the target attends to a window of {layer.window} tokens, "
-                f"the source's windows hold {min(windows)}: what lies between is lost"
+                f"but the source keeps the last {min(windows)} only, so the tokens before them "
+                "cannot be translated"
             )
 
 

@@ -155,8 +155,8 @@ def check(model_type: str, text: Text) -> None:
         if found is not None:
             raise UnsupportedModelError(
                 f"this {model_type} has {found} in its config.json, and mlx-lm {row.instead} in "
-                "this family: its answers would be another model's; use a checkpoint without "
-                "that, or correct its config.json if that is wrong"
+                "this family, so its answers would be wrong; use a checkpoint without that, or "
+                "correct its config.json if it is mistaken"
             )
 
 

@@ -144,7 +144,7 @@ def _folder(folder: str | os.PathLike[str]) -> Path:
         what = "is a file" if path.exists() else "does not exist"
         kept = [p / "old" for p in atomic.leftovers(path) if (p / "old").is_dir()]
         if kept:
-            what = f"was being replaced when that was stopped; move {kept[0]} back to it"
+            what = f"is missing, since its replacement was interrupted; move {kept[0]} back to it"
         raise malformed(path, f"{what}; a translator is a folder with {CONFIG_FILE}")
     return path
 

@@ -172,8 +172,8 @@ def prepare(
         return plan
     if plan.native != Native():
         raise ValueError(
-            "native_layers, native_head and native_tail cannot be used between two tokenizers, "
-            "where the decode model reads what is not translated already; leave them out"
+            "native_layers, native_head and native_tail cannot be used between two tokenizers; "
+            "leave them out"
         )
     switches = {"enable_thinking": asked.enable_thinking, "tools": asked.tools}
     return replace(plan, aligned=align(plan.source, plan.target, prompt, **switches))
@@ -243,8 +243,8 @@ def check_strategy(strategy: str) -> None:
     """
     if strategy == "switch":
         raise ValueError(
-            "strategy is 'switch', but nobody has read this prompt yet; switches are made by "
-            "Conversation and `kvlingo-mlx chat`; give accelerator, native or auto"
+            "strategy is 'switch', which only a conversation has (Conversation, or `kvlingo-mlx "
+            "chat`); give accelerator, native or auto"
         )
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy is {strategy!r}; give accelerator, native or auto")

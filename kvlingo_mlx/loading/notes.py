@@ -67,16 +67,16 @@ def tell_of_misreading(model: LanguageModel) -> None:
         tell(
             f"factors of {model.name}",
             f"{model.name} was trained to rotate texts of at most {short} tokens by short_factor, "
-            "and mlx-lm rotates every text by long_factor: shorter ones are answered worse than "
-            "elsewhere",
+            "and mlx-lm rotates every text by long_factor: answers to shorter ones may be worse "
+            "than in other software",
         )
     window = model.ignored_window
     if window is not None:
         tell(
             f"window of {model.name}",
             f"{model.name} was trained to see the last {window} tokens in some or all of its "
-            f"layers, which mlx-lm's {model.geometry.model_type} does not heed: texts beyond "
-            f"{window} tokens are refused, shorter ones are as they should be",
+            f"layers, and mlx-lm's {model.geometry.model_type} ignores this window: texts beyond "
+            f"{window} tokens are refused, shorter ones are answered correctly",
         )
 
 

@@ -147,8 +147,8 @@ def check_tokens(config: TranslatorConfig, tokens: int) -> None:
     wanted = unknowns(config)
     if tokens < FEWEST * wanted:
         raise ValueError(
-            f"the data hold {tokens:,} tokens to fit on, and a map has {wanted:,} unknowns: what "
-            f"comes of that is arbitrary; give {ENOUGH * wanted:,} tokens or more"
+            f"the data hold {tokens:,} tokens to fit on, and a map has {wanted:,} unknowns, so the "
+            f"fit would be arbitrary; give {ENOUGH * wanted:,} tokens or more"
         )
 
 

@@ -157,13 +157,13 @@ class Distillation:
             return
         if self.step == 0:
             raise KVLingoError(
-                "the held-out loss is no number before the first step: a model's states overflow; "
+                "the held-out loss is not finite before the first step: a model's states overflow; "
                 "try --dtype float32"
             )
         if self.checkpoints is not None and self.group.leads:
             self.checkpoints.mark_diverged()
         where = ", ".join(f"{run.rate:g} at step {run.diverged_at}" for run in self.runs)
-        what = f"training diverged (the loss is no number): learning rate {where}"
+        what = f"training diverged (the loss is not finite): learning rate {where}"
         if self.recipe.objective == "reconstruction":
             raise KVLingoError(f"{what}, in the MLP's stage 1; try --dtype float32 or --seed")
         raise KVLingoError(

@@ -166,8 +166,8 @@ class Training:
         held_out = list(self.data.held_out(self.plan.held_out))
         if len(held_out) < self.plan.held_out and self.group.leads:
             self.warn(
-                f"the records held out give {len(held_out)} held-out conversations, not "
-                f"{self.plan.held_out}; those choose the learning rate (more data give more)"
+                f"only {len(held_out)} of {self.plan.held_out} held-out conversations could be "
+                "made; the learning rate is chosen on these; give more data for more"
             )
         return held_out
 

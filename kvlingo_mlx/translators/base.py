@@ -88,7 +88,8 @@ class Translator(ABC):
             IncompatibleTranslatorError: The translator is not linear.
         """
         raise IncompatibleTranslatorError(
-            f"a translator of kind {self.config.kind} is no linear map: it cannot be taken apart"
+            f"a translator of kind {self.config.kind} is not linear, so there are no matrices of "
+            "its maps alone"
         )
 
     def __call__(self, states: KVStates, first: Sequence[int] | None = None) -> TranslatedStates:

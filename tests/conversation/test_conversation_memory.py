@@ -309,7 +309,7 @@ def test_stats_count_by_hand(models: dict[str, LanguageModel]) -> None:
 
 def test_measure_reprefill(models: dict[str, LanguageModel]) -> None:
     talk = talk_of(models["qwen3"])
-    with pytest.raises(ValueError, match="nobody has answered since"):
+    with pytest.raises(ValueError, match="no model has answered yet"):
         talk.measure_reprefill()
     ask(talk, "a", "the use of an other")
     before = held(talk, "a")

@@ -135,7 +135,7 @@ def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(
     assert run(["verify", str(folder), *arguments]) == 0
     out = capsys.readouterr().out
     assert f"{left['kl']:.4f}, receipt {left['kl']:.4f}" in out
-    assert "native layers" in out and "2, as its receipt has it" in out
+    assert "native layers" in out and "2, the number in its receipt" in out
 
 
 def refused(capsys: pytest.CaptureFixture[str], words: list[str], *texts: str) -> None:

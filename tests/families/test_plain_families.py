@@ -321,8 +321,12 @@ def test_phi3_is_refused_in_our_words(scaling: dict, tmp_path: Path) -> None:
     folder = plain_models.write_plain_model(tmp_path, "phi3")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
-    expected = "this phi3 has rope_scaling of type .*; mlx-lm runs none, or longrope with type and "
-    with pytest.raises(UnsupportedModelError, match=expected + "long_factor: correct its config"):
+    expected = (
+        "this phi3 has rope_scaling of type .*; mlx-lm runs no scaling here, or longrope with "
+    )
+    with pytest.raises(
+        UnsupportedModelError, match=expected + "type and long_factor: correct its config"
+    ):
         kv.load(folder)
 
 

@@ -564,7 +564,7 @@ def test_several_prompts_are_refused_in_one_line(root: Path, first: Any) -> None
             kv.folded_generate(source, target, rows, **options)
         assert kv.folded_generate(source, target, rows[0], **options)
     else:
-        with pytest.raises(ValueError, match="the prompt is no token ids; folded_hand_over"):
+        with pytest.raises(ValueError, match="the prompt is not token ids; folded_hand_over"):
             kv.folded_hand_over(source, target, first, translator=translator)
 
 

@@ -1248,7 +1248,7 @@ def test_the_only_copy_survives_when_it_cannot_be_moved_back(
     monkeypatch.undo()
     left = contents(tmp_path)
     assert sorted(left.values()) == sorted(old.values())
-    refuse(tmp_path / "t", "was being replaced", "/old back to it", names="")
+    refuse(tmp_path / "t", "its replacement was interrupted", "/old back to it", names="")
     monkeypatch.setattr(translator_folder, "write_tensors", Faulty(print, 1, OSError, False))
     with pytest.raises(OSError, match="injected"):
         write(tmp_path / "t", seed=2)  # the next one that writes puts it back first

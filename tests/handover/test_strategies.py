@@ -393,7 +393,7 @@ def test_bench_keeps_timings_that_generate_goes_by(
     ("arguments", "message"),
     [
         (["generate", "--strategy", "fast"], "strategy is 'fast'; give accelerator, native or"),
-        (["generate", "--strategy", "switch"], "nobody has read this prompt yet"),
+        (["generate", "--strategy", "switch"], "which only a conversation has"),
         (["bench", "--save-timings", "--table", "quant"], "does not time every way"),
         (["bench", "--save-timings", "--geometry", "a:b"], "whose models are random"),
     ],

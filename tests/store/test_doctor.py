@@ -63,7 +63,7 @@ def test_nothing_is_wrong(
     shutil.copytree(TRANSLATORS, store)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     out = told(capsys, 0)
-    assert out.endswith("nothing is wrong\n")
+    assert out.endswith("all checks passed\n")
     assert f"{store}, 6 translators" in out
     assert "0.32.2 (tested <0.33,>=0.32.2)" in out
     assert "not reached" in out and "there is one" in out and TOKEN not in out
@@ -107,7 +107,7 @@ def test_damaged_translators_and_leftovers(store: Path, capsys: pytest.CaptureFi
     assert f"rm -r {store / 'cut'}\n" in out and "wrong: sound" not in out
     assert f"move {store / '.gone.old-abcdefgh' / 'old'} back to its name" in out
     assert f"a stopped import left it: rm -r {store / '.gone.new-abcdefgh'}" in out
-    assert out.endswith(f"3 of {out.count(chr(10)) - 4} things are wrong\n")
+    assert out.endswith(f"3 of {out.count(chr(10)) - 4} checks failed\n")
 
 
 def test_the_machine(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -758,7 +758,7 @@ def test_bench_without_a_translator_times_random_maps(
         (["-p", "64,9999"], "holds 9999, but the context of tiny-qwen3-s is 2048: give at most"),
         (["--prefill-step-size", "0"], "--prefill-step-size is 0; give at least 1"),
         (["--nu", "0"], "--nu is 0; give at least 1"),
-        (["--nu", "2"], "--nu is 2, for random maps; this pair stores ones of 1: omit it"),
+        (["--nu", "2"], "--nu is 2, but it is for random maps, and the stored"),
         (["--native-layers", "0"], "--native-layers holds 0; give at least 1"),
         (["--time-limit", "0"], "--time-limit is 0; give seconds above 0"),
         (["--time-limit", "-3"], "--time-limit is -3"),

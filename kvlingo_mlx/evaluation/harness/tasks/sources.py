@@ -231,10 +231,10 @@ def _dataset(
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
             raise KVLingoError(
-                f"record {number} of {file or 'the data'} is none of {name}: {what}"
+                f"record {number} of {file or 'the data'} is not a record of {name}: {what}"
             ) from None
     if not found:
-        raise KVLingoError(f"{file or 'the data'} of {name} hold no question")
+        raise KVLingoError(f"{file or 'the data'}: no question for the task {name} was found")
     return {"test": Dataset.from_list(found)}
 
 

@@ -19,7 +19,8 @@ def test_kinds_with_few_layers_are_told() -> None:
     layers = [local, local, whole, local]
     assert narrow_groups(layers, layers, 1) == "" == narrow_groups(layers, [local] * 2, 3)
     assert narrow_groups(layers, layers, 3) == (
-        "nu is 3, but the source has 1 of full attention: layers of that kind read no more than these"
+        "nu is 3, but the source has 1 of full attention: layers of that kind "
+        "read no more than these"
     )
     assert narrow_groups(layers, layers, 4) == ""
 

@@ -511,9 +511,8 @@ def test_training_tells_of_a_kind_with_few_layers(
     )
     monkeypatch.setattr(Training, "_run", lambda self, config, stop: self.out)
     planned.run()
-    assert told == [
-        "nu is 2, but the source has 1 of full attention: layers of that kind read no more than these"
-    ]
+    (said,) = told
+    assert said.startswith("nu is 2, but the source has 1 of full attention: layers of that kind")
 
 
 def test_distillation_lowers_the_kl_and_writes_a_folder_that_mlx_reads(

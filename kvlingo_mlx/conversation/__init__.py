@@ -420,8 +420,12 @@ class Conversation:
         if (characters := turn.stopped_at(text)) is not None:
             base.cut_answer(models, characters)
         self.transcript = base
+        eager = self.eager and self.exchange.rules.switching == "alternated"
         try:
-            turn.follow(base, eager=self.eager and self.exchange.rules.switching == "alternated")
+            if eager:
+                here = [name for name, line in self.lines.items() if not line.away]
+                check_room(dict.fromkeys(here, len(base.tokens)), self.lines)
+            turn.follow(base, eager=eager)
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # The answer stays. The next switch will translate it, or say why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)

@@ -152,7 +152,9 @@ def test_a_prompt_beyond_what_is_left(
     pair = model, model
     kv.generate(*pair, TOKENS, translator=translator, max_tokens=1)
     limited(1.5 * each)
-    message = f"memory are needed .caches of {len(TOKENS)} tokens .* are there; .* shorter prompt"
+    message = (
+        f"memory are needed .caches of {len(TOKENS)} tokens .* are available; .* shorter prompt"
+    )
     for action in (kv.hand_over, kv.generate):
         with pytest.raises(kv.NotEnoughMemoryError, match=message):
             action(*pair, TOKENS, translator=translator)

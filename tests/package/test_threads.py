@@ -359,6 +359,26 @@ def test_the_memory_limit_holds(
     assert talk.reply("b", long, max_tokens=NEW) == fresh.reply("b", long, max_tokens=NEW)
 
 
+def test_the_memory_limit_holds_for_lines_that_follow(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An answer is kept where no other line has room to follow it; a switch brings it later."""
+    model, long = models["qwen3"], "the use of an other " * 40
+    monkeypatch.setenv(memory.LIMIT, "0")
+    plain = talk_of(model)
+    answer = plain.reply("a", long, max_tokens=NEW)
+    each = memory.cache_bytes(model, len(plain.transcript.tokens))
+    assert len(plain.lines["b"]) > 0
+    gc.collect()
+    limited(monkeypatch, int(2.6 * each))  # its own, what is recorded for the other, no third
+    talk = talk_of(model)
+    with pytest.warns(UserWarning, match="could not follow .*memory"):
+        assert talk.reply("a", long, max_tokens=NEW) == answer
+    assert len(talk.lines["b"]) == 0 < len(talk.lines["a"])
+    monkeypatch.setenv(memory.LIMIT, "0")
+    assert talk.reply("b", "and you", max_tokens=NEW) == plain.reply("b", "and you", max_tokens=NEW)
+
+
 def test_a_closed_conversation_holds_nothing(
     models: dict[str, LanguageModel], store: Path, tmp_path: Path
 ) -> None:

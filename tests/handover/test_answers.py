@@ -234,9 +234,9 @@ REFUSED = [
     ({"seed": 3}, "seed has no effect without temperature, since"),
     (
         {"sampler": make_sampler(0.5), "temperature": 0.5},
-        "temperature has no effect with sampler, which chooses",
+        "temperature has no effect with sampler, since a sampler chooses",
     ),
-    ({"sampler": make_sampler(0.5), "top_k": 5}, "top_k has no effect with sampler, which chooses"),
+    ({"sampler": make_sampler(0.5), "top_k": 5}, "top_k has no effect with sampler, since a sampler chooses"),
     ({"stop": ""}, "stop is ''; give a text, or a list of texts"),
     ({"stop": ["a", 3]}, "stop is .*; give a text, or a list of texts"),
     ({"tools": [{"type": {1}}]}, "tools must be what JSON can hold"),

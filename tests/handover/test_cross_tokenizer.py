@@ -314,7 +314,7 @@ def test_saved_loaded_and_trimmed(handed: Any, tmp_path: Path) -> None:
         assert trim_prompt_cache(each, each[0].offset - prefix) > 0
         assert decode(target, each, last) == expected
         assert each[0].offset > prefix
-        with pytest.raises(ValueError, match=f"follow the {prefix} of a prefix translated"):
+        with pytest.raises(ValueError, match=f"from another tokenizer, whose {prefix} entries"):
             trim_prompt_cache(each, each[0].offset - prefix + 1)
 
 

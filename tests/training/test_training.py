@@ -1091,7 +1091,7 @@ def test_the_command_sweeps_over_a_rate_that_diverges(
     options += ["--held-out", "20", "--plot", str(plot)]
     assert run(arguments(folders, jsonl, *options, "--lr", "1e-3,3e36")) == 0
     said = capsys.readouterr()
-    assert "warning: the records held out give 8 held-out conversations, not 20" in said.err
+    assert "warning: only 8 of 20 held-out conversations could be" in said.err
     assert "nan" not in said.out and "drew" in said.out
     assert plot.read_bytes().startswith(b"\x89PNG")
     last = log_of(tmp_path / "t.log.jsonl")[-1]["held_out"]

@@ -206,5 +206,5 @@ def _checked(name: str, value: Any, where: str) -> Any:
 
 def _told(message: str) -> str:
     """pydantic's message as the end of one of ours."""
-    message = message.removeprefix("Value error, ")
+    message = message.removeprefix("Value error, ").replace("Input should be", "expected")
     return message[:1].lower() + message[1:]

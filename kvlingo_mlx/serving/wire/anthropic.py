@@ -36,7 +36,7 @@ from kvlingo_mlx.serving.wire.reading import (
     template,
 )
 
-_DIRECT = only("Only the model calls tools.", {"type": "direct"})
+_DIRECT = only("only the model calls tools", {"type": "direct"})
 
 # ---- content ------------------------------------------------------------------------------------
 
@@ -44,14 +44,14 @@ _DIRECT = only("Only the model calls tools.", {"type": "direct"})
 class _Thinking(Body):
     rules: ClassVar[Rules] = {
         **CACHED,
-        "signature": harmless("What a model thought is not checked."),
+        "signature": harmless("what a model thought is not checked"),
     }
     type: Literal["thinking"]
     thinking: str
 
 
 class _Redacted(Body):
-    rules: ClassVar[Rules] = {"data": harmless("Only the model that wrote it can read it.")}
+    rules: ClassVar[Rules] = {"data": harmless("only the model that wrote it can read it")}
     type: Literal["redacted_thinking"]
 
 
@@ -59,7 +59,7 @@ class _ToolUse(Body):
     rules: ClassVar[Rules] = {
         **CACHED,
         "caller": _DIRECT,
-        "toolset_name": refused("Name the tool alone."),
+        "toolset_name": refused("name the tool alone"),
     }
     type: Literal["tool_use"]
     id: Name
@@ -160,7 +160,7 @@ class _NamedChoice(Body):
 
 class _ThinkingSetting(Body):
     rules: ClassVar[Rules] = {
-        "budget_tokens": harmless("How long a model thinks, it decides itself.")
+        "budget_tokens": harmless("how long a model thinks, it decides itself")
     }
     type: Literal["enabled", "disabled", "adaptive"]
     display: Literal["summarized", "omitted"] | None = None
@@ -171,14 +171,14 @@ class _Format(Schema):
 
 
 class _Output(Body):
-    rules: ClassVar[Rules] = {"task_budget": refused("Give max_tokens.")}
+    rules: ClassVar[Rules] = {"task_budget": refused("give max_tokens")}
     effort: Effort | None = None
     format: _Format | None = None
 
 
 class _Edit(Body):
     rules: ClassVar[Rules] = {
-        "keep": harmless("The chat template says which thinking is shown to the model.")
+        "keep": harmless("the chat template says which thinking is shown to the model")
     }
     type: Literal["clear_thinking_20251015"]
 
@@ -193,17 +193,17 @@ class _Edits(Body):
 
 ANTHROPIC: Rules = {
     **CACHED,
-    "metadata": harmless("Nothing depends on who asks."),
-    "user_profile_id": harmless("Nothing depends on who asks."),
-    "workspace_id": harmless("Nothing depends on who asks."),
-    "service_tier": only("All requests are served alike.", "auto", "standard_only"),
-    "speed": only("All requests are served alike.", "standard"),
-    "inference_geo": refused("The server answers where it runs."),
-    "container": refused("The server runs no code; declare a function."),
-    "mcp_servers": only("The server calls no other one; declare its functions as tools.", []),
-    "diagnostics": refused("usage.kvlingo says where a prompt's tokens came from."),
-    "fallbacks": only("Ask another model yourself.", []),
-    "betas": harmless("What is not supported is refused by its own name."),
+    "metadata": harmless("nothing depends on who asks"),
+    "user_profile_id": harmless("nothing depends on who asks"),
+    "workspace_id": harmless("nothing depends on who asks"),
+    "service_tier": only("all requests are served alike", "auto", "standard_only"),
+    "speed": only("all requests are served alike", "standard"),
+    "inference_geo": refused("the server answers where it runs"),
+    "container": refused("the server runs no code; declare a function"),
+    "mcp_servers": only("the server calls no other one; declare its functions as tools", []),
+    "diagnostics": refused("usage.kvlingo says where a prompt's tokens came from"),
+    "fallbacks": only("ask another model yourself", []),
+    "betas": harmless("what is not supported is refused by its own name"),
 }
 
 
@@ -234,8 +234,7 @@ class _Prompt(Sampled):
             return False
         if any(isinstance(part, _ToolUse) for part in last.content):
             raise BadRequest(
-                "The last message calls a tool; expected a user's message with its tool_result. "
-                "Add it.",
+                "the last message calls a tool, expected one of the user with its tool_result; add it",
                 f"messages.{len(self.messages) - 1}.content",
             )
         return True

@@ -22,6 +22,8 @@ from kvlingo_mlx.serving.wire.content import (
     Refusal,
     Schema,
     Text,
+    Word,
+    as_choice,
     assistant,
     call,
     chosen,
@@ -45,25 +47,25 @@ from kvlingo_mlx.serving.wire.reading import (
     template,
 )
 
-_OLD_TOOLS = "Use tools and tool_choice."
-_ONE = "A request gets one answer; send it again for another."
+_OLD_TOOLS = "use tools and tool_choice"
+_ONE = "a request gets one answer; send it again for another"
 OPENAI: Rules = {
-    "user": harmless("Nothing depends on who asks."),
-    "safety_identifier": harmless("Nothing depends on who asks."),
-    "metadata": harmless("It is for a list of requests, and the server keeps none."),
-    "prompt_cache_key": harmless("The server finds a conversation by its messages."),
-    "prompt_cache_retention": harmless("The server keeps caches as long as memory allows."),
-    "prompt_cache_options": harmless("The server keeps caches as long as memory allows."),
-    "service_tier": only("All requests are served alike.", "auto", "default"),
-    "store": only("The server keeps no requests; leave it out.", False),
-    "moderation": refused("The server has no such model."),
+    "user": harmless("nothing depends on who asks"),
+    "safety_identifier": harmless("nothing depends on who asks"),
+    "metadata": harmless("it is for a list of requests, and the server keeps none"),
+    "prompt_cache_key": harmless("the server finds a conversation by its messages"),
+    "prompt_cache_retention": harmless("the server keeps caches as long as memory allows"),
+    "prompt_cache_options": harmless("the server keeps caches as long as memory allows"),
+    "service_tier": only("all requests are served alike", "auto", "default"),
+    "store": only("the server keeps no requests; leave it out", False),
+    "moderation": refused("the server has no such model"),
     "n": only(_ONE, 1),
 }
 MLX_LM: Rules = {
-    "draft_model": only("The server drafts with no other model.", "default_model"),
-    "num_draft_tokens": harmless("The server drafts with no other model."),
-    "adapters": refused("Fuse the adapter into a model, and serve that one."),
-    "role_mapping": refused("Messages are written by the model's own chat template."),
+    "draft_model": only("the server drafts with no other model", "default_model"),
+    "num_draft_tokens": harmless("the server drafts with no other model"),
+    "adapters": refused("fuse the adapter into a model, and serve that one"),
+    "role_mapping": refused("messages are written by the model's own chat template"),
 }
 
 
@@ -76,7 +78,7 @@ class _Called(Body):
 
 
 class _ToolCall(Body):
-    rules: ClassVar[Rules] = {"index": harmless("Calls are in the order of their list.")}
+    rules: ClassVar[Rules] = {"index": harmless("calls are in the order of their list")}
     id: str = ""
     type: Literal["function"] = "function"
     function: _Called
@@ -102,8 +104,8 @@ class _Instruction(Body):
 class _Assistant(Body):
     rules: ClassVar[Rules] = {
         **CACHED,
-        "annotations": harmless("Sources of a text aren't shown to a model."),
-        "audio": refused("The models here read text alone."),
+        "annotations": harmless("sources of a text aren't shown to a model"),
+        "audio": refused("the models here read text alone"),
         "function_call": refused(_OLD_TOOLS),
     }
     role: Literal["assistant"]
@@ -149,6 +151,11 @@ class _NamedTool(Body):
     function: _Named
 
 
+_Choice = Annotated[
+    Word | _NamedTool | None, Field(discriminator="type"), BeforeValidator(as_choice)
+]
+
+
 class _Format(Body):
     type: Literal["text", "json_object"]
 
@@ -161,7 +168,7 @@ class _SchemaFormat(Body):
 class StreamOptions(Body):
     """What a stream holds beside the answer."""
 
-    rules: ClassVar[Rules] = {"include_obfuscation": harmless("Frames are never padded.")}
+    rules: ClassVar[Rules] = {"include_obfuscation": harmless("frames are never padded")}
     include_usage: bool | None = None
 
 
@@ -186,11 +193,11 @@ class _Chat(OpenAIRequest):
         **MLX_LM,
         "functions": refused(_OLD_TOOLS),
         "function_call": refused(_OLD_TOOLS),
-        "audio": refused("The models here write text alone."),
-        "modalities": only("The models here write text alone.", ["text"]),
-        "prediction": refused("The server drafts from no text; leave it out."),
-        "web_search_options": refused("The server runs no tools itself; declare a function."),
-        "verbosity": only("Say in a message how long the answer should be.", "medium"),
+        "audio": refused("the models here write text alone"),
+        "modalities": only("the models here write text alone", ["text"]),
+        "prediction": refused("the server drafts from no text; leave it out"),
+        "web_search_options": refused("the server runs no tools itself; declare a function"),
+        "verbosity": only("say in a message how long the answer should be", "medium"),
     }
     messages: Annotated[
         list[Annotated[_Instruction | _Assistant | _Tool, Field(discriminator="role")]],
@@ -198,7 +205,7 @@ class _Chat(OpenAIRequest):
     ]
     max_completion_tokens: Positive | None = None
     tools: list[_Declared] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    tool_choice: _Choice = None
     parallel_tool_calls: bool | None = None
     response_format: Annotated[_Format | _SchemaFormat | None, Field(discriminator="type")] = None
     logprobs: bool | None = None
@@ -212,15 +219,15 @@ class _Chat(OpenAIRequest):
         if not self.continue_final_message:
             if self.add_generation_prompt is False:
                 raise BadRequest(
-                    "Found false as add_generation_prompt; expected true, or "
-                    "continue_final_message to go on with the last message.",
+                    "add_generation_prompt is false, expected true; give continue_final_message "
+                    "to go on with the last message",
                     "add_generation_prompt",
                 )
             return False
         if self.add_generation_prompt or self.messages[-1].role != "assistant":
             raise BadRequest(
                 "continue_final_message needs a last message of role assistant, and no "
-                "add_generation_prompt; change one of them.",
+                "add_generation_prompt; change one of them",
                 "continue_final_message",
             )
         return True
@@ -237,7 +244,7 @@ class _Chat(OpenAIRequest):
         tools = tuple(tool.function.told() for tool in self.tools or [])
         choice = self.tool_choice
         named = choice.function.name if isinstance(choice, _NamedTool) else None
-        word = None if isinstance(choice, _NamedTool) else choice
+        word = choice.type if isinstance(choice, Word) else None
         return Ask(
             model=self.model,
             messages=tuple(message.told() for message in self.messages),

@@ -12,7 +12,7 @@ from kvlingo_mlx.serving.wire import Incoming, finite, openai_error, openai_usag
 from kvlingo_mlx.serving.wire.chat import MLX_LM, OPENAI, OpenAIAnswer, OpenAIRequest, tops
 from kvlingo_mlx.serving.wire.reading import MOST, Rules, Tops, only, read_body, refused
 
-_ONE = "A request gets one answer; send it again for another."
+_ONE = "a request gets one answer; send it again for another"
 
 
 def _prompt(found: Any) -> Any:
@@ -42,8 +42,8 @@ class _Completion(OpenAIRequest):
         **OPENAI,
         **MLX_LM,
         "best_of": only(_ONE, 1),
-        "suffix": refused("The models here write what follows; put it into the prompt."),
-        "chat_template_kwargs": only("A plain completion has no template.", {}),
+        "suffix": refused("the models here write what follows; put it into the prompt"),
+        "chat_template_kwargs": only("a plain completion has no template", {}),
     }
     prompt: Annotated[str | tuple[int, ...], BeforeValidator(_prompt)]
     echo: bool | None = None

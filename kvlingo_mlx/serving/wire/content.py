@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
+from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import Message, Tool
 from kvlingo_mlx.serving.wire import BadRequest
 from kvlingo_mlx.serving.wire.reading import CACHED, Body, Name, Rules, fault, harmless, only, shown
@@ -24,9 +25,9 @@ class Text(Body):
 
     rules: ClassVar[Rules] = {
         **CACHED,
-        "annotations": harmless("Sources of a text aren't shown to a model."),
-        "citations": harmless("Sources of a text aren't shown to a model."),
-        "logprobs": harmless("Log probabilities of an earlier answer change nothing."),
+        "annotations": harmless("sources of a text aren't shown to a model"),
+        "citations": harmless("sources of a text aren't shown to a model"),
+        "logprobs": harmless("log probabilities of an earlier answer change nothing"),
     }
     type: Literal["text", "input_text", "output_text"]
     text: str
@@ -102,12 +103,12 @@ class Described(Body):
 
     rules: ClassVar[Rules] = {
         **CACHED,
-        "defer_loading": only("All tools are shown to the model.", False),
-        "output_schema": harmless("What a tool gives back is not checked."),
-        "async": only("A call is answered by the client.", False),
-        "allowed_callers": only("Only the model calls tools.", ["direct"], []),
-        "eager_input_streaming": harmless("A call is sent when it is complete."),
-        "input_examples": only("Put the examples into the description.", []),
+        "defer_loading": only("all tools are shown to the model", False),
+        "output_schema": harmless("what a tool gives back is not checked"),
+        "async": only("a call is answered by the client", False),
+        "allowed_callers": only("only the model calls tools", ["direct"], []),
+        "eager_input_streaming": harmless("a call is sent when it is complete"),
+        "input_examples": only("put the examples into the description", []),
     }
     name: Name
     description: str | None = None
@@ -138,11 +139,22 @@ class Schema(Body):
     """A JSON schema that the answer must fit."""
 
     rules: ClassVar[Rules] = {
-        "description": harmless("The answer is held to the schema itself."),
-        "strict": harmless("An answer is always held to its schema."),
+        "description": harmless("the answer is held to the schema itself"),
+        "strict": harmless("an answer is always held to its schema"),
     }
     name: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
+
+
+class Word(Body):
+    """A choice of tools in a word."""
+
+    type: Literal["auto", "none", "required"]
+
+
+def as_choice(found: Any) -> Any:
+    """A word as the object that says the same."""
+    return {"type": found} if isinstance(found, str) else found
 
 
 def chosen(choice: str | None, tools: tuple[Tool, ...], named: str | None = None) -> str:
@@ -153,24 +165,16 @@ def chosen(choice: str | None, tools: tuple[Tool, ...], named: str | None = None
     """
     names = [tool["function"]["name"] for tool in tools]
     name, count = Counter(names).most_common(1)[0] if names else ("", 0)
+    message, param = None, "tool_choice"
     if count > 1:
-        raise BadRequest(
-            f"Found {count} tools called {shown(name)}; expected names to differ. Rename them.",
-            "tools",
-        )
-    if named is not None:
-        if named in CHOICES:
-            raise BadRequest(
-                f'A tool called "{named}" cannot be demanded by its name, which is also a choice; '
-                "rename the tool.",
-                "tool_choice",
-            )
-        if named not in names:
-            raise BadRequest(
-                f"tool_choice names {shown(named)}, but tools has no such tool; add it there.",
-                "tool_choice",
-            )
-        return named
-    if choice == "required" and not tools:
-        raise BadRequest("tool_choice demands a call, but tools is empty; add a tool.", "tools")
-    return choice or "auto"
+        message = f"{count} tools are called {shown(name)}, expected one; rename them"
+        param = "tools"
+    elif named in CHOICES:
+        message = f"tool_choice names {shown(named)}, which is also a choice; rename the tool"
+    elif named is not None and named not in names:
+        message = f"tool_choice names {shown(named)}, which is not in tools; add it there"
+    elif choice == "required" and not tools:
+        message = "tool_choice demands a call, but there are no tools; add one"
+    if message is not None:
+        raise BadRequest(printable(message), param)
+    return named or choice or "auto"

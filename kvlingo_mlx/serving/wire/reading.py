@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.messages import Sampling
 from kvlingo_mlx.serving.wire import BadRequest
 
@@ -35,7 +36,7 @@ class Rule:
     """What is done with a field that we know and do not use.
 
     Attributes:
-        why: One or two sentences: why it has no effect, or what to do instead.
+        why: Why it has no effect, or what to do instead.
         accepted: The values that are accepted; None for all. Null is always accepted.
     """
 
@@ -49,9 +50,9 @@ class Rule:
 
     def refusal(self, path: str, value: Any) -> str:
         if not self.accepted:
-            return f"{path} is not supported. {self.why}"
+            return f"{path} is not supported; {self.why}"
         expected = " or ".join(json.dumps(taken) for taken in self.accepted)
-        return f"Found {shown(value)} as {path}; expected {expected}. {self.why}"
+        return f"{path} is {shown(value)}, expected {expected}; {self.why}"
 
 
 Rules = Mapping[str, Rule]
@@ -72,7 +73,7 @@ def refused(why: str) -> Rule:
     return Rule(why)
 
 
-CACHED = {"cache_control": harmless("The server keeps every conversation's cache by itself.")}
+CACHED = {"cache_control": harmless("the server keeps every conversation's cache by itself")}
 
 
 class Body(BaseModel):
@@ -98,7 +99,9 @@ class Body(BaseModel):
 def _to_list(found: Any) -> Any:
     if isinstance(found, str):
         return [found] if found else []
-    return found
+    if found is None or isinstance(found, list):
+        return found
+    raise PydanticCustomError("expected", "a text or a list of texts")
 
 
 def _seed(found: Any) -> Any:
@@ -204,13 +207,13 @@ def read_body(kind: type[Read], body: Any) -> Read:
         BadRequest: It is not one.
     """
     if not isinstance(body, dict):
-        raise BadRequest(f"The body is {shown(body)}; expected a JSON object.")
+        raise BadRequest(f"the body is {shown(body)}, expected a JSON object")
     if found := fault(body):
-        raise BadRequest(f"The body holds {found}.")
+        raise BadRequest(f"the body holds {found}")
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _told(error.errors(include_url=False)[0], body, kind) from None
+        raise _told(error.errors(include_url=False), body, kind) from None
 
 
 def fault(value: Any) -> str | None:
@@ -253,7 +256,7 @@ def shown(value: Any) -> str:
     return kinds.get(type(value), "a long number")
 
 
-def _path(places: tuple[int | str, ...], body: Any) -> str:
+def _path(places: tuple[int | str, ...], body: Any) -> tuple[str, Any]:
     """Where an error is in the body, without the names of alternatives that pydantic adds."""
     names: list[str] = []
     here = body
@@ -261,18 +264,21 @@ def _path(places: tuple[int | str, ...], body: Any) -> str:
         inside = isinstance(here, dict) and place in here
         if inside or (isinstance(here, list) and isinstance(place, int) and place < len(here)):
             here = here[place]
-            names.append(str(place))
-    return ".".join(names)
+            names.append(str(place)[:64])
+    return ".".join(names), here
 
 
-def _told(error: ErrorDetails, body: Any, kind: type[Body]) -> BadRequest:
-    """The first thing that is wrong, in one line."""
-    path = _path(error["loc"], body)
+def _told(errors: list[ErrorDetails], body: Any, kind: type[Body]) -> BadRequest:
+    """The first thing that is wrong, in one line; what is of a wrong kind counts first."""
+    error = min(errors, key=lambda e: e["loc"][-1:] not in (("type",), ("role",)))
+    path, here = _path(error["loc"], body)
     message, last = _TELLERS.get(error["type"], _unexpected)(error, path, kind)
-    return BadRequest(message, ".".join(filter(None, (path, last))) or None)
+    if last and (isinstance(here, dict) or not path):
+        path = _within(path, last)
+    return BadRequest(printable(message), printable(path) or None)
 
 
-# The message, and a field's name to be added to the path.
+# The message, and the name of a field of the path's object that it is about.
 Teller = Callable[[ErrorDetails, str, type[Body]], tuple[str, str]]
 
 
@@ -287,44 +293,63 @@ def _by_rule(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str
 
 def _missing(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
     name = str(error["loc"][-1])
-    return f"{_within(path, name)} is missing. Add it to the request.", name
+    return f"{_within(path, name)} is missing; add it to the request", name
 
 
 def _unknown(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
-    name = str(error["loc"][-1])
-    near = difflib.get_close_matches(name[:64], [*kind.model_fields, *kind.rules], 1)
-    hint = f"Did you mean {near[0]}?" if near and "." not in path else "Leave it out."
-    where = path if len(path) <= 100 else "A long name"
-    return f"{where} is not a field that the server knows. {hint}", ""
+    near = difflib.get_close_matches(path, [*kind.model_fields, *kind.rules], 1)
+    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    return f"{path} is not a field that the server knows; {hint}", ""
 
 
 def _other_kind(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
-    name = error["ctx"]["discriminator"].strip("'()").removeprefix("_tag_")
-    name = name if name in ("type", "role") else "type"
-    tag = error["ctx"]["tag"]
-    expected = error["ctx"]["expected_tags"]
-    message = f"Found {shown(tag)} as {_within(path, name)}; expected {expected}."
-    return f"{message} {_reason(tag)}".strip(), name
+    name, tag = _discriminator(error), error["ctx"]["tag"]
+    message = f"{_within(path, name)} is {shown(tag)}, expected {error['ctx']['expected_tags']}"
+    return _with_reason(message, tag), name
 
 
 def _no_kind(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
-    name = error["ctx"]["discriminator"].strip("'()")
-    name = name if name in ("type", "role") else "type"
-    what = f"Found {shown(error['input'])} as {path or 'the body'}"
-    return f"{what}; expected an object with {name}, which says what it is.", name
+    name = _discriminator(error)
+    what = f"{path or 'the body'} is {shown(error['input'])}"
+    return f"{what}, expected an object with {name}; add it", name
+
+
+def _discriminator(error: ErrorDetails) -> str:
+    """The field by which kinds are told apart."""
+    return "role" if error["ctx"]["discriminator"] == "'role'" else "type"
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "too_short": "at least {min_length}",
+    "string_too_short": "a text that is not empty",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+}
 
 
 def _unexpected(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
-    expected = error["msg"].removeprefix("Input should be ").removeprefix("Value error, ")
-    expected = re.sub(r"a valid dictionary( or instance of \w+)?", "a JSON object", expected)
-    message = f"Found {shown(error['input'])} as {path or 'the body'}; expected {expected}."
-    why = _reason(error["input"]) if error["type"] == "literal_error" else ""
-    return f"{message} {why}".strip(), ""
+    known = _EXPECTED.get(error["type"])
+    expected = known.format(**error.get("ctx", {})) if known else error["msg"]
+    found = shown(error["input"])
+    if error["type"] == "too_short":
+        found = f"a list of {error['ctx']['actual_length']}"
+    message = f"{path or 'the body'} is {found}, expected {expected}"
+    return _with_reason(message, error["input"]), ""
 
 
-def _reason(kind: Any) -> str:
+def _with_reason(message: str, kind: Any) -> str:
     """Why something of this kind is refused, if we know it; dated kinds are one without a date."""
-    return UNSUPPORTED.get(re.sub(r"_2\d{7}$", "", kind), "") if isinstance(kind, str) else ""
+    why = UNSUPPORTED.get(re.sub(r"_2\d{7}$", "", kind)) if isinstance(kind, str) else None
+    return f"{message}; {why}" if why else message
 
 
 _TELLERS: dict[str, Teller] = {
@@ -335,9 +360,9 @@ _TELLERS: dict[str, Teller] = {
     "union_tag_not_found": _no_kind,
 }
 
-_TEXT_ONLY = "The models here read text alone; leave this part out, or describe it in words."
-_HOSTED = "The server runs no tools itself; declare a function, run it, and send its result."
-_KEPT = "The server keeps no requests; send the whole conversation each time."
+_TEXT_ONLY = "the models here read text alone; leave this part out, or describe it in words"
+_HOSTED = "the server runs no tools itself; declare a function, run it, and send its result"
+_KEPT = "the server keeps no requests; send the whole conversation each time"
 # Kinds of content, messages, items and tools that clients may send, by their name in the request.
 UNSUPPORTED = {
     **dict.fromkeys(
@@ -360,9 +385,9 @@ UNSUPPORTED = {
     **dict.fromkeys("item_reference compaction compaction_trigger".split(), _KEPT),
     **dict.fromkeys(
         "custom custom_tool_call custom_tool_call_output".split(),
-        'Tools take JSON; declare it with type "function".',
+        'tools take JSON; declare it with type "function"',
     ),
-    "function": 'Such messages are of an older API; use role "tool" and tool_call_id.',
-    "allowed_tools": "Send only the tools that are allowed.",
-    "grammar": "A JSON schema can be given instead.",
+    "function": 'such messages are of an older API; use role "tool" and tool_call_id',
+    "allowed_tools": "send only the tools that are allowed",
+    "grammar": "give a JSON schema instead",
 }

@@ -16,6 +16,8 @@ from kvlingo_mlx.serving.wire.content import (
     Refusal,
     Schema,
     Text,
+    Word,
+    as_choice,
     assistant,
     call,
     chosen,
@@ -38,20 +40,20 @@ from kvlingo_mlx.serving.wire.reading import (
 )
 from kvlingo_mlx.serving.wire.responses_answer import ResponsesAnswer
 
-_KEPT = "The server keeps no responses; send the whole conversation as input."
+_KEPT = "the server keeps no responses; send the whole conversation as input"
 
 # ---- items --------------------------------------------------------------------------------------
 
 _ITEM = {
-    "id": harmless("Items are told apart by their places."),
-    "status": harmless("An item that was sent is complete."),
+    "id": harmless("items are told apart by their places"),
+    "status": harmless("an item that was sent is complete"),
 }
 _Part = Annotated[Text | Refusal, Field(discriminator="type")]
 _Parts = Annotated[list[_Part], BeforeValidator(in_parts)]
 
 
 class _Message(Body):
-    rules: ClassVar[Rules] = {**_ITEM, "phase": harmless("Templates know no phases.")}
+    rules: ClassVar[Rules] = {**_ITEM, "phase": harmless("templates know no phases")}
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
     content: _Parts
@@ -60,8 +62,8 @@ class _Message(Body):
 class _Call(Body):
     rules: ClassVar[Rules] = {
         **_ITEM,
-        "caller": only("Only the model calls tools.", {"type": "direct"}),
-        "namespace": refused("Name the tool alone."),
+        "caller": only("only the model calls tools", {"type": "direct"}),
+        "namespace": refused("name the tool alone"),
     }
     type: Literal["function_call"]
     call_id: Name
@@ -72,8 +74,8 @@ class _Call(Body):
 class _Output(Body):
     rules: ClassVar[Rules] = {
         **_ITEM,
-        "name": harmless("call_id says which call it belongs to."),
-        "caller": only("Only the model calls tools.", {"type": "direct"}),
+        "name": harmless("call_id says which call it belongs to"),
+        "caller": only("only the model calls tools", {"type": "direct"}),
     }
     type: Literal["function_call_output"]
     call_id: Name
@@ -88,7 +90,7 @@ class _Thought(Body):
 class _Reasoning(Body):
     rules: ClassVar[Rules] = {
         **_ITEM,
-        "encrypted_content": harmless("Only the model that wrote it can read it."),
+        "encrypted_content": harmless("only the model that wrote it can read it"),
     }
     type: Literal["reasoning"]
     summary: list[_Thought] = Field(default_factory=list)
@@ -167,6 +169,11 @@ class _NamedTool(Body):
     name: Name
 
 
+_Choice = Annotated[
+    Word | _NamedTool | None, Field(discriminator="type"), BeforeValidator(as_choice)
+]
+
+
 class _Plain(Body):
     type: Literal["text", "json_object"]
 
@@ -177,23 +184,23 @@ class _Schema(Schema):
 
 class _TextSetting(Body):
     rules: ClassVar[Rules] = {
-        "verbosity": only("Say in a message how long the answer should be.", "medium"),
+        "verbosity": only("say in a message how long the answer should be", "medium"),
     }
     format: Annotated[_Plain | _Schema | None, Field(discriminator="type")] = None
 
 
 class _ReasoningSetting(Body):
     rules: ClassVar[Rules] = {
-        "summary": harmless("The whole reasoning is sent."),
-        "generate_summary": harmless("The whole reasoning is sent."),
-        "context": only("The chat template says which reasoning is shown.", "auto"),
-        "mode": only("Models have one mode here.", "standard"),
+        "summary": harmless("the whole reasoning is sent"),
+        "generate_summary": harmless("the whole reasoning is sent"),
+        "context": only("the chat template says which reasoning is shown", "auto"),
+        "mode": only("models have one mode here", "standard"),
     }
     effort: Effort | None = None
 
 
 class _StreamOptions(Body):
-    rules: ClassVar[Rules] = {"include_obfuscation": harmless("Frames are never padded.")}
+    rules: ClassVar[Rules] = {"include_obfuscation": harmless("frames are never padded")}
 
 
 class _Request(Sampled):
@@ -201,13 +208,13 @@ class _Request(Sampled):
         **OPENAI,
         "previous_response_id": refused(_KEPT),
         "conversation": refused(_KEPT),
-        "prompt": refused("The server keeps no prompts; send instructions and input."),
-        "background": only("An answer is sent as it is made.", False),
-        "background_options": refused("An answer is sent as it is made."),
-        "context_management": only("Leave out of the input what shall be forgotten.", []),
-        "truncation": only("A conversation that is too long is refused.", "disabled"),
-        "max_tool_calls": harmless("It counts tools that a server runs, and this one runs none."),
-        "image": refused("The models here write text alone."),
+        "prompt": refused("the server keeps no prompts; send instructions and input"),
+        "background": only("an answer is sent as it is made", False),
+        "background_options": refused("an answer is sent as it is made"),
+        "context_management": only("leave out of the input what shall be forgotten", []),
+        "truncation": only("a conversation that is too long is refused", "disabled"),
+        "max_tool_calls": harmless("it counts tools that a server runs, and this one runs none"),
+        "image": refused("the models here write text alone"),
     }
     model: Name
     input: Annotated[Annotated[list[_Item], Field(min_length=1)], BeforeValidator(_in_items)]
@@ -217,7 +224,7 @@ class _Request(Sampled):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _NamedTool | None = None
+    tool_choice: _Choice = None
     parallel_tool_calls: bool | None = None
     text: _TextSetting | None = None
     reasoning: _ReasoningSetting | None = None
@@ -245,13 +252,14 @@ class _Request(Sampled):
         tools = tuple(tool.told() for tool in self.tools or [])
         choice = self.tool_choice
         named = choice.name if isinstance(choice, _NamedTool) else None
+        word = choice.type if isinstance(choice, Word) else None
         effort = self.reasoning.effort if self.reasoning else None
         wanted = "message.output_text.logprobs" in (self.include or [])
         return Ask(
             model=self.model,
             messages=self.told(),
             tools=tools,
-            tool_choice=chosen(None if isinstance(choice, _NamedTool) else choice, tools, named),
+            tool_choice=chosen(word, tools, named),
             parallel_tool_calls=self.parallel_tool_calls is not False,
             schema=self.schema_asked(),
             max_tokens=self.max_output_tokens,
@@ -260,12 +268,18 @@ class _Request(Sampled):
             **self.for_server(),
         )
 
+    def _choice_echoed(self) -> Any:
+        choice = self.tool_choice
+        if isinstance(choice, _NamedTool):
+            return choice.model_dump()
+        return choice.type if choice else "auto"
+
     def echoed(self) -> dict[str, Any]:
         """What a response repeats of its request."""
         asked = self.model_dump(
             mode="json",
             by_alias=True,
-            include={"instructions", "max_output_tokens", "tools", "tool_choice", "text"},
+            include={"instructions", "max_output_tokens", "tools", "text"},
         )
         asked["text"] = {"format": (asked["text"] or {}).get("format") or {"type": "text"}}
         return asked | {
@@ -273,7 +287,7 @@ class _Request(Sampled):
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "reasoning": {"effort": self.reasoning.effort if self.reasoning else None},
             "temperature": self.sampling().temperature,
-            "tool_choice": asked["tool_choice"] or "auto",
+            "tool_choice": self._choice_echoed(),
             "tools": asked["tools"] or [],
             "top_p": self.sampling().top_p,
         }

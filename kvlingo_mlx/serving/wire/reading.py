@@ -1,0 +1,393 @@
+"""Reading JSON bodies strictly: what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from kvlingo_mlx.errors import printable
+from kvlingo_mlx.serving.messages import Sampling
+from kvlingo_mlx.serving.wire import BadRequest
+
+DEEPEST = 64  # lists and objects within one another
+MOST = 2**31 - 1
+
+
+# ---- fields that have no effect, or only with some values ---------------------------------------
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is done with a field that we know and do not use.
+
+    Attributes:
+        why: Why it has no effect, or what to do instead.
+        accepted: The values that are accepted; None for all. Null is always accepted.
+    """
+
+    why: str
+    accepted: tuple[Any, ...] | None = ()
+
+    def takes(self, value: Any) -> bool:
+        if value is None or self.accepted is None:
+            return True
+        return any(type(value) is type(taken) and value == taken for taken in self.accepted)
+
+    def refusal(self, path: str, value: Any) -> str:
+        if not self.accepted:
+            return f"{path} is not supported; {self.why}"
+        expected = " or ".join(json.dumps(taken) for taken in self.accepted)
+        return f"{path} is {shown(value)}, expected {expected}; {self.why}"
+
+
+Rules = Mapping[str, Rule]
+
+
+def harmless(why: str) -> Rule:
+    """A field that changes nothing in an answer, whatever it says."""
+    return Rule(why, None)
+
+
+def only(why: str, *accepted: Any) -> Rule:
+    """A field that is refused but for these values, which are what we do anyway."""
+    return Rule(why, accepted)
+
+
+def refused(why: str) -> Rule:
+    """A field that we cannot honour."""
+    return Rule(why)
+
+
+CACHED = {"cache_control": harmless("the server keeps every conversation's cache by itself")}
+
+
+class Body(BaseModel):
+    """An object in a request: exact types, no unknown fields, and rules for known ones."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    rules: ClassVar[Rules] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _follow_rules(cls, found: Any) -> Any:
+        if not isinstance(found, dict):
+            return found
+        for name in cls.rules.keys() & found.keys():
+            if not cls.rules[name].takes(found[name]):
+                raise PydanticCustomError("rule", "{name}", {"name": name, "rule": cls.rules[name]})
+        return {name: value for name, value in found.items() if name not in cls.rules}
+
+
+# ---- fields of all APIs -------------------------------------------------------------------------
+
+
+def _to_list(found: Any) -> Any:
+    if isinstance(found, str):
+        return [found] if found else []
+    if found is None or isinstance(found, list):
+        return found
+    raise PydanticCustomError("expected", "a text or a list of texts")
+
+
+def _seed(found: Any) -> Any:
+    """Negative seeds are taken too: the same bits without a sign."""
+    return found % 2**64 if type(found) is int else found
+
+
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Positive = Annotated[int, Field(ge=1, le=MOST)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
+Stop = Annotated[list[Name], BeforeValidator(_to_list)]
+Penalty = Annotated[float, Field(ge=-1e4, le=1e4)]
+Tops = Annotated[int, Field(ge=-1, le=20)]  # -1 is mlx-lm's "none"
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+_TEMPLATE_OWN = """
+    messages conversation tools documents chat_template add_generation_prompt tokenize padding
+    continue_final_message truncation max_length return_tensors return_dict tokenizer_kwargs
+    return_assistant_tokens_mask
+""".split()
+
+
+def _template(found: Any) -> Any:
+    if isinstance(found, dict) and (own := sorted(found.keys() & set(_TEMPLATE_OWN))):
+        raise PydanticCustomError(
+            "expected", "no {name}, which the server sets itself", {"name": own[0]}
+        )
+    return found
+
+
+class Extension(Body):
+    """``kvlingo``: what only this server has.
+
+    Attributes:
+        strategy: How to get at what another model has read; None for the server's policy.
+        pin: Whether the conversation stays in memory as long as the server runs.
+    """
+
+    strategy: Literal["translate", "reread"] | None = None
+    pin: bool = False
+
+
+class Sampled(Body):
+    """The fields of a request by which tokens are chosen, under the names of mlx-lm's server."""
+
+    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    top_p: Share | None = None
+    top_k: Count | None = None
+    min_p: Share | None = None
+    repetition_penalty: Annotated[float, Field(ge=0, le=1e4)] | None = None
+    repetition_context_size: Count | None = None
+    presence_penalty: Penalty | None = None
+    presence_context_size: Count | None = None
+    frequency_penalty: Penalty | None = None
+    frequency_context_size: Count | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-1e9, le=1e9)]] | None = None
+    seed: Annotated[int | None, BeforeValidator(_seed)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template)] = None
+    kvlingo: Extension | None = None
+
+    def sampling(self) -> Sampling:
+        """How tokens are chosen; what was not given is as mlx-lm's server has it."""
+        names = Sampling.__dataclass_fields__.keys() - {"logit_bias"}
+        given = {name: getattr(self, name) for name in names}
+        bias = {_token(text): value for text, value in (self.logit_bias or {}).items()}
+        return Sampling(**{k: v for k, v in given.items() if v is not None}, logit_bias=bias)
+
+    def for_server(self) -> dict[str, Any]:
+        """The arguments of an Ask that every API fills alike."""
+        own = self.kvlingo or Extension()
+        return {"sampling": self.sampling(), "strategy": own.strategy, "pin": own.pin}
+
+
+def _token(text: str) -> int:
+    if text.isascii() and text.isdecimal() and int(text[:12]) <= MOST and len(text) < 12:
+        return int(text)
+    raise BadRequest(
+        f'Found {shown(text)} as a key of logit_bias; expected a token\'s id, such as "42". '
+        "Texts have no bias, since one text may be several tokens.",
+        "logit_bias",
+    )
+
+
+def template(effort: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
+    """The template's arguments for this effort of reasoning; those that are given win."""
+    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if effort == "none":
+        found["enable_thinking"] = False
+    return found | (given or {})
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+Read = TypeVar("Read", bound=Body)
+
+
+def read_body(kind: type[Read], body: Any) -> Read:
+    """A parsed JSON body as this kind of request.
+
+    Raises:
+        BadRequest: It is not one.
+    """
+    if not isinstance(body, dict):
+        raise BadRequest(f"the body is {shown(body)}, expected a JSON object")
+    if found := fault(body):
+        raise BadRequest(f"the body holds {found}")
+    try:
+        return kind.model_validate(body)
+    except ValidationError as error:
+        raise _told(error.errors(include_url=False), body, kind) from None
+
+
+def fault(value: Any) -> str | None:
+    """What no tokenizer or JSON can hold, or what is nested too deeply; None if all is well."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for item in level:
+            if found := _scalar_fault(item):
+                return found
+            if isinstance(item, dict):
+                inner += item
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        if not inner:
+            return None
+        level = inner
+    return f"lists and objects nested more than {DEEPEST} deep; make it flatter"
+
+
+def _scalar_fault(value: Any) -> str | None:
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return "half of a surrogate pair, which is no character; leave it out"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"the number {value}, which is not JSON; expected a finite number"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a whole number of more than 64 bits; expected a smaller one"
+    return None
+
+
+def shown(value: Any) -> str:
+    """A value in a message: itself if it is short, else what kind of value it is."""
+    if isinstance(value, str | bool | int | float) and len(text := json.dumps(value)) <= 40:
+        return text
+    kinds = {str: "a long text", list: "a list", dict: "an object", type(None): "null"}
+    return kinds.get(type(value), "a long number")
+
+
+def _path(places: tuple[int | str, ...], body: Any) -> tuple[str, Any]:
+    """Where an error is in the body, without the names of alternatives that pydantic adds."""
+    names: list[str] = []
+    here = body
+    for place in places:
+        inside = isinstance(here, dict) and place in here
+        if inside or (isinstance(here, list) and isinstance(place, int) and place < len(here)):
+            here = here[place]
+            names.append(str(place)[:64])
+    return ".".join(names), here
+
+
+def _told(errors: list[ErrorDetails], body: Any, kind: type[Body]) -> BadRequest:
+    """The first thing that is wrong, in one line; what is of a wrong kind counts first."""
+    error = min(errors, key=lambda e: e["loc"][-1:] not in (("type",), ("role",)))
+    path, here = _path(error["loc"], body)
+    message, last = _TELLERS.get(error["type"], _unexpected)(error, path, kind)
+    if last and (isinstance(here, dict) or not path):
+        path = _within(path, last)
+    return BadRequest(printable(message), printable(path) or None)
+
+
+# The message, and the name of a field of the path's object that it is about.
+Teller = Callable[[ErrorDetails, str, type[Body]], tuple[str, str]]
+
+
+def _within(path: str, last: str) -> str:
+    return f"{path}.{last}" if path else last
+
+
+def _by_rule(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
+    name, rule = error["ctx"]["name"], error["ctx"]["rule"]
+    return rule.refusal(_within(path, name), error["input"][name]), name
+
+
+def _missing(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
+    name = str(error["loc"][-1])
+    return f"{_within(path, name)} is missing; add it to the request", name
+
+
+def _unknown(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
+    near = difflib.get_close_matches(path, [*kind.model_fields, *kind.rules], 1)
+    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    return f"{path} is not a field that the server knows; {hint}", ""
+
+
+def _other_kind(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
+    name, tag = _discriminator(error), error["ctx"]["tag"]
+    message = f"{_within(path, name)} is {shown(tag)}, expected {error['ctx']['expected_tags']}"
+    return _with_reason(message, tag), name
+
+
+def _no_kind(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
+    name = _discriminator(error)
+    what = f"{path or 'the body'} is {shown(error['input'])}"
+    return f"{what}, expected an object with {name}; add it", name
+
+
+def _discriminator(error: ErrorDetails) -> str:
+    """The field by which kinds are told apart."""
+    return "role" if error["ctx"]["discriminator"] == "'role'" else "type"
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "too_short": "at least {min_length}",
+    "string_too_short": "a text that is not empty",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+}
+
+
+def _unexpected(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
+    known = _EXPECTED.get(error["type"])
+    expected = known.format(**error.get("ctx", {})) if known else error["msg"]
+    found = shown(error["input"])
+    if error["type"] == "too_short":
+        found = f"a list of {error['ctx']['actual_length']}"
+    message = f"{path or 'the body'} is {found}, expected {expected}"
+    return _with_reason(message, error["input"]), ""
+
+
+def _with_reason(message: str, kind: Any) -> str:
+    """Why something of this kind is refused, if we know it; dated kinds are one without a date."""
+    why = UNSUPPORTED.get(re.sub(r"_2\d{7}$", "", kind)) if isinstance(kind, str) else None
+    return f"{message}; {why}" if why else message
+
+
+_TELLERS: dict[str, Teller] = {
+    "rule": _by_rule,
+    "missing": _missing,
+    "extra_forbidden": _unknown,
+    "union_tag_invalid": _other_kind,
+    "union_tag_not_found": _no_kind,
+}
+
+_TEXT_ONLY = "the models here read text alone; leave this part out, or describe it in words"
+_HOSTED = "the server runs no tools itself; declare a function, run it, and send its result"
+_KEPT = "the server keeps no requests; send the whole conversation each time"
+# Kinds of content, messages, items and tools that clients may send, by their name in the request.
+UNSUPPORTED = {
+    **dict.fromkeys(
+        "image image_url input_image input_audio audio file input_file document video search_result"
+        " container_upload tool_reference video_url".split(),
+        _TEXT_ONLY,
+    ),
+    **dict.fromkeys(
+        "web_search web_search_preview web_search_call web_fetch file_search file_search_call"
+        " computer computer_use computer_use_preview computer_call computer_call_output mcp"
+        " mcp_call mcp_list_tools mcp_approval_request mcp_approval_response mcp_toolset"
+        " code_interpreter code_interpreter_call code_execution image_generation"
+        " image_generation_call local_shell local_shell_call local_shell_call_output shell"
+        " shell_call shell_call_output apply_patch apply_patch_call apply_patch_call_output bash"
+        " text_editor memory tool_search tool_search_tool_regex tool_search_tool_bm25"
+        " server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result"
+        " advisor namespace".split(),
+        _HOSTED,
+    ),
+    **dict.fromkeys("item_reference compaction compaction_trigger".split(), _KEPT),
+    **dict.fromkeys(
+        "custom custom_tool_call custom_tool_call_output".split(),
+        'tools take JSON; declare it with type "function"',
+    ),
+    "function": 'such messages are of an older API; use role "tool" and tool_call_id',
+    "allowed_tools": "send only the tools that are allowed",
+    "grammar": "give a JSON schema instead",
+}

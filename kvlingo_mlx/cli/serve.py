@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from kvlingo_mlx.cli.command import Options, option, verb
 from kvlingo_mlx.cli.output import keep, say
@@ -28,7 +28,7 @@ class ServeOptions(Options):
         None, "Listen at other hosts without a key.", "--allow-anyone"
     )
     cors: list[str] | None = option(None, "An origin whose web pages may ask; * for all.")
-    routes: str | None = option(None, "A TOML file of rules; the model `auto` goes by them.")
+    route: str | None = option(None, "A TOML file of rules; the model `auto` goes by them.")
     memory_limit: str | None = option(
         None, "Memory of weights, lines and translators together: 24GB; default: all there is."
     )
@@ -65,10 +65,6 @@ class ServeOptions(Options):
     log_level: str | None = option(None, "debug, info, warning or error; default: info.")
 
 
-# Settings whose options are named in the singular, since they are given once for each.
-RENAMED = {"model": "models", "translator": "translators"}
-
-
 @verb(ServeOptions)
 def command(options: ServeOptions) -> None:
     """Serve models to any client of OpenAI or Anthropic (needs the [server] extra).
@@ -86,11 +82,8 @@ def command(options: ServeOptions) -> None:
             'pip install "kvlingo-mlx[server]"'
         ) from None
 
-    given = {
-        RENAMED.get(field.name, field.name): getattr(options, field.name)
-        for field in fields(options)
-        if field.name not in ("config", "json_file")
-    }
+    spelled = {name: settings.OPTIONS.get(name, name) for name in settings.NAMES}
+    given = {name: getattr(options, option) for name, option in spelled.items()}
     given["models"] = settings.named(options.model) if options.model else None
     told = settings.read(options.config, given)
     front.log_to_stderr(told.log_level)

@@ -25,6 +25,7 @@ from kvlingo_mlx.errors import printable
 from kvlingo_mlx.serving.guard import Gate, Refused, read_json
 from kvlingo_mlx.serving.link import Asked, ClientGone, Link
 from kvlingo_mlx.serving.messages import (
+    Ask,
     Count,
     Counted,
     Event,
@@ -45,7 +46,7 @@ from kvlingo_mlx.serving.settings import AUTO, Settings
 from kvlingo_mlx.serving.wire import Api, BadRequest, openai_error
 from kvlingo_mlx.version import __version__
 
-COUNT_PATH = "/v1/messages/count_tokens"
+DEFAULT = "default_model"  # what mlx-lm's server calls the first model, and takes none given for
 PAGE = Path(__file__).parent / "page"
 PAGE_FILES = {"/": "index.html", "/page/chat.js": "chat.js", "/page/chat.css": "chat.css"}
 PAGE_HEADERS = {
@@ -60,13 +61,20 @@ PAGE_HEADERS = {
 
 
 class CountApi(Protocol):
-    """The API of counting a prompt's tokens."""
+    """An API that counts a prompt's tokens."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where it is asked."""
 
     def read(self, body: Any) -> Count:
         """What a parsed body asks to be counted; raises BadRequest."""
 
     def body(self, counted: Counted) -> dict[str, Any]:
         """The answer."""
+
+    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
+        """The status and body that tell a client of this failure."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,11 +83,11 @@ class Wires:
 
     Attributes:
         apis: Those that answer.
-        count: The one that counts, at :data:`COUNT_PATH`, and the API whose errors it tells.
+        counts: Those that count a prompt's tokens.
     """
 
     apis: Sequence[Api]
-    count: tuple[CountApi, Api] | None = None
+    counts: Sequence[CountApi] = ()
 
 
 def wires() -> Wires:
@@ -87,7 +95,7 @@ def wires() -> Wires:
     from kvlingo_mlx.serving.wire import anthropic, chat, completions, responses
 
     apis = (chat.API, completions.API, anthropic.API, responses.API)
-    return Wires(apis, (anthropic.COUNT, anthropic.API))
+    return Wires(apis, (anthropic.COUNT,))
 
 
 def build(settings: Settings, link: Link, spoken: Wires) -> ASGIApp:
@@ -120,9 +128,8 @@ class _Front:
     def __init__(self, settings: Settings, link: Link, spoken: Wires) -> None:
         self.settings, self.link, self.metrics = settings, link, Metrics(link)
         self._spoken = spoken
-        self._forms = {path: api for api in spoken.apis for path in api.paths}
-        if spoken.count is not None:
-            self._forms[COUNT_PATH] = spoken.count[1]
+        every: tuple[Api | CountApi, ...] = (*spoken.apis, *spoken.counts)
+        self._forms = {path: api for api in every for path in api.paths}
 
     def routes(self) -> list[Route]:
         """Which path leads where; a name of a model may have slashes."""
@@ -130,15 +137,10 @@ class _Front:
         def post(path: str, endpoint: Any) -> Route:
             return Route(path, endpoint, methods=["POST"])
 
-        asked = [
-            post(path, functools.partial(self.answer, api))
-            for api in self._spoken.apis
-            for path in api.paths
-        ]
-        if self._spoken.count is not None:
-            asked.append(post(COUNT_PATH, functools.partial(self.count, self._spoken.count[0])))
+        answers, counts = self._spoken.apis, self._spoken.counts
         return [
-            *asked,
+            *(post(p, functools.partial(self.answer, api)) for api in answers for p in api.paths),
+            *(post(p, functools.partial(self.count, api)) for api in counts for p in api.paths),
             Route("/v1/models", self.models),
             post("/v1/models/{name:path}/load", functools.partial(self.hold, "load")),
             post("/v1/models/{name:path}/unload", functools.partial(self.hold, "unload")),
@@ -160,7 +162,8 @@ class _Front:
         except BadRequest as bad:
             failed = Failed("invalid", bad.message, bad.param)
             raise Refused(failed, status=bad.status) from None
-        self._admit(incoming.ask.model, Outcome.of(request.scope))
+        ask = self._admitted(incoming.ask, Outcome.of(request.scope))
+        incoming = dataclasses.replace(incoming, ask=ask)
         every = self.settings.keep_alive
         return Reply(self.link, self.metrics, api, incoming, every)
 
@@ -172,24 +175,25 @@ class _Front:
         except BadRequest as bad:
             failed = Failed("invalid", bad.message, bad.param)
             raise Refused(failed, status=bad.status) from None
-        self._admit(count.ask.model, Outcome.of(request.scope))
-        counted = await self._last(self.link.ask(count), request.receive)
+        ask = self._admitted(count.ask, Outcome.of(request.scope))
+        counted = await self._last(self.link.ask(Count(ask)), request.receive)
         if not isinstance(counted, Counted):
             raise Refused(Failed("internal", "the worker sent no count; send the request again"))
         return JSONResponse(api.body(counted))
 
-    def _admit(self, model: str, outcome: Outcome) -> None:
+    def _admitted(self, ask: Ask, outcome: Outcome) -> Ask:
         """Refuse a request for which there is no model, no worker or no room."""
         names = self._names()
-        if model not in names:
-            message = f"model {model!r:.80} is not offered; offered are {', '.join(names)}"
-            raise Refused(Failed("not_found", printable(message), "model"))
-        outcome.model = model
+        if ask.model == DEFAULT and DEFAULT not in names:
+            ask = dataclasses.replace(ask, model=names[0])
+        _check_name(ask.model, names)
+        outcome.model = ask.model
         if why := self.link.unready():
             raise Refused(why, {"retry-after": RETRY_S}, 503)
         if (waiting := self.link.waiting) >= self.settings.queue_limit:
             message = f"{waiting} requests wait already, as many as may; try again later"
             raise Refused(Failed("busy", message), {"retry-after": RETRY_S}, 429)
+        return ask
 
     async def _last(self, asked: Asked, receive: Receive | None = None) -> Event:
         """The event that ends a request; cancelled when the client leaves, if that is watched."""
@@ -229,24 +233,20 @@ class _Front:
         """One model."""
         name = request.path_params["name"]
         infos = self._infos()
-        self._check_name(name, tuple(infos))
+        _check_name(name, tuple(infos))
         return JSONResponse(_model(name, infos[name]))
 
     async def hold(self, verb: str, request: Request) -> Response:
         """Load or unload a model's weights; it goes on when the client leaves."""
         name = request.path_params["name"]
-        self._check_name(name, tuple(n for n in self._names() if n != AUTO))
+        _check_name(name, tuple(n for n in self._names() if n != AUTO))
         Outcome.of(request.scope).model = name
         if why := self.link.unready():
             raise Refused(why, {"retry-after": RETRY_S}, 503)
         await self._last(self.link.load(name) if verb == "load" else self.link.unload(name))
-        return JSONResponse(_model(name, self._infos().get(name)))
-
-    @staticmethod
-    def _check_name(name: str, names: Sequence[str]) -> None:
-        if name not in names:
-            message = f"model {name!r:.80} is not offered; offered are {', '.join(names)}"
-            raise Refused(Failed("not_found", printable(message), "model"))
+        info = self._infos().get(name)  # a status may still be on its way
+        info = info and dataclasses.replace(info, loaded=verb == "load")
+        return JSONResponse(_model(name, info))
 
     # ---- the server itself ---------------------------------------------------------------------
 
@@ -312,6 +312,12 @@ class _Front:
         """A fault of ours, which is logged."""
         message = f"the server made a mistake ({type(error).__name__}), which its log tells"
         return self.refusal(request.url.path, Refused(Failed("internal", message)))
+
+
+def _check_name(name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        message = f"model {name!r:.80} is not offered; offered are {', '.join(names)}"
+        raise Refused(Failed("not_found", printable(message), "model"))
 
 
 def _model(name: str, info: ModelInfo | None) -> dict[str, Any]:

@@ -133,7 +133,7 @@ class NoContents(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Change the record, and keep it."""
         if record.exc_info and record.exc_info[1] is not None:
-            error, record.exc_info = record.exc_info[1], None
+            error, record.exc_info, record.exc_text = record.exc_info[1], None, None
             frames = traceback.extract_tb(error.__traceback__)[-3:]
             places = " < ".join(f"{f.filename}:{f.lineno}" for f in reversed(frames))
             record.msg = f"{record.getMessage().strip()}: {type(error).__name__} at {places}"

@@ -117,6 +117,7 @@ class Settings:
         return (*self.models, *([AUTO] if self.routes else []))
 
 
+OPTIONS = {"models": "model", "translators": "translator", "routes": "route"}  # named otherwise
 NAMES = tuple(field.name for field in fields(Settings))
 _HINTS = get_type_hints(Settings, include_extras=True)
 
@@ -196,8 +197,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
         return TypeAdapter(_HINTS[name]).validate_python(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-    spelled = name.replace("_", "-") if where == "--" else name
-    spelled = "model" if (where, name) == ("--", "models") else spelled
+    spelled = OPTIONS.get(name, name).replace("_", "-") if where == "--" else name
     at = "".join(f"[{part!r}]" for part in first["loc"] if not isinstance(part, str) or part in
                  (value if isinstance(value, dict) else ()))  # fmt: skip
     shown = "not what it can be" if name == "api_key" else f"{first['input']!r:.80}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import time
 from collections.abc import Iterator
@@ -164,9 +165,10 @@ def test_a_body_that_does_not_come(server: Running) -> None:
 
 def test_a_body_that_comes_by_drops(server: Running) -> None:
     with connect(server, HEAD) as client:
-        for _ in range(8):
+        for _ in range(50):
             client.sendall(b" ")
-            time.sleep(0.2)
+            if select.select([client], [], [], 0.2)[0]:
+                break
         assert b" 408 " in client.recv(1000)
 
 
@@ -185,10 +187,6 @@ def test_second_headers_that_do_not_come(server: Running) -> None:
 
 
 def test_a_connection_may_rest_between_requests(server: Running) -> None:
-    with httpx.Client() as client:
-        first = client.get(f"{server.url}/health").extensions["network_stream"]
-        time.sleep(1.5)
-        assert client.get(f"{server.url}/health").extensions["network_stream"] is first or True
     get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with connect(server, get) as client:
         client.recv(1000)

@@ -123,9 +123,13 @@ def test_closing_what_is_over_cancels_nothing(tmp_path: Path) -> None:
 
 def test_loads(tmp_path: Path) -> None:
     async def use(link: Link) -> None:
-        assert isinstance(await link.unload("large").last(), Ended)
-        assert link.status is not None and [m.loaded for m in link.status.models] == [True, False]
-        assert isinstance(await link.load("large").last(), Ended)
+        def loaded() -> list[bool]:
+            return [] if link.status is None else [m.loaded for m in link.status.models]
+
+        assert isinstance(await link.unload("large").last(), Counted)
+        await until(lambda: loaded() == [True, False])
+        assert isinstance(await link.load("large").last(), Counted)
+        await until(lambda: loaded() == [True, True])
         assert link.waiting == 0
 
     run(use, tmp_path)
@@ -245,11 +249,11 @@ def test_pauses_grow(tmp_path: Path, monkeypatch: Any) -> None:
 
 
 def test_a_fatal_error_is_not_tried_again(tmp_path: Path) -> None:
-    (tmp_path / "first").write_text("fatal there is no model /models/a; give another")
+    (tmp_path / "first").write_text("fatal there is no model /models/a, so give another")
 
     async def use(link: Link) -> None:
         told = await asyncio.wait_for(asyncio.shield(link.given_up), 60)
-        assert told == "there is no model /models/a; give another"
+        assert told == "there is no model /models/a, so give another"
 
     assert run(use, tmp_path, wait=False).restarts == 0
 
@@ -295,7 +299,8 @@ def test_the_worker_ends_with_the_front(tmp_path: Path) -> None:
         "from kvlingo_mlx.serving.link import Link\n"
         "from kvlingo_mlx.serving.settings import Settings\n"
         "async def main():\n"
-        f"    link = Link(Settings(models={{'a': 'a'}}, conversations={str(tmp_path)!r}), {WORKER!r})\n"
+        f"    settings = Settings(models={{'a': 'a'}}, conversations={str(tmp_path)!r})\n"
+        f"    link = Link(settings, {WORKER!r})\n"
         "    await link.start()\n"
         "    while not link.ready: await asyncio.sleep(0.02)\n"
         "    os._exit(9)\n"

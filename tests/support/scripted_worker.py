@@ -99,8 +99,8 @@ class Scripted:
                 case ("load" | "unload" as verb, number, name):
                     self.note(verb, name)
                     self.loaded[name] = verb == "load"
+                    self.send("event", number, Counted(0))
                     self.status()
-                    self.send("event", number, Ended("stop", Usage()))
                 case ("stop",):
                     return self.note("stop")
 

@@ -68,15 +68,20 @@ class PlainApi:
 class PlainCount:
     """Counts a prompt."""
 
+    paths = ("/v1/plain/count",)
+
     def read(self, body: Any) -> Count:
         return Count(PlainApi().read(body).ask)
 
     def body(self, counted: Counted) -> dict[str, Any]:
         return {"input_tokens": counted.tokens}
 
+    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
+        return API.error(failed)
+
 
 API = PlainApi()
-PLAIN = Wires((API,), (PlainCount(), API))
+PLAIN = Wires((API,), (PlainCount(),))
 
 
 # ---- the server --------------------------------------------------------------------------------

@@ -137,11 +137,12 @@ async function answer() {
   const shown = article($("model").value, "", "assistant");
   const place = shown.querySelector("p");
   const said = { role: "assistant", content: "" };
+  const talk = messages; // "New conversation" may begin another one meanwhile
   running = new AbortController();
   busy(true);
   try {
     const body = JSON.stringify({
-      model: $("model").value, messages, stream: true, stream_options: { include_usage: true },
+      model: $("model").value, messages: talk, stream: true, stream_options: { include_usage: true },
     });
     const response = await call("v1/chat/completions", {
       method: "POST", body, signal: running.signal,
@@ -162,10 +163,10 @@ async function answer() {
       }
       if (frame.usage) showUsage(shown, frame.usage);
     }
-    messages.push(said);
+    talk.push(said);
   } catch (error) {
-    if (said.content) messages.push(said); // what was written stands
-    else takeBack();
+    if (said.content) talk.push(said); // what was written stands
+    else takeBack(talk);
     const stopped = error.name === "AbortError";
     shown.append(element("div", stopped ? "Stopped." : error.message, stopped ? "" : "wrong"));
   }
@@ -175,9 +176,9 @@ async function answer() {
 }
 
 // A message without an answer goes back to where it was typed.
-function takeBack() {
-  const last = messages.pop();
-  if (last && !$("text").value) $("text").value = last.content;
+function takeBack(talk) {
+  const last = talk.pop();
+  if (talk === messages && !$("text").value) $("text").value = last.content;
 }
 
 function busy(is) {

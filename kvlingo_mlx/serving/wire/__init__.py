@@ -55,7 +55,9 @@ class Incoming:
 class Api(Protocol):
     """One of the APIs."""
 
-    paths: tuple[str, ...]
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where it is asked."""
 
     def read(self, body: Any) -> Incoming:
         """What a parsed JSON body of any shape asks for.

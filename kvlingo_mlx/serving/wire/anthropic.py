@@ -203,6 +203,10 @@ ANTHROPIC: Rules = {
     "mcp_servers": only("the server calls no other one; declare its functions as tools", []),
     "diagnostics": refused("usage.kvlingo says where a prompt's tokens came from"),
     "fallbacks": only("ask another model yourself", []),
+    "fallback_credit_token": refused("the server charges nothing"),
+    "billing_policy": refused("the server charges nothing"),
+    "compaction": refused("leave out of the messages what shall be forgotten"),
+    "thread": refused("the server keeps no requests; send the whole conversation each time"),
     "betas": harmless("what is not supported is refused by its own name"),
 }
 
@@ -234,7 +238,7 @@ class _Prompt(Sampled):
             return False
         if any(isinstance(part, _ToolUse) for part in last.content):
             raise BadRequest(
-                "the last message calls a tool, expected one of the user with its tool_result; add it",
+                "the last message calls a tool, expected a tool_result after it; add it",
                 f"messages.{len(self.messages) - 1}.content",
             )
         return True

@@ -17,6 +17,7 @@ from kvlingo_mlx.serving.wire import (
 )
 from kvlingo_mlx.serving.wire.answers import FINGERPRINT, Gathered
 from kvlingo_mlx.serving.wire.content import (
+    PARSED,
     Arguments,
     Function,
     Refusal,
@@ -52,7 +53,6 @@ _ONE = "a request gets one answer; send it again for another"
 OPENAI: Rules = {
     "user": harmless("nothing depends on who asks"),
     "safety_identifier": harmless("nothing depends on who asks"),
-    "metadata": harmless("it is for a list of requests, and the server keeps none"),
     "prompt_cache_key": harmless("the server finds a conversation by its messages"),
     "prompt_cache_retention": harmless("the server keeps caches as long as memory allows"),
     "prompt_cache_options": harmless("the server keeps caches as long as memory allows"),
@@ -73,6 +73,7 @@ MLX_LM: Rules = {
 
 
 class _Called(Body):
+    rules: ClassVar[Rules] = PARSED
     name: Name
     arguments: Arguments
 
@@ -104,6 +105,7 @@ class _Instruction(Body):
 class _Assistant(Body):
     rules: ClassVar[Rules] = {
         **CACHED,
+        **PARSED,
         "annotations": harmless("sources of a text aren't shown to a model"),
         "audio": refused("the models here read text alone"),
         "function_call": refused(_OLD_TOOLS),
@@ -191,6 +193,7 @@ class _Chat(OpenAIRequest):
     rules: ClassVar[Rules] = {
         **OPENAI,
         **MLX_LM,
+        "metadata": harmless("it is for a list of requests, and the server keeps none"),
         "functions": refused(_OLD_TOOLS),
         "function_call": refused(_OLD_TOOLS),
         "audio": refused("the models here write text alone"),

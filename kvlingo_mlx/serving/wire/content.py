@@ -20,11 +20,17 @@ CHOICES = ("auto", "none", "required")
 # ---- texts --------------------------------------------------------------------------------------
 
 
+# Clients' own libraries add these to answers that they have parsed, and send them back.
+_ADDED = harmless("it says again what the text says")
+PARSED: Rules = dict.fromkeys(("parsed", "parsed_output", "parsed_arguments"), _ADDED)
+
+
 class Text(Body):
     """A part of a content that is text."""
 
     rules: ClassVar[Rules] = {
         **CACHED,
+        **PARSED,
         "annotations": harmless("sources of a text aren't shown to a model"),
         "citations": harmless("sources of a text aren't shown to a model"),
         "logprobs": harmless("log probabilities of an earlier answer change nothing"),

@@ -90,7 +90,10 @@ class Body(BaseModel):
         for name in cls.rules.keys() & found.keys():
             if not cls.rules[name].takes(found[name]):
                 raise PydanticCustomError("rule", "{name}", {"name": name, "rule": cls.rules[name]})
-        return {name: value for name, value in found.items() if name not in cls.rules}
+        fields = {field.alias or name for name, field in cls.model_fields.items()}
+        # Clients that send an object of their library back send fields of null with it.
+        says = {name for name, value in found.items() if value is not None} - cls.rules.keys()
+        return {name: value for name, value in found.items() if name in says | fields}
 
 
 # ---- fields of all APIs -------------------------------------------------------------------------
@@ -127,7 +130,7 @@ _TEMPLATE_OWN = """
 def _template(found: Any) -> Any:
     if isinstance(found, dict) and (own := sorted(found.keys() & set(_TEMPLATE_OWN))):
         raise PydanticCustomError(
-            "expected", "no {name}, which the server sets itself", {"name": own[0]}
+            "expected", "what is not set by the server, as {name} is", {"name": own[0]}
         )
     return found
 

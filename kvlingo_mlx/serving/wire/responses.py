@@ -11,6 +11,7 @@ from kvlingo_mlx.serving.messages import Ask, Failed, Message
 from kvlingo_mlx.serving.wire import Incoming, openai_error
 from kvlingo_mlx.serving.wire.chat import OPENAI, tops
 from kvlingo_mlx.serving.wire.content import (
+    PARSED,
     Arguments,
     Function,
     Refusal,
@@ -62,6 +63,7 @@ class _Message(Body):
 class _Call(Body):
     rules: ClassVar[Rules] = {
         **_ITEM,
+        **PARSED,
         "caller": only("only the model calls tools", {"type": "direct"}),
         "namespace": refused("name the tool alone"),
     }
@@ -214,6 +216,7 @@ class _Request(Sampled):
         "context_management": only("leave out of the input what shall be forgotten", []),
         "truncation": only("a conversation that is too long is refused", "disabled"),
         "max_tool_calls": harmless("it counts tools that a server runs, and this one runs none"),
+        "access_programs": refused("the server has no such programs"),
         "image": refused("the models here write text alone"),
     }
     model: Name

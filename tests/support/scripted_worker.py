@@ -50,6 +50,7 @@ class Scripted:
         self.lock = threading.Lock()
         self.cancelled: dict[int, threading.Event] = {}
         self.loaded = dict.fromkeys(settings.models, True)
+        self.usage: dict[int, Usage] = {}
         self.folder = Path(settings.conversations or "/nonexistent")
 
     def send(self, *message: Any) -> None:
@@ -121,8 +122,11 @@ class Scripted:
             "say": Piece(rest),
             "waiting": Waiting(3, 10),
             "fail": Failed(rest, f"planted failure: {rest}"),
-            "end": Ended("stop", dataclasses.replace(USAGE, completion_tokens=5)),
         }
+        if word in ("begin", "fallback"):
+            self.usage[number] = events[word].usage  # type: ignore[union-attr] # both are Begun
+        usage = self.usage.get(number, USAGE)
+        events["end"] = Ended("stop", dataclasses.replace(usage, completion_tokens=5))
         if word in events:
             self.send("event", number, events[word])
         elif word == "wait":

@@ -7,6 +7,7 @@ translated once. At a switch only the spans that the incoming model lacks are tr
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -18,12 +19,12 @@ from typing import Any, Self, TypedDict, Unpack
 from kvlingo_mlx.arguments import checked, renamed
 from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, check_room, stats_of
-from kvlingo_mlx.conversation.asking import Asking, ReplyOptions, history_of
+from kvlingo_mlx.conversation.asking import Asking, ReplyOptions, Request, history_of
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.directions import Given
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
-from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.rules import Rules
 from kvlingo_mlx.conversation.transcript import (
     Transcript,
@@ -45,6 +46,7 @@ from kvlingo_mlx.handover.sampling import (
 from kvlingo_mlx.loading.models import Model, load_together
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, check_tools
+from kvlingo_mlx.threads import finished
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
@@ -219,10 +221,24 @@ class Conversation:
             ValueError: An answer is still being written.
         """
         with self._use.claimed():
-            made = copy.copy(self)
-            made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
-            made._use = Use()
-            return made
+            return self._copied()
+
+    def snapshot(self) -> Conversation:
+        """A branch at the state before the answer that is being written, if one is.
+
+        Its lines keep what they have read so far of that answer's prompt. The thread that writes
+        the answer calls this between two of its steps.
+        """
+        made = self._copied()
+        for line in made.lines.values():
+            line.take_back()
+        return made
+
+    def _copied(self) -> Conversation:
+        made = copy.copy(self)
+        made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
+        made._use = Use()
+        return made
 
     def close(self) -> None:
         """Free all lines, in memory and on disk; models and saved conversations stay.
@@ -340,43 +356,71 @@ class Conversation:
                 it.
             NotEnoughMemoryError: The prompt's caches do not fit; nothing has changed.
         """
-        known = given(options, DecodingOptions, "a conversation")
-        choice = choice_of(known, sampler, logits_processors)
-        check_max_tokens(max_tokens)
-        if first_token not in ("target", "source"):
-            raise ValueError(f"first_token is {first_token!r}; it must be target or source")
+        request = Request(
+            message,
+            messages,
+            prefill,
+            first_token,
+            reasoning,
+            max_tokens,
+            sampler,
+            logits_processors,
+            enable_thinking,
+            draft_model,
+            num_draft_tokens,
+            given(options, DecodingOptions, "a conversation"),
+        )
+        with contextlib.closing(self._steps(name, request)) as steps:
+            yield from (response for response in steps if response is not None)
+
+    @claiming
+    def reply_in_steps(
+        self, name: str, request: Request
+    ) -> Generator[GenerationResponse | None, None, None]:
+        """Let a model answer, as :meth:`stream_reply`, for callers that do other work in between.
+
+        Yields None after a piece of work that brought no token: a chunk of the prompt that was read
+        or translated, or a line that followed the answer. With ``request.batch`` the answer is
+        decoded beside others, and None also means that the batch must make a step.
+        """
+        yield from self._steps(name, request)
+
+    def _steps(
+        self, name: str, request: Request
+    ) -> Generator[GenerationResponse | None, None, None]:
+        known = request.options
+        choice = choice_of(known, request.sampler, request.logits_processors)
+        check_max_tokens(request.max_tokens)
+        first = request.first_token
+        if first not in ("target", "source"):
+            raise ValueError(f"first_token is {first!r}; it must be target or source")
         self._compare_templates()
-        named = [n for n in (name, prefill, reasoning) if n is not None]
+        named = [n for n in (name, request.prefill, request.reasoning) if n is not None]
         for each in named:  # check all names before any model begins
             self.exchange.line(each)
         asking = Asking(self.exchange, self.transcript, self._same(), self.on_full)
-        base, new = asking.begun(message, messages, enable_thinking, known.get("tools"))
+        base, new = asking.begun(request)
         check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
-        alone = reasoning is None and first_token == "target"
-        draft = asking.draft(draft_model, alone=alone)
         decoding = Decoding(
             choice,
             base.switches.get("tools"),
             asking.quantised(named, known),
-            draft,
-            num_draft_tokens or 2,
+            asking.draft(request),
+            request.num_draft_tokens or 2,
+            request.batch,
         )
-        base, new = asking.fitting(base, new, named, max_tokens)
-        turn = asking.turn(base, named, new, max_tokens, decoding)
-        parts: list[tuple[str, int | None, str | None]] = [(name, None, None)]
-        if reasoning is not None:
-            parts.insert(0, (reasoning, None, thought_end(self.exchange.line(reasoning).model)))
-        if prefill is not None and first_token == "source":
-            parts.insert(0, (prefill, 1, None))
+        base, new = asking.fitting(base, new, named, request.max_tokens)
+        turn = asking.turn(base, named, new, request.max_tokens, decoding)
+        end = request.reasoning and thought_end(self.exchange.line(request.reasoning).model)
         self._check_room(turn, named)
-        reader = prefill if first_token == "target" else None
-        latest = yield from self._answered(base, turn, parts, reader)
-        if reasoning is not None and latest != name:
+        reader = request.prefill if first == "target" else None
+        latest = yield from self._answered(base, turn, request.parts(name, end), reader)
+        if request.reasoning is not None and latest != name:
             warnings.warn(
-                f"the answer ended before {latest} ended a reasoning trace ({parts[-2][2]}), so "
+                f"the answer ended before {latest} ended a reasoning trace ({end}), so "
                 f"{name} wrote nothing of it; undo, and ask again without reasoning, with "
                 "thinking enabled, or with more max_tokens",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def _answered(
@@ -385,7 +429,7 @@ class Conversation:
         turn: Turn,
         parts: Sequence[tuple[str, int | None, str | None]],
         reader: str | None,
-    ) -> Generator[GenerationResponse, None, str]:
+    ) -> Generator[GenerationResponse | None, None, str]:
         """Let the writers give an answer: each has a name, a token limit and an end mark.
 
         The answer joins ``base``, which becomes the conversation. ``reader`` reads the prompt
@@ -394,24 +438,24 @@ class Conversation:
         latest = name = parts[-1][0]
         try:
             if reader is not None:
-                turn.read(reader)
+                yield from turn.read(reader)
             for index, (writer, most, until) in enumerate(parts, start=1):
                 if not turn.ended and turn.room(writer) > 0:
                     latest = writer
                     yield from turn.write(writer, most, until, last=index == len(parts))
         except GeneratorExit:
             if not self._use.over:
-                self._finish(base, turn, turn.said(name, cut=True))
+                finished(self._finish(base, turn, turn.said(name, cut=True)))
             raise
         else:
-            self._finish(base, turn, turn.said(name, cut=False))
+            yield from self._finish(base, turn, turn.said(name, cut=False))
         return latest
 
     def _check_room(self, turn: Turn, names: Iterable[str]) -> None:
         """Raise NotEnoughMemoryError if a prompt's caches do not fit; nothing has changed then."""
         check_room({name: turn.length(name) for name in names}, self.lines)
 
-    def _finish(self, base: Transcript, turn: Turn, text: str) -> None:
+    def _finish(self, base: Transcript, turn: Turn, text: str) -> Steps:
         """Add the message and the answer to the conversation, and let the other lines follow."""
         models = [line.model for line in self.lines.values()]
         turn.book(base, text)
@@ -425,7 +469,7 @@ class Conversation:
             if eager:
                 here = [name for name, line in self.lines.items() if not line.away]
                 check_room(dict.fromkeys(here, len(base.tokens)), self.lines)
-            turn.follow(base, eager=eager)
+            yield from turn.follow(base, eager=eager)
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # The answer stays. The next switch will translate it, or say why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)

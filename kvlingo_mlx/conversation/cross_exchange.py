@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.exchange import Exchange, Step, no_translator
-from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.offers import (
     Known,
     Offer,
@@ -84,7 +84,7 @@ class CrossExchange(Exchange):
             return given, missing
         target = known.target.rendering(length)
         for other in self.lines.values():
-            if self._alike(line, other):
+            if self._alike(line, other) or (other.name, line.name) in self.barred:
                 continue
             found = self.directions.stored(other.name, line.name) is not None
             for reading in known.others.get(self.key(other.name), ()):
@@ -146,10 +146,10 @@ class CrossExchange(Exchange):
         starts = [next_start(offers, begun) for offers in (given, missing)]
         return Step(None, min([step.stop, *(s for s in starts if s is not None)]))
 
-    def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> None:
+    def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> Steps:
         """Append one step of a plan to a line."""
         if step.alignment is None:
-            super()._take(line, step, tokens)
+            yield from super()._take(line, step, tokens)
             return
         assert step.source is not None and isinstance(line, PositionedLine)
         translator = self.directions.translator(step.source.name, line.name)
@@ -162,13 +162,13 @@ class CrossExchange(Exchange):
             translator,
             self.rules.step_size,
         )
+        yield
 
     # ---- after an answer ------------------------------------------------------------------
 
-    @unit
     def follow_across(
         self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
-    ) -> None:
+    ) -> Steps:
         """Translate as much as possible of what each line lacks.
 
         The models read the text between translated contents themselves. Lines that were put away
@@ -181,7 +181,7 @@ class CrossExchange(Exchange):
         """
         for line in self.lines.values():
             reading = wanted.get(self.key(line.name))
-            if reading is None or line.away:
+            if reading is None or line.away or line.name in self.unfollowing:
                 continue
             tokens = reading.tokens
             if line.trim(line.common(tokens)) == len(tokens):
@@ -191,7 +191,7 @@ class CrossExchange(Exchange):
                 plan = self._plan(line, tokens, len(line), None, known)
             except (MissingTranslatorError, UnsupportedModelError):
                 continue
-            self._grow(line, _followed(plan, len(line), known), tokens, mark)
+            yield from self._grow(line, _followed(plan, len(line), known), tokens, mark)
 
     def _forget(self) -> None:
         """Do nothing: what a line of another tokenizer lacks is known only after the answer."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.exchange import Switch
+from kvlingo_mlx.conversation.line import Steps
 from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
@@ -57,7 +58,7 @@ class CrossTurn(Turn):
         """The number of tokens of the prompt and the answer so far, by a model's tokenizer."""
         return len(self._reading(name).tokens)
 
-    def _begin(self, name: str) -> tuple[list[int], Switch]:
+    def _begin(self, name: str) -> Generator[None, None, tuple[list[int], Switch]]:
         key = self._across.key(name)
         reading = self._readings[key] = self._reading(name)
         known = Known(
@@ -69,11 +70,12 @@ class CrossTurn(Turn):
             },
         )
         tokens = reading.tokens
-        return tokens, self._across.bring(name, tokens[:-1], self._marks[key], known)
+        switch = yield from self._across.bring(name, tokens[:-1], self._marks[key], known)
+        return tokens, switch
 
     def write(
         self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
-    ) -> Iterator[GenerationResponse]:
+    ) -> Iterator[GenerationResponse | None]:
         """Let a model continue the answer, as in :meth:`Turn.write`."""
         begun = len(self.answer)
         try:
@@ -98,7 +100,7 @@ class CrossTurn(Turn):
         readings = {key: self._reading(names[key]) for key in self._readings}
         self._transcript.book([*self.messages, said], readings, self._latest)
 
-    def follow(self, transcript: Transcript, *, eager: bool) -> None:
+    def follow(self, transcript: Transcript, *, eager: bool) -> Steps:
         """Bring the other lines up to date with the booked answer."""
         assert isinstance(transcript, CrossTranscript)
         wanted = {}
@@ -110,7 +112,7 @@ class CrossTurn(Turn):
                 )
         others = {key: [transcript.readings[key]] for key in transcript.readings}
         if eager:
-            self._across.follow_across(wanted, others, self._marks[self._latest])
+            yield from self._across.follow_across(wanted, others, self._marks[self._latest])
         self._across.forget(wanted, others)
 
     # ---- the answer in other tokens -------------------------------------------------------

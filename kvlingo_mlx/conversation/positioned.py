@@ -79,7 +79,7 @@ class PositionedLine(Line):
         super()._cut(length)
         self._entries = self._entries[: length + 1]
 
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         self._entries = self._entries[: len(self) + 1]
         shorten(self._caches, len(self), self.entries[len(self)])
 

@@ -1,0 +1,136 @@
+"""Which conversation a request goes on with: found by its messages, since clients name none.
+
+Clients send the whole history with every request. A talk knows the keys of the messages that it
+has read and written; the talk that shares the longest beginning with a request is the one to go on
+with. What really need not be read anew is decided token by token, by its lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.serving.messages import Ask, Message
+
+# Lines that agents put into their prompts and change with every request or model.
+VOLATILE = (
+    r"(?im)^x-anthropic-billing-header:.*$",
+    r"(?im)^.*\bcch=[0-9a-f]+.*$",
+    r"(?im)^\s*(?:you are powered by|your model is|the exact model id is)\b.*$",
+    r"(?im)^\s*model(?: id| name)?:.*$",
+)
+REDONE = 2  # a request that changes no more than so many last messages goes on with the same talk
+ids = itertools.count()
+
+
+class Keys:
+    """Makes the keys by which messages are compared, without their volatile lines.
+
+    Args:
+        patterns: Regular expressions of what is left out.
+    """
+
+    def __init__(self, patterns: Sequence[str] = VOLATILE) -> None:
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+
+    def of(self, ask: Ask) -> list[str]:
+        """The keys of what stands before the messages, and of each message."""
+        head = _key([ask.tools, sorted(ask.template.items())])
+        return [head, *map(self.message, ask.messages or ())]
+
+    def message(self, message: Message) -> str:
+        """A message's key: its role, content and tool calls, white space around them apart."""
+        content = str(message.get("content") or "")
+        for pattern in self._patterns:
+            content = pattern.sub("", content)
+        calls = [_call(call) for call in message.get("tool_calls") or ()]
+        return _key([message.get("role"), content.strip(), calls])
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    """A tool call's name and arguments; clients may write the arguments otherwise than we did."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    with contextlib.suppress(ValueError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return [function.get("name"), arguments]
+
+
+def _key(data: Any) -> str:
+    text = json.dumps(data, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """The number of leading keys that two lists have in common."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+@dataclass(eq=False)
+class Talk:
+    """A conversation that is kept, in memory or on disk.
+
+    Attributes:
+        keys: The keys of all messages that it has read, or begun to read, and written.
+        messages: These messages as they were read, volatile lines as they first stood.
+        conversation: The conversation; None while it is on disk alone.
+        folder: Where it is saved, as it is now; None if it is not.
+        busy: Whether an answer is being written.
+        pinned: Whether it stays in memory.
+        used: When it was last used, in seconds since the epoch.
+        number: Tells it from all others of this process.
+    """
+
+    keys: list[str]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    conversation: Conversation | None = None
+    folder: Path | None = None
+    busy: bool = False
+    pinned: bool = False
+    used: float = field(default_factory=time.time)
+    number: int = field(default_factory=ids.__next__)
+
+    def taken_over(self, ask: Ask, common: int) -> list[dict[str, Any]]:
+        """The request's messages, those it shares with this talk as this talk has read them.
+
+        ``common`` counts shared keys, of which the first is no message's.
+        """
+        own = self.messages[: max(0, common - 1)]
+        return [*own, *(dict(m) for m in (ask.messages or ())[len(own) :])]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The talk to go on with, how many keys it shares, and whether a copy of it is to go on."""
+
+    talk: Talk
+    common: int
+    apart: bool
+
+
+def find(talks: Iterable[Talk], keys: Sequence[str]) -> Found | None:
+    """The talk that shares the longest beginning with a request; None if it would be a new one.
+
+    What shares nothing but the head (tools) has nothing to give. Among equals an idle talk is
+    preferred, then the one used last. A copy goes on where the talk is busy, or where the request
+    leaves more of it out than the last exchange: then another client is likely to go on with that.
+    """
+    best: tuple[tuple[int, bool, float], Talk] | None = None
+    for talk in talks:
+        rank = shared(talk.keys, keys), not talk.busy, talk.used
+        if rank[0] > 1 and (best is None or rank > best[0]):
+            best = rank, talk
+    if best is None:
+        return None
+    (common, idle, _), talk = best
+    return Found(talk, common, apart=not idle or len(talk.keys) - common > REDONE)

@@ -15,7 +15,7 @@ from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript, without_oldest_turn
 from kvlingo_mlx.conversation.turn import Decoding, Turn
-from kvlingo_mlx.handover.batches import Batch
+from kvlingo_mlx.handover.batches import Place
 from kvlingo_mlx.handover.generation import DECODE_OPTIONS, check_drafting
 from kvlingo_mlx.handover.sampling import DecodingOptions, LogitsProcessor, Sampler
 from kvlingo_mlx.loading.models import Model, load
@@ -61,7 +61,7 @@ class Request:
     num_draft_tokens: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     template: Mapping[str, Any] = field(default_factory=dict)
-    batch: Batch | None = None
+    batch: Place | None = None
 
     def parts(self, name: str, thought_end: str | None) -> list[tuple[str, int | None, str | None]]:
         """Who writes the answer, one after the other: a name, a token limit and an end mark."""

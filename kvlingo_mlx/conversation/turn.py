@@ -18,7 +18,7 @@ from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.handover.answers import AnswerReader, first_stop
-from kvlingo_mlx.handover.batches import Batch
+from kvlingo_mlx.handover.batches import Place
 from kvlingo_mlx.handover.fill import PHASES
 from kvlingo_mlx.handover.responses import (
     Counts,
@@ -59,7 +59,7 @@ class Decoding:
     quantised: Mapping[str, Any] = field(default_factory=dict)
     draft: Line | None = None
     num_draft_tokens: int = 2
-    batch: Batch | None = None
+    batch: Place | None = None
 
 
 class Turn:
@@ -210,7 +210,7 @@ class Turn:
                     yield response
 
     def _decoded_together(
-        self, batch: Batch, line: Line, tokens: list[int], most: int
+        self, batch: Place, line: Line, tokens: list[int], most: int
     ) -> Iterator[MLXResponse | None]:
         """Decode beside other answers; None where the batch has to make a step first."""
 
@@ -218,6 +218,8 @@ class Turn:
             if (left := batch.leave(row)) is not None:
                 line.adopt(row.run, *left)
 
+        while batch.full:
+            yield None
         with line.whole():
             row = batch.join(line.cache, tokens, self._decoding.choice, most)
             try:

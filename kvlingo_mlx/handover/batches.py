@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from kvlingo_mlx.backend import mx
 
@@ -37,6 +37,7 @@ class Row:
         run: The tokens that the model has run since the answer joined: the prompt's last one, and
             every token that was given out.
         ended: Whether the answer's last token was given out.
+        ready: Responses that are yet to be taken.
     """
 
     def __init__(self, model: LanguageModel, tokens: Sequence[int], choice: Choice, most: int):
@@ -46,7 +47,7 @@ class Row:
         self.processors = self._guarded(choice.logits_processors or ())
         self.context = list(tokens[:-1]) if self.processors else []
         self._most, self._tokenizer = most, model.tokenizer
-        self._text, self._ready = model.tokenizer.detokenizer, list[MLXResponse]()
+        self._text, self.ready = model.tokenizer.detokenizer, list[MLXResponse]()
         self._failure: Exception | None = None
         self._began = time.perf_counter()
 
@@ -83,22 +84,36 @@ class Row:
         seconds = max(time.perf_counter() - self._began, 1e-9)
         reason = ("stop" if stop else "length") if self.ended else None
         counts = (1, 1 / seconds, count, count / seconds, mx.get_peak_memory() / 1e9)
-        self._ready.append(
+        self.ready.append(
             MLXResponse(self._text.last_segment, token, logprobs, False, *counts, reason)
         )
 
     @property
     def over(self) -> bool:
         """Whether the answer's last token was given out and taken."""
-        return self.ended and not self._ready
+        return self.ended and not self.ready
 
     def take(self) -> MLXResponse | None:
         """The next response; None if the batch has to make a step before there is one."""
-        if self._ready:
-            return self._ready.pop(0)
+        if self.ready:
+            return self.ready.pop(0)
         if self._failure is not None:
             raise self._failure
         return None
+
+
+class Place(Protocol):
+    """Where an answer is decoded: a :class:`Batch`, or a place kept in one."""
+
+    @property
+    def full(self) -> bool:
+        """Whether no further answer can join."""
+
+    def join(self, cache: Sequence[Any], tokens: Sequence[int], choice: Choice, most: int) -> Row:
+        """Begin an answer."""
+
+    def leave(self, row: Row) -> tuple[list[Any], list[KVStates]] | None:
+        """End an answer."""
 
 
 class _Seeded:

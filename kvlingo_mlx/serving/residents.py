@@ -105,6 +105,11 @@ class Residents:
         mx.clear_cache()
         return resident.weights
 
+    def forget(self, name: str) -> None:
+        """Let go of whatever was read of a model that counts as not loaded."""
+        if not self.all[name].loaded:
+            let_go(self.all[name].model)
+
     def idle(self, beside: str) -> list[str]:
         """Models whose weights could be let go of for ``beside``, least recently used first."""
         kept = self._same(self.all[beside])

@@ -21,13 +21,6 @@ from typing import Any
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.serving.messages import Ask, Message
 
-# Lines that agents put into their prompts and change with every request or model.
-VOLATILE = (
-    r"(?im)^x-anthropic-billing-header:.*$",
-    r"(?im)^.*\bcch=[0-9a-f]+.*$",
-    r"(?im)^\s*(?:you are powered by|your model is|the exact model id is)\b.*$",
-    r"(?im)^\s*model(?: id| name)?:.*$",
-)
 REDONE = 2  # a request that changes no more than so many last messages goes on with the same talk
 ids = itertools.count()
 
@@ -36,10 +29,10 @@ class Keys:
     """Makes the keys by which messages are compared, without their volatile lines.
 
     Args:
-        patterns: Regular expressions of what is left out.
+        patterns: Regular expressions; a line in which one is found is left out.
     """
 
-    def __init__(self, patterns: Sequence[str] = VOLATILE) -> None:
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
         self._patterns = [re.compile(pattern) for pattern in patterns]
 
     def of(self, ask: Ask) -> list[str]:
@@ -49,9 +42,9 @@ class Keys:
 
     def message(self, message: Message) -> str:
         """A message's key: its role, content and tool calls, white space around them apart."""
-        content = str(message.get("content") or "")
-        for pattern in self._patterns:
-            content = pattern.sub("", content)
+        lines = str(message.get("content") or "").split("\n")
+        kept = [line for line in lines if not any(p.search(line) for p in self._patterns)]
+        content = "\n".join(kept)
         calls = [_call(call) for call in message.get("tool_calls") or ()]
         return _key([message.get("role"), content.strip(), calls])
 
@@ -86,8 +79,11 @@ class Talk:
         conversation: The conversation; None while it is on disk alone.
         folder: Where it is saved, as it is now; None if it is not.
         busy: Whether an answer is being written.
+        ending: Whether that answer is complete, and other lines are following it.
         pinned: Whether it stays in memory.
         used: When it was last used, in seconds since the epoch.
+        saved_at: ``used`` of the state that is in ``folder``.
+        told: The length of each model's line after its last answer here.
         number: Tells it from all others of this process.
     """
 
@@ -96,9 +92,20 @@ class Talk:
     conversation: Conversation | None = None
     folder: Path | None = None
     busy: bool = False
+    ending: bool = False
     pinned: bool = False
     used: float = field(default_factory=time.time)
+    saved_at: float | None = None
+    told: dict[str, int] = field(default_factory=dict)
     number: int = field(default_factory=ids.__next__)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches in memory, and of what it keeps for lines that lack it."""
+        if self.conversation is None:
+            return 0
+        lines = self.conversation.lines.values()
+        return sum(line.cache_bytes + line.native.nbytes for line in lines)
 
     def taken_over(self, ask: Ask, common: int) -> list[dict[str, Any]]:
         """The request's messages, those it shares with this talk as this talk has read them.

@@ -7,6 +7,7 @@ its own, and what the model's projections write is kept apart for each answer.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -43,7 +44,8 @@ class Row:
     def __init__(self, model: LanguageModel, tokens: Sequence[int], choice: Choice, most: int):
         self.run, self.ended = [tokens[-1]], False
         self.parts: list[KVStates] = []
-        self.sampler = choice.sampler if choice.seed is None else _Seeded(choice)
+        seeded = choice.seed is not None and choice.sampler is not None
+        self.sampler = _Seeded(choice) if seeded else choice.sampler
         self.processors = self._guarded(choice.logits_processors or ())
         self.context = list(tokens[:-1]) if self.processors else []
         self._most, self._tokenizer = most, model.tokenizer
@@ -117,21 +119,23 @@ class Place(Protocol):
 
 
 class _Seeded:
-    """A sampler with random numbers of its own, which its neighbours do not change."""
+    """A sampler whose random numbers depend on its seed and step alone, not on its neighbours.
+
+    MLX has one sequence of random numbers, which can be begun anew but not put back. So each step
+    begins its own, and leaves a fresh one to the others.
+    """
 
     def __init__(self, choice: Choice) -> None:
-        assert choice.seed is not None
-        self._sampler, self._key = choice.sampler, mx.random.key(choice.seed)
+        assert choice.seed is not None and choice.sampler is not None
+        self._sampler, self._seed, self._steps = choice.sampler, choice.seed, 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        if self._sampler is None:
-            return greedy_sampler(logprobs)
-        state: list[mx.array] = mx.random.state  # type: ignore[assignment]  # typed as object
-        shared, state[0] = state[0], self._key
+        self._steps += 1
+        mx.random.seed((self._seed * 1_000_003 + self._steps) % 2**64)
         try:
             return self._sampler(logprobs)
         finally:
-            self._key, state[0] = state[0], shared
+            mx.random.seed(int.from_bytes(os.urandom(8)))
 
 
 class _Group:

@@ -216,6 +216,11 @@ class Keeper:
         for talk in list(self.talks):
             self.save(talk)
 
+    def release(self) -> None:
+        """Let another server have the folder."""
+        if self._folder is not None:
+            self._lock.close()
+
     def status(self) -> Status:
         """How much there is."""
         here = [talk for talk in self.talks if talk.conversation is not None]

@@ -371,7 +371,14 @@ class Conversation:
             given(options, DecodingOptions, "a conversation"),
         )
         with contextlib.closing(self._steps(name, request)) as steps:
-            yield from (response for response in steps if response is not None)
+            for response in steps:
+                try:
+                    if response is not None:
+                        yield response
+                except Exception as error:
+                    steps.throw(error)
+                except KeyboardInterrupt as error:
+                    steps.throw(error)
 
     @claiming
     def reply_in_steps(

@@ -145,6 +145,11 @@ def _first_state(tokenizer: Any, prompt: Sequence[int]) -> str:
     return "reasoning" if opened else "normal"
 
 
+def begins_in_reasoning(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Whether an answer to a prompt begins inside a reasoning trace."""
+    return _first_state(tokenizer, prompt) == "reasoning"
+
+
 def _formatted(call: Mapping[str, Any]) -> ToolCall:
     arguments = json.dumps(call["arguments"], ensure_ascii=False)
     return {

@@ -12,11 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.conversation.accounting import check_room
 from kvlingo_mlx.conversation.asking import Request
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.routing import Route, load_route
+from kvlingo_mlx.conversation.rules import Rules
+from kvlingo_mlx.conversation.turn import Decoding, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.handover.batches import Batch
+from kvlingo_mlx.handover.responses import GenerationResponse
+from kvlingo_mlx.handover.sampling import choice_of
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, usage_of
 from kvlingo_mlx.serving.keeping import Keeper
@@ -24,7 +29,7 @@ from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.residents import Resident, Residents
 from kvlingo_mlx.serving.settings import AUTO, Settings
-from kvlingo_mlx.serving.talks import Keys, Talk, find
+from kvlingo_mlx.serving.talks import Keys, Talk, find, longest
 
 Tell = Callable[[Event], None]
 # What a request can be answered with an error for; anything else is a fault of the program.
@@ -76,9 +81,8 @@ class Engine:
         try:
             model = self.residents[self._chosen(ask)].model
             prompt: Any = ask.prompt if ask.messages is None else list(map(dict, ask.messages))
-            tokens = (
-                prompt if isinstance(prompt, tuple) else encode(model, prompt, **_switches(ask))
-            )
+            if not isinstance(prompt, tuple):
+                prompt = encode(model, prompt, **_switches(ask))
             tell(Counted(len(prompt)))
         except REFUSED as error:
             tell(_failed(error))
@@ -136,15 +140,15 @@ class Engine:
         resident = self.residents[job.name]
         yield from self._loaded(resident, job)
         keys = self._keys.of(job.ask)
-        talk = None
-        while talk is None:
-            talk = self._talk(keys, job)
-            if talk is None:
-                yield False
+        while (talk := self._talk(keys, job)) is None:
+            yield False
         resident.running += 1
-        talk.busy = True
+        talk.busy, job.queued = True, time.perf_counter() - job.arrived
         try:
-            yield from self._written(job, talk, keys, resident)
+            if job.ask.messages is None:
+                yield from self._completed(job, talk, resident)
+            else:
+                yield from self._written(job, talk, keys, resident)
         finally:
             talk.busy = talk.ending = False
             talk.used = resident.used = time.time()
@@ -167,6 +171,8 @@ class Engine:
 
     def _talk(self, keys: list[str], job: Job) -> Talk | None:
         """The talk to go on with, perhaps a new one; None where one is about to be free."""
+        if job.ask.messages is None:
+            return self._text(job)
         found = find(self.keeper.talks, keys)
         if found is None:
             return self.keeper.new(self._blank.branch(), job.ask)
@@ -183,32 +189,92 @@ class Engine:
         talk.pinned |= job.ask.pin
         return talk
 
+    def _text(self, job: Job) -> Talk:
+        """The talk whose lines go on with a plain text, perhaps a new one."""
+        model = self.residents[job.name].model
+        prompt = job.ask.prompt
+        tokens = encode(model, prompt) if isinstance(prompt, str) else list(prompt or ())
+        model.check_tokens(tokens)
+        job.tokens = tokens
+        if (found := longest(self.keeper.talks, job.name, tokens)) is not None:
+            return found
+        alike = {
+            name: each
+            for name, each in self.residents.models.items()
+            if each.tokenizer_fingerprint == model.tokenizer_fingerprint
+        }
+        rules = Rules(on_missing="reprefill", step_size=self._settings.prefill_step_size)
+        made = Exchange(alike, (), rules)
+        made.directions = self.policy.directions
+        talk = Talk([], texts=made)
+        self.keeper.talks.append(talk)
+        return talk
+
+    def _completed(self, job: Job, talk: Talk, resident: Resident) -> Steps:
+        """Go on with a plain text."""
+        exchange, model = talk.texts, resident.model
+        assert exchange is not None
+        self._prepare(exchange, job.ask)
+        request = self._request(job, talk)
+        most = request.max_tokens
+        choice = choice_of(request.options, request.sampler, request.logits_processors)
+        turn = Turn(exchange, [], job.tokens, None, most, Decoding(choice, batch=job.seat))
+        check_room({resident.name: len(job.tokens)}, exchange.lines)
+        if job.ask.echo:
+            job.before = model.tokenizer.decode(job.tokens)
+        line, begun = exchange.lines[resident.name], talk.told.get(resident.name, 0)
+        for response in turn.write(resident.name):
+            yield self._tell(job, response, exchange, begun, len(line))
+        talk.told[resident.name] = len(line)
+        if turn.room(resident.name) >= 0:
+            for _ in exchange.follow([*job.tokens, *turn.answer]):
+                yield False
+
+    def _prepare(self, exchange: Exchange, ask: Ask) -> None:
+        """Say between which models is translated, and whose lines follow the answer."""
+        exchange.barred = self._barred(ask)
+        exchange.unfollowing = frozenset(
+            name for name, each in self.residents.all.items() if not each.loaded
+        )
+
+    def _tell(
+        self,
+        job: Job,
+        response: GenerationResponse | None,
+        exchange: Exchange,
+        begun: int,
+        done: int,
+    ) -> bool:
+        """Tell the client what a step brought; whether the next step must follow at once.
+
+        ``begun`` is the length of the model's line after its last answer, ``done`` its length now.
+        """
+        if response is None:
+            if not job.told and job.row is None:
+                job.waits(done, 0)
+            return False
+        resident = self.residents[job.name]
+        if not job.told:
+            job.usage = usage_of(job, exchange, self.policy, resident, response, begun)
+            self._learn(resident, exchange)
+        job.take(response, resident.model.tokenizer)
+        return response.finish_reason is not None or job.ready
+
     def _written(self, job: Job, talk: Talk, keys: list[str], resident: Resident) -> Steps:
         """Let the conversation answer, and keep what it says."""
         conversation = talk.conversation
         assert conversation is not None
         exchange = conversation.exchange
-        talk.keys, job.queued = keys, time.perf_counter() - job.arrived
-        exchange.barred = self._barred(job.ask)
-        exchange.unfollowing = frozenset(
-            name for name, each in self.residents.all.items() if not each.loaded
-        )
+        talk.keys = keys
+        self._prepare(exchange, job.ask)
         line, begun = exchange.lines[resident.name], talk.told.get(resident.name, 0)
         for response in conversation.reply_in_steps(resident.name, self._request(job, talk)):
-            if response is None:
-                if not job.told and job.row is None:
-                    job.waits(len(line), 0)
-                yield False
-                continue
-            if not job.told:
-                job.usage = usage_of(job, exchange, self.policy, resident, response, begun)
-                self._learn(resident, exchange)
-            job.take(response, resident.model.tokenizer)
-            if response.finish_reason is not None:
+            at_once = self._tell(job, response, exchange, begun, len(line))
+            if response is not None and response.finish_reason is not None:
                 talk.ending = True
                 said = {"role": "assistant", "content": job.content, "tool_calls": job.calls}
                 talk.keys = [*keys, self._keys.message(said)]
-            yield response.finish_reason is not None or job.ready
+            yield at_once
         talk.messages = [dict(message) for message in conversation.messages]
         talk.told[resident.name] = len(line)
 

@@ -17,6 +17,7 @@ from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor, Sampler
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.serving.guidance import guided
 from kvlingo_mlx.serving.messages import (
     Ask,
     Begun,
@@ -78,6 +79,8 @@ class Job:
         content: The answer's text for the user so far.
         calls: Its tool calls so far.
         told: Whether the client has been told of the first token.
+        tokens: The prompt, where it is a plain text.
+        before: What is told before the answer's own text.
         queued: Seconds that it waited for its turn, a model or another answer.
     """
 
@@ -91,6 +94,8 @@ class Job:
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     told: bool = False
+    tokens: list[int] = field(default_factory=list)
+    before: str = ""
     queued: float = 0.0
     _quiet: float = field(default_factory=time.perf_counter)
 
@@ -133,7 +138,8 @@ class Job:
         self.content += response.content
         self.calls += response.tool_calls
         logprobs = self._logprobs(response, tokenizer)
-        parts = response.content, response.reasoning, response.tool_calls
+        content, self.before = self.before + response.content, ""
+        parts = content, response.reasoning, response.tool_calls
         if any(parts) or logprobs:
             self.tell(Piece(*parts, logprobs=logprobs))
         if response.finish_reason is not None:
@@ -181,7 +187,7 @@ def processors_of(ask: Ask, model: LanguageModel) -> list[LogitsProcessor]:
             f"logit_bias names token {beyond[0]}, but {model.name} has tokens 0 to {size - 1}"
         )
     bias = {**sampling.logit_bias, **dict.fromkeys(_forbidden(ask, model), float("-inf"))}
-    return make_logits_processors(
+    return guided(ask, model) + make_logits_processors(
         bias or None,
         sampling.repetition_penalty if sampling.repetition_penalty not in (0, 1) else None,
         sampling.repetition_context_size,

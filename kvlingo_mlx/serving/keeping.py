@@ -84,7 +84,7 @@ class Keeper:
             for talk in sorted(self.talks, key=lambda talk: talk.used):
                 if self.used + needed <= self.budget:
                     return True
-                if not (talk.busy or talk.pinned or talk.conversation is None):
+                if not (talk.busy or talk.pinned or talk.exchange is None):
                     step(talk)
         return self.used + needed <= self.budget
 
@@ -99,10 +99,10 @@ class Keeper:
         return self.make_room(needed)
 
     def _to_8bit(self, talk: Talk) -> None:
-        assert talk.conversation is not None
-        for name, line in talk.conversation.lines.items():
+        assert talk.exchange is not None
+        for name, line in talk.exchange.lines.items():
             if line.where == "resident":
-                talk.conversation.offload(name, "8bit")
+                talk.exchange.put_away(name, "8bit")
         mx.clear_cache()
 
     def _away(self, talk: Talk) -> None:
@@ -117,8 +117,9 @@ class Keeper:
 
     def _drop(self, talk: Talk) -> None:
         self.talks.remove(talk)
-        if talk.conversation is not None:
-            talk.conversation.close()
+        if talk.exchange is not None:
+            for line in talk.exchange.lines.values():
+                line.clear()
         if talk.folder is not None:
             _remove(talk.folder)
         mx.clear_cache()
@@ -144,7 +145,7 @@ class Keeper:
                 facts: dict[str, Any] = json.loads(file.read_text("utf-8"))
                 if facts["models"] == {n: r.path for n, r in self._residents.all.items()}:
                     keys, told = list(map(str, facts["keys"])), dict(facts["told"])
-                    found = Talk(keys, [], None, file.with_suffix(""), used=float(facts["used"]))
+                    found = Talk(keys, folder=file.with_suffix(""), used=float(facts["used"]))
                     found.told = told
                     self.talks.append(found)
 
@@ -223,7 +224,7 @@ class Keeper:
 
     def status(self) -> Status:
         """How much there is."""
-        here = [talk for talk in self.talks if talk.conversation is not None]
+        here = [talk for talk in self.talks if talk.exchange is not None]
         return Status(
             conversations=(len(here), len(self.talks) - len(here)),
             lines_bytes=sum(talk.nbytes for talk in here),

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.serving.messages import Ask, Message
 
 REDONE = 2  # a request that changes no more than so many last messages goes on with the same talk
@@ -76,7 +77,8 @@ class Talk:
     Attributes:
         keys: The keys of all messages that it has read, or begun to read, and written.
         messages: These messages as they were read, volatile lines as they first stood.
-        conversation: The conversation; None while it is on disk alone.
+        conversation: The conversation; None while it is on disk alone, or for plain texts.
+        texts: The lines of a plain text, which no chat template has rendered; else None.
         folder: Where it is saved, as it is now; None if it is not.
         busy: Whether an answer is being written.
         ending: Whether that answer is complete, and other lines are following it.
@@ -90,6 +92,7 @@ class Talk:
     keys: list[str]
     messages: list[dict[str, Any]] = field(default_factory=list)
     conversation: Conversation | None = None
+    texts: Exchange | None = None
     folder: Path | None = None
     busy: bool = False
     ending: bool = False
@@ -102,10 +105,13 @@ class Talk:
     @property
     def nbytes(self) -> int:
         """Bytes of its caches in memory, and of what it keeps for lines that lack it."""
-        if self.conversation is None:
-            return 0
-        lines = self.conversation.lines.values()
+        lines = () if self.exchange is None else self.exchange.lines.values()
         return sum(line.cache_bytes + line.native.nbytes for line in lines)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Its lines, if they are in memory."""
+        return self.texts if self.conversation is None else self.conversation.exchange
 
     def taken_over(self, ask: Ask, common: int) -> list[dict[str, Any]]:
         """The request's messages, those it shares with this talk as this talk has read them.
@@ -123,6 +129,18 @@ class Found:
     talk: Talk
     common: int
     apart: bool
+
+
+def longest(talks: Iterable[Talk], name: str, tokens: Sequence[int]) -> Talk | None:
+    """The idle talk of plain texts that shares most of a model's prompt; None if none does."""
+    best: tuple[int, Talk] | None = None
+    for talk in talks:
+        if talk.texts is None or talk.busy or name not in talk.texts.lines:
+            continue
+        common = max(line.common(tokens) for line in talk.texts.lines.values())
+        if 2 * common >= len(tokens) and (best is None or common > best[0]):
+            best = common, talk
+    return None if best is None else best[1]
 
 
 def find(talks: Iterable[Talk], keys: Sequence[str]) -> Found | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,7 +192,7 @@ def test_a_cancelled_answer_leaves_its_neighbours(clients: Clients) -> None:
 def test_a_prefix_that_is_in_use_is_shared(clients: Clients) -> None:
     system = {"role": "system", "content": "Anna lives in Rome. " * 30}
     asks = [asked("large", [system, user(f"{name}?")], max_tokens=8) for name in WORDS[:3]]
-    number, told = clients.send(asks[0])
+    _, told = clients.send(asks[0])
     while not told.begun:
         clients.engine.work()
     rest = clients.together(asks[1:])
@@ -232,3 +233,50 @@ def test_refusals(clients: Clients) -> None:
     failed = clients.one("large", [user("x")], sampling=Sampling(logit_bias={10**7: 1.0})).failed
     assert "logit_bias names token 10000000" in failed.message
     assert not clients.engine.busy
+
+
+# ---- plain texts and grammars ---------------------------------------------------------------
+
+
+def completed(clients: Clients, model: str, prompt: Any, **facts: Any) -> Told:
+    return clients.together([Ask(model=model, prompt=prompt, max_tokens=12, **facts)])[0]
+
+
+def test_a_plain_text_is_gone_on_with(clients: Clients) -> None:
+    model = kv.load(zoo("tiny-qwen3-l"))
+    text = "The home of Anna is Rome. " * 8 + "The home of Oscar is Oslo. The home of Anna"
+    tokens = model.tokenizer.encode(text)
+    first = completed(clients, "large", text, echo=True)
+    assert first.text.startswith(text)
+    assert completed(clients, "large", tuple(tokens)).text == first.text[len(text) :]
+    check_completion(model, tokens, completed(clients, "large", text, logprobs=0))
+    again = completed(clients, "large", text)
+    assert again.usage.cached_tokens == len(tokens) - 1 and again.usage.read_tokens == 1
+    switched = completed(clients, "moe", text)
+    assert switched.usage.translated_tokens == len(tokens) - 1
+    assert switched.usage.strategy == "translate"
+
+
+def check_completion(model: LanguageModel, tokens: list[int], told: Told) -> None:
+    ids = [each.token for e in told.events if isinstance(e, Piece) for each in e.logprobs]
+    logits = model.model(mx.array([tokens + ids]), cache=make_prompt_cache(model.model))[0]
+    assert ids and ids == mx.argmax(logits[len(tokens) - 1 : -1], axis=-1).tolist()
+
+
+def test_an_answer_fits_a_schema(clients: Clients) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Anna", "Oscar"]}, "at_home": {"type": "boolean"}},
+        "required": ["name", "at_home"],
+        "additionalProperties": False,
+    }
+    ask = asked("large", [user("Where is Anna?")], schema=schema, max_tokens=60)
+    free = asked("large", [user("Where is Anna?")], max_tokens=60)
+    told, beside = clients.together([ask, free])
+    found = json.loads(told.text)
+    assert found["name"] in ("Anna", "Oscar") and isinstance(found["at_home"], bool)
+    assert told.end.reason == "stop"
+    assert beside.text == clients.one("large", [user("Where is Anna?")], max_tokens=60).text
+    bad = asked("large", [user("x")], schema={"type": "nonsense"})
+    assert "response_format's schema is refused" in clients.together([bad])[0].failed.message

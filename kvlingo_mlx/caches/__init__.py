@@ -311,6 +311,16 @@ def arrays(caches: Sequence[Any]) -> list[mx.array]:
     return [array for c in caches if c.keys is not None for array in (c.keys, c.values)]
 
 
+def shared(cache: Any) -> Any:
+    """A cache that shares its present arrays with ``cache``; MLX copies what either writes to."""
+    made = object.__new__(type(cache))
+    vars(made).update(vars(cache))
+    for side in SIDES:
+        if (array := getattr(cache, side)) is not None:
+            setattr(made, side, array[...])
+    return made
+
+
 def nbytes(caches: Sequence[Any]) -> int:
     """The bytes that caches hold."""
     return sum(cache.nbytes for cache in caches)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvlingo_mlx.backend import mx, on_gpu
 
-from mlx.utils import tree_reduce
+from mlx.utils import tree_flatten
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.errors import NotEnoughMemoryError
@@ -60,8 +60,9 @@ def free() -> int | None:
 
 
 def weights_bytes(model: LanguageModel) -> int:
-    """The bytes of a model's weights, whether they have been read yet or not."""
-    return tree_reduce(lambda total, array: total + array.nbytes, model.model.parameters(), 0)
+    """The bytes of a model's weights, each once, whether they have been read yet or not."""
+    arrays = dict(tree_flatten(model.model.parameters())).values()
+    return sum({id(array): array.nbytes for array in arrays}.values())
 
 
 def cache_bytes(model: LanguageModel, num_tokens: int) -> int:

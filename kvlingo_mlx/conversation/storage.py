@@ -168,7 +168,7 @@ class File:
     def take(self) -> dict[str, mx.array]:
         if (here := self._here) is not None:
             # Separate array objects: a cache changes its arrays in place, and branches share these.
-            return {name: alike(array) for name, array in here.items()}
+            return {name: array[...] for name, array in here.items()}
         self.recall()
         assert self._read is not None
         reading, self._read = self._read, None  # frees the read data as soon as possible
@@ -177,11 +177,6 @@ class File:
 
 
 PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": Quantised, "disk": File}
-
-
-def alike(array: mx.array) -> mx.array:
-    """An array that shares another's memory until one of them is written to."""
-    return array[...]
 
 
 # ---- files ------------------------------------------------------------------------------

@@ -18,11 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import kvlingo_mlx.backend  # noqa: F401  (before mlx, always)
-
 import numpy as np
-from mlx.utils import tree_flatten
 
+from kvlingo_mlx.caches.memory import weights_bytes
 from kvlingo_mlx.errors import MalformedTimingsError, MissingTimingsError, printable
 from kvlingo_mlx.format.atomic import sync_file
 from kvlingo_mlx.format.geometry import canonical_json
@@ -128,12 +126,11 @@ def key_of(
 
 def _model(model: LanguageModel) -> dict[str, Any]:
     """A model's identity and precision: the bytes of its weights distinguish 4 bits from 8."""
-    weights = dict(tree_flatten(model.model.parameters())).values()
     return {
         "geometry": model.geometry.fingerprint,
         "norms": model.norms_fingerprint,
         "dtype": str(model.cache_dtype).rsplit(".", 1)[-1],
-        "weight_bytes": sum(array.nbytes for array in weights),
+        "weight_bytes": weights_bytes(model),
     }
 
 

@@ -345,7 +345,7 @@ class Line:
         caches.append(self.cache, translated, self.model)
         kept: Sequence[mx.array] = ()
         if keep:
-            states = _cast(translated.states(len(self.cache)), self.model.cache_dtype)
+            states = translated.states(len(self.cache), self.model.cache_dtype)
             self.native.add(states)
             kept = states.arrays
         mx.async_eval(caches.arrays(self.cache), kept)
@@ -393,11 +393,6 @@ class Line:
             ]
             self._marks.append((mark["length"], rings))
         self._caches, self.tokens, self.spans = made, tokens, spans
-
-
-def _cast(states: KVStates, dtype: mx.Dtype) -> KVStates:
-    keys, values = (tuple(a.astype(dtype) for a in side) for side in (states.keys, states.values))
-    return KVStates(keys, values, states.capture, states.start)
 
 
 def _listening(ear: capture.Ear | None) -> contextlib.AbstractContextManager[None]:

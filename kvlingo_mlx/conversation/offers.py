@@ -13,6 +13,7 @@ from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, TokenAlignment, align
 from kvlingo_mlx.tokenization.renderings import Rendering
 
+Offers = tuple[Sequence["Offer"], Sequence["Offer"]]  # offers, and those without a translator
 Run = tuple[int, int]  # positions from the first up to, not including, the second
 EMPTY = np.zeros((0, 4), np.int64)
 

@@ -8,7 +8,7 @@ translated once. At a switch only the spans that the incoming model lacks are tr
 from __future__ import annotations
 
 import copy
-import json
+import functools
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -24,13 +24,9 @@ from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.directions import Given
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.transcript import (
-    Transcript,
-    same_message,
-    template_difference,
-)
-from kvlingo_mlx.conversation.turn import Decoding, Turn, thought_end
+from kvlingo_mlx.conversation.rules import Rules, by_tokenizer, tell_of_templates
+from kvlingo_mlx.conversation.transcript import Transcript, same_message
+from kvlingo_mlx.conversation.turn import Decoding, Part, Turn, thought_end
 from kvlingo_mlx.conversation.use import Use, claiming
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.generation import check_max_tokens
@@ -43,8 +39,7 @@ from kvlingo_mlx.handover.sampling import (
     given,
 )
 from kvlingo_mlx.loading.models import Model, load_together
-from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Message, check_tools
+from kvlingo_mlx.models.prompts import Message, check_json, check_tools
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
@@ -137,10 +132,9 @@ class Conversation:
             raise ValueError(f"on_full is {on_full!r}; give {' or '.join(ON_FULL)}")
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
-        if tools is not None:
-            _check_json(tools)
-        loaded = _loaded(models)
-        several = len(_by_tokenizer(loaded.values())) > 1
+        check_json(tools)
+        loaded = dict(zip(models, load_together(list(models.values())), strict=True))
+        several = len(by_tokenizer(loaded.values())) > 1
         rules = Rules(
             *(switching, on_missing, offload, prefill_step_size, allow_mismatch),
             *(quantize, native_layers),
@@ -201,13 +195,12 @@ class Conversation:
         """
         with self._use.claimed():
             made = self.transcript.copy()
-            made.cut_answer([line.model for line in self.lines.values()], characters)
+            made.cut_answer(self.exchange.models, characters)
             self.transcript = made
 
     def _same(self) -> Callable[[Message, Message], bool]:
         """A function that says whether a message is one of this conversation's own."""
-        models = _by_tokenizer([line.model for line in self.lines.values()])
-        return same_message([alike[0].tokenizer for alike in models])
+        return same_message([alike[0].tokenizer for alike in by_tokenizer(self.exchange.models)])
 
     def branch(self) -> Conversation:
         """An independent conversation that goes on from here; models and arrays are shared.
@@ -241,32 +234,18 @@ class Conversation:
             self._use.close()
 
     def __enter__(self) -> Self:
-        self._check_closed()
+        self._use.check()
         return self
 
     def __exit__(self, *raised: object) -> None:
         self.close()
 
-    def _check_closed(self) -> None:
-        """Raise ValueError if the conversation is closed, or an answer is being written."""
-        self._use.check()
-
     def _compare_templates(self) -> None:
         """Warn, once, where chat templates differ so that nothing can be handed over."""
         alternated = self.exchange.rules.switching != "reprefill" and not self.transcript.verbatim
-        if self._compared or not alternated:
-            return
-        self._compared = True
-        for models in _by_tokenizer([line.model for line in self.lines.values()]):
-            if not (found := template_difference(models, self.transcript.switches)):
-                continue
-            one, other, position = found
-            warnings.warn(
-                f"the chat templates of {one.name} and {other.name} differ from token {position} "
-                "of a conversation on, so each switch reads what follows anew and translates none "
-                "of it; give verbatim=True (--verbatim) to keep the tokens as written",
-                stacklevel=5,
-            )
+        if alternated and not self._compared:
+            self._compared = True
+            tell_of_templates(self.exchange.models, self.transcript.switches)
 
     # ---- replies ----------------------------------------------------------------------------
 
@@ -363,62 +342,31 @@ class Conversation:
         )
         base, new = asking.fitting(base, new, named, max_tokens)
         turn = asking.turn(base, named, new, max_tokens, decoding)
-        parts: list[tuple[str, int | None, str | None]] = [(name, None, None)]
+        parts = [Part(name)]
         if reasoning is not None:
-            parts.insert(0, (reasoning, None, thought_end(self.exchange.line(reasoning).model)))
+            mark = thought_end(self.exchange.line(reasoning).model)
+            parts.insert(0, Part(reasoning, until=mark))
         if prefill is not None and first_token == "source":
-            parts.insert(0, (prefill, 1, None))
-        self._check_room(turn, named)
+            parts.insert(0, Part(prefill, most=1))
+        check_room({each: turn.length(each) for each in named}, self.lines)
         reader = prefill if first_token == "target" else None
-        latest = yield from self._answered(base, turn, parts, reader)
+        finish = functools.partial(self._finish, base, turn)
+        latest = yield from turn.answer_by(parts, reader, finish)
         if reasoning is not None and latest != name:
             warnings.warn(
-                f"the answer ended before {latest} ended a reasoning trace ({parts[-2][2]}), so "
+                f"the answer ended before {latest} ended a reasoning trace ({parts[-2].until}), so "
                 f"{name} wrote nothing of it; undo, and ask again without reasoning, with "
                 "thinking enabled, or with more max_tokens",
                 stacklevel=3,
             )
 
-    def _answered(
-        self,
-        base: Transcript,
-        turn: Turn,
-        parts: Sequence[tuple[str, int | None, str | None]],
-        reader: str | None,
-    ) -> Generator[GenerationResponse, None, str]:
-        """Let the writers give an answer: each has a name, a token limit and an end mark.
-
-        The answer joins ``base``, which becomes the conversation. ``reader`` reads the prompt
-        before the writers begin. Returns the name of the last writer.
-        """
-        latest = name = parts[-1][0]
-        try:
-            if reader is not None:
-                turn.read(reader)
-            for index, (writer, most, until) in enumerate(parts, start=1):
-                if not turn.ended and turn.room(writer) > 0:
-                    latest = writer
-                    yield from turn.write(writer, most, until, last=index == len(parts))
-        except GeneratorExit:
-            if not self._use.over:
-                self._finish(base, turn, turn.said(name, cut=True))
-            raise
-        else:
-            self._finish(base, turn, turn.said(name, cut=False))
-        return latest
-
-    def _check_room(self, turn: Turn, names: Iterable[str]) -> None:
-        """Raise NotEnoughMemoryError if a prompt's caches do not fit; nothing has changed then."""
-        check_room({name: turn.length(name) for name in names}, self.lines)
-
     def _finish(self, base: Transcript, turn: Turn, text: str) -> None:
         """Add the message and the answer to the conversation, and let the other lines follow."""
-        models = [line.model for line in self.lines.values()]
         turn.book(base, text)
         base.previous, own = self.transcript, self.transcript.switches
-        base.remember(models[0])
+        base.remember(self.exchange.models[0])
         if (characters := turn.stopped_at(text)) is not None:
-            base.cut_answer(models, characters)
+            base.cut_answer(self.exchange.models, characters)
         self.transcript = base
         eager = self.eager and self.exchange.rules.switching == "alternated"
         try:
@@ -513,34 +461,8 @@ class Conversation:
                     f"{name} is what the saved conversation has; give it {', '.join(known)}"
                 )
         saved = folders.Saved(folder)
-        loaded = _loaded(models)
+        loaded = dict(zip(models, load_together(list(models.values())), strict=True))
         saved.check_models(loaded)
         talk = cls(loaded, translators, switching=saved.switching, **options)
         talk.transcript = saved.restore(talk.exchange)
         return talk
-
-
-def _loaded(models: Mapping[str, Model]) -> dict[str, LanguageModel]:
-    """The models, loaded, by name; a folder with two names is loaded once."""
-    keys = {n: id(m) if isinstance(m, LanguageModel) else os.fspath(m) for n, m in models.items()}
-    once = {keys[name]: model for name, model in models.items()}
-    loaded = dict(zip(once, load_together(list(once.values())), strict=True))
-    return {name: loaded[key] for name, key in keys.items()}
-
-
-def _by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
-    """The models, grouped by tokenizer."""
-    listed = list(models)
-    if len(listed) < 2:
-        return [listed]
-    found: dict[str, list[LanguageModel]] = {}
-    for model in listed:
-        found.setdefault(model.tokenizer_fingerprint, []).append(model)
-    return list(found.values())
-
-
-def _check_json(tools: object) -> None:
-    try:
-        json.dumps(tools)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"tools must be what JSON can hold ({error})") from None

@@ -96,6 +96,11 @@ class Exchange:
         self.relatives.add(made)  # one set for all of them
         return made
 
+    @property
+    def models(self) -> list[LanguageModel]:
+        """The models of all lines."""
+        return [line.model for line in self.lines.values()]
+
     def line(self, name: str) -> Line:
         """The line of a model; ValueError if there is none."""
         if name not in self.lines:

@@ -11,17 +11,12 @@ from typing import Any, Self
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.handover.answers import Parts, divided
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Message, encode, render_text
+from kvlingo_mlx.models.prompts import Message, render_text
 from kvlingo_mlx.tokenization.alignment import NO_END
 from kvlingo_mlx.tokenization.renderings import written
 
 Same = Callable[[Message, Message], bool]  # whether our message and a given one are the same
 MARK = "\u2039answer\u203a"  # a text that no conversation holds, in place of an answer
-SAMPLE = [
-    {"role": "user", "content": "One."},
-    {"role": "assistant", "content": "Two."},
-    {"role": "user", "content": "Three."},
-]
 
 
 @dataclass(eq=False, repr=False)
@@ -374,25 +369,6 @@ def whole_tokens(
     if not ended:
         return [], 0
     return list(ids[: ended[-1] + 1]), int(ends[ended[-1]]) - mark
-
-
-def template_difference(
-    models: Iterable[LanguageModel], switches: Mapping[str, Any]
-) -> tuple[LanguageModel, LanguageModel, int] | None:
-    """Two models whose chat templates render a sample differently, and the first such token.
-
-    Tokens of one model's line beyond that position are of no use to the other, which reads anew.
-    """
-    first, *others = models
-    try:
-        expected = encode(first, SAMPLE, **switches)
-        found = [(other, encode(other, SAMPLE, **switches)) for other in others]
-    except ValueError:
-        return None  # a template's error is reported when real messages are rendered
-    for other, tokens in found:
-        if tokens != expected:
-            return first, other, common_prefix(expected, tokens)
-    return None
 
 
 def _written_stop(model: LanguageModel, last: int, text: str) -> str:

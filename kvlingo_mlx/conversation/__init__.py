@@ -7,27 +7,25 @@ translated once. At a switch only the spans that the incoming model lacks are tr
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.arguments import checked, renamed
 from kvlingo_mlx.conversation import folder as folders
-from kvlingo_mlx.conversation.accounting import Stats, check_room, stats_of
-from kvlingo_mlx.conversation.asking import Asking, ReplyOptions, history_of
+from kvlingo_mlx.conversation.accounting import Stats, check_room
+from kvlingo_mlx.conversation.asking import Asking, ReplyOptions
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.directions import Given
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
-from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.rules import Rules, by_tokenizer, tell_of_templates
-from kvlingo_mlx.conversation.transcript import Transcript, same_message
+from kvlingo_mlx.conversation.state import State
+from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.conversation.turn import Decoding, Part, Turn, thought_end
-from kvlingo_mlx.conversation.use import Use, claiming
+from kvlingo_mlx.conversation.use import claiming
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.generation import check_max_tokens
 from kvlingo_mlx.handover.responses import GenerationResponse
@@ -59,7 +57,7 @@ class ResumeOptions(TypedDict, total=False):
     on_full: str
 
 
-class Conversation:
+class Conversation(State):
     """Several models over one context.
 
     Args:
@@ -139,106 +137,12 @@ class Conversation:
             *(switching, on_missing, offload, prefill_step_size, allow_mismatch),
             *(quantize, native_layers),
         )
-        self.exchange = (CrossExchange if several else Exchange)(loaded, translators, rules)
-        self.eager, self._use, self._compared = eager, Use(), False
-        self.on_full = on_full
+        exchange = (CrossExchange if several else Exchange)(loaded, translators, rules)
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
         kind: type[Transcript] = CrossTranscript if several else Transcript
-        self.transcript = kind(start, verbatim=verbatim, switches=switches)
-
-    @property
-    def lines(self) -> Mapping[str, Line]:
-        """The models' lines, by name."""
-        return self.exchange.lines
-
-    @property
-    def last_switch(self) -> Switch | None:
-        """How many tokens the last answer's model lacked, and how it got them."""
-        return self.exchange.last
-
-    @property
-    def messages(self) -> list[Message]:
-        """Every message so far. They can be set; what precedes a change is not read again."""
-        return [dict(message) for message in self.transcript.messages]
-
-    @messages.setter
-    def messages(self, messages: Sequence[Message]) -> None:
-        with self._use.claimed():
-            listed = history_of(messages) if messages else []
-            made, rest = self.transcript.at(listed, self._same())
-            made.messages += rest
-            made.previous = self.transcript
-            self.transcript = made
-
-    def undo(self) -> None:
-        """Take back the last message and its answer; what came before is not read again.
-
-        If ``messages`` were set since the last answer, that change is taken back instead.
-
-        Raises:
-            ValueError: No model has answered yet, or an answer is still being written.
-        """
-        with self._use.claimed():
-            self.transcript = self.transcript.undo()
-
-    @checked
-    def truncate_answer(self, characters: int) -> None:
-        """Keep the first ``characters`` of the last answer, reasoning and marks counted.
-
-        The tokens that were written are kept. If the cut is inside a token, its remaining text is
-        encoded anew. :meth:`undo` takes back the whole answer.
-
-        Raises:
-            ValueError: The last message is not an answer of that many characters, or an answer is
-                still being written.
-        """
-        with self._use.claimed():
-            made = self.transcript.copy()
-            made.cut_answer(self.exchange.models, characters)
-            self.transcript = made
-
-    def _same(self) -> Callable[[Message, Message], bool]:
-        """A function that says whether a message is one of this conversation's own."""
-        return same_message([alike[0].tokenizer for alike in by_tokenizer(self.exchange.models)])
-
-    def branch(self) -> Conversation:
-        """An independent conversation that goes on from here; models and arrays are shared.
-
-        The branch takes no memory of its own at first. When either conversation goes on, each
-        model's caches are copied once, for the one that writes first.
-
-        Raises:
-            ValueError: An answer is still being written.
-        """
-        with self._use.claimed():
-            made = copy.copy(self)
-            made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
-            made._use = Use()
-            return made
-
-    def close(self) -> None:
-        """Free all lines, in memory and on disk; models and saved conversations stay.
-
-        A closed conversation cannot be used, except for :attr:`messages` and :meth:`stats`.
-        Closing it again does nothing.
-
-        Raises:
-            ValueError: An answer is still being written.
-        """
-        if self._use.closed:
-            return
-        with self._use.claimed():
-            for line in self.lines.values():
-                line.clear()
-            self._use.close()
-
-    def __enter__(self) -> Self:
-        self._use.check()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
+        super().__init__(exchange, kind(start, verbatim=verbatim, switches=switches))
+        self.eager, self.on_full, self._compared = eager, on_full, False
 
     def _compare_templates(self) -> None:
         """Warn, once, where chat templates differ so that nothing can be handed over."""
@@ -246,8 +150,6 @@ class Conversation:
         if alternated and not self._compared:
             self._compared = True
             tell_of_templates(self.exchange.models, self.transcript.switches)
-
-    # ---- replies ----------------------------------------------------------------------------
 
     @checked
     def reply(
@@ -328,7 +230,7 @@ class Conversation:
         named = [n for n in (name, prefill, reasoning) if n is not None]
         for each in named:  # check all names before any model begins
             self.exchange.line(each)
-        asking = Asking(self.exchange, self.transcript, self._same(), self.on_full)
+        asking = Asking(self.exchange, self.transcript, self.same(), self.on_full)
         base, new = asking.begun(message, messages, enable_thinking, known.get("tools"))
         check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
         alone = reasoning is None and first_token == "target"
@@ -379,54 +281,6 @@ class Conversation:
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)
         finally:
             base.switches = dict(own)  # this reply's switches were for this reply only
-
-    # ---- memory -----------------------------------------------------------------------------
-
-    @checked
-    def offload(self, name: str, where: str = "8bit") -> int:
-        """Put a model's line away until that model is to answer; return the bytes freed.
-
-        Args:
-            name: The model's name.
-            where: ``8bit`` (in memory, rounded) or ``disk`` (exact, checked when it is read back).
-
-        Raises:
-            ValueError: There is no such model or place.
-            OSError: The file cannot be written; the line is as it was.
-        """
-        with self._use.claimed():
-            return self.exchange.put_away(name, where)
-
-    def stats(self) -> Stats:
-        """The contents of each line, and the memory that everything takes."""
-        return stats_of(self.exchange)
-
-    def measure_reprefill(self) -> float:
-        """Seconds that the last answer's model takes to read its whole prompt, measured now.
-
-        Compare this with the seconds of :attr:`last_switch`. A cache of the prompt's length is
-        made and dropped.
-
-        Raises:
-            ValueError: No model has answered yet.
-        """
-        with self._use.claimed():
-            return self.exchange.measure_reprefill()
-
-    # ---- on disk ----------------------------------------------------------------------------
-
-    @checked
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write everything except models and translators to a folder: all of it, or nothing.
-
-        A conversation that was saved there before is replaced.
-
-        Raises:
-            ValueError: ``folder`` exists and is not a saved conversation, or an answer is still
-                being written.
-        """
-        with self._use.claimed():
-            return folders.write(folder, self.exchange, self.transcript)
 
     @classmethod
     @checked

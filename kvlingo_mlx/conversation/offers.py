@@ -92,22 +92,18 @@ def offered(
 
 def recorded(line: Line) -> list[Run]:
     """The positions of which a line keeps the states that its model's projections wrote."""
-    return _joined([(part.start, part.end) for part in line.native.parts])
+    joined: list[Run] = []
+    for part in line.native.parts:
+        if joined and joined[-1][1] == part.start:
+            joined[-1] = joined[-1][0], part.end
+        else:
+            joined.append((part.start, part.end))
+    return joined
 
 
 def wrote_itself(line: Line) -> list[Run]:
     """The positions that a line's own model ran."""
-    return _joined([(span.start, span.stop) for span in line.spans if not span.passes])
-
-
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    joined: list[Run] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return joined
+    return [(span.start, span.stop) for span in line.spans if not span.passes]
 
 
 def best(offers: Sequence[Offer], position: int) -> tuple[Offer, TokenAlignment] | None:

@@ -34,7 +34,7 @@ Arrays = Mapping[str, mx.array]
 
 
 class Storage(Protocol):
-    """Arrays that were put away.
+    """Arrays that were put away; unless a place says otherwise, there is nothing to wait for.
 
     Attributes:
         place: The place where they are to be stored.
@@ -68,7 +68,7 @@ class Storage(Protocol):
         """
 
 
-class Quantised:
+class Quantised(Storage):
     """Arrays in memory with 8 bits and groups of 64 numbers; they come back rounded.
 
     The codes are symmetric about zero, unlike MLX's own. The largest number of a group comes back
@@ -86,12 +86,6 @@ class Quantised:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for parts in self._parts.values() for part in parts)
-
-    def settle(self) -> None:
-        pass
-
-    def recall(self) -> None:
-        pass  # the graph that uses the arrays also widens them
 
     def take(self) -> dict[str, mx.array]:
         found = {}

@@ -70,7 +70,6 @@ class CrossExchange(Exchange):
     # ---- switching ------------------------------------------------------------------------
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
-        """The lines from which ``line`` can translate token by token."""
         return [other for other in super()._sources(line, origin) if self._alike(line, other)]
 
     def _offers(self, line: Line, begun: int, length: int, known: Known | None) -> Offers:

@@ -108,7 +108,6 @@ class Exchange:
         return self.lines[name]
 
     def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
-        """An empty line of a model."""
         return Line(name, model, records=records)
 
     def transcript(self, data: Mapping[str, Any]) -> Transcript:

@@ -28,8 +28,6 @@ from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
-from kvlingo_mlx.tokenization.alignment import TokenAlignment
-from kvlingo_mlx.translators.base import Translator
 
 Wanted = Mapping[str, Reading | None]  # by tokenizer; None where the reading is unknown
 
@@ -112,20 +110,6 @@ class CrossExchange(Exchange):
                 raise no_translator(offer.source, line)
         starts = [next_start(either, begun) for either in offers]
         return Step(None, min([step.stop, *(s for s in starts if s is not None)]))
-
-    def _translate(
-        self,
-        line: Line,
-        tokens: Sequence[int],
-        source: Line,
-        translator: Translator,
-        alignment: TokenAlignment | None,
-    ) -> None:
-        if alignment is None:
-            super()._translate(line, tokens, source, translator, alignment)
-        else:
-            assert isinstance(line, PositionedLine)
-            line.take_across(tokens, alignment, source, translator, self.rules.step_size)
 
     # ---- after an answer ------------------------------------------------------------------
 

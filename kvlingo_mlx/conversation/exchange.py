@@ -17,6 +17,7 @@ from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.conversation.directions import Directions, Given
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.offers import Known, Offers
+from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.rules import Rules
 from kvlingo_mlx.conversation.spans import wrote
 from kvlingo_mlx.conversation.storage import PLACES
@@ -202,22 +203,17 @@ class Exchange:
         translator = self.directions.translator(step.source.name, line.name)
         assert translator is not None
         tell_of_length(translator.config, step.stop + 1)
-        self._translate(line, more, step.source, translator, step.alignment)
-
-    def _translate(
-        self,
-        line: Line,
-        tokens: Sequence[int],
-        source: Line,
-        translator: Translator,
-        alignment: TokenAlignment | None,
-    ) -> None:
+        source, step_size = step.source, self.rules.step_size
+        if step.alignment is not None:
+            assert isinstance(line, PositionedLine)
+            line.take_across(more, step.alignment, source, translator, step_size)
+            return
         line.take_over(
-            tokens,
-            source.native.read(len(line), len(line) + len(tokens)),
+            more,
+            source.native.read(len(line), step.stop),
             source,
             translator,
-            self.rules.step_size,
+            step_size,
             native_layers=self.directions.native(translator.config),
             keep=self.rules.switching == "naive",
         )

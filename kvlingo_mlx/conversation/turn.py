@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.conversation.use import Use
 from kvlingo_mlx.handover.answers import AnswerReader, first_stop
 from kvlingo_mlx.handover.fill import PHASES
 from kvlingo_mlx.handover.responses import (
@@ -57,6 +58,15 @@ class Decoding:
     quantised: Mapping[str, Any] = field(default_factory=dict)
     draft: Line | None = None
     num_draft_tokens: int = 2
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model's part of an answer: at most ``most`` tokens, or until its text holds a mark."""
+
+    name: str
+    most: int | None = None
+    until: str | None = None
 
 
 class Turn:
@@ -103,18 +113,37 @@ class Turn:
         """Let a model's line hold the whole prompt except its last token."""
         self._seconds["prefill"] += self._begin(name)[1].seconds
 
+    def answer_by(
+        self, parts: Sequence[Part], reader: str | None, finish: Callable[[str], None]
+    ) -> Generator[GenerationResponse, None, str]:
+        """Let models write the parts of the answer in turn; return the name of the last that wrote.
+
+        ``reader`` reads the prompt before they begin. ``finish`` is called with the answer's text,
+        also if the caller closes the generator, but not after an error.
+        """
+        latest = name = parts[-1].name
+        try:
+            if reader is not None:
+                self.read(reader)
+            for part in parts:
+                if not self.ended and self.room(part.name) > 0:
+                    latest = part.name
+                    yield from self.write(part, last=part is parts[-1])
+        except GeneratorExit:
+            if not Use.over:
+                finish(self.said(name, cut=True))
+            raise
+        finish(self.said(name, cut=False))
+        return latest
+
     def _begin(self, name: str) -> tuple[list[int], Switch]:
         """All tokens so far; the model's line now holds all of them except the last."""
         tokens = [*self.prompt, *self.answer]
         return tokens, self._exchange.bring(name, tokens[:-1], self.mark)
 
-    def write(
-        self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
-    ) -> Iterator[GenerationResponse]:
-        """Let a model continue the answer for ``most`` tokens, or until its text holds a mark.
-
-        ``last`` says that no other model continues after it.
-        """
+    def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse]:
+        """Let a model continue the answer; ``last`` says that no other model continues after it."""
+        name, most = part.name, part.most
         self._parts += 1
         tokens, switch = self._begin(name)
         self._seconds["translate"] += switch.translate_s
@@ -130,7 +159,7 @@ class Turn:
                 response = _joined(response, line.model.tokenizer, before)
             text += response.text
             booked = self._booked(response, switch, used)
-            done = until is not None and until in text
+            done = part.until is not None and part.until in text
             if not last and not self.ended:
                 booked = replace(booked, finish_reason=None)
             told = reader.take(booked)

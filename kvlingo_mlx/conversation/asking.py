@@ -63,15 +63,6 @@ class Request:
     template: Mapping[str, Any] = field(default_factory=dict)
     batch: Place | None = None
 
-    def parts(self, name: str, thought_end: str | None) -> list[tuple[str, int | None, str | None]]:
-        """Who writes the answer, one after the other: a name, a token limit and an end mark."""
-        parts: list[tuple[str, int | None, str | None]] = [(name, None, None)]
-        if self.reasoning is not None:
-            parts.insert(0, (self.reasoning, None, thought_end))
-        if self.prefill is not None and self.first_token == "source":
-            parts.insert(0, (self.prefill, 1, None))
-        return parts
-
 
 @dataclass(frozen=True)
 class Asking:

@@ -17,7 +17,8 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.conversation.directions import Directions, Given
 from kvlingo_mlx.conversation.line import Line, Steps
-from kvlingo_mlx.conversation.offers import Known
+from kvlingo_mlx.conversation.offers import Known, Offers
+from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.rules import Rules
 from kvlingo_mlx.conversation.spans import wrote
 from kvlingo_mlx.conversation.storage import PLACES
@@ -101,6 +102,11 @@ class Exchange:
         self.relatives.add(made)  # one set for all of them
         return made
 
+    @property
+    def models(self) -> list[LanguageModel]:
+        """The models of all lines."""
+        return [line.model for line in self.lines.values()]
+
     def line(self, name: str) -> Line:
         """The line of a model; ValueError if there is none."""
         if name not in self.lines:
@@ -108,7 +114,6 @@ class Exchange:
         return self.lines[name]
 
     def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
-        """An empty line of a model."""
         return Line(name, model, records=records)
 
     def transcript(self, data: Mapping[str, Any]) -> Transcript:
@@ -203,21 +208,27 @@ class Exchange:
 
     def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> Steps:
         """Append one step of a plan to a line."""
-        begun, source = len(line), step.source
-        if source is None:
-            yield from line.read(tokens[begun : step.stop], self.rules.step_size)
+        more = tokens[len(line) : step.stop]
+        if step.source is None:
+            yield from line.read(more, self.rules.step_size)
             return
-        translator = self.directions.translator(source.name, line.name)
+        translator = self.directions.translator(step.source.name, line.name)
         assert translator is not None
         tell_of_length(translator.config, step.stop + 1)
+        source, step_size = step.source, self.rules.step_size
+        if step.alignment is not None:
+            assert isinstance(line, PositionedLine)
+            line.take_across(more, step.alignment, source, translator, step_size)
+            yield
+            return
         with working():
-            states = source.native.read(begun, step.stop)
+            states = source.native.read(len(line), step.stop)
         yield from line.take_over(
-            tokens[begun : step.stop],
+            more,
             states,
             source,
             translator,
-            self.rules.step_size,
+            step_size,
             native_layers=self.directions.native(translator.config),
             keep=self.rules.switching == "naive",
         )
@@ -230,15 +241,27 @@ class Exchange:
         origin: str | None,
         known: Known | None = None,
     ) -> list[Step]:
-        """The steps that bring the line from position ``begun`` to the end of ``tokens``."""
-        steps = []
+        """The steps that bring the line from position ``begun`` to the end of ``tokens``.
+
+        Raises:
+            MissingTranslatorError: Other models wrote a part that cannot be translated.
+            UnsupportedModelError: Other models wrote a part, and this line's model cannot take over
+                from another tokenizer.
+        """
+        steps: list[Step] = []
+        offers = self._offers(line, begun, len(tokens), known)
         while begun < len(tokens):
-            step = self._next(line, tokens, begun, origin)
-            steps.append(step)
-            begun = step.stop
+            steps.append(self._next(line, tokens, begun, origin, offers))
+            begun = steps[-1].stop
         return steps
 
-    def _next(self, line: Line, tokens: Sequence[int], begun: int, origin: str | None) -> Step:
+    def _offers(self, line: Line, begun: int, length: int, known: Known | None) -> Offers:
+        """What lines of other tokenizers offer for the tokens from ``begun`` to ``length``."""
+        return (), ()
+
+    def _next(
+        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None, offers: Offers
+    ) -> Step:
         """The step from position ``begun`` on: its source, or None to read, and where it stops."""
         best, later = Step(None, begun), len(tokens)
         missing: Line | None = None

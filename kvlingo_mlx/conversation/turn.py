@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.conversation.use import Use
 from kvlingo_mlx.handover.answers import AnswerReader, first_stop
 from kvlingo_mlx.handover.batches import Place
 from kvlingo_mlx.handover.fill import PHASES
@@ -51,7 +52,7 @@ class Decoding:
         quantised: mlx-lm's ``kv_bits`` and the options that belong to it, if they are given.
         draft: A separate line for a draft model, or None.
         num_draft_tokens: How many tokens the draft model drafts at a time.
-        batch: The answers beside which the model decodes this one, or None.
+        batch: Where the model decodes this answer beside others, or None.
     """
 
     choice: Choice
@@ -60,6 +61,15 @@ class Decoding:
     draft: Line | None = None
     num_draft_tokens: int = 2
     batch: Place | None = None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model's part of an answer: at most ``most`` tokens, or until its text holds a mark."""
+
+    name: str
+    most: int | None = None
+    until: str | None = None
 
 
 class Turn:
@@ -107,19 +117,39 @@ class Turn:
         _, switch = yield from self._begin(name)
         self._seconds["prefill"] += switch.seconds
 
+    def answer_by(
+        self, parts: Sequence[Part], reader: str | None, finish: Callable[[str], Steps]
+    ) -> Generator[GenerationResponse | None, None, str]:
+        """Let models write the parts of the answer in turn; return the name of the last that wrote.
+
+        A step without a token yields None. ``reader`` reads the prompt before they begin.
+        ``finish`` is taken with the answer's text, also if the caller closes the generator, but
+        not after an error.
+        """
+        latest = name = parts[-1].name
+        try:
+            if reader is not None:
+                yield from self.read(reader)
+            for part in parts:
+                if not self.ended and self.room(part.name) > 0:
+                    latest = part.name
+                    yield from self.write(part, last=part is parts[-1])
+        except GeneratorExit:
+            if not Use.over:
+                finished(finish(self.said(name, cut=True)))
+            raise
+        yield from finish(self.said(name, cut=False))
+        return latest
+
     def _begin(self, name: str) -> Generator[None, None, tuple[list[int], Switch]]:
         """All tokens so far; the model's line now holds all of them except the last."""
         tokens = [*self.prompt, *self.answer]
         switch = yield from self._exchange.bring(name, tokens[:-1], self.mark)
         return tokens, switch
 
-    def write(
-        self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
-    ) -> Iterator[GenerationResponse | None]:
-        """Let a model continue the answer for ``most`` tokens, or until its text holds a mark.
-
-        ``last`` says that no other model continues after it. A step without a token yields None.
-        """
+    def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse | None]:
+        """Let a model continue the answer; ``last`` says that no other model continues after it."""
+        name, most = part.name, part.most
         self._parts += 1
         tokens, switch = yield from self._begin(name)
         self._seconds["translate"] += switch.translate_s
@@ -138,7 +168,7 @@ class Turn:
                 response = _joined(response, line.model.tokenizer, before)
             text += response.text
             booked = self._booked(response, switch, used)
-            done = until is not None and until in text
+            done = part.until is not None and part.until in text
             if not last and not self.ended:
                 booked = replace(booked, finish_reason=None)
             told = reader.take(booked)
@@ -304,6 +334,19 @@ class Turn:
         counts = Counts(len(self.prompt), switch.kept, switch.translated, switch.read + 1)
         booked = timed(response, counts, self._ttft, self._seconds, used=used)
         return replace(booked, generation_tokens=len(self.answer))
+
+
+def tokens_alone(
+    steps: Generator[GenerationResponse | None, None, None],
+) -> Generator[GenerationResponse, None, None]:
+    """The responses among an answer's steps; what the caller throws in goes on to them."""
+    with contextlib.closing(steps):
+        for response in steps:
+            try:
+                if response is not None:
+                    yield response
+            except (Exception, KeyboardInterrupt) as error:
+                steps.throw(error)
 
 
 def _joined(response: MLXResponse, tokenizer: Any, before: Sequence[int]) -> MLXResponse:

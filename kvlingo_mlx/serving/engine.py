@@ -15,9 +15,10 @@ from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.accounting import check_room
 from kvlingo_mlx.conversation.asking import Request
 from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.conversation.line import Steps as LineSteps
 from kvlingo_mlx.conversation.routing import Route, load_route
 from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.turn import Decoding, Turn
+from kvlingo_mlx.conversation.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.handover.batches import Batch
 from kvlingo_mlx.handover.responses import GenerationResponse
@@ -223,12 +224,13 @@ class Engine:
         if job.ask.echo:
             job.before = model.tokenizer.decode(job.tokens)
         line, begun = exchange.lines[resident.name], talk.told.get(resident.name, 0)
-        for response in turn.write(resident.name):
+
+        def follow(_: str) -> LineSteps:
+            return exchange.follow([*job.tokens, *turn.answer])
+
+        for response in turn.answer_by([Part(resident.name)], None, follow):
             yield self._tell(job, response, exchange, begun, len(line))
         talk.told[resident.name] = len(line)
-        if turn.room(resident.name) >= 0:
-            for _ in exchange.follow([*job.tokens, *turn.answer]):
-                yield False
 
     def _prepare(self, exchange: Exchange, ask: Ask) -> None:
         """Say between which models is translated, and whose lines follow the answer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +63,16 @@ class MissingExtraError(KVLingoError):
 
 class KVLingoWarning(UserWarning):
     """A message that users should see although nothing is refused; shown once per process."""
+
+
+@contextlib.contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Turn the error of an import that fails into one that names the extra to install."""
+    try:
+        yield
+    except ImportError as error:
+        missing = f"({error.name} is missing)"
+        raise MissingExtraError(f'{what} {missing}: pip install "kvlingo-mlx[{extra}]"') from None
 
 
 def malformed(path: Path, text: str) -> MalformedTranslatorError:

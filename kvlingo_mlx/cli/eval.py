@@ -10,6 +10,7 @@ from kvlingo_mlx.cli import eval_options as parsing
 from kvlingo_mlx.cli.command import verb
 from kvlingo_mlx.cli.eval_options import EvalOptions, words
 from kvlingo_mlx.cli.output import (
+    draw,
     keep,
     ms,
     native_number,
@@ -75,9 +76,7 @@ def command(options: EvalOptions) -> None:
     if options.plot:
         from kvlingo_mlx.evaluation.figures import score_against_time
 
-        title = pictures.pair(models[0].name, models[1].name)
-        pictures.save(score_against_time(outcomes, times), options.plot, title)
-        say(f"drew {options.plot}")
+        draw(score_against_time(outcomes, times), options.plot, *(m.name for m in models))
 
 
 def _parsed(options: EvalOptions) -> tuple[list[str], list[str], dict[str, Any]]:

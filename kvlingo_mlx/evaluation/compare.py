@@ -187,6 +187,7 @@ def first_tokens(
     conditions: Sequence[Condition],
     questions: Sequence[Task],
     outcomes: Sequence[Outcome],
+    trials: int = 5,
 ) -> tuple[int, dict[str, list[float]]]:
     """Seconds to the first token at a switch, by condition, on an item of median length.
 
@@ -196,9 +197,9 @@ def first_tokens(
     items = sorted((item for task in questions for item in task.items), key=lambda i: len(i.prefix))
     if items:
         middle = items[len(items) // 2]
-        prefix, read = middle.prefix, middle.read
+        prefix, read = middle.prefix, middle.sample.read
     else:
         prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))
         read = prefix
     actions = {c.name: c.at_switch(read) for c in conditions if c.at_switch is not None}
-    return len(prefix), switch_times(target, actions, prefix[-1])
+    return len(prefix), switch_times(target, actions, prefix[-1], trials=trials)

@@ -18,7 +18,6 @@ class Mean:
     count: int
 
     def __str__(self) -> str:
-        """The value, with its error if there is one."""
         spread = "" if math.isnan(self.error) else f" +- {self.error:.3f}"
         return f"{self.value:.3f}{spread}"
 

@@ -26,7 +26,6 @@ from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import find_translator, resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import median
-from kvlingo_mlx.timing.paths import switch_times
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
@@ -201,9 +200,7 @@ def measure(
     conditions = list(line.values())
     results = compare.evaluate(target, [task], conditions, journal, lambda name: progress())
     tables = compare.outcome(task, results[task.name]).tables
-    prefix = sorted((item.prefix for item in task.items), key=len)[len(task.items) // 2]
-    actions = {c.name: c.at_switch(prefix) for c in conditions if c.at_switch is not None}
-    times = switch_times(target, actions, prefix[-1], trials=trials)
+    _, times = compare.first_tokens(target, conditions, [task], [], trials)
     points = []
     for (way, layers), condition in line.items():
         table = tables[condition.name]

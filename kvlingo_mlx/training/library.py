@@ -86,7 +86,6 @@ class Talk:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the reply has a reasoning trace."""
         return bool(self.messages[self.turn].get("reasoning_content"))
 
     @property

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.errors import needs_extra
 
 Spec = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
@@ -176,13 +176,9 @@ def _index(path: Path, digest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _hub_dataset(name: str) -> HubDataset:
-    try:
+    what = f"{name} is no file here, and reading Hugging Face datasets needs the datasets package"
+    with needs_extra("cuda", what):
         datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise MissingExtraError(
-            f"{name} is no file here, and reading Hugging Face datasets needs the datasets "
-            'package: pip install "kvlingo-mlx[cuda]"'
-        ) from None
     dataset_id, *rest = name.split(":")
     if len(rest) > 2:
         raise ValueError(

@@ -49,8 +49,8 @@ class TorchFamily:
         return config
 
     def text(self, model: Any) -> Any:
-        """The decoder of the text model, without its language-model head."""
-        return model.model
+        """The decoder of the text model, without its language-model head and its other towers."""
+        return getattr(model.model, "language_model", model.model)
 
     def align(self, model: Any) -> None:
         """Make a loaded model round as mlx-lm does, where the two differ only in rounding."""
@@ -132,9 +132,10 @@ class TorchFamily:
         return configured_rope(config, self.key_dim(attention), scaled=self.scaled_rope)
 
     def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """How transformers rotates a layer's keys."""
+        """How transformers rotates a layer's keys, perhaps each kind of layer differently."""
         parameters = self.text(model).config.rope_parameters
-        return configured_rope({"rope_parameters": parameters}, self.key_dim(attention))
+        own = parameters.get(getattr(attention, "layer_type", None), parameters)
+        return configured_rope({"rope_parameters": own}, self.key_dim(attention))
 
     def key_dim(self, attention: Any) -> int:
         """The width of one head's keys."""
@@ -166,9 +167,12 @@ class TorchFamily:
         ``start`` is the position of the first one, or the position of each one.
         """
         states = heads.transpose(0, 1)[None]
-        cos, sin = self.cosines(model, attention, states, places(start, heads))
-        apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-        return apply(states, states, cos, sin)[0]
+        angles = self.cosines(model, attention, states, places(start, heads))
+        return self.turned(sys.modules[type(attention).__module__], states, angles)
+
+    def turned(self, module: Any, states: torch.Tensor, angles: Any) -> torch.Tensor:
+        """States (1, H, T, D) rotated by ``angles``, by the functions of the family's module."""
+        return module.apply_rotary_pos_emb(states, states, *angles)[0]
 
     def cosines(
         self, model: Any, attention: Any, states: torch.Tensor, positions: torch.Tensor

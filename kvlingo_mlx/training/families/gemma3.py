@@ -52,10 +52,6 @@ class Gemma3(TorchFamily):
             )
         return {"sliding_window_pattern": period}
 
-    def text(self, model: Any) -> Any:
-        """The decoder, which the multimodal model has beside its vision tower."""
-        return getattr(model.model, "language_model", model.model)
-
     def align(self, model: Any) -> None:
         """Round the scale of embeddings to bfloat16, as mlx-lm does for a model of any dtype."""
         scale = self.text(model).embed_tokens.embed_scale
@@ -75,11 +71,6 @@ class Gemma3(TorchFamily):
             return RopeSpec("default", float(config["rope_local_base_freq"]), attention.head_dim)
         named = {name: config[name] for name in ("rope_theta", "rope_scaling")}
         return configured_rope(named, attention.head_dim)
-
-    def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """How transformers rotates keys; it keeps parameters for each kind of layer."""
-        parameters = self.text(model).config.rope_parameters[attention.layer_type]
-        return configured_rope({"rope_parameters": parameters}, attention.head_dim)
 
     def cosines(
         self, model: Any, attention: Any, states: torch.Tensor, positions: torch.Tensor

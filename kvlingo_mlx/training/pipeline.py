@@ -130,7 +130,8 @@ class Training:
         stage2 = self._checkpoints("stage2", config, self.plan.recipe)
         held_out = self._held_out()
         config, arrays, provenance = self._first(config, held_out, stop)
-        best, curve = None, []
+        best: Best | None = None
+        curve: Sequence[Mapping[str, Any]] = ()
         if self.plan.recipe.steps:
             arguments = config, arrays, held_out, self.plan.recipe, stop
             best, curve = self._distill(stage2, *arguments)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,31 +27,13 @@ CHUNK = 1 << 24  # bytes read at once while lines are counted
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-class Source(Protocol):
-    """A sequence of numbered records."""
-
-    @property
-    def name(self) -> str:
-        """The name that the user gave."""
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """The number of bytes of each record."""
-
-    @property
-    def digest(self) -> str:
-        """The sha256 of all records, to detect changed data under the same name."""
-
-    def read(self, number: int) -> tuple[Any, str]:
-        """Record ``number`` as parsed (None for a blank line), and a description of its place."""
-
-
 @dataclass(frozen=True, eq=False)
 class JsonLines:
     """The lines of one or more JSONL files; only their offsets are kept in memory.
 
     ``starts``, ``sizes`` (bytes), ``lines`` (numbered from 1) and ``files`` (indices into
-    ``paths``) have one entry per record.
+    ``paths``) have one entry per record. ``digest``, the sha256 of all records, detects changed
+    data under the same ``name``, which is the user's.
     """
 
     name: str
@@ -84,7 +66,10 @@ class JsonLines:
 
 @dataclass(frozen=True, eq=False)
 class HubDataset:
-    """The splits of a Hugging Face dataset in a row; ``ends`` are their cumulative row counts."""
+    """The splits of a Hugging Face dataset in a row; ``ends`` are their cumulative row counts.
+
+    ``name``, ``sizes`` and ``digest`` are as in :class:`JsonLines`.
+    """
 
     name: str
     labels: tuple[str, ...]
@@ -98,6 +83,9 @@ class HubDataset:
         split = int(np.searchsorted(self.ends, number, side="right"))
         row = number - (int(self.ends[split - 1]) if split else 0)
         return self.splits[split][row], f"{self.labels[split]}, record {row + 1}"
+
+
+Source = JsonLines | HubDataset
 
 
 def open_source(spec: Spec) -> tuple[Source, float]:

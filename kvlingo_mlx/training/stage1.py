@@ -235,7 +235,7 @@ def _read(
         if sample.num_translated and (sample.continuation or norm not in ATTENTION_NORMS):
             read, wanted = paired_states(*pair, sample, capture)
             target = pair[1]
-            mass = partial(attention_mass, target, sample)
+            mass = partial(_mass, target, sample)
             weights = paired_weights(sample, token_weights(norm, len(sample.prefix), mass))
             add(read, wanted, None if weights is None else torch.tensor(weights).to(target.device))
             sums.used += 1
@@ -244,6 +244,10 @@ def _read(
         hooks.keep()
     if sums.used == 0:
         raise ValueError("the data hold no usable sample: every prefix is empty")
+
+
+def _mass(target: TorchModel, sample: Sample) -> np.ndarray:
+    return attention_mass(target, sample).cpu().numpy()
 
 
 def _provenance(norm: str, sums: Sums, ranks: Sequence[int]) -> dict[str, object]:
@@ -264,7 +268,7 @@ def pair(m: Map, read: States, wanted: States) -> tuple[torch.Tensor, torch.Tens
 
 
 @torch.no_grad()
-def attention_mass(target: TorchModel, sample: Sample) -> np.ndarray:
+def attention_mass(target: TorchModel, sample: Sample) -> torch.Tensor:
     """The attention that the continuation's queries pay to each prefix position (eq. "attn-norm").
 
     It is averaged over the continuation's queries, over heads, and over the layers that read the
@@ -293,7 +297,7 @@ def attention_mass(target: TorchModel, sample: Sample) -> np.ndarray:
             queries = family.queries(target.model, reader, projected, start)
             masses.append(_mean_attention(queries, keys, reader.scaling, start, geometry.window))
         rows.append(torch.stack(masses).mean(dim=0))
-    return torch.stack(rows).cpu().numpy()
+    return torch.stack(rows)
 
 
 def _mean_attention(

@@ -41,6 +41,8 @@ class TorchFamily:
 
     # The capture points of keys; projections output keys at the first one.
     points: ClassVar[tuple[str, ...]] = POINTS
+    # Whether transformers has a rotation for each kind of layer.
+    turned_by_kind: ClassVar[bool] = False
     # How a user turns windows off in config.json, for messages.
     no_windows: ClassVar[str] = "use_sliding_window to false"
 
@@ -132,9 +134,9 @@ class TorchFamily:
         return configured_rope(config, self.key_dim(attention), scaled=self.scaled_rope)
 
     def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """How transformers rotates a layer's keys, perhaps each kind of layer differently."""
+        """How transformers rotates a layer's keys."""
         parameters = self.text(model).config.rope_parameters
-        own = parameters.get(getattr(attention, "layer_type", None), parameters)
+        own = parameters[attention.layer_type] if self.turned_by_kind else parameters
         return configured_rope({"rope_parameters": own}, self.key_dim(attention))
 
     def key_dim(self, attention: Any) -> int:
@@ -178,4 +180,5 @@ class TorchFamily:
         self, model: Any, attention: Any, states: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines (1, T, D) of a layer's rotation, in the dtype of ``states``."""
-        return self.text(model).rotary_emb(states, positions)
+        kind = (attention.layer_type,) if self.turned_by_kind else ()
+        return self.text(model).rotary_emb(states, positions, *kind)

@@ -16,6 +16,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 class Gemma4(TorchFamily):
     """The adapter of Gemma-4: a text model, alone or inside a multimodal one."""
 
+    turned_by_kind = True
     no_windows = "layer_types to the same layers"
 
     # mlx-lm's defaults for what a config leaves out; those of transformers differ.
@@ -76,12 +77,6 @@ class Gemma4(TorchFamily):
     def normalise_values(self, attention: Any, heads: torch.Tensor) -> torch.Tensor:
         """The values after their norm, which has no weight."""
         return attention.v_norm(heads)
-
-    def cosines(
-        self, model: Any, attention: Any, states: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for the layer's own kind."""
-        return self.text(model).rotary_emb(states, positions, attention.layer_type)
 
     def turned(self, module: Any, states: torch.Tensor, angles: Any) -> torch.Tensor:
         """The states rotated; Gemma-4's function takes one array, not queries and keys."""

@@ -93,14 +93,10 @@ OLD_NAMES = {
 }
 
 
-def tell_new_name(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that a name has changed.
-
-    Warns:
-        KVLingoWarning: Always; ``stacklevel`` selects the line of code that the warning shows.
-    """
+def tell_new_name(old: str, new: str) -> None:
+    """Warn (KVLingoWarning) that a name has changed, at the line that uses it."""
     text = f"{old} is now called {new}; the old name works for one release"
-    warnings.warn(text, KVLingoWarning, stacklevel=stacklevel)
+    warnings.warn(text, KVLingoWarning, stacklevel=3)
 
 
 if not TYPE_CHECKING:  # type checkers must report an old name as an error

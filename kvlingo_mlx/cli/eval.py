@@ -71,7 +71,11 @@ def command(options: EvalOptions) -> None:
         say(f"every item's scores are in {options.out}")
     if public:
         say(f"every response is in {options.responses}")
-    found = compare.found(outcomes, times) | {"translators": _identities(named)}
+    translators = {
+        name: [{"path": str(t.path), "digest": t.digest} for t in every]
+        for name, every in named.items()
+    }
+    found = compare.found(outcomes, times) | {"translators": translators}
     keep(options.json_file, "eval", _config(options, models, harness["data"]), found)
     if options.plot:
         from kvlingo_mlx.evaluation.figures import score_against_time
@@ -134,14 +138,6 @@ def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[
         "native_layers": native_number(options.native_layers),
         "weights": [model.precision for model in models],
         **options.some("data limit seed thinking max_tokens num_shots judge quantize"),
-    }
-
-
-def _identities(named: dict[str, list[Translator]]) -> dict[str, Any]:
-    """The paths and digests of the translators."""
-    return {
-        name: [{"path": str(t.path), "digest": t.digest} for t in every]
-        for name, every in named.items()
     }
 
 

@@ -23,8 +23,7 @@ class Mean:
 
     def as_json(self) -> dict[str, float | int | None]:
         """Value, error and count as JSON values, with None for NaN."""
-        numbers = {"value": self.value, "error": self.error, "count": self.count}
-        return {name: None if math.isnan(x) else x for name, x in numbers.items()}
+        return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
 
 
 def over_items(scores: Sequence[float]) -> Mean:

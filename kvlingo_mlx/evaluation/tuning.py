@@ -60,13 +60,8 @@ class Point:
     def as_json(self) -> dict[str, Any]:
         """All fields as JSON values, including every time."""
         recall = None if self.recall is None else self.recall.as_json()
-        return {
-            "way": self.way,
-            "layers": self.layers,
-            "kl": self.kl.as_json(),
-            "recall": recall,
-            "seconds": list(self.seconds),
-        }
+        means = {"kl": self.kl.as_json(), "recall": recall}
+        return {**vars(self), **means, "seconds": list(self.seconds)}
 
 
 # ---- what to tune ------------------------------------------------------------------------------

@@ -100,8 +100,6 @@ def run(
         import datasets  # noqa: F401
         import lm_eval  # noqa: F401
     _check(tasks, condition, limit, items, data)
-    from lm_eval.evaluator import evaluate
-
     from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
     from kvlingo_mlx.evaluation.harness.results import collect
     from kvlingo_mlx.evaluation.harness.task_loading import load_tasks
@@ -129,12 +127,18 @@ def run(
             "fewshot_as_multiturn": fewshot_as_multiturn,
         }
         own = {"samples": numbers or None, "confirm_run_unsafe_code": unsafe_code}
-        # lm-eval's bootstrap starts processes; we add our own errors.
-        evaluated: Any = evaluate(lm=model, task_dict=loaded, bootstrap_iters=0, **own, **asked)
+        evaluated = _evaluated(model, loaded, **own, **asked)
     examples = {"items": numbers or None, "seed": seed, "num_fewshot": num_fewshot}
     settings = asked | answers | examples | {"data": files, "max_length": model.max_length}
     named = {"condition": condition, "target": target.name, "settings": settings}
     return named | collect(model, loaded, evaluated)
+
+
+def _evaluated(model: Any, loaded: Mapping[str, Any], **options: Any) -> Any:
+    """lm-eval's results without its bootstrap, which starts processes; we add our own errors."""
+    from lm_eval.evaluator import evaluate
+
+    return evaluate(lm=model, task_dict=loaded, bootstrap_iters=0, **options)
 
 
 def _check(

@@ -197,7 +197,7 @@ def first_tokens(
     items = sorted((item for task in questions for item in task.items), key=lambda i: len(i.prefix))
     if items:
         middle = items[len(items) // 2]
-        prefix, read = middle.prefix, middle.sample.read
+        prefix, read = middle.prefix, middle.read
     else:
         prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))
         read = prefix

@@ -18,7 +18,7 @@ from mlx_lm.generate import stream_generate
 
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import needles
-from kvlingo_mlx.evaluation.conditions import CacheMaker, native
+from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.continuation import RecallSample, hits_of, recall_sample
 from kvlingo_mlx.evaluation.journal import Scores
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
@@ -53,6 +53,11 @@ class Item:
     def prefix(self) -> tuple[int, ...]:
         """The target's token ids."""
         return self.sample.prefix
+
+    @property
+    def read(self) -> Prefix:
+        """The prefix in the form that conditions take."""
+        return self.sample.read
 
 
 @dataclass(frozen=True)
@@ -283,7 +288,7 @@ def find_needles(
         own = native(target)
 
         def score(make: CacheMaker | None) -> Scores:
-            cache = (make or own)(item.sample.read)
+            cache = (make or own)(item.read)
             answer = _answer(target, cache, item.prefix[-1], max_tokens)
             return {"recall": needles.recall(answer, item.references)}
 

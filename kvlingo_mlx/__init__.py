@@ -43,36 +43,24 @@ from kvlingo_mlx import blas
 from kvlingo_mlx import errors as _errors
 from kvlingo_mlx.version import __version__ as __version__
 
-_HOMES = {
-    "load": "loading.models",
-    "load_translator": "loading.translators",
-    "zoo": "embedded",
-    "generate": "handover.generation",
-    "stream_generate": "handover.generation",
-    "hand_over": "handover.fill",
-    "GenerationResponse": "handover.responses",
-    "folded_generate": "folding",
-    "folded_stream_generate": "folding",
-    "folded_hand_over": "folding",
-    "LanguageModel": "models.language_model",
-    "fit": "fitting",
-    "Conversation": "conversation",
-    "Translator": "translators.base",
-    "KVLingoError": "errors",
-    "MissingModelError": "errors",
-    "UnsupportedModelError": "errors",
-    "IncompatibleTranslatorError": "errors",
-    "MalformedTranslatorError": "errors",
-    "MissingTranslatorError": "errors",
-    "PublishingError": "errors",
-    "MissingTimingsError": "errors",
-    "MalformedTimingsError": "errors",
-    "MalformedConversationError": "errors",
-    "CacheError": "errors",
-    "NotEnoughMemoryError": "errors",
-    "MissingExtraError": "errors",
-    "KVLingoWarning": "errors",
+_NAMES = {  # by the module that defines them
+    "conversation": "Conversation",
+    "embedded": "zoo",
+    "errors": "KVLingoError KVLingoWarning CacheError IncompatibleTranslatorError "
+    "MalformedConversationError MalformedTimingsError MalformedTranslatorError MissingExtraError "
+    "MissingModelError MissingTimingsError MissingTranslatorError NotEnoughMemoryError "
+    "PublishingError UnsupportedModelError",
+    "fitting": "fit",
+    "folding": "folded_generate folded_hand_over folded_stream_generate",
+    "handover.fill": "hand_over",
+    "handover.generation": "generate stream_generate",
+    "handover.responses": "GenerationResponse",
+    "loading.models": "load",
+    "loading.translators": "load_translator",
+    "models.language_model": "LanguageModel",
+    "translators.base": "Translator",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 
 blas.prepare()

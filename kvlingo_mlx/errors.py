@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +65,16 @@ class KVLingoWarning(UserWarning):
     """A message that users should see although nothing is refused; shown once per process."""
 
 
+@contextlib.contextmanager
+def needs_extra(extra: str, what: str) -> Iterator[None]:
+    """Turn the error of an import that fails into one that names the extra to install."""
+    try:
+        yield
+    except ImportError as error:
+        missing = f"({error.name} is missing)"
+        raise MissingExtraError(f'{what} {missing}: pip install "kvlingo-mlx[{extra}]"') from None
+
+
 def malformed(path: Path, text: str) -> MalformedTranslatorError:
     """The error that refuses a translator's file; its text is one printable line."""
     return MalformedTranslatorError(printable(f"{path}: {text:.400}"))
@@ -81,14 +93,10 @@ OLD_NAMES = {
 }
 
 
-def tell_new_name(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that a name has changed.
-
-    Warns:
-        KVLingoWarning: Always; ``stacklevel`` selects the line of code that the warning shows.
-    """
+def tell_new_name(old: str, new: str) -> None:
+    """Warn (KVLingoWarning) that a name has changed, at the line that uses it."""
     text = f"{old} is now called {new}; the old name works for one release"
-    warnings.warn(text, KVLingoWarning, stacklevel=stacklevel)
+    warnings.warn(text, KVLingoWarning, stacklevel=3)
 
 
 if not TYPE_CHECKING:  # type checkers must report an old name as an error

@@ -43,7 +43,6 @@ class Corpus:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all documents."""
         return len(self.positions)
 
 

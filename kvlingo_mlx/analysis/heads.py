@@ -11,7 +11,6 @@ import numpy as np
 
 from kvlingo_mlx.analysis.states import States
 from kvlingo_mlx.analysis.statistics import HeadAlignment, head_alignment
-from kvlingo_mlx.format.geometry import CacheGeometry
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.stage1.closed_form import Moments, solve
 from kvlingo_mlx.translators.base import Translator
@@ -66,8 +65,3 @@ def translator_alignment(
             maps.append(columns.swapaxes(1, 2).reshape(weight.shape))
         aligned[side] = head_alignment(maps, *heads, seed=seed)
     return aligned
-
-
-def head_counts(geometry: CacheGeometry) -> set[int]:
-    """The numbers of KV heads that occur in a model's layers."""
-    return {layer.kv_heads for layer in geometry.layers}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,11 +12,7 @@ import numpy as np
 
 from kvlingo_mlx.analysis import corpus as texts
 from kvlingo_mlx.analysis.corpus import Corpus
-from kvlingo_mlx.analysis.heads import (
-    closed_form_alignment,
-    head_counts,
-    translator_alignment,
-)
+from kvlingo_mlx.analysis.heads import closed_form_alignment, translator_alignment
 from kvlingo_mlx.analysis.linearity import (
     TOKENS_PER_WIDTH,
     Bucket,
@@ -43,6 +38,7 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.translator_config import CAPTURES, capture_point
 from kvlingo_mlx.loading.pairing import check_pair, check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting.measure import plain
 from kvlingo_mlx.translators.base import Translator
 
 Progress = Callable[[str], None]
@@ -150,7 +146,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain lists and numbers; numbers that are not finite become None."""
-        return _plain(asdict(self))
+        return plain(asdict(self))
 
 
 def analyze(
@@ -199,7 +195,7 @@ def analyze(
         collect(model, corpus, str(settings.capture), lambda: progress("reading"))
         for model in (source, target)
     )
-    heads = [head_counts(model.geometry) for model in (source, target)]
+    heads = [{g.kv_heads for g in model.geometry.layers} for model in (source, target)]
     reads = [layers[0] for layers in by_depth(source.geometry.layers, target.geometry.layers).keys]
     return compare(read, wanted, corpus, settings, heads, translator, progress, reads)
 
@@ -350,13 +346,3 @@ def _skipped(positions: Sequence[Bucket]) -> list[str]:
         for b in positions
         if b.r2 is None
     ]
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, np.ndarray):
-        return _plain(value.tolist())
-    if isinstance(value, list | tuple):
-        return [_plain(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

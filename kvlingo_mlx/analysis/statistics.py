@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvlingo_mlx.format.assignment import relative_depth
+
 RIDGE = 1e-3  # relative to the mean diagonal of the inputs' Gram matrix (paragraph "Protocol")
 
 
@@ -23,9 +25,7 @@ def cka(x: np.ndarray, y: np.ndarray) -> float:
     It is ||X^T Y||_F^2 / (||X^T X||_F ||Y^T Y||_F), with X and Y centred. It is 1 for clouds that
     differ by an orthogonal map and a scale, and NaN if a cloud is a single point.
     """
-    x, y = _centred(x), _centred(y)
-    size = np.linalg.norm(x.T @ x) * np.linalg.norm(y.T @ y)
-    return float(np.linalg.norm(x.T @ y) ** 2 / size) if size > 0 else float("nan")
+    return float(cka_grid([x], [y])[0, 0])
 
 
 def cka_grid(
@@ -53,9 +53,7 @@ def _gram_norm(x: np.ndarray) -> float:
 
 def diagonal_of(rows: int, columns: int) -> np.ndarray:
     """The column at each row's relative depth, which is the row itself for equal depths."""
-    if rows == 1:
-        return np.array([0])
-    return np.floor(np.arange(rows) * (columns - 1) / (rows - 1) + 0.5).astype(int)
+    return np.array([layers[0] for layers in relative_depth(columns, rows).keys])
 
 
 @dataclass(frozen=True)

@@ -183,8 +183,14 @@ def bytes_per_token(model: LanguageModel) -> int:
 
 def bytes_by_layer(model: LanguageModel) -> list[int]:
     """The bytes that one token takes in each of a model's cache layers."""
-    shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
-    return [model.cache_dtype.size * sum(heads * dim for heads, dim in both) for both in shapes]
+    known: dict[tuple[Any, ...], int] = {}  # by shape: most layers are alike, and asking takes long
+    found = []
+    for index, layer in enumerate(model.geometry.layers):
+        shape = layer.attention, layer.kv_heads, layer.key_dim, layer.value_dim
+        if shape not in known:
+            known[shape] = sum(heads * dim for heads, dim in stored_shape(model, index))
+        found.append(known[shape] * model.cache_dtype.size)
+    return found
 
 
 def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -> KVStates:
@@ -309,6 +315,16 @@ def _place(cache: Any, start: int, array: mx.array) -> slice:
 def arrays(caches: Sequence[Any]) -> list[mx.array]:
     """The buffers of filled caches, so that they can be evaluated together."""
     return [array for c in caches if c.keys is not None for array in (c.keys, c.values)]
+
+
+def shared(cache: Any) -> Any:
+    """A cache that shares its present arrays with ``cache``; MLX copies what either writes to."""
+    made = object.__new__(type(cache))
+    vars(made).update(vars(cache))
+    for side in SIDES:
+        if (array := getattr(cache, side)) is not None:
+            setattr(made, side, array[...])
+    return made
 
 
 def nbytes(caches: Sequence[Any]) -> int:

@@ -40,7 +40,6 @@ class TranslatedKVCache(_Pinned, KVCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays and numbers that are evaluated and saved."""
         return *super().state, self.prefix
 
     @state.setter
@@ -61,7 +60,6 @@ class TranslatedQuantizedKVCache(_Pinned, QuantizedKVCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays and numbers that are evaluated and saved."""
         return *super().state, self.prefix
 
     @state.setter
@@ -132,7 +130,6 @@ class PositionedKVCache(KVCache):
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """The arrays and numbers that are evaluated and saved."""
         return *super().state, self.entries
 
     @state.setter

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvlingo_mlx.backend import mx, on_gpu
 
-from mlx.utils import tree_reduce
+from mlx.utils import tree_flatten
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.errors import NotEnoughMemoryError
@@ -60,19 +60,15 @@ def free() -> int | None:
 
 
 def weights_bytes(model: LanguageModel) -> int:
-    """The bytes of a model's weights, whether they have been read yet or not."""
-    return tree_reduce(lambda total, array: total + array.nbytes, model.model.parameters(), 0)
+    """The bytes of a model's weights, each once, whether they have been read yet or not."""
+    arrays = dict(tree_flatten(model.model.parameters())).values()
+    return sum({id(array): array.nbytes for array in arrays}.values())
 
 
 def cache_bytes(model: LanguageModel, num_tokens: int) -> int:
     """The bytes of a model's cache of ``num_tokens``; a layer holds no more than its window."""
-    numbers, of_shape = 0, {}
-    for index, layer in enumerate(model.geometry.layers):
-        shape = layer.attention, layer.kv_heads, layer.key_dim, layer.value_dim
-        if shape not in of_shape:
-            of_shape[shape] = sum(h * width for h, width in caches.stored_shape(model, index))
-        numbers += of_shape[shape] * min(num_tokens, layer.window or num_tokens)
-    return numbers * model.cache_dtype.size
+    both = zip(caches.bytes_by_layer(model), model.geometry.layers, strict=True)
+    return sum(size * min(num_tokens, layer.window or num_tokens) for size, layer in both)
 
 
 def check_caches(models: Iterable[LanguageModel], num_tokens: int) -> None:

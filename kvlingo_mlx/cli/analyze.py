@@ -7,17 +7,14 @@ from typing import TYPE_CHECKING
 
 from kvlingo_mlx.cli.command import Options, Source, Target, option, verb
 from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
+from kvlingo_mlx.format.kinds import SIDES
 
 if TYPE_CHECKING:
     from kvlingo_mlx.analysis.report import Report
 
-SIDES = ("keys", "values")
-
 
 @dataclass(frozen=True, kw_only=True)
 class AnalyzeOptions(Options):
-    """The options of `analyze`."""
-
     source: Source
     target: Target
     data: str | None = option(

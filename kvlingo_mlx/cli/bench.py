@@ -14,9 +14,9 @@ from kvlingo_mlx.cli.bench_options import (
     geometry_names,
     numbers,
 )
-from kvlingo_mlx.cli.bench_output import draw, foot, keep_timings, show
+from kvlingo_mlx.cli.bench_output import foot, keep_timings, show
 from kvlingo_mlx.cli.command import verb
-from kvlingo_mlx.cli.output import keep, progress_bar, say, tell_of_machine, warn
+from kvlingo_mlx.cli.output import draw, keep, progress_bar, say, tell_of_machine, warn
 
 if TYPE_CHECKING:
     from kvlingo_mlx.timing.pairs import Pair
@@ -48,7 +48,7 @@ def _run(options: BenchOptions, lengths: Sequence[int] | None) -> None:
     from kvlingo_mlx.reporting import measure, pictures
     from kvlingo_mlx.timing import runs
     from kvlingo_mlx.timing.reference import load_reference
-    from kvlingo_mlx.timing.tables import Clock
+    from kvlingo_mlx.timing.tables import Clock, Effort
     from kvlingo_mlx.translators.quantised import check_bits
 
     for number in bits:
@@ -62,24 +62,29 @@ def _run(options: BenchOptions, lengths: Sequence[int] | None) -> None:
     pair = _pair(options, ends, bits)
     asked = runs.Asked(
         tables=TABLES if options.table_name == "all" else (options.table_name,),
+        effort=Effort(
+            text=ends is None and options.prompt != "random",
+            trials=options.num_trials,
+            clock=clock,
+            step_size=options.prefill_step_size,
+            batch=options.batch,
+        ),
         lengths=lengths,
-        text=ends is None and options.prompt != "random",
-        trials=options.num_trials,
-        batch=options.batch,
-        step_size=options.prefill_step_size,
         native_layers=hybrids,
     )
     config, results = _config(pair, asked), {}
-    for ran in runs.run(pair, asked, clock, progress_bar):
+    for ran in runs.run(pair, asked, progress_bar):
         results[ran.name] = show(ran, pair, beside)
         if options.save_timings:
-            keep_timings(ran, pair, asked.step_size)
+            keep_timings(ran, pair, asked.effort.step_size)
     if beside is not None and (differs := beside.differences(config)):
         say(f"the reference was measured with other settings: {differs}")
-    foot(pair, ran.rates, asked.text)
+    foot(pair, ran.rates, asked.effort.text)
     say(measure.machine_line())
     if options.plot:
-        draw(options.plot, results, pair)
+        from kvlingo_mlx.timing.figures import times
+
+        draw(times(results), options.plot, pair.source.name, pair.target.name)
     keep(options.json_file, "bench", config | {"rates": vars(ran.rates)}, results)
 
 
@@ -90,14 +95,8 @@ def _pair(options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[in
     nu = 1 if options.nu is None else options.nu
     if ends is not None:
         return pairs.of_geometry(ends, options.layers, options.precision, nu, bits)
-    found = pairs.of_models(
-        options.source,
-        options.target,
-        options.translator,
-        nu,
-        bits,
-        stored=options.save_timings,
-    )
+    given = options.some("source target translator")
+    found = pairs.of_models(**given, nu=nu, bits=bits, stored=options.save_timings)
     if found.unstored:
         warn("no translator of this pair is stored; random maps of the same shapes are timed")
     if options.nu not in (None, found.nu):
@@ -110,15 +109,16 @@ def _pair(options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[in
 
 def _config(pair: Pair, asked: Asked) -> dict[str, Any]:
     """The run's settings in a record."""
+    effort = asked.effort
     return {
         "source": pair.source.name,
         "target": pair.target.name,
         "layers": pair.layers,
-        "prompt": "bundled text" if asked.text else "random token ids",
-        "trials": asked.trials,
-        "batch": asked.batch,
+        "prompt": "bundled text" if effort.text else "random token ids",
+        "trials": effort.trials,
+        "batch": effort.batch,
         "nu": pair.nu,
-        "prefill_step_size": asked.step_size,
+        "prefill_step_size": effort.step_size,
         "native_layers": asked.native_layers,
         "forms": list(pair.translators),
         "precision": pair.precision,

@@ -12,6 +12,7 @@ from kvlingo_mlx.cli.command import (
     Translator,
     option,
 )
+from kvlingo_mlx.cli.sampling import check_ranges
 
 TABLES = ("moe-switch", "switch", "quant")
 BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
@@ -19,8 +20,6 @@ BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions(Options):
-    """The options of `bench`."""
-
     table_name: str = option(
         "moe-switch",
         f"{', '.join(TABLES)}, or all of these; or {BUDGET}, which all leaves out.",
@@ -70,16 +69,18 @@ def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
 
 def check(options: BenchOptions) -> None:
     """Refuse (ValueError) meaningless option values."""
-    table = options.table_name
-    if table not in (*TABLES, BUDGET, "all"):
-        raise ValueError(f"--table is {table!r}; give {', '.join(TABLES)} or all; or {BUDGET}")
-    for name, count in options.some("num_trials batch nu prefill_step_size").items():
-        if count is not None and count < 1:
-            raise ValueError(f"--{name.replace('_', '-')} is {count}; give at least 1")
-    if not options.time_limit > 0:
-        raise ValueError(f"--time-limit is {options.time_limit:g}; give seconds above 0")
-    if options.prompt not in (None, "text", "random"):
-        raise ValueError(f"--prompt is {options.prompt!r}; give text or random")
+    table, limit, prompt = options.table_name, options.time_limit, options.prompt
+    tables = f"{', '.join(TABLES)} or all; or {BUDGET}"
+    counts = options.some("num_trials batch nu prefill_step_size")
+    check_ranges(
+        ("--table", repr(table), table in (*TABLES, BUDGET, "all"), tables),
+        *(
+            (f"--{name.replace('_', '-')}", count, count is None or count >= 1, "at least 1")
+            for name, count in counts.items()
+        ),
+        ("--time-limit", f"{limit:g}", limit > 0, "seconds above 0"),
+        ("--prompt", repr(prompt), prompt in (None, "text", "random"), "text or random"),
+    )
 
 
 def geometry_names(options: BenchOptions) -> tuple[str, str] | None:

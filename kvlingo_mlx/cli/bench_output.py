@@ -194,13 +194,6 @@ def foot(pair: Pair, rates: Rates, text: bool) -> None:
     )
 
 
-def draw(plot: str, results: Mapping[str, Any], pair: Pair) -> None:
-    from kvlingo_mlx.reporting import pictures
-    from kvlingo_mlx.timing.figures import times
-
-    pictures.save(times(results), plot, pictures.pair(pair.source.name, pair.target.name))
-
-
 def keep_timings(ran: Ran, pair: Pair, step_size: int) -> None:
     """Keep the times of a table with all ways, for `generate --strategy auto`."""
     from kvlingo_mlx.handover import timings

@@ -34,8 +34,6 @@ HISTORY_HELP = "Keep the lines that are typed in a terminal for later chats' arr
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions(WritingOptions):
-    """The options of `chat`."""
-
     source: MaybeSource = None
     target: MaybeTarget = None
     model: list[str] | None = option(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvlingo_mlx.cli.output import facts, ms, say, table
+from kvlingo_mlx.cli.output import facts, ms, table, tell_of_machine
 
 if TYPE_CHECKING:
     from kvlingo_mlx.conversation import Stats, Switch
@@ -40,8 +40,6 @@ def print_lines(stats: Stats) -> None:
 
 def print_switch(switch: Switch, anew: float | None) -> None:
     """Print the last switch, beside the seconds of reading the same prompt anew."""
-    from kvlingo_mlx.reporting import measure
-
     facts(
         {
             "last switch": f"to {switch.name}",
@@ -52,8 +50,7 @@ def print_switch(switch: Switch, anew: float | None) -> None:
             "reading all anew (ms)": "not measured" if anew is None else ms(anew),
         }
     )
-    if not measure.is_apple():
-        say("Not measured on Apple hardware: these times are not comparable with a Mac's.")
+    tell_of_machine()
 
 
 def _mb(count: int) -> str:

@@ -24,8 +24,6 @@ PAIRS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions(Options):
-    """The options of `demo`."""
-
     every_pair: bool = option(False, "All six pairs, not three.", "--every-pair")
 
 

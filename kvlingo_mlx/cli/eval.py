@@ -10,6 +10,7 @@ from kvlingo_mlx.cli import eval_options as parsing
 from kvlingo_mlx.cli.command import verb
 from kvlingo_mlx.cli.eval_options import EvalOptions, words
 from kvlingo_mlx.cli.output import (
+    draw,
     keep,
     ms,
     native_number,
@@ -70,14 +71,16 @@ def command(options: EvalOptions) -> None:
         say(f"every item's scores are in {options.out}")
     if public:
         say(f"every response is in {options.responses}")
-    found = compare.found(outcomes, times) | {"translators": _identities(named)}
+    translators = {
+        name: [{"path": str(t.path), "digest": t.digest} for t in every]
+        for name, every in named.items()
+    }
+    found = compare.found(outcomes, times) | {"translators": translators}
     keep(options.json_file, "eval", _config(options, models, harness["data"]), found)
     if options.plot:
         from kvlingo_mlx.evaluation.figures import score_against_time
 
-        title = pictures.pair(models[0].name, models[1].name)
-        pictures.save(score_against_time(outcomes, times), options.plot, title)
-        say(f"drew {options.plot}")
+        draw(score_against_time(outcomes, times), options.plot, *(m.name for m in models))
 
 
 def _parsed(options: EvalOptions) -> tuple[list[str], list[str], dict[str, Any]]:
@@ -135,14 +138,6 @@ def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[
         "native_layers": native_number(options.native_layers),
         "weights": [model.precision for model in models],
         **options.some("data limit seed thinking max_tokens num_shots judge quantize"),
-    }
-
-
-def _identities(named: dict[str, list[Translator]]) -> dict[str, Any]:
-    """The paths and digests of the translators."""
-    return {
-        name: [{"path": str(t.path), "digest": t.digest} for t in every]
-        for name, every in named.items()
     }
 
 

@@ -22,8 +22,6 @@ OWN = ("continuation", "recall", "needles")
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(Options):
-    """The options of `eval`."""
-
     translators: list[str] | None = argument(
         None, "Translators: FOLDER, NAME=FOLDER, or NAME=A,B,C (seeds); else the store's."
     )

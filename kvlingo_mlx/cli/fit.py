@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FitOptions(Options):
-    """The options of `fit`."""
-
     source: Source
     target: Target
     data: str = option(..., 'JSONL of {"messages": [...]} or {"text": ...}.')

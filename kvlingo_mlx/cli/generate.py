@@ -37,8 +37,6 @@ TIMES = (
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(WritingOptions):
-    """The options of `generate`."""
-
     source: Source
     target: Target
     prompt: str | None = option(None, "The prompt; - reads standard input.", "--prompt", "-p")

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(Options):
-    """The options of `import`."""
-
     path_or_hub_id: str = argument(..., "The translator: a folder or Hub id.")
     revision: str | None = option(None, "Branch, tag or commit of a Hub id.")
     out: str | None = option(None, "Folder to write instead of the local store's.")
@@ -54,15 +52,8 @@ def command(options: ImportOptions) -> None:
     models = None
     if options.source is not None and options.target is not None:
         models = load(options.source, lazy=True), load(options.target, lazy=True)
-    done = import_translator(
-        options.path_or_hub_id,
-        revision=options.revision,
-        out=options.out,
-        dtype=options.dtype,
-        models=models,
-        allow_mismatch=options.allow_mismatch,
-        force=options.force,
-    )
+    given = options.some("revision out dtype allow_mismatch force")
+    done = import_translator(options.path_or_hub_id, models=models, **given)
     config = done.config
     for name, reason in done.unchecked.items():
         warn(f"not checked against {name}: {reason}")

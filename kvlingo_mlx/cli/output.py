@@ -168,6 +168,14 @@ def keep(
         measure.append_json(json_file, measure.record(kind, dict(config), results))
 
 
+def draw(figure: Any, picture: str, source: str, target: str) -> None:
+    """Write a figure of two models to the file of ``--plot``, and say so."""
+    from kvlingo_mlx.reporting import pictures
+
+    pictures.save(figure, picture, pictures.pair(source, target))
+    say(f"drew {picture}")
+
+
 def tell_of_machine() -> None:
     """Say that the times are not a Mac's, on other machines."""
     from kvlingo_mlx.reporting import measure

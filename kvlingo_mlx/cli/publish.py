@@ -11,8 +11,6 @@ from kvlingo_mlx.errors import printable
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions(Options):
-    """The options of `publish`."""
-
     folder: str = argument(..., "The translator's folder.")
     repo: str = argument(..., "Where to: OWNER/NAME on the Hub.")
     private: bool = option(False, "Make a new repository private.", "--private")

@@ -13,8 +13,6 @@ from kvlingo_mlx.cli.output import keep, say
 
 @dataclass(frozen=True, kw_only=True)
 class RemoveOptions(Options):
-    """The options of `remove`."""
-
     translator: str = argument(..., "Its name, as `list` shows it, or its path.")
     yes: bool = option(False, "Do not ask.", "--yes", "-y")
 

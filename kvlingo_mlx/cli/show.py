@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
-    """The options of `show`."""
-
     path_or_hub_id: str = argument(..., "A translator or model folder, or a Hub id.")
     quantize: Quantize = None
 

@@ -19,8 +19,6 @@ TITLES = {"stage1": "Stage 1: prefix lengths", "stage2": "Stage 2: prefix length
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(Options):
-    """The options of `train`."""
-
     source: Source
     target: Target
     data: list[str] = option(
@@ -73,6 +71,7 @@ def command(options: TrainOptions) -> None:
     enough. The same command resumes a stopped training; a finished one is left unchanged.
     """
     from kvlingo_mlx import training
+    from kvlingo_mlx.format import translator_folder
     from kvlingo_mlx.reporting import pictures
 
     training.check_extra()
@@ -116,7 +115,8 @@ def command(options: TrainOptions) -> None:
     if done is not None:  # a process that does not lead reports nothing
         _tell(options, done)
         curve = [] if done.log is None else command_line.read_log(done.log)
-        results = {"provenance": command_line.provenance(done.folder), "curve": curve}
+        provenance = dict(translator_folder.read_config(done.folder).provenance)
+        results = {"provenance": provenance, "curve": curve}
         config = vars(asked) | plan | recipe | {"stage1": stage1}
         keep(options.json_file, "train", config, results)
 
@@ -157,6 +157,8 @@ def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
 
 def _tell(options: TrainOptions, done: command_line.Done) -> None:
     """Report the result of a training, and draw its curve."""
+    from kvlingo_mlx.format.translator_folder import read_config
+    from kvlingo_mlx.loading.grading import said_of
     from kvlingo_mlx.reporting import pictures
     from kvlingo_mlx.training import command_line
 
@@ -171,4 +173,4 @@ def _tell(options: TrainOptions, done: command_line.Done) -> None:
             title = pictures.pair(options.source, options.target)
             command_line.draw(done.log, options.plot, title)
             say(f"drew {options.plot}")
-    say(f"grade: {command_line.grade(done.folder)}")
+    say(f"grade: {said_of(read_config(done.folder))}")

@@ -15,7 +15,7 @@ from kvlingo_mlx.cli.command import (
     option,
     verb,
 )
-from kvlingo_mlx.cli.output import keep, ms, progress_bar, say, table, tell_of_machine
+from kvlingo_mlx.cli.output import draw, keep, ms, progress_bar, say, table, tell_of_machine
 from kvlingo_mlx.cli.sampling import check_ranges
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Options):
-    """The options of `tune`."""
-
     pair: list[str] | None = argument(None, "Short for --source A --target B.", metavar="[A B]")
     source: MaybeSource = None
     target: MaybeTarget = None
@@ -95,9 +93,7 @@ def command(options: TuneOptions) -> None:
     if options.plot:
         from kvlingo_mlx.evaluation.figures import quality_by_layers
 
-        title = pictures.pair(models[0].name, models[1].name)
-        pictures.save(quality_by_layers(points), options.plot, title)
-        say(f"drew {options.plot}")
+        draw(quality_by_layers(points), options.plot, *(model.name for model in models))
 
 
 def _pair(options: TuneOptions) -> tuple[str, str]:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Options):
-    """The options of `verify`."""
-
     translator: str = argument(..., "A translator folder or Hub id.")
     source: MaybeSource = None
     target: MaybeTarget = None

@@ -7,31 +7,26 @@ translated once. At a switch only the spans that the incoming model lacks are tr
 
 from __future__ import annotations
 
-import copy
-import json
+import functools
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.arguments import checked, renamed
 from kvlingo_mlx.conversation import folder as folders
-from kvlingo_mlx.conversation.accounting import Stats, check_room, stats_of
-from kvlingo_mlx.conversation.asking import Asking, ReplyOptions, history_of
+from kvlingo_mlx.conversation.accounting import Stats, check_room
+from kvlingo_mlx.conversation.asking import Asking, ReplyOptions, Request
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.directions import Given
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
-from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.transcript import (
-    Transcript,
-    same_message,
-    template_difference,
-)
-from kvlingo_mlx.conversation.turn import Decoding, Turn, thought_end
-from kvlingo_mlx.conversation.use import Use, claiming
+from kvlingo_mlx.conversation.line import Steps
+from kvlingo_mlx.conversation.rules import Rules, by_tokenizer, tell_of_templates
+from kvlingo_mlx.conversation.state import State
+from kvlingo_mlx.conversation.transcript import Transcript
+from kvlingo_mlx.conversation.turn import Decoding, Part, Turn, thought_end, tokens_alone
+from kvlingo_mlx.conversation.use import claiming
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.generation import check_max_tokens
 from kvlingo_mlx.handover.responses import GenerationResponse
@@ -43,8 +38,7 @@ from kvlingo_mlx.handover.sampling import (
     given,
 )
 from kvlingo_mlx.loading.models import Model, load_together
-from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Message, check_tools
+from kvlingo_mlx.models.prompts import Message, check_json, check_tools
 
 __all__ = ["Conversation", "Stats", "Switch"]
 
@@ -64,7 +58,7 @@ class ResumeOptions(TypedDict, total=False):
     on_full: str
 
 
-class Conversation:
+class Conversation(State):
     """Several models over one context.
 
     Args:
@@ -137,138 +131,26 @@ class Conversation:
             raise ValueError(f"on_full is {on_full!r}; give {' or '.join(ON_FULL)}")
         if not models:
             raise ValueError("a conversation needs a model; give models={'name': model}")
-        if tools is not None:
-            _check_json(tools)
-        loaded = _loaded(models)
-        several = len(_by_tokenizer(loaded.values())) > 1
+        check_json(tools)
+        loaded = dict(zip(models, load_together(list(models.values())), strict=True))
+        several = len(by_tokenizer(loaded.values())) > 1
         rules = Rules(
             *(switching, on_missing, offload, prefill_step_size, allow_mismatch),
             *(quantize, native_layers),
         )
-        self.exchange = (CrossExchange if several else Exchange)(loaded, translators, rules)
-        self.eager, self._use, self._compared = eager, Use(), False
-        self.on_full = on_full
+        exchange = (CrossExchange if several else Exchange)(loaded, translators, rules)
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
         kind: type[Transcript] = CrossTranscript if several else Transcript
-        self.transcript = kind(start, verbatim=verbatim, switches=switches)
-
-    @property
-    def lines(self) -> Mapping[str, Line]:
-        """The models' lines, by name."""
-        return self.exchange.lines
-
-    @property
-    def last_switch(self) -> Switch | None:
-        """How many tokens the last answer's model lacked, and how it got them."""
-        return self.exchange.last
-
-    @property
-    def messages(self) -> list[Message]:
-        """Every message so far. They can be set; what precedes a change is not read again."""
-        return [dict(message) for message in self.transcript.messages]
-
-    @messages.setter
-    def messages(self, messages: Sequence[Message]) -> None:
-        with self._use.claimed():
-            listed = history_of(messages) if messages else []
-            made, rest = self.transcript.at(listed, self._same())
-            made.messages += rest
-            made.previous = self.transcript
-            self.transcript = made
-
-    def undo(self) -> None:
-        """Take back the last message and its answer; what came before is not read again.
-
-        If ``messages`` were set since the last answer, that change is taken back instead.
-
-        Raises:
-            ValueError: No model has answered yet, or an answer is still being written.
-        """
-        with self._use.claimed():
-            self.transcript = self.transcript.undo()
-
-    @checked
-    def truncate_answer(self, characters: int) -> None:
-        """Keep the first ``characters`` of the last answer, reasoning and marks counted.
-
-        The tokens that were written are kept. If the cut is inside a token, its remaining text is
-        encoded anew. :meth:`undo` takes back the whole answer.
-
-        Raises:
-            ValueError: The last message is not an answer of that many characters, or an answer is
-                still being written.
-        """
-        with self._use.claimed():
-            made = self.transcript.copy()
-            made.cut_answer([line.model for line in self.lines.values()], characters)
-            self.transcript = made
-
-    def _same(self) -> Callable[[Message, Message], bool]:
-        """A function that says whether a message is one of this conversation's own."""
-        models = _by_tokenizer([line.model for line in self.lines.values()])
-        return same_message([alike[0].tokenizer for alike in models])
-
-    def branch(self) -> Conversation:
-        """An independent conversation that goes on from here; models and arrays are shared.
-
-        The branch takes no memory of its own at first. When either conversation goes on, each
-        model's caches are copied once, for the one that writes first.
-
-        Raises:
-            ValueError: An answer is still being written.
-        """
-        with self._use.claimed():
-            made = copy.copy(self)
-            made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
-            made._use = Use()
-            return made
-
-    def close(self) -> None:
-        """Free all lines, in memory and on disk; models and saved conversations stay.
-
-        A closed conversation cannot be used, except for :attr:`messages` and :meth:`stats`.
-        Closing it again does nothing.
-
-        Raises:
-            ValueError: An answer is still being written.
-        """
-        if self._use.closed:
-            return
-        with self._use.claimed():
-            for line in self.lines.values():
-                line.clear()
-            self._use.close()
-
-    def __enter__(self) -> Self:
-        self._check_closed()
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        self.close()
-
-    def _check_closed(self) -> None:
-        """Raise ValueError if the conversation is closed, or an answer is being written."""
-        self._use.check()
+        super().__init__(exchange, kind(start, verbatim=verbatim, switches=switches))
+        self.eager, self.on_full, self._compared = eager, on_full, False
 
     def _compare_templates(self) -> None:
         """Warn, once, where chat templates differ so that nothing can be handed over."""
         alternated = self.exchange.rules.switching != "reprefill" and not self.transcript.verbatim
-        if self._compared or not alternated:
-            return
-        self._compared = True
-        for models in _by_tokenizer([line.model for line in self.lines.values()]):
-            if not (found := template_difference(models, self.transcript.switches)):
-                continue
-            one, other, position = found
-            warnings.warn(
-                f"the chat templates of {one.name} and {other.name} differ from token {position} "
-                "of a conversation on, so each switch reads what follows anew and translates none "
-                "of it; give verbatim=True (--verbatim) to keep the tokens as written",
-                stacklevel=5,
-            )
-
-    # ---- replies ----------------------------------------------------------------------------
+        if alternated and not self._compared:
+            self._compared = True
+            tell_of_templates(self.exchange.models, self.transcript.switches)
 
     @checked
     def reply(
@@ -340,145 +222,96 @@ class Conversation:
                 it.
             NotEnoughMemoryError: The prompt's caches do not fit; nothing has changed.
         """
-        known = given(options, DecodingOptions, "a conversation")
-        choice = choice_of(known, sampler, logits_processors)
-        check_max_tokens(max_tokens)
-        if first_token not in ("target", "source"):
-            raise ValueError(f"first_token is {first_token!r}; it must be target or source")
+        request = Request(
+            message,
+            messages,
+            prefill,
+            first_token,
+            reasoning,
+            max_tokens,
+            sampler,
+            logits_processors,
+            enable_thinking,
+            draft_model,
+            num_draft_tokens,
+            given(options, DecodingOptions, "a conversation"),
+        )
+        yield from tokens_alone(self._steps(name, request))
+
+    @claiming
+    def reply_in_steps(
+        self, name: str, request: Request
+    ) -> Generator[GenerationResponse | None, None, None]:
+        """Let a model answer, as :meth:`stream_reply`, for callers that do other work in between.
+
+        Yields None after a piece of work that brought no token: a chunk of the prompt that was read
+        or translated, or a line that followed the answer. With ``request.batch`` the answer is
+        decoded beside others, and None also means that the batch must make a step.
+        """
+        yield from self._steps(name, request)
+
+    def _steps(
+        self, name: str, request: Request
+    ) -> Generator[GenerationResponse | None, None, None]:
+        known, first, reasoning = request.options, request.first_token, request.reasoning
+        choice = choice_of(known, request.sampler, request.logits_processors)
+        check_max_tokens(request.max_tokens)
+        if first not in ("target", "source"):
+            raise ValueError(f"first_token is {first!r}; it must be target or source")
         self._compare_templates()
-        named = [n for n in (name, prefill, reasoning) if n is not None]
+        named = [n for n in (name, request.prefill, reasoning) if n is not None]
         for each in named:  # check all names before any model begins
             self.exchange.line(each)
-        asking = Asking(self.exchange, self.transcript, self._same(), self.on_full)
-        base, new = asking.begun(message, messages, enable_thinking, known.get("tools"))
+        asking = Asking(self.exchange, self.transcript, self.same(), self.on_full)
+        base, new = asking.begun(request)
         check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
-        alone = reasoning is None and first_token == "target"
-        draft = asking.draft(draft_model, alone=alone)
         decoding = Decoding(
             choice,
             base.switches.get("tools"),
             asking.quantised(named, known),
-            draft,
-            num_draft_tokens or 2,
+            asking.draft(request),
+            request.num_draft_tokens or 2,
+            request.batch,
         )
-        base, new = asking.fitting(base, new, named, max_tokens)
-        turn = asking.turn(base, named, new, max_tokens, decoding)
-        parts: list[tuple[str, int | None, str | None]] = [(name, None, None)]
+        base, new = asking.fitting(base, new, named, request.max_tokens)
+        turn = asking.turn(base, named, new, request.max_tokens, decoding)
+        parts = [Part(name)]
         if reasoning is not None:
-            parts.insert(0, (reasoning, None, thought_end(self.exchange.line(reasoning).model)))
-        if prefill is not None and first_token == "source":
-            parts.insert(0, (prefill, 1, None))
-        self._check_room(turn, named)
-        reader = prefill if first_token == "target" else None
-        latest = yield from self._answered(base, turn, parts, reader)
+            mark = thought_end(self.exchange.line(reasoning).model)
+            parts.insert(0, Part(reasoning, until=mark))
+        if request.prefill is not None and first == "source":
+            parts.insert(0, Part(request.prefill, most=1))
+        check_room({each: turn.length(each) for each in named}, self.lines)
+        reader = request.prefill if first == "target" else None
+        finish = functools.partial(self._finish, base, turn)
+        latest = yield from turn.answer_by(parts, reader, finish)
         if reasoning is not None and latest != name:
             warnings.warn(
-                f"the answer ended before {latest} ended a reasoning trace ({parts[-2][2]}), so "
+                f"the answer ended before {latest} ended a reasoning trace ({parts[-2].until}), so "
                 f"{name} wrote nothing of it; undo, and ask again without reasoning, with "
                 "thinking enabled, or with more max_tokens",
-                stacklevel=3,
+                stacklevel=4,
             )
 
-    def _answered(
-        self,
-        base: Transcript,
-        turn: Turn,
-        parts: Sequence[tuple[str, int | None, str | None]],
-        reader: str | None,
-    ) -> Generator[GenerationResponse, None, str]:
-        """Let the writers give an answer: each has a name, a token limit and an end mark.
-
-        The answer joins ``base``, which becomes the conversation. ``reader`` reads the prompt
-        before the writers begin. Returns the name of the last writer.
-        """
-        latest = name = parts[-1][0]
-        try:
-            if reader is not None:
-                turn.read(reader)
-            for index, (writer, most, until) in enumerate(parts, start=1):
-                if not turn.ended and turn.room(writer) > 0:
-                    latest = writer
-                    yield from turn.write(writer, most, until, last=index == len(parts))
-        except GeneratorExit:
-            if not self._use.over:
-                self._finish(base, turn, turn.said(name, cut=True))
-            raise
-        else:
-            self._finish(base, turn, turn.said(name, cut=False))
-        return latest
-
-    def _check_room(self, turn: Turn, names: Iterable[str]) -> None:
-        """Raise NotEnoughMemoryError if a prompt's caches do not fit; nothing has changed then."""
-        check_room({name: turn.length(name) for name in names}, self.lines)
-
-    def _finish(self, base: Transcript, turn: Turn, text: str) -> None:
+    def _finish(self, base: Transcript, turn: Turn, text: str) -> Steps:
         """Add the message and the answer to the conversation, and let the other lines follow."""
-        models = [line.model for line in self.lines.values()]
         turn.book(base, text)
         base.previous, own = self.transcript, self.transcript.switches
-        base.remember(models[0])
+        base.remember(self.exchange.models[0])
         if (characters := turn.stopped_at(text)) is not None:
-            base.cut_answer(models, characters)
+            base.cut_answer(self.exchange.models, characters)
         self.transcript = base
         eager = self.eager and self.exchange.rules.switching == "alternated"
         try:
             if eager:
                 here = [name for name, line in self.lines.items() if not line.away]
                 check_room(dict.fromkeys(here, len(base.tokens)), self.lines)
-            turn.follow(base, eager=eager)
+            yield from turn.follow(base, eager=eager)
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # The answer stays. The next switch will translate it, or say why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)
         finally:
             base.switches = dict(own)  # this reply's switches were for this reply only
-
-    # ---- memory -----------------------------------------------------------------------------
-
-    @checked
-    def offload(self, name: str, where: str = "8bit") -> int:
-        """Put a model's line away until that model is to answer; return the bytes freed.
-
-        Args:
-            name: The model's name.
-            where: ``8bit`` (in memory, rounded) or ``disk`` (exact, checked when it is read back).
-
-        Raises:
-            ValueError: There is no such model or place.
-            OSError: The file cannot be written; the line is as it was.
-        """
-        with self._use.claimed():
-            return self.exchange.put_away(name, where)
-
-    def stats(self) -> Stats:
-        """The contents of each line, and the memory that everything takes."""
-        return stats_of(self.exchange)
-
-    def measure_reprefill(self) -> float:
-        """Seconds that the last answer's model takes to read its whole prompt, measured now.
-
-        Compare this with the seconds of :attr:`last_switch`. A cache of the prompt's length is
-        made and dropped.
-
-        Raises:
-            ValueError: No model has answered yet.
-        """
-        with self._use.claimed():
-            return self.exchange.measure_reprefill()
-
-    # ---- on disk ----------------------------------------------------------------------------
-
-    @checked
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write everything except models and translators to a folder: all of it, or nothing.
-
-        A conversation that was saved there before is replaced.
-
-        Raises:
-            ValueError: ``folder`` exists and is not a saved conversation, or an answer is still
-                being written.
-        """
-        with self._use.claimed():
-            return folders.write(folder, self.exchange, self.transcript)
 
     @classmethod
     @checked
@@ -513,34 +346,8 @@ class Conversation:
                     f"{name} is what the saved conversation has; give it {', '.join(known)}"
                 )
         saved = folders.Saved(folder)
-        loaded = _loaded(models)
+        loaded = dict(zip(models, load_together(list(models.values())), strict=True))
         saved.check_models(loaded)
         talk = cls(loaded, translators, switching=saved.switching, **options)
         talk.transcript = saved.restore(talk.exchange)
         return talk
-
-
-def _loaded(models: Mapping[str, Model]) -> dict[str, LanguageModel]:
-    """The models, loaded, by name; a folder with two names is loaded once."""
-    keys = {n: id(m) if isinstance(m, LanguageModel) else os.fspath(m) for n, m in models.items()}
-    once = {keys[name]: model for name, model in models.items()}
-    loaded = dict(zip(once, load_together(list(once.values())), strict=True))
-    return {name: loaded[key] for name, key in keys.items()}
-
-
-def _by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
-    """The models, grouped by tokenizer."""
-    listed = list(models)
-    if len(listed) < 2:
-        return [listed]
-    found: dict[str, list[LanguageModel]] = {}
-    for model in listed:
-        found.setdefault(model.tokenizer_fingerprint, []).append(model)
-    return list(found.values())
-
-
-def _check_json(tools: object) -> None:
-    try:
-        json.dumps(tools)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"tools must be what JSON can hold ({error})") from None

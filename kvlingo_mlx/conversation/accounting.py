@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx
 
 import numpy as np
-from mlx.utils import tree_flatten
 
-from kvlingo_mlx.caches.memory import cache_bytes, caches_of, check
+from kvlingo_mlx import caches
+from kvlingo_mlx.caches.memory import cache_bytes, caches_of, check, weights_bytes
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.threads import unit
@@ -67,15 +67,14 @@ class Stats:
 @unit
 def stats_of(exchange: Exchange) -> Stats:
     """The memory that a conversation takes, once its lines' pending work is evaluated."""
-    for line in exchange.lines.values():
-        line.settle()
+    mx.eval([caches.arrays(line.resident) for line in exchange.lines.values()])
     others = [other for other in exchange.relatives if other is not exchange]
     lines = tuple(
         _line(line, [other.lines[name] for other in others])
         for name, line in exchange.lines.items()
     )
-    models = {id(line.model.model): line.model.model for line in exchange.lines.values()}
-    weights = sum(_nbytes(model) for model in models.values())
+    models = {id(line.model.model): line.model for line in exchange.lines.values()}
+    weights = sum(map(weights_bytes, models.values()))
     translators = {id(t): t.nbytes for t in exchange.directions.loaded.values()}
     total = weights + sum(translators.values())
     total += sum(line.cache_bytes + line.recording_bytes for line in lines)
@@ -121,10 +120,6 @@ def _line(line: Line, branched: Sequence[Line]) -> LineStats:
 def _buffers(line: Line) -> dict[int, int]:
     """Where the arrays of a line's caches lie in memory, and how many bytes each has."""
     bits = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32}  # NumPy has no bfloat16
-    views: list[Any] = [array.view(bits[array.itemsize]) for array in line.resident_arrays]
+    held = caches.arrays(line.resident)
+    views: list[Any] = [array.view(bits[array.itemsize]) for array in held]
     return {np.asarray(memoryview(view)).ctypes.data: view.nbytes for view in views if view.size}
-
-
-def _nbytes(model: nn.Module) -> int:
-    leaves = dict(tree_flatten(model.parameters())).values()
-    return sum(array.nbytes for array in {id(array): array for array in leaves}.values())

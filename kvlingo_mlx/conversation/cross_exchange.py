@@ -8,10 +8,11 @@ from typing import Any
 
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.exchange import Exchange, Step, no_translator
-from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.offers import (
     Known,
     Offer,
+    Offers,
     best,
     character,
     must_wait,
@@ -24,7 +25,6 @@ from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError, UnsupportedModelError
-from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
@@ -68,23 +68,16 @@ class CrossExchange(Exchange):
     # ---- switching ------------------------------------------------------------------------
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
-        """The lines from which ``line`` can translate token by token."""
         return [other for other in super()._sources(line, origin) if self._alike(line, other)]
 
-    def _offers(
-        self, line: Line, begun: int, length: int, known: Known | None
-    ) -> tuple[list[Offer], list[Offer]]:
-        """The offers of lines of other tokenizers, and those that lack only a translator.
-
-        ``length`` is the number of tokens that the line is to hold.
-        """
+    def _offers(self, line: Line, begun: int, length: int, known: Known | None) -> Offers:
         given: list[Offer] = []
         missing: list[Offer] = []
         if known is None or self.rules.switching == "reprefill":
             return given, missing
         target = known.target.rendering(length)
         for other in self.lines.values():
-            if self._alike(line, other):
+            if self._alike(line, other) or (other.name, line.name) in self.barred:
                 continue
             found = self.directions.stored(other.name, line.name) is not None
             for reading in known.others.get(self.key(other.name), ()):
@@ -93,42 +86,14 @@ class CrossExchange(Exchange):
                 (given if found else missing).extend(more)
         return given, missing if self.rules.on_missing == "error" else []
 
-    def _plan(
-        self,
-        line: Line,
-        tokens: Sequence[int],
-        begun: int,
-        origin: str | None,
-        known: Known | None = None,
-    ) -> list[Step]:
-        """The steps that bring the line from position ``begun`` to the end of ``tokens``.
-
-        Raises:
-            MissingTranslatorError: Other models wrote a part that cannot be translated.
-            UnsupportedModelError: Other models wrote a part, and this line's model cannot take over
-                from another tokenizer.
-        """
-        steps: list[Step] = []
-        given, missing = self._offers(line, begun, len(tokens), known)
-        while begun < len(tokens):
-            steps.append(self._step(line, tokens, begun, origin, given, missing))
-            begun = steps[-1].stop
-        return steps
-
-    def _step(
-        self,
-        line: Line,
-        tokens: Sequence[int],
-        begun: int,
-        origin: str | None,
-        given: Sequence[Offer],
-        missing: Sequence[Offer],
+    def _next(
+        self, line: Line, tokens: Sequence[int], begun: int, origin: str | None, offers: Offers
     ) -> Step:
-        """The step from position ``begun`` on: its source, and where it stops."""
+        given, missing = offers
         refused: MissingTranslatorError | None = None
         step = Step(None, begun)
         try:
-            step = self._next(line, tokens, begun, origin)
+            step = super()._next(line, tokens, begun, origin, offers)
         except MissingTranslatorError as error:
             refused = error
         if step.source is not None:
@@ -143,32 +108,14 @@ class CrossExchange(Exchange):
                 if not isinstance(line, PositionedLine):
                     check_positions(line.model)
                 raise no_translator(offer.source, line)
-        starts = [next_start(offers, begun) for offers in (given, missing)]
+        starts = [next_start(either, begun) for either in offers]
         return Step(None, min([step.stop, *(s for s in starts if s is not None)]))
-
-    def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> None:
-        """Append one step of a plan to a line."""
-        if step.alignment is None:
-            super()._take(line, step, tokens)
-            return
-        assert step.source is not None and isinstance(line, PositionedLine)
-        translator = self.directions.translator(step.source.name, line.name)
-        assert translator is not None
-        tell_of_length(translator.config, step.stop + 1)
-        line.take_across(
-            tokens[len(line) : step.stop],
-            step.alignment,
-            step.source,
-            translator,
-            self.rules.step_size,
-        )
 
     # ---- after an answer ------------------------------------------------------------------
 
-    @unit
     def follow_across(
         self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
-    ) -> None:
+    ) -> Steps:
         """Translate as much as possible of what each line lacks.
 
         The models read the text between translated contents themselves. Lines that were put away
@@ -181,7 +128,7 @@ class CrossExchange(Exchange):
         """
         for line in self.lines.values():
             reading = wanted.get(self.key(line.name))
-            if reading is None or line.away:
+            if reading is None or line.away or line.name in self.unfollowing:
                 continue
             tokens = reading.tokens
             if line.trim(line.common(tokens)) == len(tokens):
@@ -191,7 +138,7 @@ class CrossExchange(Exchange):
                 plan = self._plan(line, tokens, len(line), None, known)
             except (MissingTranslatorError, UnsupportedModelError):
                 continue
-            self._grow(line, _followed(plan, len(line), known), tokens, mark)
+            yield from self._grow(line, _followed(plan, len(line), known), tokens, mark)
 
     def _forget(self) -> None:
         """Do nothing: what a line of another tokenizer lacks is known only after the answer."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from kvlingo_mlx.conversation.reading import Reading, moved
@@ -12,7 +14,6 @@ from kvlingo_mlx.conversation.transcript import (
     by_difference,
     from_difference,
     whole_tokens,
-    written_stop,
 )
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message, render_text
@@ -22,43 +23,27 @@ NEXT = "\u2039next\u203a"  # stands for the user's next words, which are not kno
 UNKNOWN = Reading()
 
 
+@dataclass(eq=False, repr=False)
 class CrossTranscript(Transcript):
     """Messages, and for each tokenizer the tokens in which its models read and wrote them.
 
     Attributes:
         readings: By tokenizer fingerprint, the conversation as its models last held it. Messages
             since then, which a model of another tokenizer answered, are missing.
-        tokens: The tokens of the tokenizer that wrote last.
-        boundaries: The boundaries in these tokens.
+        latest: The tokenizer that wrote last; ``tokens`` and ``boundaries`` are of its reading.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[Message] = (),
-        *,
-        verbatim: bool = False,
-        switches: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(messages, verbatim=verbatim, switches=switches)
-        self.readings: dict[str, Reading] = {}
-        self.latest: str | None = None
+    readings: dict[str, Reading] = field(default_factory=dict)
+    latest: str | None = None
 
     def copy(self) -> Self:
-        """An independent copy."""
-        made = super().copy()
-        made.readings, made.latest = dict(self.readings), self.latest
-        return made
+        return replace(super().copy(), readings=dict(self.readings))
 
     def prompt(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
-        """The tokens up to the header of the answer to ``new``, by ``model``'s template.
-
-        Raises:
-            ValueError: The model has no template, or it does not take these messages.
-        """
         return self.reading(model, new).tokens
 
     def reading(self, model: LanguageModel, new: Sequence[Message]) -> Reading:
-        """The same prompt, with the places of its tokens and of the messages' contents.
+        """What :meth:`prompt` gives, with the places of its tokens and of the messages' contents.
 
         Raises:
             ValueError: As for :meth:`prompt`.
@@ -81,12 +66,6 @@ class CrossTranscript(Transcript):
         return before.prompt(
             model.tokenizer, text, contents, len(messages), max(agreeing, default=0)
         )
-
-    def _after(self, model: LanguageModel, last: int, messages: Sequence[Message]) -> str:
-        """The text that the template puts after an answer whose last token is ``last``."""
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
-        text = render_text(model, [*before, *messages], **self.switches).split(MARK, 1)[1]
-        return text[len(written_stop(model, last, text)) :]
 
     def ahead(self, model: LanguageModel) -> Reading | None:
         """The part that will be read whatever the user says next; None if it is unknown."""
@@ -149,7 +128,7 @@ class CrossTranscript(Transcript):
         last: dict[str, tuple[int, Reading]] = {}
         listed: list[dict[str, Any]] = []
         states = []
-        for state in (self, *self._history()):
+        for state in self._history():
             assert isinstance(state, CrossTranscript)
             numbers = {}
             for key, reading in state.readings.items():
@@ -185,25 +164,22 @@ class CrossTranscript(Transcript):
         for each in data["readings"]:
             before = UNKNOWN if each["before"] < 0 else readings[each["before"]]
             readings.append(Reading.from_json(each, before))
-        newest: Self | None = None
-        later: Self | None = None
+        states: list[Self] = []
         for state in data["states"]:
             made = cls(
                 from_difference(state, data["messages"]),
-                verbatim=data["verbatim"],
-                switches=data["switches"],
+                data["verbatim"],
+                dict(data["switches"]),
+                readings={key: readings[n] for key, n in state["readings"].items()},
             )
-            made.readings = {key: readings[n] for key, n in state["readings"].items()}
             made.held = max((reading.messages for reading in made.readings.values()), default=0)
             made._believe(state["latest"])
-            if later is None:
-                newest = made
-            else:
-                later.previous = made
-            later = made
-        if newest is None:
+            states.append(made)
+        if not states:
             raise ValueError("the transcript has no state")
-        return newest
+        for later, earlier in itertools.pairwise(states):
+            later.previous = earlier
+        return states[0]
 
     @classmethod
     def of_one(cls, one: Transcript, model: LanguageModel) -> Self:
@@ -212,7 +188,7 @@ class CrossTranscript(Transcript):
         Its tokens are kept. The places of contents in them were not saved, so models of other
         tokenizers read all of it themselves.
         """
-        made = cls(one.messages, verbatim=one.verbatim, switches=one.switches)
+        made = cls(list(one.messages), one.verbatim, dict(one.switches), held=one.held)
         if one.tokens:
             text, ends = written(model.tokenizer, one.tokens)
             held = one.messages[: one.held]
@@ -228,7 +204,6 @@ class CrossTranscript(Transcript):
             )
             made.readings = {model.tokenizer_fingerprint: reading}
             made._believe(model.tokenizer_fingerprint)
-        made.held = one.held
         if one.previous is not None:
             made.previous = cls.of_one(one.previous, model)
         return made

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.exchange import Switch
+from kvlingo_mlx.conversation.line import Steps
 from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
-from kvlingo_mlx.conversation.turn import Decoding, Turn
+from kvlingo_mlx.conversation.turn import Decoding, Part, Turn
 from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message
@@ -54,10 +55,9 @@ class CrossTurn(Turn):
         super().__init__(exchange, messages, prompt, mark, max_tokens, decoding)
 
     def length(self, name: str) -> int:
-        """The number of tokens of the prompt and the answer so far, by a model's tokenizer."""
         return len(self._reading(name).tokens)
 
-    def _begin(self, name: str) -> tuple[list[int], Switch]:
+    def _begin(self, name: str) -> Generator[None, None, tuple[list[int], Switch]]:
         key = self._across.key(name)
         reading = self._readings[key] = self._reading(name)
         known = Known(
@@ -69,37 +69,32 @@ class CrossTurn(Turn):
             },
         )
         tokens = reading.tokens
-        return tokens, self._across.bring(name, tokens[:-1], self._marks[key], known)
+        switch = yield from self._across.bring(name, tokens[:-1], self._marks[key], known)
+        return tokens, switch
 
-    def write(
-        self, name: str, most: int | None = None, until: str | None = None, *, last: bool = True
-    ) -> Iterator[GenerationResponse]:
-        """Let a model continue the answer, as in :meth:`Turn.write`."""
+    def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse | None]:
         begun = len(self.answer)
         try:
-            yield from super().write(name, most, until, last=last)
+            yield from super().write(part, last=last)
         except GeneratorExit:
-            self._add(name, self.answer[begun:])
+            self._add(part.name, self.answer[begun:])
             raise
-        self._add(name, self.answer[begun:])
+        self._add(part.name, self.answer[begun:])
 
     def said(self, name: str, *, cut: bool) -> str:
-        """The answer as text."""
         if len(self._wrote) > 1:
             return self._said
         # The model that was to finish may have another tokenizer and have written nothing yet.
         return super().said(self._writer or name, cut=cut)
 
     def book(self, transcript: Transcript, text: str) -> None:
-        """Add the question and the answer ``text`` to the conversation."""
         assert transcript is self._transcript
         said = {"role": "assistant", "content": text}
         names = {self._across.key(name): name for name in self._across.lines}
         readings = {key: self._reading(names[key]) for key in self._readings}
         self._transcript.book([*self.messages, said], readings, self._latest)
 
-    def follow(self, transcript: Transcript, *, eager: bool) -> None:
-        """Bring the other lines up to date with the booked answer."""
+    def follow(self, transcript: Transcript, *, eager: bool) -> Steps:
         assert isinstance(transcript, CrossTranscript)
         wanted = {}
         for name in self._across.lines:
@@ -110,7 +105,7 @@ class CrossTurn(Turn):
                 )
         others = {key: [transcript.readings[key]] for key in transcript.readings}
         if eager:
-            self._across.follow_across(wanted, others, self._marks[self._latest])
+            yield from self._across.follow_across(wanted, others, self._marks[self._latest])
         self._across.forget(wanted, others)
 
     # ---- the answer in other tokens -------------------------------------------------------

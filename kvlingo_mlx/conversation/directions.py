@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from kvlingo_mlx.conversation.rules import Rules
+from kvlingo_mlx.conversation.rules import Rules, by_tokenizer
 from kvlingo_mlx.errors import (
     IncompatibleTranslatorError,
     MissingTranslatorError,
@@ -52,7 +52,7 @@ class Directions:
     def _assign(self, translator: Translator, *, exact: bool) -> None:
         """Assign a translator to the directions that it serves; exact matches come first."""
         config = translator.config
-        if len({model.tokenizer_fingerprint for model in self._models.values()}) == 1:
+        if len(by_tokenizer(self._models.values())) == 1:
             check_one_tokenizer(config, "a conversation of one tokenizer")
         tolerance = self._rules.allow_mismatch and not exact
         pairs = [

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.conversation.recording import Recording
 from kvlingo_mlx.conversation.spans import Span, common_prefix, cut, grown
-from kvlingo_mlx.conversation.storage import PUT, Storage, alike
+from kvlingo_mlx.conversation.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover import hybrid
 from kvlingo_mlx.models import capture
@@ -24,6 +25,7 @@ from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translators.base import Translator
 
 Listening = Callable[[], contextlib.AbstractContextManager[None]]
+Steps = Generator[None, None, None]  # work; between two steps others may use the models
 Mark = tuple[int, list[Any]]  # a length, and copies of the ring caches at that length
 MARKS = 2  # marks that are kept: one before the last message, one after it
 
@@ -75,14 +77,14 @@ class Line:
     def copy(self) -> Line:
         """An independent copy, which takes no memory until one of the two lines writes."""
         made = type(self)(self.name, self.model, records=self.records)
-        made._caches = [_copy(cache) for cache in self._caches]
+        made._caches = [caches.shared(cache) for cache in self._caches]
         made.tokens, made.spans = list(self.tokens), list(self.spans)
         made.native, made._marks, made._away = self.native.copy(), list(self._marks), self._away
         return made
 
     def copies(self) -> list[Any]:
         """Copies of the model's caches; growing or quantising them does not change the line."""
-        return [_copy(cache) for cache in self.cache]
+        return [caches.shared(cache) for cache in self.cache]
 
     def common(self, tokens: Sequence[int]) -> int:
         """The number of leading tokens that the line shares with ``tokens``."""
@@ -103,17 +105,16 @@ class Line:
         return self._away is not None
 
     @property
-    def cache_bytes(self) -> int:
-        """Bytes of memory that the line's caches take, wherever they are."""
+    def resident(self) -> list[Any]:
+        """Its caches, and those of its marks; they have no arrays while these are put away."""
         marked = [ring for _, rings in self._marks for ring in rings if ring is not None]
-        away = 0 if self._away is None else self._away.nbytes
-        return caches.nbytes([*self._caches, *marked]) + away
+        return [*self._caches, *marked]
 
     @property
-    def resident_arrays(self) -> list[mx.array]:
-        """The arrays of its caches and of its marks that are in memory as they are."""
-        marked = [ring for _, rings in self._marks for ring in rings if ring is not None]
-        return caches.arrays([*self._caches, *marked])
+    def cache_bytes(self) -> int:
+        """Bytes of memory that the line's caches take, wherever they are."""
+        away = 0 if self._away is None else self._away.nbytes
+        return caches.nbytes(self.resident) + away
 
     def arrays(self) -> dict[str, mx.array]:
         """The arrays of the line's caches and marks by name, wherever they are."""
@@ -138,16 +139,11 @@ class Line:
         if self._away is None and self.tokens:
             self._away = PUT[place](self.arrays())
             # Copies, since a branch may hold the caches themselves.
-            self._caches = [_copy(cache) for cache in self._caches]
-            self._marks = [(n, [c and _copy(c) for c in rings]) for n, rings in self._marks]
+            self._caches = [caches.shared(cache) for cache in self._caches]
+            self._marks = [(n, [c and caches.shared(c) for c in rings]) for n, rings in self._marks]
             for _, cache, side in self._places():
                 setattr(cache, side, None)
         return self._away
-
-    @unit
-    def settle(self) -> None:
-        """Evaluate everything that the line holds."""
-        mx.eval(caches.arrays(self._caches))
 
     def recall(self) -> None:
         """Begin to bring the line's arrays back, and return at once."""
@@ -175,7 +171,7 @@ class Line:
         marked = [length for length, _ in self._marks]
         if not any(map(caches.is_ring, self._caches)) or len(self) in (0, *marked):
             return  # before ``self.cache``, which would bring stored arrays back
-        rings = [_copy(cache) if caches.is_ring(cache) else None for cache in self.cache]
+        rings = [caches.shared(cache) if caches.is_ring(cache) else None for cache in self.cache]
         self._marks = [*self._marks, (len(self), rings)][-MARKS:]
 
     def kept(self, length: int) -> int:
@@ -194,23 +190,35 @@ class Line:
     def trim(self, length: int) -> int:
         """Drop the tokens from :meth:`kept` of ``length`` on; return how many are left."""
         kept = self.kept(length)
-        if kept == len(self):
-            return kept
-        if not kept:
-            self.clear()
-            return 0
-        if can_trim_prompt_cache(self._caches):
-            trim_prompt_cache(self._caches, len(self) - kept)
-        else:
-            self._back_to_mark(kept)
-        self._cut(kept)
+        if kept < len(self):
+            self._shorten(kept)
         return kept
+
+    def _shorten(self, length: int) -> None:
+        """End all caches, some of which may be longer than others, at ``length``.
+
+        Where they cannot, the line goes back to the last mark before, or to nothing.
+        """
+        beyond = [cache.offset - length for cache in self._caches]
+        both = list(zip(beyond, self._caches, strict=True))
+        marks = [mark for mark, _ in self._marks if mark <= length]
+        if not length or min(beyond) < 0:
+            self.clear()
+        elif all(not more or cache.is_trimmable() for more, cache in both):
+            for more, cache in both:
+                cache.trim(more)
+            self._cut(length)
+        elif marks:
+            self._back_to_mark(marks[-1])
+            self._cut(marks[-1])
+        else:
+            self.clear()
 
     def _back_to_mark(self, length: int) -> None:
         own = self.cache
         for index, ring in enumerate(dict(self._marks)[length]):
             if ring is not None:
-                own[index] = _copy(ring)
+                own[index] = caches.shared(ring)
             else:
                 own[index].trim(own[index].offset - length)
 
@@ -227,50 +235,36 @@ class Line:
         try:
             yield
         except BaseException:
-            self._take_back()
+            self.take_back()
             raise
 
     @unit
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """Take back what some caches have written beyond the tokens, and the states kept of it.
 
         The rest is evaluated here, since no other thread can do that.
         """
-        self.native.trim(len(self))
-        self._shorten()
+        self._shorten(len(self))
         try:
             mx.eval(caches.arrays(self._caches))
         except RuntimeError:  # perhaps this failing evaluation was the interruption
             self.clear()
 
-    def _shorten(self) -> None:
-        beyond = [cache.offset - len(self) for cache in self._caches]
-        both = list(zip(beyond, self._caches, strict=True))
-        if any(more < 0 for more in beyond):
-            self.clear()
-        elif all(not more or cache.is_trimmable() for more, cache in both):
-            for more, cache in both:
-                cache.trim(more)
-        elif marks := [length for length, _ in self._marks]:
-            self._back_to_mark(marks[-1])
-            self._cut(marks[-1])
-        else:
-            self.clear()
-
     # ---- growing --------------------------------------------------------------------------
 
-    def read(self, tokens: Sequence[int], step_size: int) -> None:
-        """Run ``tokens`` after the line's own, in chunks."""
+    def read(self, tokens: Sequence[int], step_size: int) -> Steps:
+        """Run ``tokens`` after the line's own; each chunk is a step."""
         ear = self._ear()
-        with self.whole(), mx.stream(generation_stream):
+        with self.whole():
             for start in range(0, len(tokens), step_size):
                 chunk = list(tokens[start : start + step_size])
-                with working():
+                with working(), mx.stream(generation_stream):
                     with _listening(ear):
                         self.model.model(mx.array(chunk)[None], cache=self.cache)
                     mx.eval([c.state for c in self.cache])
                     self.wrote(chunk, ear)
                     mx.clear_cache()
+                yield
 
     @contextlib.contextmanager
     def decoding(self, first: int) -> Iterator[tuple[list[int], Listening]]:
@@ -305,10 +299,28 @@ class Line:
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name)
 
+    @unit
+    def adopt(self, tokens: Sequence[int], cache: list[Any], parts: Sequence[KVStates]) -> None:
+        """Go on with caches in which the model has run ``tokens`` after the line's own.
+
+        ``parts`` are the states that it wrote of them, in order; none if the line records none.
+
+        Raises:
+            RuntimeError: The number of recorded tokens differs.
+        """
+        written = sum(part.num_tokens for part in parts)
+        if self.records and written != len(tokens):
+            raise RuntimeError(f"{written} tokens were recorded, not {len(tokens)}")
+        self._caches, start = cache, len(self)
+        for part in parts:
+            self.native.add(replace(part, start=start))
+            start += part.num_tokens
+        self.tokens += tokens
+        self.spans = grown(self.spans, len(self), self.name)
+
     def _ear(self) -> capture.Ear | None:
         return capture.Ear(self.model) if self.records else None
 
-    @unit
     def take_over(
         self,
         tokens: Sequence[int],
@@ -319,30 +331,34 @@ class Line:
         *,
         native_layers: int = 0,
         keep: bool = False,
-    ) -> None:
+    ) -> Steps:
         """Append what another line's model wrote of ``tokens``, translated, without waiting for it.
 
-        ``states`` begin where this line ends. The first ``native_layers`` layers read the tokens
-        themselves. ``keep`` records the translation as this model's own, for a later translation.
+        Each chunk is a step. ``states`` begin where this line ends. The first ``native_layers``
+        layers read the tokens themselves. ``keep`` records the translation as this model's own,
+        for a later translation.
         """
         upper = translator.above(native_layers)
         kept = self.model.geometry.first_kept(len(self) + len(tokens))
-        with self.whole(), mx.stream(generation_stream):
+        spans = list(source.spans)
+        with self.whole():
             # A ring whose window begins beyond this line's end takes its window in one piece.
             passed = min((first for first in kept if first > len(self)), default=states.end)
             for start in (*range(states.start, passed, step_size), passed):
                 if start == states.end:
                     break
                 stop = states.end if start == passed else min(start + step_size, passed)
-                part = states.part(start, stop)
-                if native_layers:  # without native layers, a stored line may still be on its way
-                    own = tokens[start - states.start : stop - states.start]
-                    hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
-                moved = capture.move(part, source.model, translator.config.capture)
-                self._append(upper(moved, kept), keep)
+                with working(), mx.stream(generation_stream):
+                    part = states.part(start, stop)
+                    if native_layers:  # without them, a stored line may still be on its way
+                        own = tokens[start - states.start : stop - states.start]
+                        hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
+                    moved = capture.move(part, source.model, translator.config.capture)
+                    self._append(upper(moved, kept), keep)
+                yield
             begun = len(self)
             self.tokens += tokens
-            for span in source.spans:  # its own spans only, unless switching is naive
+            for span in spans:  # the source's own spans only, unless switching is naive
                 if span.stop > begun:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)
@@ -354,7 +370,7 @@ class Line:
         caches.append(self.cache, translated, self.model)
         kept: Sequence[mx.array] = ()
         if keep:
-            states = _cast(translated.states(len(self.cache)), self.model.cache_dtype)
+            states = translated.states(len(self.cache), self.model.cache_dtype)
             self.native.add(states)
             kept = states.arrays
         mx.async_eval(caches.arrays(self.cache), kept)
@@ -404,20 +420,5 @@ class Line:
         self._caches, self.tokens, self.spans = made, tokens, spans
 
 
-def _cast(states: KVStates, dtype: mx.Dtype) -> KVStates:
-    keys, values = (tuple(a.astype(dtype) for a in side) for side in (states.keys, states.values))
-    return KVStates(keys, values, states.capture, states.start)
-
-
 def _listening(ear: capture.Ear | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if ear is None else ear.listening()
-
-
-def _copy(cache: Any) -> Any:
-    """A cache that shares its present arrays with another, and grows independently."""
-    made = object.__new__(type(cache))
-    made.__dict__ = dict(vars(cache))
-    for name, value in vars(cache).items():
-        if isinstance(value, mx.array):
-            made.__dict__[name] = alike(value)
-    return made

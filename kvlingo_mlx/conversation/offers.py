@@ -13,6 +13,7 @@ from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, TokenAlignment, align
 from kvlingo_mlx.tokenization.renderings import Rendering
 
+Offers = tuple[Sequence["Offer"], Sequence["Offer"]]  # offers, and those without a translator
 Run = tuple[int, int]  # positions from the first up to, not including, the second
 EMPTY = np.zeros((0, 4), np.int64)
 
@@ -91,22 +92,18 @@ def offered(
 
 def recorded(line: Line) -> list[Run]:
     """The positions of which a line keeps the states that its model's projections wrote."""
-    return _joined([(part.start, part.end) for part in line.native.parts])
+    joined: list[Run] = []
+    for part in line.native.parts:
+        if joined and joined[-1][1] == part.start:
+            joined[-1] = joined[-1][0], part.end
+        else:
+            joined.append((part.start, part.end))
+    return joined
 
 
 def wrote_itself(line: Line) -> list[Run]:
     """The positions that a line's own model ran."""
-    return _joined([(span.start, span.stop) for span in line.spans if not span.passes])
-
-
-def _joined(runs: Sequence[Run]) -> list[Run]:
-    joined: list[Run] = []
-    for start, stop in runs:
-        if joined and joined[-1][1] == start:
-            joined[-1] = joined[-1][0], stop
-        else:
-            joined.append((start, stop))
-    return joined
+    return [(span.start, span.stop) for span in line.spans if not span.passes]
 
 
 def best(offers: Sequence[Offer], position: int) -> tuple[Offer, TokenAlignment] | None:

@@ -30,7 +30,6 @@ class PositionedLine(Line):
     """A line that need not have one entry per token; its model has no windows."""
 
     def clear(self) -> None:
-        """Empty the line."""
         super().clear()
         self._entries = [0]
 
@@ -38,7 +37,6 @@ class PositionedLine(Line):
         return positioned(super()._empty())
 
     def copy(self) -> PositionedLine:
-        """An independent copy."""
         made = super().copy()
         assert isinstance(made, PositionedLine)
         made._entries = list(self._entries)
@@ -65,23 +63,16 @@ class PositionedLine(Line):
             length -= 1
         return length
 
-    def trim(self, length: int) -> int:
-        """Drop the tokens from :meth:`kept` of ``length`` on; return how many are left."""
-        kept = self.kept(length)
-        if not kept and len(self):
+    def _shorten(self, length: int) -> None:
+        if length:
+            shorten(self._caches, length, self.entries[length])
+            self._cut(length)
+        else:
             self.clear()
-        elif kept < len(self):
-            shorten(self._caches, kept, self.entries[kept])
-            self._cut(kept)
-        return kept
 
     def _cut(self, length: int) -> None:
         super()._cut(length)
         self._entries = self._entries[: length + 1]
-
-    def _take_back(self) -> None:
-        self._entries = self._entries[: len(self) + 1]
-        shorten(self._caches, len(self), self.entries[len(self)])
 
     # ---- growing --------------------------------------------------------------------------
 
@@ -126,7 +117,6 @@ class PositionedLine(Line):
     # ---- as numbers -----------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """Everything except the arrays, for JSON."""
         return super().facts() | {"entries": self.entries}
 
     def restore(self, facts: Mapping[str, Any], arrays: Mapping[str, mx.array]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.tokenization.alignment import NO_END, Cuts, Span
 from kvlingo_mlx.tokenization.renderings import Rendering, bare, content_parts, written
 
@@ -166,8 +167,9 @@ class Reading:
 
     def to_json(self, before: Reading) -> dict[str, Any]:
         """The whole reading as a difference to ``before``; there is no answer in progress."""
-        tokens, text = _shared(self.tokens, before.tokens), _shared(self.text, before.text)
-        ends = _shared(self.ends.tolist(), before.ends.tolist())
+        tokens = common_prefix(self.tokens, before.tokens)
+        text = common_prefix(self.text, before.text)
+        ends = common_prefix(self.ends.tolist(), before.ends.tolist())
         return {
             "messages": self.messages,
             "boundaries": self.boundaries,
@@ -229,10 +231,3 @@ def _spelled(
             rest = bare(tokenizer, text[start:])
             ids, places = rest.ids, np.where(rest.ends == NO_END, NO_END, rest.ends + start)
     return [*tokens, *ids.tolist()], np.concatenate([ends, places])
-
-
-def _shared(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """The number of leading elements that two sequences share."""
-    return next(
-        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-    )

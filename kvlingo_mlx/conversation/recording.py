@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -10,11 +11,11 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx.models.states import KVStates
 
 
+@dataclass
 class Recording:
     """Spans of one model's own states, in order of position; there may be gaps between them."""
 
-    def __init__(self) -> None:
-        self.parts: list[KVStates] = []
+    parts: list[KVStates] = field(default_factory=list)
 
     def add(self, states: KVStates) -> None:
         """Keep a span that begins where the last one ended, or later."""
@@ -57,9 +58,7 @@ class Recording:
 
     def copy(self) -> Recording:
         """An independent copy that shares the arrays."""
-        made = Recording()
-        made.parts = list(self.parts)
-        return made
+        return Recording(list(self.parts))
 
     def arrays(self) -> dict[str, mx.array]:
         """All arrays by name: part, side, layer."""

@@ -160,7 +160,6 @@ def _pattern(value: Any, where: str) -> re.Pattern[str]:
 
 
 def _last_of_user(messages: Sequence[Message]) -> str:
-    """The text of the last user message."""
     said = (m.get("content") for m in reversed(messages) if m.get("role") == "user")
     text = next(said, "")
     return text if isinstance(text, str) else ""

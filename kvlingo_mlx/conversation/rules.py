@@ -1,15 +1,24 @@
-"""The rules by which a conversation's models take over from one another."""
+"""The rules by which a conversation's models take over from one another, and what these can do."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
 
 SWITCHING = ("alternated", "naive", "reprefill")
 ON_MISSING = ("error", "reprefill")
+SAMPLE = [
+    {"role": "user", "content": "One."},
+    {"role": "assistant", "content": "Two."},
+    {"role": "user", "content": "Three."},
+]
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class Rules:
                 raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
         if self.step_size < 1:
             raise ValueError(f"prefill_step_size is {self.step_size}; it must be at least 1")
-        if len({model.tokenizer_fingerprint for model in models.values()}) > 1:
+        if len(by_tokenizer(models.values())) > 1:
             self._check_across()
         self._check_layers(models)
         if self.switching == "naive":
@@ -78,3 +87,46 @@ class Rules:
             )
         if self.native_layers not in (None, 0):
             raise ValueError("native_layers cannot be used between two tokenizers; leave it out")
+
+
+def by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
+    """The models, grouped by tokenizer."""
+    listed = list(models)
+    if len(listed) < 2:
+        return [listed]
+    found: dict[str, list[LanguageModel]] = {}
+    for model in listed:
+        found.setdefault(model.tokenizer_fingerprint, []).append(model)
+    return list(found.values())
+
+
+def tell_of_templates(models: Iterable[LanguageModel], switches: Mapping[str, Any]) -> None:
+    """Warn where chat templates differ so that models of one tokenizer can hand nothing over."""
+    for alike in by_tokenizer(models):
+        if found := template_difference(alike, switches):
+            one, other, position = found
+            warnings.warn(
+                f"the chat templates of {one.name} and {other.name} differ from token {position} "
+                "of a conversation on, so each switch reads what follows anew and translates none "
+                "of it; give verbatim=True (--verbatim) to keep the tokens as written",
+                stacklevel=6,
+            )
+
+
+def template_difference(
+    models: Iterable[LanguageModel], switches: Mapping[str, Any]
+) -> tuple[LanguageModel, LanguageModel, int] | None:
+    """Two models whose chat templates render a sample differently, and the first such token.
+
+    Tokens of one model's line beyond that position are of no use to the other, which reads anew.
+    """
+    first, *others = models
+    try:
+        expected = encode(first, SAMPLE, **switches)
+        found = [(other, encode(other, SAMPLE, **switches)) for other in others]
+    except ValueError:
+        return None  # a template's error is reported when real messages are rendered
+    for other, tokens in found:
+        if tokens != expected:
+            return first, other, common_prefix(expected, tokens)
+    return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def cut(spans: Sequence[Span], length: int) -> list[Span]:
     return [replace(s, stop=min(s.stop, length)) for s in spans if s.start < length]
 
 
-def common_prefix(a: Sequence[int] | str, b: Sequence[int] | str) -> int:
-    """The number of leading tokens, or characters, that two sequences share."""
+def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """The number of leading elements (tokens, characters, messages) that two sequences share."""
     shorter = min(len(a), len(b))
     if a[:shorter] == b[:shorter]:  # eight times as fast as the loop
         return shorter

@@ -34,7 +34,7 @@ Arrays = Mapping[str, mx.array]
 
 
 class Storage(Protocol):
-    """Arrays that were put away.
+    """Arrays that were put away; unless a place says otherwise, there is nothing to wait for.
 
     Attributes:
         place: The place where they are to be stored.
@@ -68,7 +68,7 @@ class Storage(Protocol):
         """
 
 
-class Quantised:
+class Quantised(Storage):
     """Arrays in memory with 8 bits and groups of 64 numbers; they come back rounded.
 
     The codes are symmetric about zero, unlike MLX's own. The largest number of a group comes back
@@ -86,12 +86,6 @@ class Quantised:
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for parts in self._parts.values() for part in parts)
-
-    def settle(self) -> None:
-        pass
-
-    def recall(self) -> None:
-        pass  # the graph that uses the arrays also widens them
 
     def take(self) -> dict[str, mx.array]:
         found = {}
@@ -168,7 +162,7 @@ class File:
     def take(self) -> dict[str, mx.array]:
         if (here := self._here) is not None:
             # Separate array objects: a cache changes its arrays in place, and branches share these.
-            return {name: alike(array) for name, array in here.items()}
+            return {name: array[...] for name, array in here.items()}
         self.recall()
         assert self._read is not None
         reading, self._read = self._read, None  # frees the read data as soon as possible
@@ -177,11 +171,6 @@ class File:
 
 
 PUT: dict[str, Callable[[Arrays], Storage]] = {"8bit": Quantised, "disk": File}
-
-
-def alike(array: mx.array) -> mx.array:
-    """An array that shares another's memory until one of them is written to."""
-    return array[...]
 
 
 # ---- files ------------------------------------------------------------------------------

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.handover.answers import Parts, divided
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.prompts import Message, encode, render_text
+from kvlingo_mlx.models.prompts import Message, render_text
 from kvlingo_mlx.tokenization.alignment import NO_END
 from kvlingo_mlx.tokenization.renderings import written
 
 Same = Callable[[Message, Message], bool]  # whether our message and a given one are the same
 MARK = "\u2039answer\u203a"  # a text that no conversation holds, in place of an answer
-SAMPLE = [
-    {"role": "user", "content": "One."},
-    {"role": "assistant", "content": "Two."},
-    {"role": "user", "content": "Three."},
-]
 
 
+@dataclass(eq=False, repr=False)
 class Transcript:
     """Messages, and the tokens in which they were read and written.
 
@@ -33,36 +31,33 @@ class Transcript:
 
     Attributes:
         messages: Every message so far.
-        held: The number of messages that :attr:`tokens` cover; later messages were set, not read.
-        tokens: The tokens of the conversation as it was last read and written.
-        boundaries: Lengths of ``tokens`` at which a prompt or an answer ended.
         verbatim: Whether to continue from the written tokens.
         switches: The chat template's switches (``enable_thinking``, ``tools``).
-        previous: The transcript before the last exchange, or None.
+        tokens: The tokens of the conversation as it was last read and written.
+        boundaries: Lengths of ``tokens`` at which a prompt or an answer ended.
+        held: The number of messages that ``tokens`` cover; later messages were set, not read.
         spelled: Answers, and the tokens in which models wrote them; all copies share it.
+        previous: The transcript before the last exchange, or None.
     """
 
-    def __init__(
-        self,
-        messages: Sequence[Message] = (),
-        *,
-        verbatim: bool = False,
-        switches: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.messages: list[Message] = list(messages)
-        self.held = 0
-        self.spelled: dict[str, list[int]] = {}
-        self.tokens: list[int] = []
-        self.boundaries: list[int] = []
-        self.verbatim, self.switches = verbatim, dict(switches or {})
-        self.previous: Transcript | None = None
+    messages: list[Message] = field(default_factory=list)
+    verbatim: bool = False
+    switches: dict[str, Any] = field(default_factory=dict)
+    tokens: list[int] = field(default_factory=list)
+    boundaries: list[int] = field(default_factory=list)
+    held: int = 0
+    spelled: dict[str, list[int]] = field(default_factory=dict)
+    previous: Transcript | None = None
 
     def copy(self) -> Self:
         """An independent copy."""
-        made = type(self)(self.messages, verbatim=self.verbatim, switches=self.switches)
-        made.tokens, made.boundaries = list(self.tokens), list(self.boundaries)
-        made.previous, made.held, made.spelled = self.previous, self.held, self.spelled
-        return made
+        return replace(
+            self,
+            messages=list(self.messages),
+            switches=dict(self.switches),
+            tokens=list(self.tokens),
+            boundaries=list(self.boundaries),
+        )
 
     def undo(self) -> Transcript:
         """The transcript before the last exchange.
@@ -80,10 +75,8 @@ class Transcript:
         States are the present one, and those before each exchange or change. ``same`` compares
         messages.
         """
-        found: Transcript = type(self)(verbatim=self.verbatim, switches=self.switches)
-        found.spelled = self.spelled
-        states: list[Transcript] = [self, *self._history()]
-        for state in states:
+        found: Transcript = type(self)(verbatim=self.verbatim, spelled=self.spelled)
+        for state in self._history():
             length = len(state.messages)
             if len(found.messages) < length <= len(messages) and all(
                 map(same, state.messages, messages)
@@ -100,7 +93,8 @@ class Transcript:
         """
         messages = [*self.messages, *new]
         if self.verbatim and self.tokens:
-            return self.tokens + self._continuation(model, messages[self.held :])
+            rest = self._after(model, self.tokens[-1], messages[self.held :])
+            return self.tokens + _encode(model, rest)
         text = render_text(model, messages, **self.switches)
         for boundary in (*sorted(self.boundaries, reverse=True), 0):
             written = model.tokenizer.decode(self.tokens[:boundary])
@@ -156,11 +150,11 @@ class Transcript:
         before, found, _ = render_text(model, marked, **self.switches).partition(MARK)
         return len(before) if found else None
 
-    def _continuation(self, model: LanguageModel, new: Sequence[Message]) -> list[int]:
-        """The tokens that the template puts after an answer: its end, and the ``new`` messages."""
+    def _after(self, model: LanguageModel, last: int, new: Sequence[Message]) -> str:
+        """The text that the template puts after an answer whose last token is ``last``."""
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}]
         text = render_text(model, [*before, *new], **self.switches).split(MARK, 1)[1]
-        return _encode(model, text[len(written_stop(model, self.tokens[-1], text)) :])
+        return text[len(_written_stop(model, last, text)) :]
 
     def end_of_messages(
         self, model: LanguageModel, new: Sequence[Message], prompt: Sequence[int]
@@ -234,8 +228,8 @@ class Transcript:
     # ---- as JSON --------------------------------------------------------------------------
 
     def _history(self) -> Iterator[Transcript]:
-        """The states before the last exchange, before the one before it, and so on."""
-        state = self.previous
+        """This state, that before the last exchange, that before the one before it, and so on."""
+        state: Transcript | None = self
         while state is not None:
             yield state
             state = state.previous
@@ -243,7 +237,7 @@ class Transcript:
     def to_json(self) -> dict[str, Any]:
         """The whole transcript with its undo history; earlier states as differences."""
         earlier, later = [], self.tokens
-        for state in self._history():
+        for state in itertools.islice(self._history(), 1, None):
             shared = common_prefix(state.tokens, later)
             earlier.append(
                 {
@@ -269,29 +263,33 @@ class Transcript:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Transcript:
         """The transcript that :meth:`to_json` described, perhaps in an older version."""
-        made = cls(data["messages"], verbatim=data["verbatim"], switches=data["switches"])
-        made.tokens, made.boundaries = list(data["tokens"]), list(data["boundaries"])
+        made = cls(
+            list(data["messages"]),
+            data["verbatim"],
+            dict(data["switches"]),
+            list(data["tokens"]),
+            list(data["boundaries"]),
+            spelled={text: list(map(int, ids)) for text, ids in data.get("spelled", {}).items()},
+        )
         made.held = int(data.get("held", len(made.messages) if made.tokens else 0))
-        made.spelled = {text: list(map(int, ids)) for text, ids in data.get("spelled", {}).items()}
         state = made
         for fact in data["earlier"]:
             before = cls(
                 from_difference(fact, made.messages),
-                verbatim=made.verbatim,
-                switches=made.switches,
+                made.verbatim,
+                dict(made.switches),
+                state.tokens[: fact["shared"]] + fact["tokens"],
+                list(fact["boundaries"]),
+                spelled=made.spelled,
             )
-            before.tokens = state.tokens[: fact["shared"]] + fact["tokens"]
-            before.boundaries, before.spelled = list(fact["boundaries"]), made.spelled
             before.held = int(fact.get("held", len(before.messages) if before.tokens else 0))
-            state.previous = before
-            state = before
+            state.previous, state = before, before
         return made
 
 
 def by_difference(messages: Sequence[Message], later: Sequence[Message]) -> dict[str, Any]:
     """The messages as a difference to those of a later state, for JSON."""
-    pairs = zip(messages, later, strict=False)
-    shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(messages), len(later)))
+    shared = common_prefix(messages, later)
     found: dict[str, Any] = {"messages": shared}
     return found | ({"own": list(messages[shared:])} if shared < len(messages) else {})
 
@@ -373,26 +371,7 @@ def whole_tokens(
     return list(ids[: ended[-1] + 1]), int(ends[ended[-1]]) - mark
 
 
-def template_difference(
-    models: Iterable[LanguageModel], switches: Mapping[str, Any]
-) -> tuple[LanguageModel, LanguageModel, int] | None:
-    """Two models whose chat templates render a sample differently, and the first such token.
-
-    Tokens of one model's line beyond that position are of no use to the other, which reads anew.
-    """
-    first, *others = models
-    try:
-        expected = encode(first, SAMPLE, **switches)
-        found = [(other, encode(other, SAMPLE, **switches)) for other in others]
-    except ValueError:
-        return None  # a template's error is reported when real messages are rendered
-    for other, tokens in found:
-        if tokens != expected:
-            return first, other, common_prefix(expected, tokens)
-    return None
-
-
-def written_stop(model: LanguageModel, last: int, text: str) -> str:
+def _written_stop(model: LanguageModel, last: int, text: str) -> str:
     """The text of an answer's ``last`` token if that is a stop that begins ``text``, else "".
 
     The template puts ``text`` after the answer. Another model may have written the answer and stop

@@ -187,6 +187,7 @@ def first_tokens(
     conditions: Sequence[Condition],
     questions: Sequence[Task],
     outcomes: Sequence[Outcome],
+    trials: int = 5,
 ) -> tuple[int, dict[str, list[float]]]:
     """Seconds to the first token at a switch, by condition, on an item of median length.
 
@@ -201,4 +202,4 @@ def first_tokens(
         prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))
         read = prefix
     actions = {c.name: c.at_switch(read) for c in conditions if c.at_switch is not None}
-    return len(prefix), switch_times(target, actions, prefix[-1])
+    return len(prefix), switch_times(target, actions, prefix[-1], trials=trials)

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
-from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
+from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
@@ -178,10 +178,10 @@ def score(
     for sample in samples:
         reference: list = []
         for name, make in makers.items():
-            last, continuation = sample.prefix[-1], sample.continuation
-            logs = log_probabilities(target, make(sample.read), last, continuation)
+            logs = predicted(target, make, sample)
             reference = reference or list(logs)
-            found = per_token(reference, reference if name == "native" else logs, continuation)
+            own = reference if name == "native" else logs
+            found = per_token(reference, own, sample.continuation)
             hits, kls, value_kls = sums[name]
             hits += hits_of(found, sample)
             kls.append(float(found.kl.mean()))

@@ -41,7 +41,6 @@ class Demonstration:
     answers: list[list[str]]
 
     def as_json(self) -> dict[str, Any]:
-        """All results as JSON values."""
         scores = {name: vars(score) for name, score in self.scores.items()}
         return {"scores": scores, "latency": vars(self.latency), "answers": self.answers}
 

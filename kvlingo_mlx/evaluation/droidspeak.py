@@ -12,7 +12,7 @@ import numpy as np
 
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation.conditions import native, reused
-from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities, per_token
+from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample, to_samples
 
@@ -53,12 +53,8 @@ def profile(source: LanguageModel, target: LanguageModel, samples: Sequence[Samp
     layers = len(target.attentions)
     sums = np.zeros(layers + 1)
     for sample in samples:
-        last, continuation = sample.prefix[-1], sample.continuation
-        reference = list(
-            log_probabilities(target, native(target)(sample.prefix), last, continuation)
-        )
+        reference = list(predicted(target, native(target), sample))
         for j in range(layers):  # with all layers it is the target's own cache
-            cache = reused(source, target, j)(sample.prefix)
-            logs = log_probabilities(target, cache, last, continuation)
-            sums[j] += per_token(reference, logs, continuation).kl.mean()
+            logs = predicted(target, reused(source, target, j), sample)
+            sums[j] += per_token(reference, logs, sample.continuation).kl.mean()
     return (sums / len(samples)).tolist()

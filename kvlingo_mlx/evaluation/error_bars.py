@@ -18,14 +18,12 @@ class Mean:
     count: int
 
     def __str__(self) -> str:
-        """The value, with its error if there is one."""
         spread = "" if math.isnan(self.error) else f" +- {self.error:.3f}"
         return f"{self.value:.3f}{spread}"
 
     def as_json(self) -> dict[str, float | int | None]:
         """Value, error and count as JSON values, with None for NaN."""
-        numbers = {"value": self.value, "error": self.error, "count": self.count}
-        return {name: None if math.isnan(x) else x for name, x in numbers.items()}
+        return {name: None if math.isnan(x) else x for name, x in vars(self).items()}
 
 
 def over_items(scores: Sequence[float]) -> Mean:

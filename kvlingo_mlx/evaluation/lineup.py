@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlingo_mlx import folding
 from kvlingo_mlx.evaluation import conditions, droidspeak
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
-from kvlingo_mlx.handover.hybrid import Native, native_part
+from kvlingo_mlx.handover.hybrid import native_part
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.paths import translation
@@ -109,45 +109,34 @@ def translated(
     identity: dict[str, Any] = {"source": identity_of(source), "translators": digests}
     if any(t.bits is not None for t in translators):
         identity["bits"] = [t.bits for t in translators]
-    pairs = list(zip(translators, parts, strict=True))
+    layers = [part.layers for part in parts]
+    if any(layers):
+        identity["native_layers"] = layers
     return Condition(
         name,
         tuple(
-            conditions.translated(source, target, t, p.layers, allow_mismatch=allow_mismatch)
-            for t, p in pairs
+            conditions.translated(source, target, t, j, allow_mismatch=allow_mismatch)
+            for t, j in zip(translators, layers, strict=True)
         ),
-        identity | _layers_of(parts),
+        identity,
         lambda prefix: translation(
             conditions.plan_of(source, target, translators[0], prefix, parts[0])
         ),
     )
 
 
-def _layers_of(parts: Sequence[Native]) -> dict[str, Any]:
-    """The native layers in a condition's identity; empty if there are none."""
-    layers = [part.layers for part in parts]
-    return {"native_layers": layers} if any(layers) else {}
-
-
-def folded(
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    *,
-    allow_mismatch: bool = False,
+def _folded(
+    source: LanguageModel, target: LanguageModel, translator: Translator, **match: Any
 ) -> Condition:
     """Folded decoding: nothing is translated, and the target reads the source's own cache."""
 
     def at_switch(prefix: Prefix) -> Action:
-        tokens = target_ids(prefix)
-        theirs = folding.prefill(source, [tokens[:-1]], 2048)
-        return lambda: folding.fold_caches(
-            theirs, source, target, translator, allow_mismatch=allow_mismatch
-        )
+        theirs = folding.prefill(source, [target_ids(prefix)[:-1]], 2048)
+        return lambda: folding.fold_caches(theirs, source, target, translator, **match)
 
     return Condition(
         "folded",
-        (conditions.folded(source, target, translator, allow_mismatch=allow_mismatch),),
+        (conditions.folded(source, target, translator, **match),),
         {"source": identity_of(source), "translators": [translator.digest], "folded": True},
         at_switch,
     )
@@ -186,6 +175,7 @@ def baseline(
     """
     name, _, argument = spec.partition(":")
     theirs = {"source": identity_of(source)}
+    match: dict[str, Any] = {"allow_mismatch": allow_mismatch}
     if name not in BASELINES or (argument and (name != "droidspeak" or not argument.isdecimal())):
         raise ValueError(
             f"--baselines names {spec!r}; known are {', '.join(BASELINES)}, and droidspeak:J"
@@ -197,31 +187,21 @@ def baseline(
         return Condition("text", (make,), theirs, lambda tokens: lambda: make(tokens))
     if name == "folded":
         folding.check_whole(translators[0].config, native_layers)
-        return folded(source, target, translators[0], allow_mismatch=allow_mismatch)
+        return _folded(source, target, translators[0], **match)
     if name == "shuffled":
         control = conditions.shuffled(translators[0])
-        part = native_part(control.config, native_layers)
-        make = conditions.translated(
-            source, target, control, part.layers, allow_mismatch=allow_mismatch
-        )
-        identity = theirs | {"translators": [control.digest]} | _layers_of([part])
-        return Condition("shuffled", (make,), identity)
+        found = translated(name, source, target, [control], native_layers, **match)
+        return replace(found, at_switch=None)
     if name == "canonical":
         if translators[0].config.alignment is None:
             raise ValueError("--baselines names 'canonical', which needs a pair of two tokenizers")
-        make = conditions.canonical(
-            conditions.translated(source, target, translators[0], allow_mismatch=allow_mismatch)
-        )
-        digests = {"translators": [translators[0].digest], "canonical": True}
-        return Condition("canonical", (make,), theirs | digests)
-    layers = len(target.attentions)
-    if name == "reuse":
-        recomputed = 0
-    elif argument:
-        recomputed = int(argument)
-    else:
-        recomputed = droidspeak.choose(source, target)
-    label = "reuse" if name == "reuse" else f"DroidSpeak, {recomputed} of {layers} recomputed"
+        found = translated(name, source, target, translators[:1], **match)
+        make = conditions.canonical(found.makers[0])
+        return Condition(name, (make,), found.identity | {"canonical": True})
+    label, recomputed = name, 0
+    if name == "droidspeak":
+        recomputed = int(argument) if argument else droidspeak.choose(source, target)
+        label = f"DroidSpeak, {recomputed} of {len(target.attentions)} recomputed"
     make = conditions.reused(source, target, recomputed)
 
     def at_switch(prefix: Prefix) -> Action:
@@ -239,12 +219,11 @@ def baseline(
 
 def identity_of(model: LanguageModel) -> dict[str, Any]:
     """The facts that distinguish loaded models in a record, including a hash of all weights."""
-    quantization = model.config.get("quantization")
     return {
         "model": model.name,
         "revision": model.revision,
         **model.spec().fingerprint,
         "weights": model.weights_fingerprint,
         "dtype": str(model.cache_dtype),
-        "quantization": quantization,
+        "quantization": model.config.get("quantization"),
     }

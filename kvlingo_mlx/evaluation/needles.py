@@ -31,53 +31,23 @@ NOUNS = (
     "wagon walnut whistle willow window winter"
 ).split()
 SUBJECTS = (
-    "The baker",
-    "A traveller",
-    "Our neighbour",
-    "The old clock",
-    "Every student",
-    "The gardener",
-    "A small boat",
-    "The library",
-    "Her brother",
-    "The morning train",
-    "A group of painters",
-    "The council",
-)
+    "The baker; A traveller; Our neighbour; The old clock; Every student; The gardener; "
+    "A small boat; The library; Her brother; The morning train; A group of painters; The council"
+).split("; ")
 VERBS = (
-    "waited near",
-    "had often admired",
-    "was seen beside",
-    "once described",
-    "moved slowly past",
-    "was thinking about",
-    "never spoke of",
-    "returned to",
-)
+    "waited near; had often admired; was seen beside; once described; moved slowly past; "
+    "was thinking about; never spoke of; returned to"
+).split("; ")
 OBJECTS = (
-    "the market square",
-    "a row of apple trees",
-    "the river bank",
-    "an unfinished letter",
-    "the harbour lights",
-    "a narrow staircase",
-    "the long winter",
-    "a map of the coast",
-    "the quiet garden",
-    "an open window",
-    "the last chapter",
-    "a wooden table",
-)
+    "the market square; a row of apple trees; the river bank; an unfinished letter; "
+    "the harbour lights; a narrow staircase; the long winter; a map of the coast; "
+    "the quiet garden; an open window; the last chapter; a wooden table"
+).split("; ")
 ENDINGS = (
-    "before the rain came.",
-    "in the early evening.",
-    "without saying a word.",
-    "for most of the afternoon.",
-    "as it did every year.",
-    "and then went home.",
-    "while the others slept.",
-    "because there was still time.",
-)
+    "before the rain came; in the early evening; without saying a word; "
+    "for most of the afternoon; as it did every year; and then went home; while the others slept; "
+    "because there was still time"
+).split("; ")
 
 
 @dataclass(frozen=True)
@@ -149,7 +119,7 @@ def _ask_magic(keys: Sequence[str]) -> str:
 
 
 def _sentence(rng: random.Random) -> str:
-    return " ".join(rng.choice(part) for part in (SUBJECTS, VERBS, OBJECTS, ENDINGS))
+    return " ".join(rng.choice(part) for part in (SUBJECTS, VERBS, OBJECTS, ENDINGS)) + "."
 
 
 MAGIC = Style(

@@ -22,12 +22,9 @@ class Asked:
         limit: The most items of a task; for needles, of each variant and length.
         seed: The seed of generated items.
         data: A JSONL file for ``continuation``; None uses generated dialogues.
-        needles: The variants of needles.
         lengths: The lengths of haystacks in tokens; None uses those of ``LENGTHS`` that fit.
-        style: The style of needles: ``magic`` or ``facts``.
-        haystack: The text that hides the needles; None uses generated prose.
-        max_tokens: The most tokens of an answer.
-        thinking: The chat template's reasoning switch.
+        needles, style, haystack, max_tokens, thinking: The ``variants``, ``style``, ``text``,
+            ``max_tokens`` and ``thinking`` of :func:`.probes.find_needles`.
     """
 
     limit: int = 64

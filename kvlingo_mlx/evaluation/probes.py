@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
@@ -21,17 +21,17 @@ from kvlingo_mlx.evaluation import needles
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.continuation import RecallSample, hits_of, recall_sample
 from kvlingo_mlx.evaluation.journal import Scores
-from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities, per_token
+from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.handover.plan import align
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, reasons, to_samples
 
 Scorer = Callable[[CacheMaker | None], Scores]
 
 
-class Item(Protocol):
+@dataclass(frozen=True)
+class Item:
     """One question.
 
     Attributes:
@@ -39,20 +39,25 @@ class Item(Protocol):
         group: The group in which it is averaged.
         cluster: The name shared with items of other groups that ask the same question at another
             length.
-        prefix: The target's token ids, whose cache the conditions fill.
-        read: The prefix in the form that conditions take.
+        sample: The prefix whose cache the conditions fill, and its continuation if it is known.
+        references: The values that an answer should contain, where the target writes it.
     """
 
+    name: str
+    group: str
+    cluster: str
+    sample: RecallSample
+    references: tuple[str, ...] = ()
+
     @property
-    def name(self) -> str: ...
+    def prefix(self) -> tuple[int, ...]:
+        """The target's token ids."""
+        return self.sample.prefix
+
     @property
-    def group(self) -> str: ...
-    @property
-    def cluster(self) -> str: ...
-    @property
-    def prefix(self) -> tuple[int, ...]: ...
-    @property
-    def read(self) -> Prefix: ...
+    def read(self) -> Prefix:
+        """The prefix in the form that conditions take."""
+        return self.sample.read
 
 
 @dataclass(frozen=True)
@@ -71,50 +76,28 @@ class Task:
     name: str
     metrics: tuple[str, ...]
     items: Sequence[Item]
-    scorer: Callable[[LanguageModel, Any], Scorer]
+    scorer: Callable[[LanguageModel, Item], Scorer]
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 # ---- a known continuation ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Known:
-    """A prefix with its continuation, and the places of recalled values in it, if any."""
-
-    name: str
-    group: str
-    sample: RecallSample
-
-    @property
-    def cluster(self) -> str:
-        """The item's name, since every record is a question of its own."""
-        return self.name
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        """The sample's prefix."""
-        return self.sample.prefix
-
-    @property
-    def read(self) -> Prefix:
-        """The sample's prefix in the form that conditions take."""
-        return self.sample.read
+def _known(name: str, group: str, sample: RecallSample) -> Item:
+    """A prefix with its continuation; every record is a question of its own."""
+    return Item(name, group, name, sample)
 
 
-def _teacher_forced(target: LanguageModel, item: Known) -> Scorer:
+def _teacher_forced(target: LanguageModel, item: Item) -> Scorer:
     """Score by KL, log loss, agreement with the target's own first choice, and recall."""
-    sample = item.sample
-    last, continuation = sample.prefix[-1], sample.continuation
-
-    def read(make: CacheMaker) -> Iterable:
-        return log_probabilities(target, make(sample.read), last, continuation)
-
-    reference = list(read(native(target)))
+    sample, continuation = item.sample, item.sample.continuation
+    reference = list(predicted(target, native(target), sample))
     own = per_token(reference, reference, continuation)
 
     def score(make: CacheMaker | None) -> Scores:
-        found = own if make is None else per_token(reference, read(make), continuation)
+        found = own
+        if make is not None:
+            found = per_token(reference, predicted(target, make, sample), continuation)
         scores = {
             "kl": float(found.kl.mean()),
             "nll": float(found.nll.mean()),
@@ -148,14 +131,14 @@ def continuation(
     Raises:
         ValueError: No record has a continuation.
     """
-    items: list[Known] = []
+    items: list[Item] = []
     for number, record in enumerate(records):
         if len(items) == limit:
             break
         for sample in to_samples([record], target.tokenizer, context_length, source_tokenizer):
             if sample.continuation:
                 whole = _recall((), sample)
-                items.append(Known(str(number), _kind(record), whole))
+                items.append(_known(str(number), _kind(record), whole))
     if not items:
         raise ValueError("no record of the data has both a prefix that fits and a continuation")
     return Task("continuation", ("kl", "perplexity", "agreement"), items, _teacher_forced)
@@ -185,7 +168,7 @@ def marked(
         for sample in to_samples([record], target.tokenizer, context_length):
             spans = _places(target, sample.continuation, record.get("answers"), number)
             whole = _recall(spans, sample)
-            items.append(Known(str(number), "marked", whole))
+            items.append(_known(str(number), "marked", whole))
     if not items:
         raise ValueError("no record of the data has a prefix that fits")
     return Task("marked answers", ("recall", "kl"), items, _teacher_forced)
@@ -229,30 +212,13 @@ def recall(
     ``source`` is the model that reads them first, if it may have another tokenizer.
     """
     items = [
-        Known(f"{seed}/{number}", "dialogues", recall_sample(target, talk, source))
+        _known(f"{seed}/{number}", "dialogues", recall_sample(target, talk, source))
         for number, talk in enumerate(dialogues.held_out(limit, seed=seed))
     ]
     return Task("recall", ("recall", "kl"), items, _teacher_forced)
 
 
 # ---- needles ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Needle:
-    """A haystack's question, tokenised."""
-
-    name: str
-    group: str
-    cluster: str
-    prefix: tuple[int, ...]
-    references: tuple[str, ...]
-    aligned: AlignedPrefix | None = field(default=None, compare=False, repr=False)
-
-    @property
-    def read(self) -> Prefix:
-        """The prefix in the form that conditions take."""
-        return self.prefix if self.aligned is None else self.aligned
 
 
 def find_needles(
@@ -310,18 +276,20 @@ def find_needles(
                     style=needles.STYLES[style],
                     text=text,
                 )
-                prefix = tuple(encode(target, list(item.messages), thinking))
+                messages = list(item.messages)
+                prefix = tuple(encode(target, messages, thinking))
+                both = align(two, target, messages, enable_thinking=thinking) if two else None
                 question = f"{variant}/{seed}/{index}"
                 name, group = f"{question}/{length}", f"{variant}, {length}"
-                messages = list(item.messages)
-                both = align(two, target, messages, enable_thinking=thinking) if two else None
-                items.append(Needle(name, group, question, prefix, item.references, both))
+                sample = RecallSample(prefix, (), (), aligned=both)
+                items.append(Item(name, group, question, sample, item.references))
 
-    def scorer(target: LanguageModel, item: Needle) -> Scorer:
+    def scorer(target: LanguageModel, item: Item) -> Scorer:
         own = native(target)
 
         def score(make: CacheMaker | None) -> Scores:
-            answer = _answer(target, (make or own)(item.read), item.prefix[-1], max_tokens)
+            cache = (make or own)(item.read)
+            answer = _answer(target, cache, item.prefix[-1], max_tokens)
             return {"recall": needles.recall(answer, item.references)}
 
         return score
@@ -338,7 +306,7 @@ def _answer(target: LanguageModel, cache: list, last: int, max_tokens: int) -> s
     return text.rpartition("</think>")[2]
 
 
-def fingerprint(item: Any) -> str:
+def fingerprint(item: Item) -> str:
     """The sha256 of an item's contents, which keeps scores of different items apart."""
     return hashlib.sha256(repr(item).encode()).hexdigest()
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
 
+from kvlingo_mlx.evaluation.conditions import CacheMaker
 from kvlingo_mlx.models.language_model import LanguageModel
 
 BLOCK = 256  # tokens; with a vocabulary of 150k one block is 150 MB
@@ -45,6 +47,12 @@ def log_probabilities(
         block = mx.array(tokens[start : start + BLOCK])
         logits = target.model(block[None], cache=cache)[0].astype(mx.float32)
         yield logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def predicted(target: LanguageModel, make: CacheMaker, sample: Any) -> Iterator[mx.array]:
+    """:func:`log_probabilities` of a sample's continuation, from the cache that ``make`` fills."""
+    cache = make(sample.aligned or sample.prefix)
+    return log_probabilities(target, cache, sample.prefix[-1], sample.continuation)
 
 
 def per_token(

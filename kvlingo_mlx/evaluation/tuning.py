@@ -26,7 +26,6 @@ from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import find_translator, resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import median
-from kvlingo_mlx.timing.paths import switch_times
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
@@ -61,13 +60,8 @@ class Point:
     def as_json(self) -> dict[str, Any]:
         """All fields as JSON values, including every time."""
         recall = None if self.recall is None else self.recall.as_json()
-        return {
-            "way": self.way,
-            "layers": self.layers,
-            "kl": self.kl.as_json(),
-            "recall": recall,
-            "seconds": list(self.seconds),
-        }
+        means = {"kl": self.kl.as_json(), "recall": recall}
+        return {**vars(self), **means, "seconds": list(self.seconds)}
 
 
 # ---- what to tune ------------------------------------------------------------------------------
@@ -201,9 +195,7 @@ def measure(
     conditions = list(line.values())
     results = compare.evaluate(target, [task], conditions, journal, lambda name: progress())
     tables = compare.outcome(task, results[task.name]).tables
-    prefix = sorted((item.prefix for item in task.items), key=len)[len(task.items) // 2]
-    actions = {c.name: c.at_switch(prefix) for c in conditions if c.at_switch is not None}
-    times = switch_times(target, actions, prefix[-1], trials=trials)
+    _, times = compare.first_tokens(target, conditions, [task], [], trials)
     points = []
     for (way, layers), condition in line.items():
         table = tables[condition.name]

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvlingo_mlx.embedded.bundled import bundled, spelled
 from kvlingo_mlx.evaluation import conditions
-from kvlingo_mlx.evaluation.teacher_forcing import PerToken, log_probabilities, per_token
+from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Map, maps_of
@@ -142,14 +142,9 @@ def _compared(
     target: LanguageModel, translated: conditions.CacheMaker, sample: Sample
 ) -> list[PerToken]:
     """The predictions from a translated cache, from the target's own cache, and from no cache."""
-
-    def predicted(make: conditions.CacheMaker) -> list[mx.array]:
-        cache, last = make(sample.aligned or sample.prefix), sample.prefix[-1]
-        return list(log_probabilities(target, cache, last, sample.continuation))
-
-    native = predicted(conditions.native(target))
-    ways = predicted(translated), native, predicted(conditions.hidden(target))
-    return [per_token(native, way, sample.continuation) for way in ways]
+    makers = translated, conditions.native(target), conditions.hidden(target)
+    ways = [list(predicted(target, make, sample)) for make in makers]
+    return [per_token(ways[1], way, sample.continuation) for way in ways]
 
 
 def receipt(

@@ -13,7 +13,6 @@ class Cohere2(Plain):
     """Adds the period of global layers: newer configs list the layers, mlx-lm reads the period."""
 
     def settings(self, text: Mapping[str, Any]) -> dict[str, Any]:
-        """The rotation and the period, under the names that mlx-lm reads."""
         return super().settings(text) | period_setting(text)
 
 

@@ -24,7 +24,6 @@ class Gemma3(Family):
         return found | period_setting(text)
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The text model's arguments, with defaults filled in."""
         return vars(model.get("language_model", model).args)
 
     def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:

@@ -22,7 +22,6 @@ class Gemma4(Family):
     """Takes facts from mlx-lm's model arguments, because released configs omit many of them."""
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The text model's arguments, with defaults filled in."""
         return vars(_text_model(model).args)
 
     def attentions(self, model: nn.Module) -> list[nn.Module]:

@@ -41,7 +41,6 @@ class Hunyuan(Plain):
         return RopeSpec(kind, float(facts["rope_theta"]), attention.rope.dims, scaling=scaling)
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """The queries, rotated and then normed."""
         heads = super().queries(attention, projected, offset)
         norm = attention.get("query_layernorm")
         return heads if norm is None else norm(heads)

@@ -34,7 +34,6 @@ class LatentFamily(Family):
         return (LATENT,)
 
     def facts(self, model: nn.Module, config: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The model's arguments, with defaults filled in."""
         return vars(model.args)
 
     def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:

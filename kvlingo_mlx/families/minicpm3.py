@@ -14,7 +14,6 @@ class MiniCPM3(ExpandedFamily):
     """Reads the scale under this family's own name."""
 
     def scale(self, attention: nn.Module) -> float:
-        """The factor that attention applies to the products of queries and keys."""
         return attention.softmax_scale
 
 

@@ -13,7 +13,6 @@ class Ministral3(Plain):
     """Scales queries by their absolute position, which a hand-over keeps."""
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """The queries, rotated and scaled."""
         heads = super().queries(attention, projected, offset)
         return heads * _get_llama_4_attn_scale(
             heads.shape[2],

@@ -25,11 +25,9 @@ class Mistral3(Plain):
         return super().settings(text)
 
     def text_type(self, facts: Mapping[str, Any]) -> str:
-        """The inner model's type."""
         return facts["model_type"]
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
-        """The queries as the inner model computes them."""
         if hasattr(attention, "scaling_beta"):
             return ministral3.FAMILY.queries(attention, projected, offset)
         return super().queries(attention, projected, offset)

@@ -31,7 +31,6 @@ class Phi3(Plain):
             )
 
     def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
-        """The fused projection."""
         return (attention.qkv_proj,)
 
     def states(
@@ -42,7 +41,6 @@ class Phi3(Plain):
         return keys, values
 
     def query_projection(self, attention: nn.Module) -> nn.Module:
-        """The fused projection."""
         return attention.qkv_proj
 
     def queries(self, attention: nn.Module, projected: mx.array, offset: int) -> mx.array:
@@ -50,11 +48,9 @@ class Phi3(Plain):
         return super().queries(attention, self._parts(attention, projected)[0], offset)
 
     def key_dim(self, attention: nn.Module) -> int:
-        """The width of one head's keys."""
         return attention.head_dim
 
     def value_dim(self, attention: nn.Module) -> int:
-        """The width of one head's values."""
         return attention.head_dim
 
     def _parts(self, attention: nn.Module, fused: mx.array) -> list[mx.array]:

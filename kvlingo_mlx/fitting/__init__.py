@@ -45,7 +45,7 @@ from kvlingo_mlx.stage1.closed_form import (
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, norm_named, token_weights
 from kvlingo_mlx.stage1.selection import METHODS, Candidates, Tiles, candidates, choose, tile_bytes
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture
-from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples
+from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, read_jsonl, to_samples
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.version import __version__
@@ -118,7 +118,7 @@ def fit(
     capture = capture_point(source, target, capture)
     explicit = assignment if isinstance(assignment, Assignment) else None
     config = _config(source, target, explicit, nu, head_mixing, capture)
-    reader = _Reader(source, target, samples, capture, norm, progress, solving, config.alignment)
+    reader = _Reader(source, target, samples, capture, norm, progress, solving)
     weights: dict[str, np.ndarray] = {}
     ranks: list[int] = []
     if method in METHODS:
@@ -153,7 +153,11 @@ def _config(
     capture: str,
 ) -> TranslatorConfig:
     """The checked config of the translator to be fitted; layers by depth unless given."""
-    alignment = _alignment(source, target, capture)
+    two = source.tokenizer_fingerprint != target.tokenizer_fingerprint
+    if two:
+        check_capture(capture)
+        check_positions(target)
+    alignment = "minimal_groups" if two else None
     specs, ends = (source.spec(), target.spec()), (source.geometry.layers, target.geometry.layers)
     if not head_mixing:
         check_head_ratio(*specs)
@@ -178,15 +182,6 @@ def _receipt(
         return None
 
 
-def _alignment(source: LanguageModel, target: LanguageModel, capture: str) -> str | None:
-    """How a pair's tokens correspond: one to one, unless it has two tokenizers."""
-    if source.tokenizer_fingerprint == target.tokenizer_fingerprint:
-        return None
-    check_capture(capture)
-    check_positions(target)
-    return "minimal_groups"
-
-
 @dataclasses.dataclass
 class _Reader:
     """Runs both models over every sample's prefix, once per pass over the samples."""
@@ -198,7 +193,6 @@ class _Reader:
     norm: str
     progress: Progress | None
     solving: Progress | None
-    alignment: str | None = None
     used: int = 0
     tokens: int = 0
     longest: int = 0
@@ -206,11 +200,7 @@ class _Reader:
 
     def facts(self) -> dict[str, int]:
         """The facts about the samples that a provenance keeps."""
-        return {
-            "samples": self.used,
-            "prefix_tokens": self.tokens,
-            "longest_prefix": self.longest,
-        }
+        return {"samples": self.used, "prefix_tokens": self.tokens, "longest_prefix": self.longest}
 
     def tell_solved(self) -> None:
         """Report one more solved map; each target layer has one for keys and one for values."""
@@ -230,7 +220,7 @@ class _Reader:
         norm = self.norm if weighted else "frobenius"
         self.used = self.tokens = 0
         context = min(self.source.context_length, self.target.context_length)
-        other = self.source.tokenizer if self.alignment is not None else None
+        other = other_tokenizer(self.source.tokenizer, self.target.tokenizer)
         for sample in to_samples(self.samples, self.target.tokenizer, context, other):
             self._check(sample)
             if self.norm in ATTENTION_NORMS and not sample.continuation:

@@ -35,7 +35,6 @@ class Tensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the tensor is a matrix."""
         return len(self.axes) == 2
 
     @property
@@ -113,7 +112,6 @@ class KindSpec:
 
     @property
     def has_hidden(self) -> bool:
-        """Whether maps of this kind have hidden units."""
         return any(TENSORS[name].of_hidden for name in self.tensors)
 
     @property

@@ -61,14 +61,12 @@ def _scaled(model_type: str, text: Text) -> str | None:
     return f"rope_scaling of type {kind!r}"
 
 
-def _scaled_unlike_yarn(model_type: str, text: Text) -> str | None:
-    found = _scaled(model_type, text)
-    return None if found is None or "yarn" in found else found
+def _scaled_unlike(kind: str) -> Callable[[str, Text], str | None]:
+    def found(model_type: str, text: Text) -> str | None:
+        scaled = _scaled(model_type, text)
+        return None if scaled is None or kind in scaled else scaled
 
-
-def _scaled_unlike_linear(model_type: str, text: Text) -> str | None:
-    found = _scaled(model_type, text)
-    return None if found is None or "linear" in found else found
+    return found
 
 
 def _long(model_type: str, text: Text) -> str | None:
@@ -125,9 +123,9 @@ TABLE = (
          "qwen3_moe", "solar_open", "stablelm", "starcoder2"),
         _scaled, "rotates keys without that scaling",
     ),
-    Misread(("deepseek",), _scaled_unlike_linear, "rotates keys without that scaling"),
+    Misread(("deepseek",), _scaled_unlike("linear"), "rotates keys without that scaling"),
     Misread(("deepseek_v3",), _long, "rotates by other angles"),
-    Misread(("deepseek_v2",), _scaled_unlike_yarn, "takes every scaling for YaRN"),
+    Misread(("deepseek_v2",), _scaled_unlike("yarn"), "takes every scaling for YaRN"),
     Misread(("deepseek_v3",), _by_halves, "rotates neighbours together"),
     Misread(("glm",), _partly_rotated, "rotates all of a head"),
     Misread(("phi",), _no_share, "takes 0.4"),

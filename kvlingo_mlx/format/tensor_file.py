@@ -42,7 +42,6 @@ class Weights:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def as_float32(self, name: str) -> np.ndarray:

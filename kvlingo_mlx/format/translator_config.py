@@ -26,6 +26,17 @@ class ModelSpec:
     fingerprint: Mapping[str, str | None]
     layers: tuple[LayerGeometry, ...]
 
+    @classmethod
+    def of(cls, model: Any) -> ModelSpec:
+        """The description of a loaded model, of either runtime."""
+        fingerprint = {
+            "geometry": model.geometry.fingerprint,
+            "norms": model.norms_fingerprint,
+            "tokenizer": model.tokenizer_fingerprint,
+        }
+        geometry = model.geometry
+        return cls(model.name, model.revision, geometry.model_type, fingerprint, geometry.layers)
+
 
 @dataclass(frozen=True)
 class TranslatorConfig:

@@ -14,7 +14,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 Sampler = Callable[[mx.array], mx.array]
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
-OFF = {"top_p": (1,), "top_k": (0,), "min_p": (0,), "repetition_penalty": (0, 1)}
 RANGES: Mapping[str, tuple[type, Callable[[Any], bool], str]] = {
     "temperature": (float, lambda v: 0 <= v < math.inf, "a number, 0 or more"),
     "top_p": (float, lambda v: 0 < v <= 1, "a number above 0, at most 1"),
@@ -124,7 +123,7 @@ def choice_of(
             top_k=options.get("top_k", 0),
         )
     processors = list(logits_processors or ())
-    if penalty not in (None, *OFF["repetition_penalty"]):
+    if penalty not in (None, 0, 1):  # the last two are off
         processors += make_logits_processors(repetition_penalty=penalty)
     return Choice(sampler, processors or None, options.get("seed"), stop_texts(options.get("stop")))
 

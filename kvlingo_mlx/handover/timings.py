@@ -16,21 +16,19 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import kvlingo_mlx.backend  # noqa: F401  (before mlx, always)
+from typing import Any
 
 import numpy as np
-from mlx.utils import tree_flatten
 
+from kvlingo_mlx.caches.memory import weights_bytes
 from kvlingo_mlx.errors import MalformedTimingsError, MissingTimingsError, printable
 from kvlingo_mlx.format.atomic import sync_file
 from kvlingo_mlx.format.geometry import canonical_json
-from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.handover.hybrid import Native
-from kvlingo_mlx.loading.translators import home
+from kvlingo_mlx.loading.translators import TranslatorFacts, home
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import machine
+from kvlingo_mlx.translators.base import Translator
 
 VERSION = 1
 WAYS = ("native", "accelerator", "switch")
@@ -80,23 +78,10 @@ class Timings:
 # ---- the key ----------------------------------------------------------------------------------
 
 
-class Maps(Protocol):
-    """A translator, or the facts of one whose weights have not been read."""
-
-    @property
-    def config(self) -> TranslatorConfig: ...
-    @property
-    def bits(self) -> int | None: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def flops_per_token(self) -> int: ...
-
-
 def key_of(
     source: LanguageModel,
     target: LanguageModel,
-    maps: Maps,
+    maps: Translator | TranslatorFacts,
     native: Native | None = None,
     step_size: int = USUAL_STEP,
 ) -> dict[str, Any]:
@@ -128,12 +113,11 @@ def key_of(
 
 def _model(model: LanguageModel) -> dict[str, Any]:
     """A model's identity and precision: the bytes of its weights distinguish 4 bits from 8."""
-    weights = dict(tree_flatten(model.model.parameters())).values()
     return {
         "geometry": model.geometry.fingerprint,
         "norms": model.norms_fingerprint,
         "dtype": str(model.cache_dtype).rsplit(".", 1)[-1],
-        "weight_bytes": sum(array.nbytes for array in weights),
+        "weight_bytes": weights_bytes(model),
     }
 
 

@@ -58,13 +58,22 @@ class Receipt:
 
     @property
     def recovered(self) -> float | None:
-        """The share of the hidden prefix's KL that the translation removes, at most 1."""
-        return None if self.hidden_kl is None else recovered(self.kl, self.hidden_kl)
+        """The share of the hidden prefix's KL that the translation removes.
+
+        1 is the native cache, 0 is no cache.
+        """
+        if self.hidden_kl is None:
+            return None
+        return 1.0 - self.kl / self.hidden_kl if self.hidden_kl > 0 else -math.inf
 
     @property
     def grade(self) -> str:
         """One of ``GRADES``; ``UNGRADED`` if an older receipt has no KL of the hidden prefix."""
-        return UNGRADED if self.recovered is None else grade(self.recovered)
+        if (share := self.recovered) is None:
+            return UNGRADED
+        if share >= WORKS:
+            return GRADES[0]
+        return GRADES[1] if share >= SOME else GRADES[2]  # NaN, too, is useless
 
     def __str__(self) -> str:
         """The grade and its reasons, in one line."""
@@ -90,18 +99,6 @@ def recall_of(hits: Sequence[Sequence[bool]]) -> Recall | None:
     """Recall, from whether the translated, the native and no cache spell each value."""
     count = len(hits)
     return Recall(*(sum(way) / count for way in zip(*hits, strict=True))) if count else None
-
-
-def recovered(kl: float, hidden_kl: float) -> float:
-    """The share of a hidden prefix's KL that is removed: 1 is the native cache, 0 is no cache."""
-    return 1.0 - kl / hidden_kl if hidden_kl > 0 else -math.inf
-
-
-def grade(share: float) -> str:
-    """The grade for a share of the hidden prefix's KL; NaN counts as useless."""
-    if share >= WORKS:
-        return GRADES[0]
-    return GRADES[1] if share >= SOME else GRADES[2]
 
 
 def receipt_of(config: TranslatorConfig) -> Receipt | None:

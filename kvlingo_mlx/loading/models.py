@@ -9,9 +9,7 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches import memory
-from kvlingo_mlx.errors import (
-    MissingModelError,
-)
+from kvlingo_mlx.errors import MissingModelError
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.loading.opening import damage_told, open_model
 from kvlingo_mlx.loading.translators import translator_bytes
@@ -54,7 +52,7 @@ def load(
     model = _unread(path_or_hf_repo, revision)
     if not lazy:
         memory.check({f"weights of {model.name}": memory.weights_bytes(model)})
-        _read(model)
+        read_weights(model)
     return model
 
 
@@ -67,8 +65,8 @@ def load_together(
     """Load several models, after a check that everything they need fits into memory.
 
     Args:
-        models: As for :func:`load`; loaded models are returned unchanged. The prompt is tokenised
-            by the last one's tokenizer.
+        models: As for :func:`load`; loaded models are returned unchanged, and a name that comes
+            twice is loaded once. The prompt is tokenised by the last one's tokenizer.
         prompt: The prompt they will read; if it is given, its caches and the translator count too.
         translator: The translator from the first to the last model; None: the stored one, if any.
 
@@ -78,12 +76,13 @@ def load_together(
             were read.
         MissingModelError, UnsupportedModelError: As for :func:`load`.
     """
-    opened = [m if isinstance(m, LanguageModel) else _unread(m, None) for m in models]
-    unread = [new for m, new in zip(models, opened, strict=True) if m is not new]
+    paths = {os.fspath(m): m for m in models if not isinstance(m, LanguageModel)}
+    unread = {name: _unread(path, None) for name, path in paths.items()}
+    opened = [m if isinstance(m, LanguageModel) else unread[os.fspath(m)] for m in models]
     if not unread:
         return opened
     parts: dict[str, int] = {}
-    for model in unread:
+    for model in unread.values():
         title = f"weights of {model.name}"
         parts[title] = parts.get(title, 0) + memory.weights_bytes(model)
     if prompt is not None:
@@ -91,8 +90,8 @@ def load_together(
         parts["translator"] = translator_bytes(translator, opened[0], opened[-1])
         parts[memory.caches_of(tokens)] = sum(memory.cache_bytes(m, tokens) for m in opened)
     memory.check(parts)
-    for model in unread:
-        _read(model)
+    for model in unread.values():
+        read_weights(model)
     return opened
 
 
@@ -121,7 +120,12 @@ def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> La
     return open_model(path, name, commit)
 
 
-def _read(model: LanguageModel) -> None:
+def read_weights(model: LanguageModel) -> None:
+    """Read the weights that are still in the model's files.
+
+    Raises:
+        MissingModelError: The files are missing or damaged.
+    """
     modules = model.model.modules()
     with damage_told(model.path), working():
         mx.eval([dict(module) for module in modules])  # also RoPE, which has no parameters

@@ -6,8 +6,9 @@ import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+from kvlingo_mlx.backend import nn
 
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
@@ -39,11 +40,7 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     config = load_config(path)
     family = family_of(config["model_type"])
     with damage_told(path):
-        overrides = family.overrides(config)
-        with for_any_thread():
-            model, config = load_model(
-                path, lazy=True, trust_remote_code=False, model_config=overrides
-            )
+        model, config = _unread_module(path, family.overrides(config))
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )
@@ -51,6 +48,27 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     found = LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
     notes.tell_of_misreading(found)
     return found
+
+
+def let_go(model: LanguageModel) -> None:
+    """Free the memory of a model's weights; they are read from its files when next needed.
+
+    Raises:
+        MissingModelError: The files are missing or damaged by now; the weights stay in memory.
+    """
+    assert model.path is not None
+    with damage_told(model.path):
+        module, _ = _unread_module(model.path, model.family.overrides(model.config))
+    model.model.update(module.parameters())
+
+
+def _unread_module(path: Path, overrides: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """A model's module, with weights that any thread can read later, and its config."""
+    with for_any_thread():
+        module, config = load_model(
+            path, lazy=True, trust_remote_code=False, model_config=overrides
+        )
+    return module, config
 
 
 @contextlib.contextmanager

@@ -57,7 +57,6 @@ class Log(Recorder):
         self._runs: dict[int, list[mx.array]] = {index: [] for index in range(len(modules))}
 
     def put(self, index: int, output: mx.array) -> None:
-        """Keep one module's output; called by the tap."""
         self._runs[index].append(output)
 
     def take(self) -> list[mx.array]:

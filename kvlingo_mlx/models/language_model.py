@@ -155,17 +155,7 @@ class LanguageModel:
 
     def spec(self) -> ModelSpec:
         """The description of this model that a translator's config contains."""
-        return ModelSpec(
-            name=self.name,
-            revision=self.revision,
-            model_type=self.geometry.model_type,
-            fingerprint={
-                "geometry": self.geometry.fingerprint,
-                "norms": self.norms_fingerprint,
-                "tokenizer": self.tokenizer_fingerprint,
-            },
-            layers=self.geometry.layers,
-        )
+        return ModelSpec.of(self)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
         """Refuse token ids that have no embedding row, for which MLX would read out of bounds.

@@ -143,10 +143,7 @@ def check_tools(
     """Refuse (ValueError) tools that the prompt would not contain: only a template adds them."""
     if not tools:
         return
-    try:
-        json.dumps(tools)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"tools must be what JSON can hold ({error})") from None
+    check_json(tools)
     if isinstance(prompt, str) or not _is_chat(prompt):
         raise ValueError(
             "tools are announced by a chat template, but the prompt is no messages; give it as "
@@ -157,6 +154,14 @@ def check_tools(
             f"the chat template of {model.name} does not announce tools; put them into a message, "
             "or leave out tools"
         )
+
+
+def check_json(tools: Sequence[Mapping[str, Any]] | None) -> None:
+    """Refuse (ValueError) tools that cannot be written as JSON."""
+    try:
+        json.dumps(tools)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"tools must be what JSON can hold ({error})") from None
 
 
 def _check_text(text: str) -> None:

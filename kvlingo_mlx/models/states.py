@@ -95,12 +95,12 @@ class TranslatedStates:
     values: tuple[LayerGroup, ...]
     capture: str
 
-    def states(self, num_layers: int) -> KVStates:
+    def states(self, num_layers: int, dtype: mx.Dtype = mx.float32) -> KVStates:
         """The same states per layer, as a model of ``num_layers`` cache layers writes them."""
         sides = []
         for groups in (self.keys, self.values):
             arrays = {t: flat(a) for g in groups for t, a in zip(g.layers, g.states, strict=True)}
-            sides.append(tuple(arrays[layer] for layer in range(num_layers)))
+            sides.append(tuple(arrays[layer].astype(dtype) for layer in range(num_layers)))
         keys, values = sides
         return KVStates(keys, values, self.capture, self.keys[0].start)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import platform
 import shlex
@@ -81,12 +82,15 @@ def grown_bytes(action: Callable[[], Any]) -> int:
 @functools.cache
 def machine() -> dict[str, Any]:
     """The facts of the machine on which times depend: the device, and what computes on it."""
+    return {**_computer(), "mlx": version("mlx")}
+
+
+def _computer() -> dict[str, Any]:
     return {
         "device": _device(),
         "chip": _chip(),
         "cores": os.cpu_count(),
         "fast_blas": fast_blas(),
-        "mlx": version("mlx"),
     }
 
 
@@ -99,11 +103,8 @@ def environment() -> dict[str, Any]:
         except PackageNotFoundError:
             continue
     return {
-        "device": _device(),
-        "chip": _chip(),
-        "cores": os.cpu_count(),
+        **_computer(),
         "system": f"{platform.system()} {platform.machine()}",
-        "fast_blas": fast_blas(),
         "cuda": _cuda(),
         "versions": versions,
     }
@@ -135,6 +136,17 @@ def record(kind: str, config: dict[str, Any], results: Any) -> dict[str, Any]:
         "config": config,
         "results": results,
     }
+
+
+def plain(value: Any) -> Any:
+    """Dicts, arrays and lists as JSON values, with None for numbers that are not finite."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        return plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def append_json(path: str, entry: dict[str, Any]) -> None:

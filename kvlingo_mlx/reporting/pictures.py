@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.errors import needs_extra
 
 WIDTH, HEIGHT = 6.0, 4.0  # inches
 DPI = 150
@@ -20,12 +20,8 @@ def figure(width: float = WIDTH, height: float = HEIGHT) -> Any:
     Raises:
         MissingExtraError: matplotlib is not installed.
     """
-    try:
+    with needs_extra("plot", "--plot needs matplotlib"):
         from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingExtraError(
-            '--plot needs matplotlib: pip install "kvlingo-mlx[plot]"'
-        ) from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

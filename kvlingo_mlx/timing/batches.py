@@ -15,8 +15,6 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from kvlingo_mlx import caches
-from kvlingo_mlx.handover.fill import translate_span
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
@@ -58,16 +56,6 @@ class Batch(Paths):
             mx.eval([c.state for c in cache])
             yield start, cache
 
-    def _translated(self, form: str | None = None) -> list[Any]:
-        translator = self.translators[form or next(iter(self.translators))]
-        length = len(self.tokens) - 1
-        with mx.stream(generation_stream):
-            cache = caches.allocate(self.target, length, batch=self.batch)
-            for states in self._recorded:
-                translate_span(cache, states, self.source, self.target, translator, length)
-            mx.eval(caches.arrays(cache))
-        return cache
-
     def _step(self, cache: list[Any]) -> mx.array:
         with mx.stream(generation_stream):
             found = self.target.model(self.ids[:, -1:], cache=cache)[:, -1].argmax(axis=-1)
@@ -94,4 +82,4 @@ class Batch(Paths):
 
     def switch(self) -> mx.array:
         """Translation and the target's step, (B,)."""
-        return self._step(self._translated())
+        return self._step(self.translate())

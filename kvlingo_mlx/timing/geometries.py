@@ -14,9 +14,9 @@ from mlx_lm.utils import load_tokenizer
 
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.format.assignment import by_depth
-from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.format.maps import expected_shapes
 from kvlingo_mlx.format.tensor_file import DType, Weights
-from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import LinearTranslator
@@ -96,10 +96,7 @@ def random_model(
     config = dict(GEOMETRIES[name])
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     mx.random.seed(seed)
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-    model.eval()
-    model.sanitize({})  # without head weights, Gemma-3 then uses its embedding as head
+    model = untrained(config)
     dtype = FLOATS.get(precision, activations or mx.bfloat16)
     block = mx.random.normal((BLOCK,)) * 0.02
     model.update(tree_map(lambda array: _filled(array, block), model.parameters()))
@@ -111,6 +108,15 @@ def random_model(
         mx.eval(part.parameters())
     tokenizer = load_tokenizer(zoo("tiny-qwen3-s"))
     return LanguageModel(model, tokenizer, config, f"random {name}")
+
+
+def untrained(config: Mapping[str, Any]) -> nn.Module:
+    """mlx-lm's model of a config, with the weights that it starts with."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model.eval()
+    model.sanitize({})  # without head weights, Gemma-3 then uses its embedding as head
+    return model
 
 
 def _filled(array: mx.array, block: mx.array) -> mx.array:
@@ -144,21 +150,19 @@ def random_translators(
     *, head_mixing: bool = True,
 ) -> dict[str, Translator]:  # fmt: skip
     """Random linear maps by form; ``forms`` gives the stored dtype and the bits of each."""
-    rng = np.random.default_rng(0)
     assignment = by_depth(source.geometry.layers, target.geometry.layers, nu)
-    config = TranslatorConfig(spec_of(source), spec_of(target), assignment, head_mixing=head_mixing)
-    shapes = {
-        f"{m.name}.weight": ((m.heads,) if m.heads else ()) + (m.outputs, m.inputs)
-        for m in maps_of(config)
-    }
-    arrays = {name: rng.standard_normal(shape, np.float32) * 0.02 for name, shape in shapes.items()}
+    config = TranslatorConfig(source.spec(), target.spec(), assignment, head_mixing=head_mixing)
+    arrays = random_maps(config)
     return {
         form: LinearTranslator.build(config, Weights.from_float32(arrays, dtype), bits=bits)
         for form, (dtype, bits) in forms.items()
     }
 
 
-def spec_of(model: LanguageModel) -> ModelSpec:
-    """A model's spec; random models have no fingerprints."""
-    unknown = dict.fromkeys(("geometry", "norms", "tokenizer"))
-    return ModelSpec(model.name, None, model.geometry.model_type, unknown, model.geometry.layers)
+def random_maps(config: TranslatorConfig) -> dict[str, np.ndarray]:
+    """Random linear maps by name, whose outputs are about as large as their inputs."""
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5)
+        for name, shape in expected_shapes(config, ()).items()
+    }

@@ -7,7 +7,6 @@ from that cache through a random head-wise translator, folded into its queries a
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,18 +14,22 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx, nn, on_gpu
 
-import numpy as np
 from mlx.utils import tree_flatten
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.folding import FoldedCache, fold_caches
 from kvlingo_mlx.format.assignment import identity
-from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
-from kvlingo_mlx.timing.geometries import FLOATS, GEOMETRIES, random_model, spec_of
+from kvlingo_mlx.timing.geometries import (
+    FLOATS,
+    GEOMETRIES,
+    random_maps,
+    random_model,
+    untrained,
+)
 from kvlingo_mlx.timing.tables import Clock, summary
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.linear import LinearTranslator
@@ -116,27 +119,16 @@ def setup(layers: int | None, precision: str = "4bit") -> Setup:
     dtype = FLOATS.get(precision, mx.bfloat16 if on_gpu() else mx.float32)
     full = random_model(FULL, layers, precision, activations=dtype)
     narrowed = _narrowed(full, GEOMETRIES[NARROW]["num_key_value_heads"], precision, dtype)
-    ends = spec_of(narrowed), spec_of(full)
-    config = TranslatorConfig(
-        *ends, identity(len(full.attentions)), head_mixing=False, capture="post_rope"
-    )
-    rng = np.random.default_rng(0)
-    arrays = {
-        f"{m.name}.weight": rng.standard_normal((m.heads or 1, m.outputs, m.inputs), np.float32)
-        / np.float32(m.inputs**0.5)
-        for m in maps_of(config)
-    }
-    weights = Weights.from_float32(arrays, "bfloat16" if on_gpu() else "float32")
+    ends, same = (narrowed.spec(), full.spec()), identity(len(full.attentions))
+    config = TranslatorConfig(*ends, same, head_mixing=False, capture="post_rope")
+    weights = Weights.from_float32(random_maps(config), "bfloat16" if on_gpu() else "float32")
     return Setup(full, narrowed, LinearTranslator.build(config, weights))
 
 
 def _narrowed(full: LanguageModel, kv_heads: int, precision: str, dtype: mx.Dtype) -> LanguageModel:
     """The same model with fewer KV heads; all other weights are the same arrays."""
     config = {**full.config, "num_key_value_heads": kv_heads}
-    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-    model.eval()
-    model.sanitize({})  # as for the full model
+    model = untrained(config)
     _share(model, full.model)
     for layer in model.layers:
         for name in OWN:

@@ -59,7 +59,8 @@ class Paths:
         self.tokens, self.step_size = list(tokens), step_size
         self._own = make_prompt_cache(source.model)
         self._recorded = self._read()
-        self._cache = self._translated()
+        self._first = next(iter(translators.values()))
+        self._cache = self.translate()
         self._eager: list[Any] | None = None
         self._native: list[Any] | None = None
 
@@ -68,16 +69,10 @@ class Paths:
         with mx.stream(generation_stream):
             return list(capture.prefill(self.source, self.tokens[:-1], self.step_size, self._own))
 
-    def _translated(self, form: str | None = None) -> list[Any]:
-        translator = self.translators[form or next(iter(self.translators))]
-        return translated(
-            self._recorded, self.source, self.target, translator, len(self.tokens) - 1
-        )
-
     def phase(self, name: str) -> Callable[[], object]:
         """The function of a phase: a method's name, ``translate FORM`` or ``hybrid J`` (layers)."""
         if name.startswith("translate "):
-            return lambda: self._translated(name.removeprefix("translate "))
+            return lambda: self.translate(name.removeprefix("translate "))
         if name.startswith(HYBRID):
             return partial(self.hybrid, int(name.removeprefix(HYBRID)))
         return getattr(self, name)
@@ -103,18 +98,25 @@ class Paths:
         """The target reads the whole prompt in one pass; returns the token that it predicts."""
         cache = make_prompt_cache(self.target.model)
         with mx.stream(generation_stream):
-            hidden = inner(self.target)(mx.array(self.tokens)[None], cache=cache)
+            hidden = text_of(self.target).model(mx.array(self.tokens)[None], cache=cache)
             token = head(self.target)(hidden[:, -1:]).argmax(axis=-1)
             mx.eval(token, caches.arrays(cache))
         return int(token[0, 0])
 
-    def translate(self) -> list[Any]:
-        """A fresh cache of the target from the recorded states."""
-        return self._translated()
+    def translate(self, form: str | None = None) -> list[Any]:
+        """A fresh cache of the target from the recorded states, evaluated."""
+        translator = self._first if form is None else self.translators[form]
+        length = len(self.tokens) - 1
+        with mx.stream(generation_stream):
+            cache = caches.allocate(self.target, length, self.batch)
+            for states in self._recorded:
+                translate_span(cache, states, self.source, self.target, translator, length)
+            mx.eval(caches.arrays(cache))
+        return cache
 
     def switch(self) -> object:
         """Translation and the target's step: the cost of a switch."""
-        return first_token(self.target, self.tokens[-1:], self._translated())
+        return first_token(self.target, self.tokens[-1:], self.translate())
 
     def eager_switch(self) -> object:
         """A switch that was translated while the source wrote; only the target's step remains."""
@@ -124,27 +126,19 @@ class Paths:
 
     def _grown(self) -> list[Any]:
         """The target's cache of the recorded states, grown span by span as in a conversation."""
-        translator = next(iter(self.translators.values()))
         with mx.stream(generation_stream):
             cache = make_prompt_cache(self.target.model)
             for states in self._recorded:
-                moved = capture.move(states, self.source, translator.config.capture)
-                caches.append(cache, translator(moved), self.target)
+                moved = capture.move(states, self.source, self._first.config.capture)
+                caches.append(cache, self._first(moved), self.target)
                 mx.eval(caches.arrays(cache))
         return cache
 
     def hybrid(self, layers: int) -> object:
         """A switch at which the target reads its first ``layers`` cache layers itself."""
-        translator = next(iter(self.translators.values()))
+        ends, native = (self.source, self.target), Native(layers)
+        plan = Plan(*ends, self.tokens, self._first, native, step_size=self.step_size)
         with mx.stream(generation_stream):
-            plan = Plan(
-                self.source,
-                self.target,
-                self.tokens,
-                translator,
-                Native(layers),
-                step_size=self.step_size,
-            )
             cache = take_over(plan, self._recorded)
         return first_token(self.target, self.tokens[-1:], cache)
 
@@ -154,7 +148,7 @@ class Paths:
             self.source,
             self.target,
             self.tokens,
-            translator=next(iter(self.translators.values())),
+            translator=self._first,
             prefill_step_size=self.step_size,
         )
         first_token(self.target, self.tokens[-1:], cache)
@@ -181,11 +175,6 @@ def text_of(model: LanguageModel) -> Any:
     return whole.get("language_model", whole)  # a module is a dict of its parts
 
 
-def inner(model: LanguageModel) -> Any:
-    """The layers of a text model, without its output head."""
-    return text_of(model).model
-
-
 def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:
     """A text model's output head, tied or not."""
     text = text_of(model)
@@ -202,28 +191,10 @@ def again(cache: Sequence[Any]) -> list[Any]:
     return [copy.copy(c) for c in cache]
 
 
-def translated(
-    recorded: Sequence[Any],
-    source: LanguageModel,
-    target: LanguageModel,
-    translator: Translator,
-    num_tokens: int,
-) -> list[Any]:
-    """A fresh cache of the target, filled from a source's recorded spans and evaluated."""
-    with mx.stream(generation_stream):
-        cache = caches.allocate(target, num_tokens)
-        for states in recorded:
-            translate_span(cache, states, source, target, translator, num_tokens)
-        mx.eval(caches.arrays(cache))
-    return cache
-
-
 def translation(plan: Plan) -> Callable[[], list[Any]]:
-    """A function that translates, as a switch does once the source has read the prompt.
+    """A function that fills a fresh cache, as a switch does once the source has read the prompt.
 
-    Returns:
-        A function that fills a fresh cache of the target from the recorded states. The target
-        reads its native part itself.
+    The target reads its native part itself.
     """
     recorded = list(capture.prefill(plan.source, plan.read, plan.step_size))
 

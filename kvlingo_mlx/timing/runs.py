@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvlingo_mlx.backend import on_gpu
 
@@ -12,7 +12,7 @@ from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.timing import derived, paths, tables
 from kvlingo_mlx.timing.ceilings import Costs, Rates, measured_rates
 from kvlingo_mlx.timing.pairs import Pair
-from kvlingo_mlx.timing.tables import Clock, Table, Timing
+from kvlingo_mlx.timing.tables import Effort, Table, Timing
 
 # A bar takes a text and a number of steps, and yields a function to call after each step.
 Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
@@ -24,20 +24,14 @@ class Asked:
 
     Attributes:
         tables: Names in ``TABLES``.
+        effort: How the tables are measured; its clock is for all of them together.
         lengths: Prompt lengths in tokens; None for each table's own.
-        text: Whether prompts are bundled text; otherwise they are random ids.
-        trials: Trials per length.
-        batch: Prompts at once.
-        step_size: Tokens per prefill chunk.
         native_layers: Numbers of native layers with which switches are timed as well.
     """
 
     tables: tuple[str, ...]
+    effort: Effort
     lengths: Sequence[int] | None = None
-    text: bool = True
-    trials: int = 5
-    batch: int = 1
-    step_size: int = 2048
     native_layers: Sequence[int] = ()
 
 
@@ -76,32 +70,25 @@ def check(pair: Pair, asked: Asked) -> None:
         )
 
 
-def run(pair: Pair, asked: Asked, clock: Clock, bar: Bar) -> Iterator[Ran]:
+def run(pair: Pair, asked: Asked, bar: Bar) -> Iterator[Ran]:
     """Measure one table after the other; each gets its share of the time that is left.
 
     Raises:
         ValueError: As for :func:`check`.
     """
     check(pair, asked)
-    room = pair.smaller.context_length
+    room, effort = pair.smaller.context_length, asked.effort
     rates = measured_rates()
     before: Timing | None = None
     for index, name in enumerate(asked.tables):
         own = tables.TABLES[name]
         lengths = [n for n in asked.lengths or own.lengths if n <= room]
-        shown = tables.with_hybrids(tables.batched(own, asked.batch), asked.native_layers)
-        with bar(f"timing {name}", len(lengths) * asked.trials) as step:
-            effort = tables.Effort(
-                text=asked.text,
-                trials=asked.trials,
-                clock=clock.part(len(asked.tables) - index),
-                step_size=asked.step_size,
-                progress=step,
-                before=before,
-                batch=asked.batch,
-            )
+        shown = tables.with_hybrids(tables.batched(own, effort.batch), asked.native_layers)
+        with bar(f"timing {name}", len(lengths) * effort.trials) as step:
+            clock = effort.clock.part(len(asked.tables) - index)
+            now = replace(effort, clock=clock, progress=step, before=before)
             timings, over = tables.run_table(
-                pair.source, pair.target, pair.translators, shown, lengths, effort
+                pair.source, pair.target, pair.translators, shown, lengths, now
             )
         before = timings[0] if timings else before
         rates = rates.best(measured_rates())

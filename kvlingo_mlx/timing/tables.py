@@ -111,7 +111,6 @@ class Timing:
     batch: int = 1
 
     def median(self, phase: str) -> float:
-        """Median seconds of a phase."""
         return median(self.samples[phase])
 
     def spread(self, phase: str) -> tuple[float, float]:
@@ -144,7 +143,6 @@ class Clock:
         return float("inf") if self._end is None else self._end - time.perf_counter()
 
     def over(self) -> bool:
-        """Whether no time is left."""
         return self.left() <= 0
 
     def part(self, of: int) -> Clock:

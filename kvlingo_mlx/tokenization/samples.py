@@ -170,46 +170,43 @@ def to_samples(
             yield replace(record, continuation=record.continuation[:room])
 
 
-def tokenise(
-    record: Mapping[str, Any], tokenizer: Any, turn: int = -1, *, source_tokenizer: Any = None
-) -> Sample:
+def tokenise(record: Mapping[str, Any], tokenizer: Any, *, source_tokenizer: Any = None) -> Sample:
     """One record as token ids.
 
-    A conversation is cut where an assistant turn opens: the prefix is the chat template's text up
-    to and including that turn's header, and the turn is the continuation. ``turn`` counts the
-    assistant turns after the first question; the default is the last. A turn without reasoning
-    leaves Qwen3's empty think block in the prefix (appendix "Training data"). A conversation
-    without an assistant turn has no continuation. A plain text is tokenised as a text prompt, with
-    ``<s>`` first if the tokenizer has one, and is cut in the middle. ``source_tokenizer`` is given
-    if the source has another tokenizer.
+    A conversation is cut where its last assistant turn after the first question opens: the prefix
+    is the chat template's text up to and including that turn's header, and the turn is the
+    continuation. A turn without reasoning leaves Qwen3's empty think block in the prefix (appendix
+    "Training data"). A conversation without such a turn has no continuation. A plain text is
+    tokenised as a text prompt, with ``<s>`` first if the tokenizer has one, and is cut in the
+    middle. ``source_tokenizer`` is given if the source has another tokenizer.
     """
     if source_tokenizer is not None:
-        return _of_two(record, source_tokenizer, tokenizer, turn)
+        return _of_two(record, source_tokenizer, tokenizer)
     if record.get("messages") is None:
         tokens = tuple(text_ids(tokenizer, record["text"]))
         middle = len(tokens) // 2
         return Sample(tokens[:middle], tokens[middle:])
     messages = list(record["messages"])
-    reply = _reply(messages, turn)
+    reply = _reply(messages)
     if reply is None:
         return Sample(encode_plain(tokenizer, _render(tokenizer, messages, True)), ())
     prefix, continuation = cut(messages[: reply + 1], tokenizer)
     return Sample(encode_plain(tokenizer, prefix), encode_plain(tokenizer, continuation))
 
 
-def _reply(messages: Sequence[Mapping[str, Any]], turn: int) -> int | None:
-    """The index of an assistant turn after the first question; None if there is no such turn."""
+def _reply(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """The index of the last assistant turn after the first question; None if there is none."""
     asked = next((i for i, m in enumerate(messages) if m["role"] == "user"), len(messages))
     replies = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i > asked]
-    return replies[turn] if replies else None
+    return replies[-1] if replies else None
 
 
-def _of_two(record: Mapping[str, Any], source: Any, target: Any, turn: int) -> Sample:
+def _of_two(record: Mapping[str, Any], source: Any, target: Any) -> Sample:
     """One record as two tokenizers and two chat templates read it."""
     if record.get("messages") is None:
         return _text_of_two(record["text"], source, target)
     messages = list(record["messages"])
-    reply = _reply(messages, turn)
+    reply = _reply(messages)
     if reply is None:
         return between(messages, source, target)
     _, continuation = cut(messages[: reply + 1], target)

@@ -6,15 +6,11 @@ writes a translator folder, which ``kvlingo-mlx import`` copies to a Mac.
 
 from __future__ import annotations
 
-from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.errors import needs_extra
 
 
 def check_extra() -> None:
     """Refuse (MissingExtraError) an installation without PyTorch and transformers."""
-    try:
+    with needs_extra("cuda", "training needs PyTorch"):
         import torch  # noqa: F401
         import transformers  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            f'training needs PyTorch ({error.name} is missing): pip install "kvlingo-mlx[cuda]"'
-        ) from None

@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.atomic import sync_file
+from kvlingo_mlx.reporting.measure import plain
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.runs import Best, Run
 from kvlingo_mlx.training.torch_model import TorchModel
@@ -128,9 +129,6 @@ class Training(Protocol):
     tokens: int
     seconds: float
 
-    def recall(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore the best translator so far from its file."""
-
 
 @dataclass(frozen=True)
 class Checkpoints:
@@ -160,7 +158,8 @@ class Checkpoints:
                 run.kl_sum, run.kl_steps = kept["kl_sum"], kept["kl_steps"]
             training.step, training.tokens = facts["step"], facts["tokens"]
             training.seconds = facts["seconds"]
-            training.recall(read_facts(self.folder / BEST), load_file(self.folder / BEST))
+            kept_best = self.folder / BEST
+            training.best = Best(tensors=load_file(kept_best), **read_facts(kept_best))
             training.curve = [json.loads(line) for line in self._log(training.step)]
             training.told = set(facts["told"])
         if training.group.leads:
@@ -208,7 +207,7 @@ class Checkpoints:
         with disk_errors(what, self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(self.folder / LOG, "a", encoding="utf-8") as log:
-                log.write(json.dumps(_finite(entry)) + "\n")
+                log.write(json.dumps(plain(dict(entry))) + "\n")
                 log.flush()
                 sync_file(log.fileno())
         write_state(self.folder / VALIDATED, what, tensors, facts)
@@ -289,14 +288,3 @@ def _restore_run(run: Run, prefix: str, tensors: Mapping[str, torch.Tensor]) -> 
                 moments = {m: tensors[f"{prefix}{name}/{m}"].clone() for m in MOMENTS}
                 step = tensors[f"{prefix}{name}/step"].reshape(()).cpu().clone()
                 run.optimizer.state[tensor] = {"step": step, **moments}
-
-
-def _finite(entry: Mapping[str, object]) -> dict[str, object]:
-    """The entry with None in place of NaN and infinities, which JSON does not have."""
-
-    def clean(value: object) -> object:
-        if isinstance(value, list):
-            return [clean(v) for v in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {key: clean(value) for key, value in entry.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ from typing import Any
 import torch
 
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.loading.grading import said_of
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import other_tokenizer
 from kvlingo_mlx.training import distributed, torch_model
@@ -22,6 +20,7 @@ from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.pipeline import Progress, Training
 from kvlingo_mlx.training.plan import TrainingPlan, default_rate, reconstruction
 from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.watch import lowest
 
 SHOWN = 480  # the number of samples that a run's histogram is made of
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -160,18 +159,13 @@ def train(
         return None
     if before or stage2.steps == 0:
         return Done(folder, before=before)
-    curve = [_lowest(line["held_out"]) for line in read_log(training.log)]
+    curve = [lowest(line["held_out"]) for line in read_log(training.log)]
     return Done(folder, training.log, curve[0], min(curve))
 
 
 def samples_of(steps: int, batch: int, fit_samples: int) -> int:
     """The number of samples that a training draws; stage 1 reads the first samples of stage 2."""
     return max(steps * batch, fit_samples)
-
-
-def _lowest(held_out: list[float | None]) -> float:
-    """The lowest KL of all runs; None stands for a run that has diverged."""
-    return min((value for value in held_out if value is not None), default=math.nan)
 
 
 @dataclass(frozen=True)
@@ -199,16 +193,6 @@ def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Len
     drawn = steps * batch
     stage2 = prefix_histogram(stream, min(drawn, SHOWN), every=max(1, drawn // SHOWN))
     return Lengths(stream.survey, stage1, stage2)
-
-
-def provenance(folder: Path) -> dict[str, Any]:
-    """The provenance in a finished translator's folder."""
-    return dict(translator_folder.read_config(folder).provenance)
-
-
-def grade(folder: Path) -> str:
-    """The grade of a finished translator by its receipt, in one line."""
-    return said_of(translator_folder.read_config(folder))
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ import numpy as np
 from kvlingo_mlx.tokenization.renderings import front
 from kvlingo_mlx.tokenization.samples import Sample, encode_plain
 from kvlingo_mlx.training.conversations import (
+    Message,
     boilerplate,
     excerpt,
     keeps_system,
@@ -253,15 +254,15 @@ class Stream:
 
     def _natural(self, mixture: Mixture, talk: Talk) -> Draw | None:
         """One conversation up to one of its replies, if its length is within the limits."""
-        draw, (low, high) = self._whole(talk, mixture), mixture.natural
-        return draw if low <= draw.sample.num_read <= high and draw.sample.continuation else None
-
-    def _whole(self, talk: Talk, mixture: Mixture) -> Draw:
-        messages = until(talk.messages, talk.turn, fold=self._fold)
-        sample = to_sample(
-            messages, self._tokenizer, mixture.max_continuation, self._source_tokenizer
-        )
+        sample = self._cut(until(talk.messages, talk.turn, fold=self._fold), mixture)
+        low, high = mixture.natural
+        if not (low <= sample.num_read <= high and sample.continuation):
+            return None
         return Draw(sample, "natural", talk.reasoning, (talk.place,))
+
+    def _cut(self, messages: Sequence[Message], mixture: Mixture) -> Sample:
+        longest = mixture.max_continuation
+        return to_sample(messages, self._tokenizer, longest, self._source_tokenizer)
 
     # ---- packed ----------------------------------------------------------------------
 
@@ -335,10 +336,7 @@ class Stream:
     ) -> Draw:
         at = rng.randint(0, len(others))
         talks = [*others[:at], lifted, *others[at:]]
-        messages = pack([talk.messages for talk in talks], at)
-        sample = to_sample(
-            messages, self._tokenizer, mixture.max_continuation, self._source_tokenizer
-        )
+        sample = self._cut(pack([talk.messages for talk in talks], at), mixture)
         records = (lifted.place, *(talk.place for talk in others))
         return Draw(sample, "packed", lifted.reasoning, records)
 

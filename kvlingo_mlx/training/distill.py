@@ -124,10 +124,6 @@ class Distillation:
             self.told.add(name)
         self.keep(entry)
 
-    def recall(self, facts: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore the best translator from before the run was stopped."""
-        self.best = Best(tensors=tensors, **facts)
-
     def _heed(self) -> None:
         """Stop between two steps if any of the processes has received a signal."""
         asked = torch.tensor([float(bool(self.stop))], device=self.target.device)
@@ -257,7 +253,6 @@ class Distillation:
         self.kept = self.step, time.monotonic()
 
     def entry(self) -> dict[str, object]:
-        """The log entry of this step."""
         return {
             "step": self.step,
             "learning_rates": [run.rate for run in self.runs],

@@ -63,7 +63,6 @@ def join(device: str) -> Group:
 
 
 def leave(group: Group) -> None:
-    """Destroy the process group that :func:`join` created."""
     if group.size > 1:
         torch.distributed.destroy_process_group()
 

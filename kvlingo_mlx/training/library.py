@@ -86,7 +86,6 @@ class Talk:
 
     @property
     def reasoning(self) -> bool:
-        """Whether the reply has a reasoning trace."""
         return bool(self.messages[self.turn].get("reasoning_content"))
 
     @property
@@ -103,7 +102,6 @@ class Library:
         training: A shelf for each source that has records to train on.
         reserved: Shelves of the records kept from training, chosen by the seed and their numbers.
         skipped: The number of records without a usable assistant turn (or text).
-        twins: The number of records left out because they open with a reserved record's question.
         per_token: For each source, its characters per token and its bytes per token.
     """
 
@@ -128,7 +126,7 @@ class Library:
             raise ValueError("no training data; name a JSONL file, a folder or a dataset")
         opened = [open_source(spec) for spec in specs]
         self.sources: tuple[Source, ...] = tuple(source for source, _ in opened)
-        self.skipped = self.twins = 0
+        self.skipped = 0
         self._kind = "text" if template is None else "messages"
         self._template, self._limits = template or (0.0, 0.0), limits
         self._tokenizers = tokenizers
@@ -226,7 +224,6 @@ class Library:
                 self.skipped += 1
                 continue
             if "messages" in found and opening(found["messages"]) in known:
-                self.twins += 1
                 continue
             measured = self.measure(number, found)
             rows.append(record)

@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,11 +20,7 @@ from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
 from kvlingo_mlx.format.geometry import canonical_json
-from kvlingo_mlx.format.projections import facts_of_models
-from kvlingo_mlx.format.tensor_file import Weights
-from kvlingo_mlx.format.translator_config import (
-    TranslatorConfig,
-)
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.closed_form import shortage
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.samples import Sample
@@ -38,23 +33,19 @@ from kvlingo_mlx.training.checkpoints import (
     read_facts,
     write_state,
 )
-from kvlingo_mlx.training.distill import Distillation, Report
+from kvlingo_mlx.training.distill import Distillation, Report, Samples
 from kvlingo_mlx.training.distributed import Group
 from kvlingo_mlx.training.interruption import Interruption, postponed
-from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.receipt import receipt
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import Best, start_runs
 from kvlingo_mlx.training.torch_model import TorchModel
 from kvlingo_mlx.training.translator import TorchTranslator, initial
-from kvlingo_mlx.training.watch import complaints
-from kvlingo_mlx.version import __version__
 
 
-class Data(Protocol):
+class Data(Samples, Protocol):
     """A training stream (``data.Stream``): numbered samples, and held-out ones."""
-
-    def sample(self, index: int) -> Sample: ...
 
     def held_out(self, count: int = 64) -> Sequence[Sample]: ...
 
@@ -139,13 +130,17 @@ class Training:
         stage2 = self._checkpoints("stage2", config, self.plan.recipe)
         held_out = self._held_out()
         config, arrays, provenance = self._first(config, held_out, stop)
-        best, curve = None, []
+        best: Best | None = None
+        curve: Sequence[Mapping[str, Any]] = ()
         if self.plan.recipe.steps:
-            training = self._distill(stage2, config, arrays, held_out, self.plan.recipe, stop)
-            best, curve = training.run(self._reporter(stage2)), training.curve
+            arguments = config, arrays, held_out, self.plan.recipe, stop
+            best, curve = self._distill(stage2, *arguments)
             arrays = _arrays(best)
         if self.group.leads:
-            self._write(config, arrays, self._provenance(provenance, best, held_out, curve))
+            own = {"data": self.settings["data"]} if "data" in self.settings else {}
+            ends = self.source, self.target
+            facts = provenance_of(self.plan, *ends, own | provenance, best, held_out, curve)
+            self._write(config, arrays, facts)
             if best is not None:
                 stage2.finish(self.log)
             shutil.rmtree(self.partial)
@@ -203,11 +198,10 @@ class Training:
     def _is_ours(self, config: TranslatorConfig) -> bool:
         """Whether ``out`` holds the result of a training with these settings."""
         try:
-            return translator_folder.read_config(self.out).provenance.get("run") == self._identity(
-                config
-            )
+            there = translator_folder.read_config(self.out).provenance
         except MalformedTranslatorError:
             return False
+        return there.get("run") == self._identity(config)
 
     def _check(self, path: Path, config: TranslatorConfig) -> dict[str, Any]:
         """The facts of one of our files; raises ValueError if its settings differ."""
@@ -272,8 +266,7 @@ class Training:
         if not spec.solved:
             recipe = plan.stage1_recipe
             checkpoints = self._checkpoints("stage1", config, recipe)
-            training = self._distill(checkpoints, config, arrays, held_out, recipe, stop)
-            best = training.run(self._reporter(checkpoints))
+            best, _ = self._distill(checkpoints, config, arrays, held_out, recipe, stop)
             arrays = _arrays(best)
             provenance = {"stage1_rate": best.rate, "stage1_error": best.held_out}
         return config, arrays, provenance
@@ -283,10 +276,8 @@ class Training:
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The linear maps; the sums from which they are solved are kept while reading."""
         linear = dataclasses.replace(config, kind="linear")
-        sums = stage1.Sums.start(linear, self.target.device)
-        kept = self.partial / "stage1" / "moments.safetensors"
-        if kept.exists():
-            sums.restore(load_file(kept), self._check(kept, config)["counts"])
+        sums = stage1.sums_of_maps(linear, self.target.device)
+        keep = self._kept(sums, "moments", config, stop)
         return stage1.closed_form(
             linear,
             self.source,
@@ -294,7 +285,7 @@ class Training:
             self._fit_samples(sums.read),
             norm=self.plan.norm,
             sums=sums,
-            hooks=self._hooks("stage 1", self._keeper(kept, config, stop)),
+            hooks=self._hooks("stage 1", keep),
         )
 
     def _hooks(self, what: str, keep: Callable[..., None]) -> stage1.Hooks:
@@ -311,12 +302,8 @@ class Training:
     ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
         """The source layers chosen from the data, and the maps if they are solved with them."""
         plan, linear = self.plan, dataclasses.replace(config, kind="linear")
-        sums = stage1.TileSums.start(linear)
-        kept = self.partial / "stage1" / "tiles.safetensors"
-        if kept.exists():
-            counts = self._check(kept, config)["counts"]
-            sums.restore(load_file(kept), counts, self.target.device)
-        keep = self._keeper(kept, config, stop)
+        sums = stage1.sums_of_tiles(linear)
+        keep = self._kept(sums, "tiles", config, stop)
         assignment, arrays, provenance = stage1.select(
             linear,
             self.source,
@@ -327,19 +314,23 @@ class Training:
             sums=sums,
             hooks=self._hooks("selection", keep),
         )
-        keep(sums, at_once=True)  # a killed run then resumes after the reading
+        keep(at_once=True)  # a killed run then resumes after the reading
         return dataclasses.replace(config, assignment=assignment), arrays, provenance
 
     def _fit_samples(self, read: int) -> Iterator[Sample]:
         return (self.data.sample(index) for index in range(read, self.plan.fit_samples))
 
-    def _keeper(
-        self, path: Path, config: TranslatorConfig, stop: Interruption
+    def _kept(
+        self, sums: stage1.Sums, name: str, config: TranslatorConfig, stop: Interruption
     ) -> Callable[..., None]:
-        """A function that writes the sums every ``keep_every`` seconds, for a resumed run."""
+        """Restore a stopped run's sums; the result keeps them every ``keep_every`` seconds."""
+        path = self.partial / "stage1" / f"{name}.safetensors"
+        if path.exists():
+            tensors = load_file(path, device=str(self.target.device))
+            sums.restore(tensors, self._check(path, config)["counts"])
         last = time.monotonic()
 
-        def keep(sums: Any, at_once: bool = False) -> None:
+        def keep(at_once: bool = False) -> None:
             nonlocal last
             if not (stop or at_once) and time.monotonic() - last < self.keep_every:
                 return
@@ -361,9 +352,10 @@ class Training:
         held_out: Sequence[Sample],
         recipe: Recipe,
         stop: Interruption,
-    ) -> Distillation:
+    ) -> tuple[Best, Sequence[Mapping[str, Any]]]:
+        """The best translator of a stage, and the stage's curve."""
         runs = start_runs(config, arrays, recipe.learning_rates, self.target.device)
-        return Distillation(
+        training = Distillation(
             self.source,
             self.target,
             runs,
@@ -376,55 +368,10 @@ class Training:
             stop,
             self.warn,
         )
-
-    def _reporter(self, checkpoints: Checkpoints) -> Callable[[Report], None]:
-        return lambda report: self.progress(checkpoints.folder.name, report)
+        stage = checkpoints.folder.name
+        return training.run(lambda report: self.progress(stage, report)), training.curve
 
     # ---- the result -------------------------------------------------------------------
-
-    def _provenance(
-        self,
-        fitted: Mapping[str, Any],
-        best: Best | None,
-        held_out: Sequence[Sample],
-        curve: Sequence[Mapping[str, Any]],
-    ) -> dict[str, Any]:
-        recipe = self.plan.recipe
-        # The prefixes of stage 1 and the held-out ones; stage 2 has the same mixture.
-        prefixes = [fitted.get("longest_prefix", 0), *(len(s.prefix) for s in held_out)]
-        data = {"data": self.settings["data"]} if "data" in self.settings else {}
-        if self.plan.native_layers:
-            data |= {"native_layers": self.plan.native_layers}
-        trained = (
-            {}
-            if best is None
-            else {
-                "objective": recipe.objective,
-                "steps": recipe.steps,
-                "batch": recipe.batch,
-                "learning_rate": best.rate,
-                "best_step": best.step,
-                "held_out": len(held_out),
-                "held_out_kl": best.held_out,
-                "held_out_kl_at_first": min(curve[0]["held_out"]),
-            }
-        )
-        if found := complaints(curve):
-            trained["complaints"] = list(found.values())
-        return {
-            "stage": 1 if best is None else 2,
-            **data,
-            **fitted,
-            **trained,
-            "longest_prefix": max(prefixes),
-            **facts_of_models({"source": self.source, "target": self.target}),
-            "assignment": self.plan.assignment,
-            "seed": self.plan.seed,
-            "kvlingo_mlx": __version__,
-            "torch": torch.__version__,
-            "transformers": version("transformers"),
-            "date": time.strftime("%Y-%m-%d"),
-        }
 
     def _write(
         self,
@@ -438,11 +385,8 @@ class Training:
         provenance = {**provenance, "run": self._identity(config), **left}
         overwrite = self.force or self._is_ours(config)
         config = dataclasses.replace(config, provenance=provenance)
-        weights = Weights.from_float32(
-            {name: np.asarray(a, np.float32) for name, a in arrays.items()}, "float32"
-        )
         with disk_errors(f"the translator {self.out.name}", self.out.parent):
-            translator_folder.write(self.out, config, weights, overwrite=overwrite)
+            translator_folder.write(self.out, config, translator.to_weights(), overwrite=overwrite)
 
 
 def _arrays(best: Best) -> dict[str, np.ndarray]:

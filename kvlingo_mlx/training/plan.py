@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from kvlingo_mlx.format.assignment import by_depth, check_windows
 from kvlingo_mlx.format.kinds import KindSpec, kind_named
 from kvlingo_mlx.format.maps import check_head_ratio
+from kvlingo_mlx.format.projections import facts_of_models
 from kvlingo_mlx.format.translator_config import CAPTURES, TranslatorConfig, capture_point
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe, require
+from kvlingo_mlx.training.runs import Best
 from kvlingo_mlx.training.torch_model import TorchModel
+from kvlingo_mlx.training.watch import complaints
+from kvlingo_mlx.version import __version__
 
 # The best rates of the paper's linear, head-mixing translators (table "lrs"), by the two models'
 # names without their owners.
@@ -137,6 +148,52 @@ def reconstruction(recipe: Recipe, rates: tuple[float, ...], steps: int) -> Reci
 def default_rate(source: str, target: str) -> float:
     """The paper's learning rate for a pair if there is one, else 1e-4."""
     return RATES.get((Path(source).name, Path(target).name), DEFAULT_RATE)
+
+
+def provenance_of(
+    plan: TrainingPlan,
+    source: TorchModel,
+    target: TorchModel,
+    fitted: Mapping[str, Any],
+    best: Best | None,
+    held_out: Sequence[Sample],
+    curve: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """What a translator tells of its training; ``fitted`` are the facts of stage 1.
+
+    ``best`` is the translator chosen in stage 2 on the ``held_out`` conversations, and ``curve``
+    the log of that stage.
+    """
+    found: dict[str, Any] = {"stage": 1 if best is None else 2}
+    if plan.native_layers:
+        found["native_layers"] = plan.native_layers
+    found |= fitted
+    if best is not None:
+        found |= {
+            "objective": plan.recipe.objective,
+            "steps": plan.recipe.steps,
+            "batch": plan.recipe.batch,
+            "learning_rate": best.rate,
+            "best_step": best.step,
+            "held_out": len(held_out),
+            "held_out_kl": best.held_out,
+            "held_out_kl_at_first": min(curve[0]["held_out"]),
+        }
+    if worries := complaints(curve):
+        found["complaints"] = list(worries.values())
+    # The prefixes of stage 1 and the held-out ones; stage 2 has the same mixture.
+    prefixes = [fitted.get("longest_prefix", 0), *(len(s.prefix) for s in held_out)]
+    return {
+        **found,
+        "longest_prefix": max(prefixes),
+        **facts_of_models({"source": source, "target": target}),
+        "assignment": plan.assignment,
+        "seed": plan.seed,
+        "kvlingo_mlx": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def make_config(source: TorchModel, target: TorchModel, plan: TrainingPlan) -> TranslatorConfig:

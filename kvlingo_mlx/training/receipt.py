@@ -44,7 +44,7 @@ def receipt(
     top1 = sum(translated.agreed for translated, _, _ in losses) / tokens
     layers = translator.config.native_layers
     found = Receipt(kl, top1, layers, hidden_kl, recall_of(hits))
-    return {**found.to_json(), "tokens": tokens, "dtype": str(target.dtype).rsplit(".", 1)[-1]}
+    return {**found.to_json(), "tokens": tokens, "dtype": target.precision}
 
 
 @torch.no_grad()

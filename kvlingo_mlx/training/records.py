@@ -15,11 +15,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.errors import needs_extra
 
 Spec = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
@@ -27,31 +27,13 @@ CHUNK = 1 << 24  # bytes read at once while lines are counted
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-class Source(Protocol):
-    """A sequence of numbered records."""
-
-    @property
-    def name(self) -> str:
-        """The name that the user gave."""
-
-    @property
-    def sizes(self) -> np.ndarray:
-        """The number of bytes of each record."""
-
-    @property
-    def digest(self) -> str:
-        """The sha256 of all records, to detect changed data under the same name."""
-
-    def read(self, number: int) -> tuple[Any, str]:
-        """Record ``number`` as parsed (None for a blank line), and a description of its place."""
-
-
 @dataclass(frozen=True, eq=False)
 class JsonLines:
     """The lines of one or more JSONL files; only their offsets are kept in memory.
 
     ``starts``, ``sizes`` (bytes), ``lines`` (numbered from 1) and ``files`` (indices into
-    ``paths``) have one entry per record.
+    ``paths``) have one entry per record. ``digest``, the sha256 of all records, detects changed
+    data under the same ``name``, which is the user's.
     """
 
     name: str
@@ -84,7 +66,10 @@ class JsonLines:
 
 @dataclass(frozen=True, eq=False)
 class HubDataset:
-    """The splits of a Hugging Face dataset in a row; ``ends`` are their cumulative row counts."""
+    """The splits of a Hugging Face dataset in a row; ``ends`` are their cumulative row counts.
+
+    ``name``, ``sizes`` and ``digest`` are as in :class:`JsonLines`.
+    """
 
     name: str
     labels: tuple[str, ...]
@@ -98,6 +83,9 @@ class HubDataset:
         split = int(np.searchsorted(self.ends, number, side="right"))
         row = number - (int(self.ends[split - 1]) if split else 0)
         return self.splits[split][row], f"{self.labels[split]}, record {row + 1}"
+
+
+Source = JsonLines | HubDataset
 
 
 def open_source(spec: Spec) -> tuple[Source, float]:
@@ -176,13 +164,9 @@ def _index(path: Path, digest: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _hub_dataset(name: str) -> HubDataset:
-    try:
+    what = f"{name} is no file here, and reading Hugging Face datasets needs the datasets package"
+    with needs_extra("cuda", what):
         datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise MissingExtraError(
-            f"{name} is no file here, and reading Hugging Face datasets needs the datasets "
-            'package: pip install "kvlingo-mlx[cuda]"'
-        ) from None
     dataset_id, *rest = name.split(":")
     if len(rest) > 2:
         raise ValueError(

@@ -38,12 +38,6 @@ class Run:
         """The mean KL of the steps since the last validation."""
         return self.kl_sum / self.kl_steps if self.kl_steps else math.nan
 
-    @classmethod
-    def start(cls, rate: float, translator: TorchTranslator) -> Run:
-        """A run before its first step."""
-        optimizer = torch.optim.AdamW(list(translator.tensors.values()), lr=rate, weight_decay=0.0)
-        return cls(rate, translator, optimizer)
-
     def update(self, step: int, recipe: Recipe) -> None:
         """Take one clipped AdamW step with the current gradients."""
         for group in self.optimizer.param_groups:
@@ -76,4 +70,9 @@ def start_runs(
     device: torch.device,
 ) -> list[Run]:
     """A run for each learning rate, all from the same tensors."""
-    return [Run.start(rate, TorchTranslator.from_arrays(config, arrays, device)) for rate in rates]
+    runs = []
+    for rate in rates:
+        translator = TorchTranslator.from_arrays(config, arrays, device)
+        optimizer = torch.optim.AdamW(list(translator.tensors.values()), lr=rate, weight_decay=0.0)
+        runs.append(Run(rate, translator, optimizer))
+    return runs

@@ -22,7 +22,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.aligned import paired_states, paired_weights
 from kvlingo_mlx.training.torch_model import States, TorchModel, tapped
 
-PARTS = ("xx", "xy", "yy")
+KINDS = ("xx", "xy", "yy")
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
 
 
@@ -55,88 +55,65 @@ class TorchMoments:
 
 @dataclass
 class Sums:
-    """Every map's moments over the samples read so far; a killed stage 1 resumes from them.
+    """Sums over the samples read so far; a killed stage 1 resumes from them.
 
-    ``read`` counts all samples, ``used`` the usable ones. ``longest`` is the longest prefix of the
-    usable ones, in tokens.
+    Attributes:
+        parts: :class:`TorchMoments` by map, or :class:`Tiles` by side, from which source layers are
+            chosen.
+        read: The number of all samples.
+        used: The number of usable samples.
+        longest: The longest prefix of these, in tokens.
     """
 
-    moments: dict[str, TorchMoments]
+    parts: dict[str, Any]
     read: int = 0
     used: int = 0
     longest: int = 0
 
-    @classmethod
-    def start(cls, config: TranslatorConfig, device: torch.device) -> Sums:
-        """The sums before the first sample."""
-        widths = moment_widths(config)
-        return cls({name: TorchMoments(*width, device) for name, width in widths.items()})
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The sums by name."""
-        return {
-            f"{name}/{part}": getattr(moments, part)
-            for name, moments in self.moments.items()
-            for part in PARTS
-        }
+    @property
+    def tokens(self) -> int:
+        return next(iter(self.parts.values())).tokens
 
     def counts(self) -> dict[str, int]:
         """The numbers of samples and tokens in the sums."""
-        tokens = next(iter(self.moments.values())).tokens
-        counts = {"read": self.read, "used": self.used, "longest": self.longest}
-        return {**counts, "tokens": tokens}
+        return {name: getattr(self, name) for name in ("read", "used", "longest", "tokens")}
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The sums by name; a tile's name ends with its layers."""
+        found = {}
+        for name, part in self.parts.items():
+            for kind in KINDS:
+                sums = getattr(part, kind)
+                for key, tile in sums.items() if isinstance(sums, dict) else [((), sums)]:
+                    layers = key if isinstance(key, tuple) else (key,)
+                    found["/".join([name, kind, *map(str, layers)])] = tile
+        return found
 
     def restore(self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int]) -> None:
-        """Restore the results of :meth:`tensors` and :meth:`counts`."""
-        for name, own in self.tensors().items():
-            own.copy_(tensors[name])
-        for moments in self.moments.values():
-            moments.tokens = counts["tokens"]
+        """Restore the results of :meth:`tensors`, on the target's device, and :meth:`counts`."""
+        for path, tensor in tensors.items():
+            name, kind, *layers = path.split("/")
+            key = tuple(map(int, layers))
+            if key:
+                getattr(self.parts[name], kind)[key if len(key) > 1 else key[0]] = tensor
+            else:
+                setattr(self.parts[name], kind, tensor)
+        for part in self.parts.values():
+            part.tokens = counts["tokens"]
         self.read, self.used = counts["read"], counts["used"]
         self.longest = counts.get("longest", 0)  # older files lack it
 
 
-@dataclass
-class TileSums:
-    """The moments of both sides over the samples read so far, to choose source layers from."""
+def sums_of_maps(config: TranslatorConfig, device: torch.device) -> Sums:
+    """The sums of every map before the first sample."""
+    widths = moment_widths(config)
+    return Sums({name: TorchMoments(*width, device) for name, width in widths.items()})
 
-    tiles: dict[str, Tiles]
-    read: int = 0
-    used: int = 0
-    longest: int = 0
 
-    @classmethod
-    def start(cls, config: TranslatorConfig) -> TileSums:
-        """The sums before the first sample."""
-        reads = candidates(config.source.layers, config.target.layers)
-        return cls({side: Tiles(reads) for side in SIDES})
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The sums by name."""
-        return {
-            "/".join([side, part, *map(str, key if isinstance(key, tuple) else (key,))]): tile
-            for side, tiles in self.tiles.items()
-            for part in PARTS
-            for key, tile in getattr(tiles, part).items()
-        }
-
-    def counts(self) -> dict[str, int]:
-        """The numbers of samples and tokens in the sums."""
-        counts = {"read": self.read, "used": self.used, "longest": self.longest}
-        return {**counts, "tokens": self.tiles["keys"].tokens}
-
-    def restore(
-        self, tensors: Mapping[str, torch.Tensor], counts: Mapping[str, int], device: torch.device
-    ) -> None:
-        """Restore the results of :meth:`tensors` and :meth:`counts`."""
-        for name, tensor in tensors.items():
-            side, part, *key = name.split("/")
-            place = tuple(map(int, key)) if len(key) > 1 else int(key[0])
-            getattr(self.tiles[side], part)[place] = tensor.to(device)
-        for tiles in self.tiles.values():
-            tiles.tokens = counts["tokens"]
-        self.read, self.used = counts["read"], counts["used"]
-        self.longest = counts.get("longest", 0)  # older files lack it
+def sums_of_tiles(config: TranslatorConfig) -> Sums:
+    """The sums of both sides before the first sample."""
+    reads = candidates(config.source.layers, config.target.layers)
+    return Sums({side: Tiles(reads) for side in SIDES})
 
 
 @dataclass(frozen=True)
@@ -145,12 +122,12 @@ class Hooks:
 
     Attributes:
         progress: Called after each sample with the number of samples used so far.
-        keep: Called after each sample with the sums.
+        keep: Called after each sample, to write the sums from time to time.
         solved: Called after each solved map.
     """
 
     progress: Callable[[int], None] = lambda used: None
-    keep: Callable[[Any], None] = lambda sums: None
+    keep: Callable[[], None] = lambda: None
     solved: Callable[[], None] = lambda: None
 
 
@@ -174,18 +151,18 @@ def closed_form(
     Raises:
         ValueError: There is no such norm, or no usable sample.
     """
-    sums, hooks = sums or Sums.start(config, target.device), hooks or Hooks()
+    sums, hooks = sums or sums_of_maps(config, target.device), hooks or Hooks()
 
     def add(read: States, wanted: States, weights: torch.Tensor | None) -> None:
         for m in maps_of(config):
             x, y = pair(m, read, wanted)
             own = None if weights is None else weights[m.layer % len(weights)]
-            sums.moments[m.name].add(x, y, own)
+            sums.parts[m.name].add(x, y, own)
 
     norm = norm_named(norm)
     _read((source, target), config.capture, samples, norm, sums, add, hooks)
-    check_tokens(config, sums.counts()["tokens"])
-    moments = {name: m.to_numpy() for name, m in sums.moments.items()}
+    check_tokens(config, sums.tokens)
+    moments = {name: m.to_numpy() for name, m in sums.parts.items()}
     arrays, ranks = solve_maps(config, moments, hooks.solved)
     return arrays, _provenance(norm, sums, ranks)
 
@@ -198,7 +175,7 @@ def select(
     method: str,
     *,
     norm: str = "frobenius",
-    sums: TileSums | None = None,
+    sums: Sums | None = None,
     hooks: Hooks | None = None,
 ) -> tuple[Assignment, dict[str, np.ndarray], dict[str, object]]:
     """Choose ``config.nu`` source layers from data ("r2" or "greedy"), and solve their maps.
@@ -213,10 +190,10 @@ def select(
     Raises:
         ValueError: There is no such norm or method, or no usable sample.
     """
-    sums, hooks = sums or TileSums.start(config), hooks or Hooks()
+    sums, hooks = sums or sums_of_tiles(config), hooks or Hooks()
 
     def add(read: States, wanted: States, weights: torch.Tensor | None) -> None:
-        for side, tiles in sums.tiles.items():
+        for side, tiles in sums.parts.items():
             xs, ys = (
                 [a.double().to(target.device) for a in states.side(side)]
                 for states in (read, wanted)
@@ -227,14 +204,14 @@ def select(
     shared = norm not in ATTENTION_NORMS
     read_by = norm if shared else "frobenius"
     _read((source, target), config.capture, samples, read_by, sums, add, hooks)
-    check_tokens(config, sums.counts()["tokens"])
-    chosen = {side: choose(tiles, method, config.nu) for side, tiles in sums.tiles.items()}
+    check_tokens(config, sums.tokens)
+    chosen = {side: choose(tiles, method, config.nu) for side, tiles in sums.parts.items()}
     config = dataclasses.replace(config, assignment=assignment_of(chosen))
     arrays: dict[str, np.ndarray] = {}
     ranks = [0]
     if shared:
         moments = {
-            f"{side}.{t}": sums.tiles[side].moments(t, layers)
+            f"{side}.{t}": sums.parts[side].moments(t, layers)
             for side in SIDES
             for t, layers in chosen[side].items()
         }
@@ -248,7 +225,7 @@ def _read(
     capture: str,
     samples: Iterable[Sample],
     norm: str,
-    sums: Any,
+    sums: Sums,
     add: Callable[[States, States, torch.Tensor | None], None],
     hooks: Hooks,
 ) -> None:
@@ -264,7 +241,7 @@ def _read(
             sums.used += 1
             sums.longest = max(sums.longest, len(sample.prefix))
         hooks.progress(sums.used)
-        hooks.keep(sums)
+        hooks.keep()
     if sums.used == 0:
         raise ValueError("the data hold no usable sample: every prefix is empty")
 
@@ -273,11 +250,11 @@ def _mass(target: TorchModel, sample: Sample) -> np.ndarray:
     return attention_mass(target, sample).cpu().numpy()
 
 
-def _provenance(norm: str, sums: Sums | TileSums, ranks: Sequence[int]) -> dict[str, object]:
+def _provenance(norm: str, sums: Sums, ranks: Sequence[int]) -> dict[str, object]:
     return {
         "norm": norm,
         "samples": sums.used,
-        "prefix_tokens": sums.counts()["tokens"],
+        "prefix_tokens": sums.tokens,
         "lowest_rank": min(ranks),
         "longest_prefix": sums.longest,
     }

@@ -66,7 +66,6 @@ class TorchModel:
 
     @cached_property
     def family(self) -> TorchFamily:
-        """The adapter of this model's family."""
         return family_of(self.config["model_type"])
 
     @cached_property
@@ -76,7 +75,6 @@ class TorchModel:
 
     @cached_property
     def geometry(self) -> CacheGeometry:
-        """The shape of this model's cache."""
         return self.family.geometry(self.model, self.config)
 
     @property
@@ -86,7 +84,6 @@ class TorchModel:
 
     @property
     def device(self) -> torch.device:
-        """The device on which the model computes."""
         return self.model.device
 
     @property
@@ -122,54 +119,49 @@ class TorchModel:
         arrays = self.model.state_dict().items()
         return weights_fingerprint((_checked(*item) for item in arrays), self.config)
 
-    def spec(self) -> ModelSpec:
-        """The description of this model that a translator carries."""
+    @cached_property
+    def tokenizer_fingerprint(self) -> str:
+        """The sha256 of the tokenizer's vocabulary."""
+        return vocabulary_fingerprint(self.tokenizer.get_vocab())
+
+    @cached_property
+    def norms_fingerprint(self) -> str:
+        """The sha256 of the weights of all norms."""
         norms = {
             name: module.weight
             for name, module in self.family.text(self.model).named_modules()
             if type(module).__name__.endswith("RMSNorm") and hasattr(module, "weight")
         }
-        blobs = (norms[name].detach().float().cpu().numpy().tobytes() for name in sorted(norms))
-        return ModelSpec(
-            name=self.name,
-            revision=self.revision,
-            model_type=self.geometry.model_type,
-            fingerprint={
-                "geometry": self.geometry.fingerprint,
-                "norms": norms_fingerprint(blobs),
-                "tokenizer": vocabulary_fingerprint(self.tokenizer.get_vocab()),
-            },
-            layers=self.geometry.layers,
+        return norms_fingerprint(
+            norms[name].detach().float().cpu().numpy().tobytes() for name in sorted(norms)
         )
+
+    def spec(self) -> ModelSpec:
+        """The description of this model that a translator carries."""
+        return ModelSpec.of(self)
 
     # ---- forward passes ---------------------------------------------------------------
 
-    def hidden(self, tokens: Sequence[int], cache: DynamicCache | None = None) -> torch.Tensor:
+    def hidden(
+        self, tokens: Sequence[int], cache: DynamicCache | None = None, **more: torch.Tensor
+    ) -> torch.Tensor:
         """The final hidden states (T, width) of ``tokens`` after the contents of ``cache``."""
         ids = torch.tensor([list(tokens)], device=self.device)
         decoder = self.family.text(self.model)
-        output = decoder(ids, past_key_values=cache, use_cache=cache is not None)
+        output = decoder(ids, past_key_values=cache, use_cache=cache is not None, **more)
         return output.last_hidden_state[0]
 
     def hidden_between(
-        self,
-        tokens: Sequence[int],
-        cache: DynamicCache,
-        positions: np.ndarray,
-        visible: np.ndarray,
+        self, tokens: Sequence[int], cache: DynamicCache, positions: np.ndarray, visible: np.ndarray
     ) -> torch.Tensor:
         """The final hidden states (T, width) of ``tokens`` that stand between a cache's entries.
 
         ``positions`` (T,) are the tokens' positions. ``visible`` (T, E + T) tells which of the E
         entries and of the tokens each token attends to.
         """
-        ids, at = (torch.tensor(a, device=self.device)[None] for a in (list(tokens), positions))
+        at = torch.tensor(positions, device=self.device)[None]
         mask = torch.tensor(visible, device=self.device)[None, None]
-        decoder = self.family.text(self.model)
-        output = decoder(
-            ids, past_key_values=cache, use_cache=True, position_ids=at, attention_mask=mask
-        )
-        return output.last_hidden_state[0]
+        return self.hidden(tokens, cache, position_ids=at, attention_mask=mask)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The next-token logits (T, vocabulary), in float32 or wider."""
@@ -244,9 +236,11 @@ class TorchModel:
         keys = self.advance(layer, keys, capture, "post_rope", start)
         values = self.advance_values(layer, values, capture, "post_rope")
         heads = self.geometry.layers[layer].kv_heads
-        return self.family.stored(
-            *(_by_head(array.to(self.dtype), heads) for array in (keys, values))
+        by_head = (
+            array.to(self.dtype).view(len(array), heads, -1).transpose(0, 1)[None]
+            for array in (keys, values)
         )
+        return self.family.stored(*by_head)
 
     def cache(
         self, entries: Sequence[tuple[torch.Tensor, torch.Tensor]], num_tokens: int
@@ -297,10 +291,6 @@ def tapped(modules: Sequence[Any]) -> Iterator[dict[Any, torch.Tensor]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _by_head(states: torch.Tensor, heads: int) -> torch.Tensor:
-    return states.view(len(states), heads, -1).transpose(0, 1)[None]
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ def complaints(curve: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     conversations since the previous line (``train_kl``) and the KL on held-out conversations
     (``held_out``), or None for a run that has diverged. Only the best learning rate is judged.
     """
-    held_out = [_lowest(line["held_out"]) for line in curve]
+    held_out = [lowest(line["held_out"]) for line in curve]
     if len(curve) < 2:
         return {}
     found, last = {}, curve[-1]
@@ -53,12 +53,13 @@ def _by_heart(line: Mapping[str, Any]) -> bool:
 
 def _leading(line: Mapping[str, Any]) -> tuple[float, float]:
     """The training and held-out KL of the best learning rate in a line."""
-    held = _lowest(line["held_out"])
+    held = lowest(line["held_out"])
     if held == math.inf:
         return math.inf, held
     train = line["train_kl"][line["held_out"].index(held)]
     return math.inf if train is None else train, held
 
 
-def _lowest(values: Sequence[float | None]) -> float:
+def lowest(values: Sequence[float | None]) -> float:
+    """The lowest KL of all learning rates; None stands for a run that has diverged."""
     return min((v for v in values if v is not None and math.isfinite(v)), default=math.inf)

@@ -30,7 +30,6 @@ class JointTranslator(LinearTranslator):
         batched: bool | None = None,
         bits: int | None = None,
     ) -> Self:
-        """Arrange the weights for this machine (``batched``: for a GPU), quantised to ``bits``."""
         apart: dict[str, np.ndarray] = {}
         for name, array in weights.arrays.items():
             _, layer, last = name.split(".")
@@ -40,7 +39,6 @@ class JointTranslator(LinearTranslator):
         return super().build(config, apart_weights, batched=batched, bits=bits)
 
     def to_weights(self) -> Weights:
-        """The tensors as the format stores them, bit-identical to those that were loaded."""
         apart = super().to_weights()
         together = {}
         for name in apart.arrays:

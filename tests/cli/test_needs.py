@@ -244,7 +244,7 @@ def public() -> dict[str, Callable[..., Any]]:
         if inspect.isfunction(value):
             found[name] = value
     for cls in (kv.Conversation, kv.Translator):
-        for name, member in vars(cls).items():
+        for name, member in inspect.getmembers_static(cls):
             function = getattr(member, "__func__", member)
             shown = not name.startswith("_") or (cls is kv.Conversation and name == "__init__")
             if shown and inspect.isfunction(function):

@@ -107,7 +107,9 @@ def test_a_window_larger_than_the_sources_is_refused(
     folder = tiny.write_tiny_model(
         tmp_path / "wide", model_type, **options | {"sliding_window": 24}
     )
-    with pytest.raises(IncompatibleTranslatorError, match="window of 24 tokens.* keeps the last 16"):
+    with pytest.raises(
+        IncompatibleTranslatorError, match="window of 24 tokens.* keeps the last 16"
+    ):
         kv.fit(family_models["gemma3"], kv.load(folder), [{"text": "a b c"}])
 
 

@@ -236,7 +236,10 @@ REFUSED = [
         {"sampler": make_sampler(0.5), "temperature": 0.5},
         "temperature has no effect with sampler, since a sampler chooses",
     ),
-    ({"sampler": make_sampler(0.5), "top_k": 5}, "top_k has no effect with sampler, since a sampler chooses"),
+    (
+        {"sampler": make_sampler(0.5), "top_k": 5},
+        "top_k has no effect with sampler, since a sampler chooses",
+    ),
     ({"stop": ""}, "stop is ''; give a text, or a list of texts"),
     ({"stop": ["a", 3]}, "stop is .*; give a text, or a list of texts"),
     ({"tools": [{"type": {1}}]}, "tools must be what JSON can hold"),

@@ -122,7 +122,7 @@ def test_a_batch_is_as_its_prompts_are_one_by_one(
     assert batch.ids.shape == (3, len(PROMPT)) and batch.ids[0].tolist() == PROMPT
     native, switched = batch.native().tolist(), batch.switch().tolist()
     assert switched == batch.target_step().tolist() == batch.target_step().tolist()
-    whole = batch._translated()
+    whole = batch.translate()
     for row, prompt in enumerate(batch.ids.tolist()):
         assert native[row] == next_token(models["moe"], prompt)
         alone = kv.hand_over(*arguments[:2], prompt, translator=translator)

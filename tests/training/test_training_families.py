@@ -438,7 +438,9 @@ def test_a_window_as_long_as_the_context_is_none(folders: dict[str, Path], tmp_p
 
 
 def test_pairs_that_cannot_be_translated(torch_models: dict[str, TorchModel]) -> None:
-    with pytest.raises(IncompatibleTranslatorError, match="window of 16 tokens.* keeps the last 12"):
+    with pytest.raises(
+        IncompatibleTranslatorError, match="window of 16 tokens.* keeps the last 12"
+    ):
         linear_config(torch_models["gemma4x16"], torch_models["gemma2x32"])
     with pytest.raises(IncompatibleTranslatorError, match="sliding attention, the source only of"):
         linear_config(torch_models["llama2x16"], torch_models["gemma2x32"])

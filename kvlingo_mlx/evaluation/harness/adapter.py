@@ -38,17 +38,11 @@ class PrefixLM(MLXLM):
 
     Args:
         target: The model that continues.
-        make_cache: The condition's cache maker.
-        condition: The condition's name in the keys of kept responses; it must distinguish one
-            translator from another.
+        make_cache, condition, enable_thinking, max_gen_toks, max_length, progress: As for
+            :func:`~kvlingo_mlx.evaluation.harness.running.run`.
         use_chat_template: Whether contexts contain the special tokens of a chat template; None
             means that they do if the tokenizer has one.
-        enable_thinking: The template's reasoning switch; None leaves it to the template.
-        max_gen_toks: The most tokens of a generated answer; None uses each task's own number.
-        max_length: The most tokens of a context and continuation, by default the target's context
-            length; longer contexts lose their front.
         responses: Keeps the responses; in memory by default.
-        progress: Called with the number of requests done and the number known so far.
 
     Raises:
         ValueError: There is no chat template to use, or a number is not positive.

@@ -18,7 +18,7 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 
 import numpy as np
 
-from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.errors import needs_extra
 from kvlingo_mlx.evaluation.conditions import CacheMaker
 from kvlingo_mlx.evaluation.harness.responses import Responses
 from kvlingo_mlx.evaluation.harness.tasks import NAMES
@@ -96,7 +96,9 @@ def run(
         ValueError: A bad argument, or an unknown task (close matches are named).
         KVLingoError: A task's data cannot be fetched or read, or the model's output is not finite.
     """
-    _check_extra()
+    with needs_extra("eval", "these tasks need lm-eval"):
+        import datasets  # noqa: F401
+        import lm_eval  # noqa: F401
     _check(tasks, condition, limit, items, data)
     from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
     from kvlingo_mlx.evaluation.harness.results import collect
@@ -137,16 +139,6 @@ def _evaluated(model: Any, loaded: Mapping[str, Any], **options: Any) -> Any:
     from lm_eval.evaluator import evaluate
 
     return evaluate(lm=model, task_dict=loaded, bootstrap_iters=0, **options)
-
-
-def _check_extra() -> None:
-    try:
-        import datasets  # noqa: F401
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            f'these tasks need lm-eval ({error.name} is missing): pip install "kvlingo-mlx[eval]"'
-        ) from None
 
 
 def _check(

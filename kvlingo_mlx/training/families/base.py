@@ -41,6 +41,8 @@ class TorchFamily:
 
     # The capture points of keys; projections output keys at the first one.
     points: ClassVar[tuple[str, ...]] = POINTS
+    # Whether transformers has a rotation for each kind of layer.
+    turned_by_kind: ClassVar[bool] = False
     # How a user turns windows off in config.json, for messages.
     no_windows: ClassVar[str] = "use_sliding_window to false"
 
@@ -49,8 +51,8 @@ class TorchFamily:
         return config
 
     def text(self, model: Any) -> Any:
-        """The decoder of the text model, without its language-model head."""
-        return model.model
+        """The decoder of the text model, without its language-model head and its other towers."""
+        return getattr(model.model, "language_model", model.model)
 
     def align(self, model: Any) -> None:
         """Make a loaded model round as mlx-lm does, where the two differ only in rounding."""
@@ -134,7 +136,8 @@ class TorchFamily:
     def rope_here(self, model: Any, attention: Any) -> RopeSpec:
         """How transformers rotates a layer's keys."""
         parameters = self.text(model).config.rope_parameters
-        return configured_rope({"rope_parameters": parameters}, self.key_dim(attention))
+        own = parameters[attention.layer_type] if self.turned_by_kind else parameters
+        return configured_rope({"rope_parameters": own}, self.key_dim(attention))
 
     def key_dim(self, attention: Any) -> int:
         """The width of one head's keys."""
@@ -166,12 +169,16 @@ class TorchFamily:
         ``start`` is the position of the first one, or the position of each one.
         """
         states = heads.transpose(0, 1)[None]
-        cos, sin = self.cosines(model, attention, states, places(start, heads))
-        apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb
-        return apply(states, states, cos, sin)[0]
+        angles = self.cosines(model, attention, states, places(start, heads))
+        return self.turned(sys.modules[type(attention).__module__], states, angles)
+
+    def turned(self, module: Any, states: torch.Tensor, angles: Any) -> torch.Tensor:
+        """States (1, H, T, D) rotated by ``angles``, by the functions of the family's module."""
+        return module.apply_rotary_pos_emb(states, states, *angles)[0]
 
     def cosines(
         self, model: Any, attention: Any, states: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines (1, T, D) of a layer's rotation, in the dtype of ``states``."""
-        return self.text(model).rotary_emb(states, positions)
+        kind = (attention.layer_type,) if self.turned_by_kind else ()
+        return self.text(model).rotary_emb(states, positions, *kind)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope, layer_period
 from kvlingo_mlx.training.families.base import TorchFamily
@@ -15,6 +13,7 @@ from kvlingo_mlx.training.families.base import TorchFamily
 class Gemma3(TorchFamily):
     """The adapter of Gemma-3, with a rotation for each kind of layer and scaled embeddings."""
 
+    turned_by_kind = True
     no_windows = "sliding_window_pattern and layer_types to the same layers"
 
     # mlx-lm's defaults for what a config leaves out; those of transformers differ.
@@ -52,10 +51,6 @@ class Gemma3(TorchFamily):
             )
         return {"sliding_window_pattern": period}
 
-    def text(self, model: Any) -> Any:
-        """The decoder, which the multimodal model has beside its vision tower."""
-        return getattr(model.model, "language_model", model.model)
-
     def align(self, model: Any) -> None:
         """Round the scale of embeddings to bfloat16, as mlx-lm does for a model of any dtype."""
         scale = self.text(model).embed_tokens.embed_scale
@@ -75,14 +70,3 @@ class Gemma3(TorchFamily):
             return RopeSpec("default", float(config["rope_local_base_freq"]), attention.head_dim)
         named = {name: config[name] for name in ("rope_theta", "rope_scaling")}
         return configured_rope(named, attention.head_dim)
-
-    def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """How transformers rotates keys; it keeps parameters for each kind of layer."""
-        parameters = self.text(model).config.rope_parameters[attention.layer_type]
-        return configured_rope({"rope_parameters": parameters}, attention.head_dim)
-
-    def cosines(
-        self, model: Any, attention: Any, states: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines for the layer's own kind."""
-        return self.text(model).rotary_emb(states, positions, attention.layer_type)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope
-from kvlingo_mlx.training.families.base import Positions, TorchFamily, places
+from kvlingo_mlx.training.families.base import TorchFamily
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
@@ -17,6 +16,7 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
 class Gemma4(TorchFamily):
     """The adapter of Gemma-4: a text model, alone or inside a multimodal one."""
 
+    turned_by_kind = True
     no_windows = "layer_types to the same layers"
 
     # mlx-lm's defaults for what a config leaves out; those of transformers differ.
@@ -43,10 +43,6 @@ class Gemma4(TorchFamily):
             return {**self.DEFAULTS, **config}
         rows = {"vocab_size": config.get("vocab_size", self.DEFAULTS["vocab_size"])}
         return {**self.DEFAULTS, **config["text_config"], **rows}
-
-    def text(self, model: Any) -> Any:
-        """The decoder, which the multimodal model has beside its towers."""
-        return getattr(model.model, "language_model", model.model)
 
     def attentions(self, model: Any) -> list[Any]:
         """The attention modules that own a cache; later layers share one and are left out."""
@@ -82,14 +78,9 @@ class Gemma4(TorchFamily):
         """The values after their norm, which has no weight."""
         return attention.v_norm(heads)
 
-    def rotate(
-        self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
-    ) -> torch.Tensor:
-        """Rotate (T, H, D) keys or queries by the rotation of the layer's own kind."""
-        states = heads.transpose(0, 1)[None]
-        positions = places(start, heads)
-        cos, sin = self.text(model).rotary_emb(states, positions, attention.layer_type)
-        return sys.modules[type(attention).__module__].apply_rotary_pos_emb(states, cos, sin)
+    def turned(self, module: Any, states: torch.Tensor, angles: Any) -> torch.Tensor:
+        """The states rotated; Gemma-4's function takes one array, not queries and keys."""
+        return module.apply_rotary_pos_emb(states, *angles)
 
     # ---- facts ----------------------------------------------------------------------------
 
@@ -106,8 +97,3 @@ class Gemma4(TorchFamily):
         parameters = config["rope_parameters"] or self.ROPES
         own = {"rope_parameters": parameters.get(attention.layer_type)}
         return configured_rope(own, attention.head_dim)
-
-    def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """How transformers rotates keys; it keeps parameters for each kind of layer."""
-        parameters = self.text(model).config.rope_parameters[attention.layer_type]
-        return configured_rope({"rope_parameters": parameters}, attention.head_dim)

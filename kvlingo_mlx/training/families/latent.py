@@ -8,7 +8,6 @@ the rotary key rotated, and expands them in every step.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -16,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvlingo_mlx.format.geometry import LayerGeometry, RopeSpec, configured_rope
-from kvlingo_mlx.training.families.base import Positions, TorchFamily, places
+from kvlingo_mlx.training.families.base import TorchFamily
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,9 @@ class Latent(TorchFamily):
         """The cached pair in transformers' order: latents first."""
         return values, keys
 
-    def rotate(
-        self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
-    ) -> torch.Tensor:
+    def turned(self, module: Any, states: torch.Tensor, angles: Any) -> torch.Tensor:
         """Rotate pairs of neighbours; the output has the first numbers of all pairs in front."""
-        states = heads.transpose(0, 1)[None]
-        positions = places(start, heads)
-        cos, sin = self.text(model).rotary_emb(states, positions)
-        apply = sys.modules[type(attention).__module__].apply_rotary_pos_emb_interleave
-        return apply(states, states, cos, sin)[0]
+        return module.apply_rotary_pos_emb_interleave(states, states, *angles)[0]
 
     # ---- attention ------------------------------------------------------------------------
 
@@ -78,7 +71,6 @@ class Latent(TorchFamily):
     # ---- facts ----------------------------------------------------------------------------
 
     def rope(self, config: Mapping[str, Any], attention: Any) -> RopeSpec:
-        """How mlx-lm rotates the rotary keys."""
         parameters = config.get("rope_parameters") or {}
         base = config.get("rope_theta") or parameters.get("rope_theta") or self.base
         scaling = config.get("rope_scaling") or parameters
@@ -90,13 +82,11 @@ class Latent(TorchFamily):
         return dataclasses.replace(spec, traditional=True)
 
     def rope_here(self, model: Any, attention: Any) -> RopeSpec:
-        """How transformers rotates the rotary keys."""
         spec = super().rope_here(model, attention)
         interleaved = getattr(self.text(model).config, "rope_interleave", True)
         return dataclasses.replace(spec, traditional=interleaved)
 
     def key_dim(self, attention: Any) -> int:
-        """The width of a rotary key."""
         return attention.qk_rope_head_dim
 
     def layer_geometry(self, index: int, attention: Any, window: int | None) -> LayerGeometry:
@@ -115,12 +105,6 @@ class DeepseekV2(Latent):
 
     rope_type = "yarn"
 
-    def rotate(
-        self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
-    ) -> torch.Tensor:
-        """Rotate (T, H, D) keys or queries by complex multiplication."""
-        states = heads.transpose(0, 1)[None]
-        positions = places(start, heads)
-        turns = self.text(model).rotary_emb(states, positions)
-        apply = sys.modules[type(attention).__module__].apply_rotary_emb
-        return apply(states, states, turns)[0]
+    def turned(self, module: Any, states: torch.Tensor, angles: Any) -> torch.Tensor:
+        """Rotate by complex multiplication; ``angles`` are complex numbers."""
+        return module.apply_rotary_emb(states, states, angles)[0]

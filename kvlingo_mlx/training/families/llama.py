@@ -33,7 +33,6 @@ class Ministral3(Llama):
     def queries(
         self, model: Any, attention: Any, projected: torch.Tensor, start: int
     ) -> torch.Tensor:
-        """Queries as attention uses them, (Hq, M, D)."""
         plain = super().queries(model, attention, projected, start)
         rope = attention.config.rope_parameters
         reached = torch.floor(places(start, projected) / rope["original_max_position_embeddings"])

@@ -1,0 +1,183 @@
+"""A conversation between two answers: its messages and lines, which can be changed and kept."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from kvlingo_mlx.arguments import checked
+from kvlingo_mlx.conversation.accounting import Stats, stats_of
+from kvlingo_mlx.conversation.asking import history_of
+from kvlingo_mlx.conversation.exchange import Exchange, Switch
+from kvlingo_mlx.conversation.folder import write
+from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.rules import by_tokenizer
+from kvlingo_mlx.conversation.transcript import Transcript, same_message
+from kvlingo_mlx.conversation.use import Use
+from kvlingo_mlx.models.prompts import Message
+
+
+class State:
+    """What a conversation holds while nobody answers, for one caller at a time.
+
+    Attributes:
+        exchange: The models' lines.
+        transcript: The messages and their tokens.
+    """
+
+    def __init__(self, exchange: Exchange, transcript: Transcript) -> None:
+        self.exchange, self.transcript, self._use = exchange, transcript, Use()
+
+    @property
+    def lines(self) -> Mapping[str, Line]:
+        """The models' lines, by name."""
+        return self.exchange.lines
+
+    @property
+    def last_switch(self) -> Switch | None:
+        """How many tokens the last answer's model lacked, and how it got them."""
+        return self.exchange.last
+
+    @property
+    def messages(self) -> list[Message]:
+        """Every message so far. They can be set; what precedes a change is not read again."""
+        return [dict(message) for message in self.transcript.messages]
+
+    @messages.setter
+    def messages(self, messages: Sequence[Message]) -> None:
+        with self._use.claimed():
+            listed = history_of(messages) if messages else []
+            made, rest = self.transcript.at(listed, self.same())
+            made.messages += rest
+            made.previous = self.transcript
+            self.transcript = made
+
+    def undo(self) -> None:
+        """Take back the last message and its answer; what came before is not read again.
+
+        If ``messages`` were set since the last answer, that change is taken back instead.
+
+        Raises:
+            ValueError: No model has answered yet, or an answer is still being written.
+        """
+        with self._use.claimed():
+            self.transcript = self.transcript.undo()
+
+    @checked
+    def truncate_answer(self, characters: int) -> None:
+        """Keep the first ``characters`` of the last answer, reasoning and marks counted.
+
+        The tokens that were written are kept. If the cut is inside a token, its remaining text is
+        encoded anew. :meth:`undo` takes back the whole answer.
+
+        Raises:
+            ValueError: The last message is not an answer of that many characters, or an answer is
+                still being written.
+        """
+        with self._use.claimed():
+            made = self.transcript.copy()
+            made.cut_answer(self.exchange.models, characters)
+            self.transcript = made
+
+    def same(self) -> Callable[[Message, Message], bool]:
+        """A function that says whether a message is one of this conversation's own."""
+        return same_message([alike[0].tokenizer for alike in by_tokenizer(self.exchange.models)])
+
+    def branch(self) -> Self:
+        """An independent conversation that goes on from here; models and arrays are shared.
+
+        The branch takes no memory of its own at first. When either conversation goes on, each
+        model's caches are copied once, for the one that writes first.
+
+        Raises:
+            ValueError: An answer is still being written.
+        """
+        with self._use.claimed():
+            return self._copied()
+
+    def snapshot(self) -> Self:
+        """A branch at the state before the answer that is being written, if one is.
+
+        Its lines keep what they have read so far of that answer's prompt. The thread that writes
+        the answer calls this between two of its steps.
+        """
+        made = self._copied()
+        for line in made.lines.values():
+            line.take_back()
+        return made
+
+    def _copied(self) -> Self:
+        made = copy.copy(self)
+        made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
+        made._use = Use()
+        return made
+
+    def close(self) -> None:
+        """Free all lines, in memory and on disk; models and saved conversations stay.
+
+        A closed conversation cannot be used, except for :attr:`messages` and :meth:`stats`.
+        Closing it again does nothing.
+
+        Raises:
+            ValueError: An answer is still being written.
+        """
+        if self._use.closed:
+            return
+        with self._use.claimed():
+            for line in self.lines.values():
+                line.clear()
+            self._use.close()
+
+    def __enter__(self) -> Self:
+        self._use.check()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    @checked
+    def offload(self, name: str, where: str = "8bit") -> int:
+        """Put a model's line away until that model is to answer; return the bytes freed.
+
+        Args:
+            name: The model's name.
+            where: ``8bit`` (in memory, rounded) or ``disk`` (exact, checked when it is read back).
+
+        Raises:
+            ValueError: There is no such model or place.
+            OSError: The file cannot be written; the line is as it was.
+        """
+        with self._use.claimed():
+            return self.exchange.put_away(name, where)
+
+    def stats(self) -> Stats:
+        """The contents of each line, and the memory that everything takes."""
+        return stats_of(self.exchange)
+
+    def measure_reprefill(self) -> float:
+        """Seconds that the last answer's model takes to read its whole prompt, measured now.
+
+        Compare this with the seconds of :attr:`last_switch`. A cache of the prompt's length is
+        made and dropped.
+
+        Raises:
+            ValueError: No model has answered yet.
+        """
+        with self._use.claimed():
+            return self.exchange.measure_reprefill()
+
+    @checked
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write everything except models and translators to a folder: all of it, or nothing.
+
+        A conversation that was saved there before is replaced.
+
+        Raises:
+            ValueError: ``folder`` exists and is not a saved conversation, or an answer is still
+                being written.
+        """
+        with self._use.claimed():
+            return write(folder, self.exchange, self.transcript)

@@ -81,19 +81,27 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     rules: ClassVar[Rules] = {}
+    known: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **more: Any) -> None:
+        fields = cls.model_fields.items()
+        cls.known = frozenset(field.alias or name for name, field in fields)
 
     @model_validator(mode="before")
     @classmethod
     def _follow_rules(cls, found: Any) -> Any:
         if not isinstance(found, dict):
             return found
-        for name in cls.rules.keys() & found.keys():
-            if not cls.rules[name].takes(found[name]):
-                raise PydanticCustomError("rule", "{name}", {"name": name, "rule": cls.rules[name]})
-        fields = {field.alias or name for name, field in cls.model_fields.items()}
-        # Clients that send an object of their library back send fields of null with it.
-        says = {name for name, value in found.items() if value is not None} - cls.rules.keys()
-        return {name: value for name, value in found.items() if name in says | fields}
+        kept = {}
+        for name, value in found.items():
+            rule = cls.rules.get(name)
+            if rule is not None and not rule.takes(value):
+                raise PydanticCustomError("rule", "{name}", {"name": name, "rule": rule})
+            # Clients that send an object of their library back send fields of null with it.
+            if rule is None and (value is not None or name in cls.known):
+                kept[name] = value
+        return kept
 
 
 # ---- fields of all APIs -------------------------------------------------------------------------
@@ -221,33 +229,35 @@ def read_body(kind: type[Read], body: Any) -> Read:
 
 def fault(value: Any) -> str | None:
     """What no tokenizer or JSON can hold, or what is nested too deeply; None if all is well."""
+    texts: list[str] = []
     level = [value]
     for _ in range(DEEPEST):
         inner: list[Any] = []
         for item in level:
-            if found := _scalar_fault(item):
-                return found
-            if isinstance(item, dict):
-                inner += item
+            if isinstance(item, str):
+                texts.append(item)
+            elif isinstance(item, dict):
+                texts += item
                 inner += item.values()
             elif isinstance(item, list):
                 inner += item
-        if not inner:
-            return None
+            elif found := _number_fault(item):
+                return found
         level = inner
-    return f"lists and objects nested more than {DEEPEST} deep; make it flatter"
+    if level:
+        return f"lists and objects nested more than {DEEPEST} deep; make it flatter"
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair, which is no character; leave it out"
+    return None
 
 
-def _scalar_fault(value: Any) -> str | None:
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return "half of a surrogate pair, which is no character; leave it out"
+def _number_fault(value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
-        return f"the number {value}, which is not JSON; expected a finite number"
+        return f"the number {value}, which is not JSON; give a finite one"
     if isinstance(value, int) and value.bit_length() > 64:
-        return "a whole number of more than 64 bits; expected a smaller one"
+        return "a whole number of more than 64 bits; give a smaller one"
     return None
 
 

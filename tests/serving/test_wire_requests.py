@@ -90,7 +90,7 @@ def test_a_full_completion_request() -> None:
 def test_a_full_messages_request() -> None:
     told = anthropic.API.read(MESSAGES).ask
     called = {"id": "t1", "type": "function"}
-    called["function"] = {"name": "weather", "arguments": '{"city": "Malmö"}'}  # type: ignore[assignment] # a dict of dicts
+    called["function"] = {"name": "weather", "arguments": '{"city": "Malmö"}'}
     assert told.messages == (
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hej"},
@@ -200,7 +200,7 @@ def test_choices_of_tools(api: str) -> None:
     words = {"auto": "auto", "none": "none", "required": "required"}
     if api == "messages":
         tool = {"name": "weather", "input_schema": SCHEMA}
-        words = {"auto": {"type": "auto"}, "none": {"type": "none"}, "required": {"type": "any"}}  # type: ignore[dict-item] # the choices of one API
+        words = {"auto": {"type": "auto"}, "none": {"type": "none"}, "required": {"type": "any"}}
     if api == "responses":
         tool = {"type": "function", **TOOL}
     for meant, word in words.items():

@@ -13,7 +13,8 @@ pytest.importorskip("starlette")
 
 from kvlingo_mlx.serving.messages import Ask, Sampling
 from kvlingo_mlx.serving.wire import BadRequest, anthropic, chat, completions, responses
-from kvlingo_mlx.serving.wire.reading import Body, Sampled
+from kvlingo_mlx.serving.wire.reading import Body
+from kvlingo_mlx.serving.wire.sampling import Sampled
 from tests.support.wire_app import CALL, TOOL
 from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES, SAMPLED, SCHEMA
 
@@ -241,6 +242,79 @@ def test_the_last_message_may_be_begun() -> None:
     use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
     asked = refusal("messages", messages=[*HI, {"role": "assistant", "content": [use]}])
     assert asked.param == "messages.1.content" and "tool_result" in asked.message
+
+
+# ---- as agents send them ------------------------------------------------------------------------
+
+
+def test_a_request_as_codex_sends_it() -> None:
+    body = {
+        "model": "m",
+        "instructions": "You are a coding agent.",
+        "input": [
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "a"}],
+            },
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "name": "shell",
+                "description": "d",
+                "strict": False,
+                "parameters": SCHEMA,
+            }
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "x",
+        "client_metadata": {"x-id": "y"},
+    }
+    told = responses.API.read(body).ask
+    assert told.messages is not None and len(told.messages) == 3 and not told.parallel_tool_calls
+    assert told.tools[0]["function"].keys() == {"name", "description", "parameters"}
+    with pytest.raises(BadRequest, match='set web_search = "disabled"') as refused:
+        responses.API.read({**body, "tools": [{"type": "web_search", "external_web_access": True}]})
+    assert refused.value.param == "tools.0.type"
+
+
+def test_a_request_as_claude_code_sends_it() -> None:
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    tool = {
+        "name": "Bash",
+        "description": "d",
+        "input_schema": SCHEMA,
+        "eager_input_streaming": True,
+    }
+    body = {
+        "model": "m",
+        "max_tokens": 32000,
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
+            {"type": "text", "text": "You are an agent.", **cached},
+        ],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **cached}]}],
+        "tools": [tool],
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "u"},
+        "diagnostics": {"previous_message_id": None},
+        "temperature": 1,
+        "stream": True,
+    }
+    told = anthropic.API.read(body).ask
+    assert told.messages is not None and told.messages[0]["content"].split("\n")[1:] == [
+        "You are an agent."
+    ]
+    assert told.template == {"reasoning_effort": "high"} and told.sampling.temperature == 1.0
 
 
 # ---- as mlx-lm's server takes them ---------------------------------------------------------------

@@ -23,18 +23,14 @@ from kvlingo_mlx.serving.wire.content import (
 from kvlingo_mlx.serving.wire.reading import (
     CACHED,
     Body,
-    Effort,
     Name,
-    Positive,
     Rules,
-    Sampled,
-    Stop,
     harmless,
     only,
     read_body,
     refused,
-    template,
 )
+from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Stop, template
 
 _DIRECT = only("only the model calls tools", {"type": "direct"})
 

@@ -23,18 +23,14 @@ from kvlingo_mlx.serving.wire.content import (
 from kvlingo_mlx.serving.wire.reading import (
     CACHED,
     Body,
-    Effort,
     Name,
-    Positive,
     Rules,
-    Sampled,
-    Stop,
     harmless,
     only,
     read_body,
     refused,
-    template,
 )
+from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Stop, template
 
 _DIRECT = only("only the model calls tools", {"type": "direct"})
 
@@ -201,7 +197,7 @@ ANTHROPIC: Rules = {
     "inference_geo": refused("the server answers where it runs"),
     "container": refused("the server runs no code; declare a function"),
     "mcp_servers": only("the server calls no other one; declare its functions as tools", []),
-    "diagnostics": refused("usage.kvlingo says where a prompt's tokens came from"),
+    "diagnostics": harmless("usage.kvlingo says where a prompt's tokens came from"),
     "fallbacks": only("ask another model yourself", []),
     "fallback_credit_token": refused("the server charges nothing"),
     "billing_policy": refused("the server charges nothing"),

@@ -34,19 +34,14 @@ from kvlingo_mlx.serving.wire.content import (
 from kvlingo_mlx.serving.wire.reading import (
     CACHED,
     Body,
-    Effort,
     Name,
-    Positive,
     Rules,
-    Sampled,
-    Stop,
-    Tops,
     harmless,
     only,
     read_body,
     refused,
-    template,
 )
+from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Stop, Tops, template
 
 _OLD_TOOLS = "use tools and tool_choice"
 _ONE = "a request gets one answer; send it again for another"

@@ -10,7 +10,8 @@ from pydantic_core import PydanticCustomError
 from kvlingo_mlx.serving.messages import Ask, Ended, Failed, Piece, TokenLogprob
 from kvlingo_mlx.serving.wire import Incoming, finite, openai_error, openai_usage
 from kvlingo_mlx.serving.wire.chat import MLX_LM, OPENAI, OpenAIAnswer, OpenAIRequest, tops
-from kvlingo_mlx.serving.wire.reading import MOST, Rules, Tops, only, read_body, refused
+from kvlingo_mlx.serving.wire.reading import MOST, Rules, only, read_body, refused
+from kvlingo_mlx.serving.wire.sampling import Tops
 
 _ONE = "a request gets one answer; send it again for another"
 

@@ -8,11 +8,10 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -21,11 +20,11 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from kvlingo_mlx.errors import printable
-from kvlingo_mlx.serving.messages import Sampling
 from kvlingo_mlx.serving.wire import BadRequest
 
 DEEPEST = 64  # lists and objects within one another
 MOST = 2**31 - 1
+Name = Annotated[str, Field(min_length=1)]
 
 
 # ---- fields that have no effect, or only with some values ---------------------------------------
@@ -81,121 +80,27 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     rules: ClassVar[Rules] = {}
+    known: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **more: Any) -> None:
+        fields = cls.model_fields.items()
+        cls.known = frozenset(field.alias or name for name, field in fields)
 
     @model_validator(mode="before")
     @classmethod
     def _follow_rules(cls, found: Any) -> Any:
         if not isinstance(found, dict):
             return found
-        for name in cls.rules.keys() & found.keys():
-            if not cls.rules[name].takes(found[name]):
-                raise PydanticCustomError("rule", "{name}", {"name": name, "rule": cls.rules[name]})
-        fields = {field.alias or name for name, field in cls.model_fields.items()}
-        # Clients that send an object of their library back send fields of null with it.
-        says = {name for name, value in found.items() if value is not None} - cls.rules.keys()
-        return {name: value for name, value in found.items() if name in says | fields}
-
-
-# ---- fields of all APIs -------------------------------------------------------------------------
-
-
-def _to_list(found: Any) -> Any:
-    if isinstance(found, str):
-        return [found] if found else []
-    if found is None or isinstance(found, list):
-        return found
-    raise PydanticCustomError("expected", "a text or a list of texts")
-
-
-def _seed(found: Any) -> Any:
-    """Negative seeds are taken too: the same bits without a sign."""
-    return found % 2**64 if type(found) is int else found
-
-
-Count = Annotated[int, Field(ge=0, le=MOST)]
-Positive = Annotated[int, Field(ge=1, le=MOST)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Name = Annotated[str, Field(min_length=1)]
-Stop = Annotated[list[Name], BeforeValidator(_to_list)]
-Penalty = Annotated[float, Field(ge=-1e4, le=1e4)]
-Tops = Annotated[int, Field(ge=-1, le=20)]  # -1 is mlx-lm's "none"
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-_TEMPLATE_OWN = """
-    messages conversation tools documents chat_template add_generation_prompt tokenize padding
-    continue_final_message truncation max_length return_tensors return_dict tokenizer_kwargs
-    return_assistant_tokens_mask
-""".split()
-
-
-def _template(found: Any) -> Any:
-    if isinstance(found, dict) and (own := sorted(found.keys() & set(_TEMPLATE_OWN))):
-        raise PydanticCustomError(
-            "expected", "what is not set by the server, as {name} is", {"name": own[0]}
-        )
-    return found
-
-
-class Extension(Body):
-    """``kvlingo``: what only this server has.
-
-    Attributes:
-        strategy: How to get at what another model has read; None for the server's policy.
-        pin: Whether the conversation stays in memory as long as the server runs.
-    """
-
-    strategy: Literal["translate", "reread"] | None = None
-    pin: bool = False
-
-
-class Sampled(Body):
-    """The fields of a request by which tokens are chosen, under the names of mlx-lm's server."""
-
-    temperature: Annotated[float, Field(ge=0, le=1e4)] | None = None
-    top_p: Share | None = None
-    top_k: Count | None = None
-    min_p: Share | None = None
-    repetition_penalty: Annotated[float, Field(ge=0, le=1e4)] | None = None
-    repetition_context_size: Count | None = None
-    presence_penalty: Penalty | None = None
-    presence_context_size: Count | None = None
-    frequency_penalty: Penalty | None = None
-    frequency_context_size: Count | None = None
-    xtc_probability: Share | None = None
-    xtc_threshold: Share | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-1e9, le=1e9)]] | None = None
-    seed: Annotated[int | None, BeforeValidator(_seed)] = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(_template)] = None
-    kvlingo: Extension | None = None
-
-    def sampling(self) -> Sampling:
-        """How tokens are chosen; what was not given is as mlx-lm's server has it."""
-        names = Sampling.__dataclass_fields__.keys() - {"logit_bias"}
-        given = {name: getattr(self, name) for name in names}
-        bias = {_token(text): value for text, value in (self.logit_bias or {}).items()}
-        return Sampling(**{k: v for k, v in given.items() if v is not None}, logit_bias=bias)
-
-    def for_server(self) -> dict[str, Any]:
-        """The arguments of an Ask that every API fills alike."""
-        own = self.kvlingo or Extension()
-        return {"sampling": self.sampling(), "strategy": own.strategy, "pin": own.pin}
-
-
-def _token(text: str) -> int:
-    if text.isascii() and text.isdecimal() and int(text[:12]) <= MOST and len(text) < 12:
-        return int(text)
-    raise BadRequest(
-        f'Found {shown(text)} as a key of logit_bias; expected a token\'s id, such as "42". '
-        "Texts have no bias, since one text may be several tokens.",
-        "logit_bias",
-    )
-
-
-def template(effort: str | None, given: dict[str, Any] | None) -> dict[str, Any]:
-    """The template's arguments for this effort of reasoning; those that are given win."""
-    found: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-    if effort == "none":
-        found["enable_thinking"] = False
-    return found | (given or {})
+        kept = {}
+        for name, value in found.items():
+            rule = cls.rules.get(name)
+            if rule is not None and not rule.takes(value):
+                raise PydanticCustomError("rule", "{name}", {"name": name, "rule": rule})
+            # Clients that send an object of their library back send fields of null with it.
+            if rule is None and (value is not None or name in cls.known):
+                kept[name] = value
+        return kept
 
 
 # ---- reading ------------------------------------------------------------------------------------
@@ -221,33 +126,35 @@ def read_body(kind: type[Read], body: Any) -> Read:
 
 def fault(value: Any) -> str | None:
     """What no tokenizer or JSON can hold, or what is nested too deeply; None if all is well."""
+    texts: list[str] = []
     level = [value]
     for _ in range(DEEPEST):
         inner: list[Any] = []
         for item in level:
-            if found := _scalar_fault(item):
-                return found
-            if isinstance(item, dict):
-                inner += item
+            if isinstance(item, str):
+                texts.append(item)
+            elif isinstance(item, dict):
+                texts += item
                 inner += item.values()
             elif isinstance(item, list):
                 inner += item
-        if not inner:
-            return None
+            elif found := _number_fault(item):
+                return found
         level = inner
-    return f"lists and objects nested more than {DEEPEST} deep; make it flatter"
+    if level:
+        return f"lists and objects nested more than {DEEPEST} deep; make it flatter"
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair, which is no character; leave it out"
+    return None
 
 
-def _scalar_fault(value: Any) -> str | None:
-    if isinstance(value, str) and not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            return "half of a surrogate pair, which is no character; leave it out"
+def _number_fault(value: Any) -> str | None:
     if isinstance(value, float) and not math.isfinite(value):
-        return f"the number {value}, which is not JSON; expected a finite number"
+        return f"the number {value}, which is not JSON; give a finite one"
     if isinstance(value, int) and value.bit_length() > 64:
-        return "a whole number of more than 64 bits; expected a smaller one"
+        return "a whole number of more than 64 bits; give a smaller one"
     return None
 
 
@@ -382,7 +289,7 @@ UNSUPPORTED = {
         " shell_call shell_call_output apply_patch apply_patch_call apply_patch_call_output bash"
         " text_editor memory tool_search tool_search_tool_regex tool_search_tool_bm25"
         " server_tool_use web_search_tool_result web_fetch_tool_result code_execution_tool_result"
-        " advisor namespace".split(),
+        " advisor".split(),
         _HOSTED,
     ),
     **dict.fromkeys("item_reference compaction compaction_trigger".split(), _KEPT),
@@ -391,6 +298,10 @@ UNSUPPORTED = {
         'tools take JSON; declare it with type "function"',
     ),
     "function": 'such messages are of an older API; use role "tool" and tool_call_id',
+    "namespace": "declare each of its functions in tools",
+    # Codex offers these two by default; a user of it can turn them off.
+    "web_search": f'{_HOSTED}; in Codex, set web_search = "disabled"',
+    "image_generation": f"{_HOSTED}; in Codex, set features.image_generation = false",
     "allowed_tools": "send only the tools that are allowed",
     "grammar": "give a JSON schema instead",
 }

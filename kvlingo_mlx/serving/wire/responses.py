@@ -25,21 +25,9 @@ from kvlingo_mlx.serving.wire.content import (
     in_parts,
     joined,
 )
-from kvlingo_mlx.serving.wire.reading import (
-    Body,
-    Effort,
-    Name,
-    Positive,
-    Rules,
-    Sampled,
-    Tops,
-    harmless,
-    only,
-    read_body,
-    refused,
-    template,
-)
+from kvlingo_mlx.serving.wire.reading import Body, Name, Rules, harmless, only, read_body, refused
 from kvlingo_mlx.serving.wire.responses_answer import ResponsesAnswer
+from kvlingo_mlx.serving.wire.sampling import Effort, Positive, Sampled, Tops, template
 
 _KEPT = "the server keeps no responses; send the whole conversation as input"
 
@@ -208,6 +196,7 @@ class _StreamOptions(Body):
 class _Request(Sampled):
     rules: ClassVar[Rules] = {
         **OPENAI,
+        "client_metadata": harmless("nothing depends on who asks"),
         "previous_response_id": refused(_KEPT),
         "conversation": refused(_KEPT),
         "prompt": refused("the server keeps no prompts; send instructions and input"),

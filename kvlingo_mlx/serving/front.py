@@ -150,7 +150,6 @@ def log_to_stderr(level: str) -> None:
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level.upper())
-    # uvicorn's own milestones say nothing that ours do not.
-    logging.getLogger("uvicorn.error").setLevel(
-        max(logging.WARNING, logging.getLogger("uvicorn").level)
-    )
+    if level != "debug":  # uvicorn's milestones and accesses: ours tell what matters of them
+        for name in ("uvicorn.error", "uvicorn.access"):
+            logging.getLogger(name).setLevel(logging.WARNING)

@@ -67,9 +67,14 @@ class Asked:
             self.over = isinstance(event, LAST)
             self._events.put_nowait(event)
 
+    @property
+    def more(self) -> bool:
+        """Whether another event is there already."""
+        return not self._events.empty()
+
     async def next(self, within: float | None = None) -> Event | ClientGone | None:
         """The next event, or None if there is none within so many seconds."""
-        if not self._events.empty():
+        if self.more:
             return self._events.get_nowait()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within):

@@ -5,11 +5,18 @@ Labels are names that the server itself knows, never texts of a client's.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,8 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvlingo_mlx.serving.link import Link
 from kvlingo_mlx.serving.messages import Begun, Ended, Event, Status, Usage
 
+log = logging.getLogger("kvlingo_mlx.serving")
+
 SWITCHES = ("translate", "hybrid", "reread")  # strategies by which another model takes over
 TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+disable_created_metrics()  # a series for each one, which says since when it is counted
 PER_TOKEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.5, 1)
 
 
@@ -186,9 +196,11 @@ class Tally:
         try:
             await self._app(scope, receive, noting)
         finally:
-            status = str(outcome.status or sent or 500)
+            status = outcome.status or sent or 500
             endpoint = self._endpoint(scope["path"])
-            self._metrics.requests.labels(endpoint, outcome.model, status).inc()
+            self._metrics.requests.labels(endpoint, outcome.model, str(status)).inc()
+            if status >= 400 and endpoint != "/health":  # its message may quote a prompt
+                log.info("%s %s was refused: %d", scope["method"], endpoint, status)
 
     def _endpoint(self, path: str) -> str:
         """The path as a label, of which there are few."""

@@ -88,7 +88,7 @@ class Reply:
             if not started and (event is None or isinstance(event, Begun | Ended)):
                 await send(_head(told_headers(watch.usage)))
                 started = True
-            if started and held:
+            if started and held and not asked.more:
                 await send(_part("".join(held)))
                 held, due = [], time.monotonic() + every
             if isinstance(event, Ended | Counted | Failed):

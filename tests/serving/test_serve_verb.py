@@ -75,6 +75,8 @@ def test_it_serves_until_a_signal_and_saves(number: int, status: int, tmp_path: 
         body = {"model": "small", "messages": [{"role": "user", "content": "begin;say SECRET"}]}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
         assert answer["choices"][0]["message"]["content"] == "SECRET"
+        missing = {"model": "none", "prompt": "SECRET"}
+        assert httpx.post(f"{url}/v1/completions", json=missing).status_code == 404
         process.send_signal(number)
         out, error = process.communicate(timeout=60)
     assert process.returncode == status
@@ -82,6 +84,7 @@ def test_it_serves_until_a_signal_and_saves(number: int, status: int, tmp_path: 
     assert (
         "small: 200, translate; 100 tokens of prompt (60 cached, 30 translated, 10 read)" in error
     )
+    assert "POST /v1/completions was refused: 404" in error and "GET " not in error
     assert json.loads((tmp_path / TOLD).read_text().splitlines()[-1]) == ["stop"]
 
 

@@ -100,6 +100,14 @@ function article(who, text, className) {
   return made;
 }
 
+// Changes what is shown; who reads the end goes on seeing it.
+function following(change) {
+  const talk = $("talk");
+  const atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 40;
+  change();
+  if (atEnd) talk.scrollTop = talk.scrollHeight;
+}
+
 function showThinking(shown, text) {
   let box = shown.querySelector("details");
   if (!box) {
@@ -153,22 +161,23 @@ async function answer() {
       const delta = frame.choices?.[0]?.delta ?? {};
       if (delta.reasoning_content) {
         said.reasoning_content = (said.reasoning_content ?? "") + delta.reasoning_content;
-        showThinking(shown, delta.reasoning_content);
+        following(() => showThinking(shown, delta.reasoning_content));
       }
       if (delta.content) {
         said.content += delta.content;
-        const below = $("talk").scrollHeight - $("talk").scrollTop - $("talk").clientHeight < 40;
-        place.append(delta.content);
-        if (below) $("talk").scrollTop = $("talk").scrollHeight;
+        // The empty lines after thinking are sent back, but not shown.
+        const seen = place.textContent ? delta.content : delta.content.trimStart();
+        following(() => place.append(seen));
       }
-      if (frame.usage) showUsage(shown, frame.usage);
+      if (frame.usage) following(() => showUsage(shown, frame.usage));
     }
     talk.push(said);
   } catch (error) {
     if (said.content) talk.push(said); // what was written stands
     else takeBack(talk);
     const stopped = error.name === "AbortError";
-    shown.append(element("div", stopped ? "Stopped." : error.message, stopped ? "" : "wrong"));
+    const told = element("div", stopped ? "Stopped." : error.message, stopped ? "" : "wrong");
+    following(() => shown.append(told));
   }
   running = null;
   busy(false);

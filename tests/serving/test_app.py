@@ -101,11 +101,11 @@ def test_keep_alives_come_by_timer(server: Running) -> None:
 def test_a_client_that_leaves_cancels(script: str, stream: bool, server: Running) -> None:
     before = server.told().count(["cancel"])
     body = json.dumps({"model": "small", "prompt": script, "stream": stream}).encode()
-    asked = len([t for t in server.told() if t[0] == "ask"])
+    asked = len(asks(server))
     with socket.create_connection(("127.0.0.1", server.port)) as client:
         client.sendall(b"POST /v1/plain HTTP/1.1\r\nhost: 127.0.0.1\r\n"
                        b"content-length: %d\r\n\r\n%s" % (len(body), body))  # fmt: skip
-        server.until(lambda: len([t for t in server.told() if t[0] == "ask"]) > asked)
+        server.until(lambda: len(asks(server)) > asked)
         assert server.told().count(["cancel"]) == before
     server.until(lambda: server.told().count(["cancel"]) == before + 1)
     server.until(lambda: server.link.waiting == 0)
@@ -146,18 +146,20 @@ def test_those_that_write_do_not_count_as_waiting(server: Running) -> None:
         response.__exit__(None, None, None)
 
 
+def asks(server: Running) -> list[list[str]]:
+    return [told for told in server.told() if told[0] == "ask"]
+
+
 def test_an_unknown_model_is_told_those_there_are(server: Running) -> None:
-    asked = len(server.told())
+    before = len(asks(server))
     response = server.ask("begin", model="gpt-9\n")
     assert response.status_code == 404
     error = response.json()["plain"]
     assert error["message"] == "model 'gpt-9\\n' is not offered; offered are small, large, auto"
-    assert error["param"] == "model" and len(server.told()) == asked
+    assert error["param"] == "model" and len(asks(server)) == before
     assert server.ask("begin", model="auto").status_code == 200
     assert server.ask("begin", model="default_model").status_code == 200  # as mlx-lm's server
-    assert [told for told in server.told()[asked:] if told[0] == "ask"] == [
-        ["ask", "auto"], ["ask", "small"],
-    ]  # fmt: skip
+    assert asks(server)[before:] == [["ask", "auto"], ["ask", "small"]]
 
 
 def test_a_bad_request_is_told_in_its_apis_form(server: Running) -> None:

@@ -82,11 +82,10 @@ class _ToolCall(Body):
 
 _Texts = Annotated[list[Text], BeforeValidator(in_parts)]
 _Part = Annotated[Text | Refusal, Field(discriminator="type")]
-_NAMED = {**CACHED}
 
 
 class _Instruction(Body):
-    rules: ClassVar[Rules] = _NAMED
+    rules: ClassVar[Rules] = CACHED
     role: Literal["system", "developer", "user"]
     content: _Texts
     name: str | None = None
@@ -121,7 +120,7 @@ class _Assistant(Body):
 
 
 class _Tool(Body):
-    rules: ClassVar[Rules] = _NAMED
+    rules: ClassVar[Rules] = CACHED
     role: Literal["tool"]
     content: _Texts
     tool_call_id: str = ""

@@ -74,7 +74,10 @@ class _Called(Body):
 
 
 class _ToolCall(Body):
-    rules: ClassVar[Rules] = {"index": harmless("calls are in the order of their list")}
+    rules: ClassVar[Rules] = {
+        **PARSED,
+        "index": harmless("calls are in the order of their list"),
+    }
     id: str = ""
     type: Literal["function"] = "function"
     function: _Called

@@ -44,6 +44,7 @@ CHAT: dict[str, Any] = {
             "reasoning_content": "Hm.",
             "reasoning": "Hm.",
             "refusal": None,
+            "provider_specific_fields": {"refusal": None},
             "tool_calls": [{**CALL, "index": 0}],
         },
         {"role": "tool", "content": "9", "tool_call_id": "call_1", "name": "weather"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.serving.messages import (
@@ -26,6 +28,14 @@ FINGERPRINT = f"kvlingo-mlx-{__version__}"
 def new_id(prefix: str) -> str:
     """An id that no other answer has."""
     return f"{prefix}{uuid.uuid4().hex}"
+
+
+def _sendable(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a call in what UTF-8 can hold; a model may write half of a surrogate pair."""
+    whole: dict[str, Any] = json.loads(
+        json.dumps(call, ensure_ascii=False).encode(errors="replace")
+    )
+    return whole
 
 
 class Gathered:
@@ -60,6 +70,8 @@ class Gathered:
             return []
         frames = [] if self.begun else self._begin(event)
         if isinstance(event, Piece):
+            calls = tuple(_sendable(call) for call in event.tool_calls)
+            event = replace(event, tool_calls=calls)
             self._gather(event)
             frames += self.piece(event)
         if isinstance(event, Ended):
@@ -76,7 +88,7 @@ class Gathered:
     def _gather(self, piece: Piece) -> None:
         self.content += piece.content
         self.reasoning += piece.reasoning
-        self.calls += [json.loads(json.dumps(call)) for call in piece.tool_calls]
+        self.calls += [dict(call) for call in piece.tool_calls]
         self.logprobs += piece.logprobs
 
     @property

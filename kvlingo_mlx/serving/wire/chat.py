@@ -74,7 +74,10 @@ class _Called(Body):
 
 
 class _ToolCall(Body):
-    rules: ClassVar[Rules] = {"index": harmless("calls are in the order of their list")}
+    rules: ClassVar[Rules] = {
+        **PARSED,
+        "index": harmless("calls are in the order of their list"),
+    }
     id: str = ""
     type: Literal["function"] = "function"
     function: _Called
@@ -82,11 +85,10 @@ class _ToolCall(Body):
 
 _Texts = Annotated[list[Text], BeforeValidator(in_parts)]
 _Part = Annotated[Text | Refusal, Field(discriminator="type")]
-_NAMED = {**CACHED}
 
 
 class _Instruction(Body):
-    rules: ClassVar[Rules] = _NAMED
+    rules: ClassVar[Rules] = CACHED
     role: Literal["system", "developer", "user"]
     content: _Texts
     name: str | None = None
@@ -121,7 +123,7 @@ class _Assistant(Body):
 
 
 class _Tool(Body):
-    rules: ClassVar[Rules] = _NAMED
+    rules: ClassVar[Rules] = CACHED
     role: Literal["tool"]
     content: _Texts
     tool_call_id: str = ""

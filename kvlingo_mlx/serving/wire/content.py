@@ -22,7 +22,10 @@ CHOICES = ("auto", "none", "required")
 
 # Clients' own libraries add these to answers that they have parsed, and send them back.
 _ADDED = harmless("it says again what the text says")
-PARSED: Rules = dict.fromkeys(("parsed", "parsed_output", "parsed_arguments"), _ADDED)
+PARSED: Rules = {
+    **dict.fromkeys(("parsed", "parsed_output", "parsed_arguments"), _ADDED),
+    "provider_specific_fields": harmless("it repeats what a server said beside the answer"),
+}
 
 
 class Text(Body):

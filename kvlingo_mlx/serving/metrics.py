@@ -199,7 +199,8 @@ class Tally:
             status = outcome.status or sent or 500
             endpoint = self._endpoint(scope["path"])
             self._metrics.requests.labels(endpoint, outcome.model, str(status)).inc()
-            if status >= 400 and endpoint != "/health":  # its message may quote a prompt
+            told = outcome.status != 0 or endpoint == "/health"
+            if status >= 400 and not told:  # without the message, which may quote a prompt
                 log.info("%s %s was refused: %d", scope["method"], endpoint, status)
 
     def _endpoint(self, path: str) -> str:

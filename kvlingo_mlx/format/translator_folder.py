@@ -272,7 +272,7 @@ def is_same(folder: str | os.PathLike[str], config: TranslatorConfig, weights: W
     except MalformedTranslatorError:
         return False
     facts, theirs = (json.dumps(c.to_json(), sort_keys=True) for c in (config, there))
-    if facts != theirs or own.dtype != weights.dtype:
+    if facts != theirs or own.dtype != weights.dtype or set(own.arrays) != set(weights.arrays):
         return False
     return all(np.array_equal(array, own.arrays[n]) for n, array in weights.arrays.items())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +18,10 @@ from kvlingo_mlx import fitting
 from kvlingo_mlx.cli import VERBS, run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import KVLingoError
-from tests.support import tiny
+from kvlingo_mlx.format import translator_folder
+from tests.support import tiny, translator_folders
 from tests.support.command_line import RECORD, fails
+from tests.support.translator_folders import LAYOUTS, arrays_of
 
 
 @pytest.fixture
@@ -171,6 +174,33 @@ def test_bad_models(
     (half / "model.safetensors.index.json").write_text('{"metadata": {}}')
     fails(with_model(half), "no readable weight_map", capsys)
     fails(with_model(Path("~nobody-of-this-name/x")), "is no folder's name", capsys)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"attention_dropout": "x"}, "the tokenizer of the model .* transformers refuses"),
+        ({"layer_types": ["full_attention"]}, "the tokenizer of the model .* transformers refuses"),
+        ({"hidden_size": 60}, "error: the model .*Expected shape.* mlx-lm refuses"),
+        ({"model_type": "no_such"}, "'no_such' is not supported; supported families: afmoe, "),
+    ],
+)
+@pytest.mark.parametrize("verb", [["show"], ["generate", "--prompt", "a", "--source"]])
+def test_a_config_that_a_library_refuses_is_one_line(
+    verb: list[str], changed: dict, text: str, folders: dict[str, Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """transformers checks all settings; whoever reads the message learns who refused what."""
+    folder = Path(shutil.copytree(folders["dense"], tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    if "model_type" in changed:  # told before a file that such models do not have is asked for
+        (folder / "tokenizer.json").unlink()
+    target = [] if verb == ["show"] else ["--target", str(folders["moe"])]
+    assert run([*verb, str(folder), *target]) == 2
+    error = capsys.readouterr().err
+    assert re.search(text, error) and error.count("\n") == 1
+    assert "download complete" not in error
 
 
 def test_bad_translators(
@@ -368,6 +398,30 @@ def test_another_translator_is_not_replaced_unasked(
     assert [path.name for path in store.iterdir()] == [folder.name]
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert after["translator.safetensors"] != before["translator.safetensors"]
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+@pytest.mark.parametrize(
+    "names",
+    [("head-wise-r2", "head-wise-bias"), ("mlp", "mlp-gated"), ("mlp-bias", "mlp")],
+)
+def test_a_translator_with_other_tensors_is_another_one(
+    names: tuple[str, str], force: list[str], tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One pair and one form, with and without a tensor that is optional; both ways."""
+    for pair in (names, names[::-1]):
+        folders = [translator_folders.store(tmp_path / n / pair[0], LAYOUTS[n]) for n in pair]
+        assert run(["import", str(folders[0]), "--dtype", "float32", "--force"]) == 0
+        capsys.readouterr()
+        status = run(["import", str(folders[1]), "--dtype", "float32", *force])
+        captured = capsys.readouterr()
+        if not force:
+            assert status == 2 and "holds another translator" in captured.err
+            continue
+        assert status == 0 and "was replaced" in captured.out
+        (kept,) = (path for path in store.iterdir() if path.is_dir())
+        assert set(translator_folder.read(kept)[1].arrays) == set(arrays_of(LAYOUTS[pair[1]]))
 
 
 def test_mismatch_is_allowed_for_the_stores_own_too(

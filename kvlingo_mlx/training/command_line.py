@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.loading.grading import said_of
+from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import other_tokenizer
 from kvlingo_mlx.training import distributed, torch_model
@@ -208,7 +208,8 @@ def provenance(folder: Path) -> dict[str, Any]:
 
 def grade(folder: Path) -> str:
     """The grade of a finished translator by its receipt, in one line."""
-    return said_of(translator_folder.read_config(folder))
+    config = translator_folder.read_config(folder)
+    return said_of(config) if "receipt" in config.provenance else NO_RECEIPT
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import io
 import json
 import re
@@ -19,6 +21,7 @@ from kvlingo_mlx.cli import VERBS, run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
 from tests.support import tiny, translator_folders
 from tests.support.command_line import RECORD, fails
 from tests.support.translator_folders import LAYOUTS, arrays_of
@@ -98,6 +101,43 @@ def test_show_model(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
     assert run(["show", str(folders["moe"])]) == 0
     out = capsys.readouterr().out
     assert "qwen3_moe" in out and "cache bytes per token  2048" in out
+
+
+def test_a_models_record_holds_what_its_geometry_hashes(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["show", str(folders["moe"]), "--json", "-"]) == 0
+    facts = json.loads(capsys.readouterr().out)["results"]
+    names = ("model_type", "layers", "rope", "norm_eps", "embedding_rows")
+    text = json.dumps({n: facts[n] for n in names}, sort_keys=True, separators=(",", ":"))
+    assert hashlib.sha256(text.encode()).hexdigest() == facts["geometry"]
+
+
+def test_a_fit_that_can_leave_no_receipt_says_what_measures(
+    folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(fitting, "receipt", lambda *_: None)
+    assert run(fit_arguments(folders, data, tmp_path / "t")) == 0
+    out = capsys.readouterr().out
+    assert "grade: ungraded: these models cannot read" in out and "kvlingo-mlx eval" in out
+    assert "verify" not in out
+
+
+def test_other_numbers_of_layers_for_values_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, weights = translator_folder.read(translator_folders.store(tmp_path / "t"))
+    width = translator_folders.SOURCE_DIMS["keys"] * 2
+    one = tuple(layers[:1] for layers in config.assignment.keys)
+    arrays = {n: a[:, :width] if "keys" in n else a for n, a in weights.arrays.items()}
+    assignment = dataclasses.replace(config.assignment, keys=one)
+    config = dataclasses.replace(config, assignment=assignment)
+    folder = str(translator_folder.write(tmp_path / "u", config, Weights("float32", arrays)))
+    assert run(["import", folder]) == 0
+    assert "nu = 1 and 2, bfloat16" in capsys.readouterr().out
+    assert run(["show", folder]) == 0
+    assert re.search("source layers per target layer +1 and 2", capsys.readouterr().out)
 
 
 def test_bench(

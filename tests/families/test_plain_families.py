@@ -32,7 +32,7 @@ from kvlingo_mlx.loading import pairing
 from kvlingo_mlx.models.keys import Rotation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
-from tests.support import plain_models, tiny
+from tests.support import TESTS, plain_models, tiny
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, held, native
 from tests.support.opened import Opener, quantised
@@ -66,6 +66,11 @@ def assert_own_cache(model: LanguageModel, point: str, own: list) -> list:
 
 
 # ---- which families there are ------------------------------------------------------------
+
+
+def test_the_page_lists_every_family() -> None:
+    page = (TESTS.parent / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+    assert page.split("```text\n")[1].split("```")[0].split() == known_families()
 
 
 def test_every_plain_family_is_run_here() -> None:

@@ -15,8 +15,8 @@ test: .venv-test/ready
 check: .venv-test/ready
 	@failed=; for tool in "ruff format --check ." "ruff check ." "mypy kvlingo_mlx" \
 	    "python -m pytest tests/package/test_conventions.py"; do \
-	  echo "$$tool"; .venv-test/bin/$$tool || failed="$$failed; $$tool"; \
-	done; test -z "$$failed" || { echo "failed$$failed"; exit 1; }
+	  echo "$$tool"; .venv-test/bin/$$tool || failed="$$failed '$$tool'"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # pip is upgraded first: old ones do not read the markers that choose MLX's build.
 .venv/ready: pyproject.toml

@@ -166,7 +166,8 @@ def test_probes_that_are_given_are_used(
     written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of the code that one trusts; a folder that is there is not written into."""
-    probes = {f"{n}.probe_out": np.ones(64, np.float32) for n in embedded_numbers()}
+    numbers = embedded_numbers().items()
+    probes = {f"{n}.probe_out": np.ones(len(array), np.float32) for n, array in numbers}
     np.savez(tmp_path / "numbers.npz", **embedded_numbers(), **probes)
     folder = written("--nu", "1", "--numbers", str(tmp_path / "numbers.npz"))
     assert run(["import", str(folder)]) == 2

@@ -207,7 +207,7 @@ VERDICTS: list[tuple[Receipt, Receipt | None, bool, str]] = [
     (GOOD, Receipt(0.0205, 1.0), True, "as its receipt"),
     (GOOD, Receipt(0.0195, 0.95), False, "KL 0.0300, expected 0.0195 within 0.0100"),
     (GOOD, Receipt(0.05, 0.95), False, "expected 0.0500 within 0.0100"),
-    (replace(GOOD, kl=0.2), Receipt(0.17, 0.9), True, "it; better than nothing: it recovers 60 %"),
+    (replace(GOOD, kl=0.2), Receipt(0.17, 0.9), True, "says; better than nothing: it recovers 60 %"),
     (replace(GOOD, kl=0.22), Receipt(0.17, 0.9), False, "within 0.0340"),
     (GOOD, None, True, "it had no receipt"),
     (replace(GOOD, kl=0.4), Receipt(0.4, 0.9), True, "useless: it recovers 20 %"),

@@ -57,7 +57,7 @@ def command(options: ImportOptions) -> None:
     config = done.config
     for name, reason in done.unchecked.items():
         warn(f"not checked against {name}: {reason}")
-    what = f"{config.form}, {config.capture}, nu = {config.nu}, {options.dtype}"
+    what = f"{config.form}, {config.capture}, nu = {config.nu_told}, {options.dtype}"
     ends = f"{config.source.name} to {config.target.name}"
     told = "nothing to do: found" if done.unchanged else "imported"
     say(printable(f"{told} {ends} {'in' if done.unchanged else 'into'} {done.folder} ({what})"))

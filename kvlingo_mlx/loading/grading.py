@@ -23,6 +23,11 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 WORKS, SOME = 0.9, 0.5
 GRADES = ("works", "better than nothing", "useless")
 UNGRADED = "ungraded"
+# What a fit says where it could leave no receipt; measuring again would leave none either.
+NO_RECEIPT = (
+    f"{UNGRADED}: these models cannot read the bundled conversations, most of all where a context "
+    "is short; `kvlingo-mlx eval` measures it on conversations of yours"
+)
 
 
 @dataclass(frozen=True)

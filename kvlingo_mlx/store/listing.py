@@ -67,7 +67,7 @@ def _described(folder: Path, embedded: bool) -> Stored:
         size,
         config.source.name,
         config.target.name,
-        f"{config.form}, {config.capture}, nu {config.nu}",
+        f"{config.form}, {config.capture}, nu {config.nu_told}",
         UNGRADED if receipt is None else receipt.grade,
         None if receipt is None else receipt.recovered,
         date if isinstance(date, str) else None,

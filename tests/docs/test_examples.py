@@ -162,6 +162,21 @@ def test_its_numbers_are_used_as_they_are_meant(
     )  # fmt: skip
 
 
+def test_probes_that_are_given_are_used(
+    written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the code that one trusts; a folder that is there is not written into."""
+    numbers = embedded_numbers().items()
+    probes = {f"{n}.probe_out": np.ones(len(array), np.float32) for n, array in numbers}
+    np.savez(tmp_path / "numbers.npz", **embedded_numbers(), **probes)
+    folder = written("--nu", "1", "--numbers", str(tmp_path / "numbers.npz"))
+    assert run(["import", str(folder)]) == 2
+    assert "self-test failed for" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        written()
+    assert "exists; give another --out, or remove it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("fault", ["transposed", "layers in the wrong order", "heads permuted"])
 def test_what_has_the_right_shape_and_is_wrong_is_refused(
     fault: str, written: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the names, for type checkers and editors
     from kvlingo_mlx.handover.generation import stream_generate as stream_generate
     from kvlingo_mlx.handover.responses import GenerationResponse as GenerationResponse
     from kvlingo_mlx.loading.models import load as load
+    from kvlingo_mlx.loading.translators import find_translator as find_translator
     from kvlingo_mlx.loading.translators import load_translator as load_translator
     from kvlingo_mlx.models.language_model import LanguageModel as LanguageModel
     from kvlingo_mlx.translators.base import Translator as Translator
@@ -45,6 +46,7 @@ from kvlingo_mlx.version import __version__ as __version__
 
 _HOMES = {
     "load": "loading.models",
+    "find_translator": "loading.translators",
     "load_translator": "loading.translators",
     "zoo": "embedded",
     "generate": "handover.generation",
@@ -93,4 +95,4 @@ if not TYPE_CHECKING:  # type checkers must report an unknown name as an error
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*__all__, "__version__"])

@@ -256,6 +256,9 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("sampler", "progress", "solving"), FUNCTION),
     "path_or_hf_repo": MODEL,
     "load_translator.path_or_hf_repo": Kind(_path, "a translator's folder or Hub id"),
+    **dict.fromkeys(
+        ("find_translator.source", "find_translator.target"),
+        Kind(lambda value: named(value, "LanguageModel"), "what kvlingo_mlx.load returns")),
     "folder": Kind(_path, "a folder's path"),
     "translator": TRANSLATOR,
     "native_layers": LAYERS,

@@ -34,7 +34,6 @@ from tests.support.identity import TOKENS, identity_of
 from tests.support.opened import quantised
 from tests.support.random_samples import samples
 
-
 GOOD = Receipt(0.01, 1.0, 0, 1.0).to_json()
 
 

@@ -253,7 +253,7 @@ KINDS: dict[str, Kind] = {
         ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",
          "name", "prefill", "reasoning", "first_token", "where", "on_full"), TEXT),
     **dict.fromkeys(("prefill_model", "decode_model", "source", "target", "draft_model"), MODEL),
-    **dict.fromkeys(("sampler", "progress", "solving"), FUNCTION),
+    **dict.fromkeys(("sampler", "progress", "solving", "suits"), FUNCTION),
     "path_or_hf_repo": MODEL,
     "load_translator.path_or_hf_repo": Kind(_path, "a translator's folder or Hub id"),
     **dict.fromkeys(

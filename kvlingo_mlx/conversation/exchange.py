@@ -14,11 +14,11 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.conversation import spans
 from kvlingo_mlx.conversation.directions import Directions, Given
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.rules import Rules
+from kvlingo_mlx.conversation.spans import translated, wrote
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError
@@ -149,7 +149,7 @@ class Exchange:
         with working():
             line.recall()
             line.trim(kept)
-        before = spans.translated(line.spans)
+        before = translated(line.spans)
         translate_s, read_s = self._grow(line, plan, tokens, mark, wait=True)
         with working():
             mx.eval(caches.arrays(line.cache))
@@ -158,11 +158,11 @@ class Exchange:
             self._forget()
         starts = [kept, *(step.stop for step in plan)]
         lengths = [step.stop - start for step, start in zip(plan, starts, strict=False)]
-        translated = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
+        now = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
         self._brought = list(tokens)
         used = self.used_by(name)
         self.last = Switch(
-            *(name, kept, translated, sum(lengths) - translated),
+            *(name, kept, now, sum(lengths) - now),
             *(time.perf_counter() - started, translate_s, read_s, before),
             max((self.directions.native(t.config) for t in used), default=0),
         )
@@ -242,7 +242,7 @@ class Exchange:
             shared = other.common(tokens)
             reach = min(other.native.reach(begun), shared)
             if self.directions.stored(other.name, line.name) is None:
-                missing = other if spans.wrote(other.spans, begun, shared) else missing
+                missing = other if wrote(other.spans, begun, shared) else missing
             elif reach > best.stop:
                 best = Step(other, reach)
             elif (following := other.native.next_start(begun)) and following < shared:

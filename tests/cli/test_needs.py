@@ -45,7 +45,7 @@ ALWAYS = {
     "fit": "source target data out norm capture assignment head_mixing memory_gb force json_file",
     "train": "source target data plain_text seed histogram steps json_file",
     "import": "path_or_hub_id revision out dtype allow_mismatch force json_file",
-    "list": "json_file",
+    "list": "source target json_file",
     "remove": "translator yes json_file",
     "publish": "folder repo private revision dry_run json_file",
     "show": "path_or_hub_id quantize json_file",

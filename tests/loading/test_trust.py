@@ -455,6 +455,16 @@ def test_list_answers_whether_a_pair_has_a_translator(
     assert capsys.readouterr().out.count(f" to {PAIR[1]};") == 2
 
 
+def test_dir_shows_what_users_call() -> None:
+    assert dir(kv) == sorted([*kv.__all__, "__version__"])
+
+
+def test_a_translators_repr_is_a_line() -> None:
+    text = repr(kv.load_translator("--".join(PAIR)))
+    assert "\n" not in text and len(text) < 200
+    assert f"translator from {PAIR[0]} to {PAIR[1]}: linear" in text
+
+
 def test_find_translator_is_public(
     make: Make, models: dict[str, LanguageModel], folders: dict[str, Path]
 ) -> None:

@@ -84,7 +84,6 @@ def _say_what_to_try(done: Imported) -> None:
     from kvlingo_mlx import embedded
 
     source, target = done.config.source.name, done.config.target.name
-    prompt = embedded.EXAMPLE if target in embedded.zoo_names() else "Hello"
     words = ["generate", "--source", source, "--target", target, "--translator", str(done.folder)]
-    line = shlex.join(["kvlingo-mlx", *words, "--no-thinking", "--prompt", prompt])
+    line = shlex.join(["kvlingo-mlx", *words, "--no-thinking", "--prompt", embedded.EXAMPLE])
     say(printable(f"try: {line}"))

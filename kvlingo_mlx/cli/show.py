@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
-    path_or_hub_id: str = argument(..., "A translator or model folder, or a Hub id.")
+    path_or_hub_id: str = argument(
+        ..., "A translator's or model's folder or Hub id, or a name in `list`."
+    )
     quantize: Quantize = None
 
 
@@ -27,11 +29,12 @@ def command(options: ShowOptions) -> None:
     from kvlingo_mlx.errors import KVLingoError
     from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES
     from kvlingo_mlx.loading.hub import resolve
+    from kvlingo_mlx.loading.translators import by_name
     from kvlingo_mlx.translators.quantised import check_bits
 
     name, quantize = options.path_or_hub_id, options.quantize
     check_bits(quantize)
-    folder, _ = resolve(name, None, [*OUR_FILES, "config.json"], KVLingoError)
+    folder, _ = resolve(by_name(name), None, [*OUR_FILES, "config.json"], KVLingoError)
     is_model = (folder / "config.json").exists() and not (folder / CONFIG_FILE).exists()
     if is_model and quantize is not None:
         raise ValueError(f"--quantize is for translators, and {name} is a model")

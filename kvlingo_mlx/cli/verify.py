@@ -9,7 +9,7 @@ import typer
 
 from kvlingo_mlx.cli.command import AllowMismatch, MaybeSource, MaybeTarget, Options, argument, verb
 from kvlingo_mlx.cli.output import Told, facts, keep, plain, say
-from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
+from kvlingo_mlx.errors import IncompatibleTranslatorError
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.verification import Agreement
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Options):
-    translator: str = argument(..., "A translator folder or Hub id.")
+    translator: str = argument(..., "A translator's folder, its name in `list`, or a Hub id.")
     source: MaybeSource = None
     target: MaybeTarget = None
     allow_mismatch: AllowMismatch = False
@@ -37,11 +37,9 @@ def command(options: VerifyOptions) -> None:
     from kvlingo_mlx.evaluation.verification import keep_receipt, verdict
     from kvlingo_mlx.format import translator_folder
     from kvlingo_mlx.loading.grading import GRADES, said_of
-    from kvlingo_mlx.loading.hub import resolve
+    from kvlingo_mlx.loading.translators import folder_of
 
-    folder, _ = resolve(
-        options.translator, None, translator_folder.OUR_FILES, MissingTranslatorError
-    )
+    folder = folder_of(options.translator)
     config, weights = translator_folder.read(folder)
     translator_folder.check_sizes(folder, config, weights)
     tested = (folder / translator_folder.SELFTEST_FILE).exists()

@@ -145,9 +145,9 @@ class Paths:
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
         translator = next(iter(self.translators.values()))
-        part = native_part(translator.config, None)
+        part = native_part(self._first.config, None)
         pair = self.source, self.target
-        plan = Plan(*pair, self.tokens, translator, part, step_size=self.step_size)
+        plan = Plan(*pair, self.tokens, self._first, part, step_size=self.step_size)
         first_token(self.target, self.tokens[-1:], filled(plan))
 
     def decode_source(self) -> None:

@@ -144,7 +144,6 @@ class Paths:
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
-        translator = next(iter(self.translators.values()))
         part = native_part(self._first.config, None)
         pair = self.source, self.target
         plan = Plan(*pair, self.tokens, self._first, part, step_size=self.step_size)

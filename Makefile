@@ -10,12 +10,13 @@ demo: .venv/ready
 test: .venv-test/ready
 	.venv-test/bin/python -m pytest --numprocesses 2 --dist worksteal
 
-# Format and lint, types, import circles and directions, the shapes of functions.
+# Format and lint, types, import circles and directions, the shapes of functions. All of them run,
+# whichever fail.
 check: .venv-test/ready
-	.venv-test/bin/ruff format --check .
-	.venv-test/bin/ruff check .
-	.venv-test/bin/mypy kvlingo_mlx
-	.venv-test/bin/python -m pytest tests/package/test_conventions.py
+	@failed=; for tool in "ruff format --check ." "ruff check ." "mypy kvlingo_mlx" \
+	    "python -m pytest tests/package/test_conventions.py"; do \
+	  echo "$$tool"; .venv-test/bin/$$tool || failed="$$failed '$$tool'"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # pip is upgraded first: old ones do not read the markers that choose MLX's build.
 .venv/ready: pyproject.toml

@@ -20,7 +20,10 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+from mlx_lm.utils import load_tokenizer
+
 from kvlingo_mlx import caches
+from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.handover.fill import translate_span
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
@@ -68,7 +71,8 @@ def model_of_shape(
     }  # fmt: skip
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
-    return LanguageModel(model, None, config, f"random {kind}")  # no text is involved
+    tokenizer = load_tokenizer(zoo("tiny-qwen3-s"))  # for its fingerprint; no text is involved
+    return LanguageModel(model, tokenizer, config, f"random {kind}")
 
 
 def random_translator(

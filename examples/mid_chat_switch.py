@@ -1,4 +1,4 @@
-"""Switch models in the middle of a chat: the second one reads the new question alone.
+"""Switch models in the middle of a chat: what one model read is translated for the other.
 
     python examples/mid_chat_switch.py
     python examples/mid_chat_switch.py --small Qwen/Qwen3-0.6B --large Qwen/Qwen3-1.7B \\
@@ -43,8 +43,9 @@ def ask(talk: kv.Conversation, name: str, message: str) -> None:
     for response in talk.stream_reply(name, message, max_tokens=40):
         print(response.text, end="", flush=True)
     print(
-        f"\n[{name}: {response.cached_tokens} tokens held, {response.translated_tokens} "
-        f"translated, {response.read_tokens} read; first token after {response.ttft_s:.3f} s]"
+        f"\n[{name}: {response.cached_tokens} tokens held, {response.cached_translated_tokens} of "
+        f"them translated before; {response.translated_tokens} translated now, "
+        f"{response.read_tokens} read; first token after {response.ttft_s:.3f} s]"
     )
 
 

@@ -6,9 +6,12 @@
 It describes two models by the files in their folders, makes a matrix for every target layer, and
 writes the three files of the format (docs/reference/translator-format.md). The matrices here only
 copy heads, so the result is valid and useless; put your own numbers in ``copy_heads``, or give them
-in an .npz file whose arrays have the format's tensor names.
+in an .npz file whose arrays have the format's tensor names. Give the probes in it too, by their
+names, computed by the code that you trust: else they are computed here from the same arrays, and
+the self-test cannot find what went wrong before.
 
-It knows models like Qwen3: a k_norm, RoPE without scaling, full attention in every layer.
+It covers one kind, linear and head-mixing without biases, and models like Qwen3: a k_norm, RoPE
+without scaling, full attention in every layer.
 """
 
 from __future__ import annotations
@@ -147,8 +150,10 @@ def probe(width: int) -> np.ndarray:
     return ((37 * i + 11) % 17 - 8) / 8
 
 
-def write(out: Path, config: dict, tensors: dict[str, np.ndarray]) -> None:
-    """The three files. The self-test is what each map makes of its probe."""
+def write(
+    out: Path, config: dict, tensors: dict[str, np.ndarray], given: dict[str, np.ndarray]
+) -> None:
+    """The three files. The self-test is what each map makes of its probe, as ``given`` or here."""
     out.mkdir(parents=True)
     (out / "translator_config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(tensors, out / "translator.safetensors")
@@ -157,7 +162,7 @@ def write(out: Path, config: dict, tensors: dict[str, np.ndarray]) -> None:
         for name, array in tensors.items()
         if name.endswith(".weight")
     }
-    save_file(probes, out / "selftest.safetensors")
+    save_file(given or probes, out / "selftest.safetensors")
 
 
 def embedded(name: str) -> Path:
@@ -172,9 +177,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--source", type=Path, default=embedded("tiny-qwen3-s"))
     parser.add_argument("--target", type=Path, default=embedded("tiny-qwen3-moe"))
     parser.add_argument("--nu", type=int, default=2, help="source layers per target layer")
-    parser.add_argument("--numbers", type=Path, help="an .npz file with the tensors")
+    parser.add_argument("--numbers", type=Path, help="an .npz file: tensors, and probes")
     parser.add_argument("--out", type=Path, default=Path("my-translator"))
     given = parser.parse_args(arguments)
+    if given.out.exists():
+        parser.error(f"{given.out} exists; give another --out, or remove it")
     source, target = describe(given.source), describe(given.target)
     assignment = bands(len(source["layers"]), len(target["layers"]), given.nu)
     config = {
@@ -189,8 +196,11 @@ def main(arguments: list[str] | None = None) -> None:
         "assignment": {"keys": assignment, "values": assignment},
         "provenance": {"made_by": "examples/write_translator.py"},
     }
+    probes: dict[str, np.ndarray] = {}
     if given.numbers is not None:
-        tensors = {n: np.asarray(a, np.float32) for n, a in np.load(given.numbers).items()}
+        arrays = {n: np.asarray(a, np.float32) for n, a in np.load(given.numbers).items()}
+        probes = {n: array for n, array in arrays.items() if n.endswith(".probe_out")}
+        tensors = {n: array for n, array in arrays.items() if n not in probes}
     else:
         tensors = {
             f"{side}.{t}.weight": copy_heads(
@@ -199,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
             for side, dim in (("keys", "key_dim"), ("values", "value_dim"))
             for t, reads in enumerate(assignment)
         }
-    write(given.out, config, tensors)
+    write(given.out, config, tensors, probes)
     print(f"wrote {given.out}: {len(tensors)} tensors; try `kvlingo-mlx import {given.out}`")
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # the names, for type checkers and editors
     from kvlingo_mlx.handover.generation import stream_generate as stream_generate
     from kvlingo_mlx.handover.responses import GenerationResponse as GenerationResponse
     from kvlingo_mlx.loading.models import load as load
+    from kvlingo_mlx.loading.translators import find_translator as find_translator
     from kvlingo_mlx.loading.translators import load_translator as load_translator
     from kvlingo_mlx.models.language_model import LanguageModel as LanguageModel
     from kvlingo_mlx.translators.base import Translator as Translator
@@ -56,7 +57,7 @@ _NAMES = {  # by the module that defines them
     "handover.generation": "generate stream_generate",
     "handover.responses": "GenerationResponse",
     "loading.models": "load",
-    "loading.translators": "load_translator",
+    "loading.translators": "find_translator load_translator",
     "models.language_model": "LanguageModel",
     "translators.base": "Translator",
 }
@@ -81,4 +82,4 @@ if not TYPE_CHECKING:  # type checkers must report an unknown name as an error
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted([*__all__, "__version__"])

@@ -253,9 +253,12 @@ KINDS: dict[str, Kind] = {
         ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",
          "name", "prefill", "reasoning", "first_token", "where", "on_full"), TEXT),
     **dict.fromkeys(("prefill_model", "decode_model", "source", "target", "draft_model"), MODEL),
-    **dict.fromkeys(("sampler", "progress", "solving"), FUNCTION),
+    **dict.fromkeys(("sampler", "progress", "solving", "suits"), FUNCTION),
     "path_or_hf_repo": MODEL,
     "load_translator.path_or_hf_repo": Kind(_path, "a translator's folder or Hub id"),
+    **dict.fromkeys(
+        ("find_translator.source", "find_translator.target"),
+        Kind(lambda value: named(value, "LanguageModel"), "what kvlingo_mlx.load returns")),
     "folder": Kind(_path, "a folder's path"),
     "translator": TRANSLATOR,
     "native_layers": LAYERS,

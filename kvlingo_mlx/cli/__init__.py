@@ -105,6 +105,8 @@ def run(arguments: list[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _in_a_line(warnings.showwarning)
+            # Advice to transformers' own users, about configs that mlx-lm reads.
+            warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
             result = app(arguments, standalone_mode=False, prog_name="kvlingo-mlx")
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort):

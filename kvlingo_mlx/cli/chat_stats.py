@@ -44,8 +44,10 @@ def print_switch(switch: Switch, anew: float | None) -> None:
         {
             "last switch": f"to {switch.name}",
             "tokens kept": switch.kept,
+            "of them translated": switch.kept_translated,
             "tokens translated": switch.translated,
             "tokens read": switch.read,
+            **({"native layers": switch.native_layers} if switch.native_layers else {}),
             "took (ms)": ms(switch.seconds),
             "reading all anew (ms)": "not measured" if anew is None else ms(anew),
         }

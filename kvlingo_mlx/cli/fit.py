@@ -49,7 +49,7 @@ def command(options: FitOptions) -> None:
 
     from kvlingo_mlx.format import translator_folder
     from kvlingo_mlx.format.assignment import narrow_groups
-    from kvlingo_mlx.loading.grading import said_of
+    from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.tokenization.samples import read_jsonl
 
@@ -71,7 +71,7 @@ def command(options: FitOptions) -> None:
         + (f" ({skipped} skipped: not usable)" if skipped else "")
         + f", {made['prefix_tokens']} prefix tokens"
     )
-    say(f"grade: {said_of(translator.config)}")
+    say(f"grade: {said_of(translator.config) if 'receipt' in made else NO_RECEIPT}")
     config = {"source": models[0].name, "target": models[1].name, "data": options.data}
     results = {"parameters": translator.num_parameters, "skipped": skipped, **made}
     keep(options.json_file, "fit", config, results)

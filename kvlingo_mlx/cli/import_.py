@@ -57,7 +57,7 @@ def command(options: ImportOptions) -> None:
     config = done.config
     for name, reason in done.unchecked.items():
         warn(f"not checked against {name}: {reason}")
-    what = f"{config.form}, {config.capture}, nu = {config.nu}, {options.dtype}"
+    what = f"{config.form}, {config.capture}, nu = {config.nu_told}, {options.dtype}"
     ends = f"{config.source.name} to {config.target.name}"
     told = "nothing to do: found" if done.unchanged else "imported"
     say(printable(f"{told} {ends} {'in' if done.unchanged else 'into'} {done.folder} ({what})"))
@@ -84,7 +84,6 @@ def _say_what_to_try(done: Imported) -> None:
     from kvlingo_mlx import embedded
 
     source, target = done.config.source.name, done.config.target.name
-    prompt = embedded.EXAMPLE if target in embedded.zoo_names() else "Hello"
     words = ["generate", "--source", source, "--target", target, "--translator", str(done.folder)]
-    line = shlex.join(["kvlingo-mlx", *words, "--no-thinking", "--prompt", prompt])
+    line = shlex.join(["kvlingo-mlx", *words, "--no-thinking", "--prompt", embedded.EXAMPLE])
     say(printable(f"try: {line}"))

@@ -2,37 +2,80 @@
 
 from __future__ import annotations
 
-from kvlingo_mlx.cli.command import Options, verb
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvlingo_mlx.cli.command import MaybeSource, MaybeTarget, Options, verb
 from kvlingo_mlx.cli.output import keep, say, warn
-from kvlingo_mlx.errors import printable
+from kvlingo_mlx.errors import MissingModelError, UnsupportedModelError, printable
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.format.translator_config import ModelSpec
+    from kvlingo_mlx.store.listing import Stored
 
 
-@verb(Options)
-def command(options: Options) -> None:
-    """List the translators of the local store, and those of the package."""
-    from kvlingo_mlx.loading.translators import store
+@dataclass(frozen=True, kw_only=True)
+class ListOptions(Options):
+    """The options of `list`."""
+
+    source: MaybeSource = None
+    target: MaybeTarget = None
+
+
+@verb(ListOptions)
+def command(options: ListOptions) -> None:
+    """List the translators of the local store, and those of the package.
+
+    With --source or --target only those that take these models.
+    """
+    from kvlingo_mlx.loading.translators import how_to_get, store
     from kvlingo_mlx.store.listing import stored
 
-    found = list(stored())
+    every = options.source is None and options.target is None
+    source, target = _takes(options.source), _takes(options.target)
+    found = list(stored(lambda config: source(config.source) and target(config.target)))
     for title, embedded in ((f"in {store()}:", False), ("with the package:", True)):
         here = [s for s in found if s.embedded == embedded and s.problem is None]
-        say(printable(title if here else f"{title} none yet; `kvlingo-mlx import` puts one there"))
+        if here or every:
+            none = f"{title} none yet; `kvlingo-mlx import` puts one there"
+            say(printable(title if here else none))
         for s in here:
-            facts = (
-                f"{s.source} to {s.target}",
-                _grade(s.grade, s.recovered),
-                s.kind,
-                s.date or "no date",
-                f"{s.nbytes / 1e6:,.2f} MB",
-            )
             say(printable(f"  {s.path.name}"))
-            say(printable(f"      {'; '.join(facts)}"))
+            say(printable(f"      {'; '.join(_facts(s))}"))
     for s in found:
         if s.problem is not None:
             warn(f"{s.path} cannot be used: {s.problem}")
+    if not every and all(s.problem is not None for s in found):
+        ends = options.source or "A", options.target or "B"
+        say(printable(f"no translator from {ends[0]} to {ends[1]} is here; {how_to_get(*ends)}"))
     results = [{**vars(s), "path": str(s.path)} for s in found]
     keep(options.json_file, "list", {"store": str(store())}, results)
 
 
-def _grade(grade: str, recovered: float | None) -> str:
-    return grade if recovered is None else f"{grade} ({max(recovered, 0):.0%} recovered)"
+def _takes(name: str | None) -> Callable[[ModelSpec], bool]:
+    """Whether a translator's end is a model: by its files if they are here, else by its name."""
+    from kvlingo_mlx.loading.models import at_hand
+    from kvlingo_mlx.loading.pairing import matches
+
+    if name is None:
+        return lambda spec: True
+    try:
+        model = at_hand(name)
+    except (MissingModelError, UnsupportedModelError) as problem:
+        warn(f"{problem}: translators are compared with its name alone")
+        return lambda spec: spec.name == name
+    return lambda spec: matches(spec, model)
+
+
+def _facts(stored: Stored) -> list[str]:
+    grade, recovered, layers = stored.grade, stored.recovered, stored.native_layers
+    native = stored.tuned or (f"{layers} native layers" if layers else None)
+    return [
+        f"{stored.source} to {stored.target}",
+        grade if recovered is None else f"{grade} ({max(recovered, 0):.0%} recovered)",
+        *([] if native is None else [native]),
+        stored.kind,
+        stored.date or "no date",
+        f"{stored.nbytes / 1e6:,.2f} MB",
+    ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowOptions(Options):
-    path_or_hub_id: str = argument(..., "A translator or model folder, or a Hub id.")
+    path_or_hub_id: str = argument(
+        ..., "A translator's or model's folder or Hub id, or a name in `list`."
+    )
     quantize: Quantize = None
 
 
@@ -27,18 +29,22 @@ def command(options: ShowOptions) -> None:
     from kvlingo_mlx.errors import KVLingoError
     from kvlingo_mlx.format.translator_folder import CONFIG_FILE, OUR_FILES
     from kvlingo_mlx.loading.hub import resolve
+    from kvlingo_mlx.loading.translators import by_name
     from kvlingo_mlx.translators.quantised import check_bits
 
     name, quantize = options.path_or_hub_id, options.quantize
     check_bits(quantize)
-    folder, _ = resolve(name, None, [*OUR_FILES, "config.json"], KVLingoError)
+    folder, _ = resolve(by_name(name), None, [*OUR_FILES, "config.json"], KVLingoError)
     is_model = (folder / "config.json").exists() and not (folder / CONFIG_FILE).exists()
     if is_model and quantize is not None:
         raise ValueError(f"--quantize is for translators, and {name} is a model")
-    rows = _model_facts(name) if is_model else _translator_facts(folder, quantize)
+    if is_model:
+        rows, more = _model_facts(name)
+    else:
+        rows, more = _translator_facts(folder, quantize), {}
     facts(rows)
     kind = "show_model" if is_model else "show_translator"
-    keep(options.json_file, kind, {"name": name}, plain(rows))
+    keep(options.json_file, kind, {"name": name}, {**plain(rows), **more})
 
 
 def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
@@ -58,7 +64,7 @@ def _translator_facts(folder: Path, quantize: int | None) -> dict[str, Any]:
         "target": _spec_line(config.target),
         "kind": config.form,
         "capture": config.capture,
-        "source layers per target layer": config.nu,
+        "source layers per target layer": Told(config.nu, config.nu_told),
         "keys read": _reads(config.assignment.keys),
         "values read": _reads(config.assignment.values),
         "parameters": Told(parameters, f"{parameters:,} in {weights.dtype}"),
@@ -103,14 +109,15 @@ def _reads(layers: tuple[tuple[int, ...], ...]) -> Told:
     return Told(layers, " ".join("+".join(map(str, sources)) for sources in layers))
 
 
-def _model_facts(name: str) -> dict[str, Any]:
+def _model_facts(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The facts that are printed, and those that only a record holds: all under the geometry."""
     from kvlingo_mlx.caches import bytes_per_token
     from kvlingo_mlx.loading.models import load
 
     model = load(name, lazy=True)
     geometry = model.geometry
     layer = geometry.layers[0]
-    return {
+    rows = {
         "model": model.name,
         "model_type": geometry.model_type,
         "cache layers": len(geometry.layers),
@@ -123,3 +130,4 @@ def _model_facts(name: str) -> dict[str, Any]:
         "norms": model.norms_fingerprint,
         "tokenizer": model.tokenizer_fingerprint,
     }
+    return rows, asdict(geometry)

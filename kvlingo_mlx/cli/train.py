@@ -158,7 +158,7 @@ def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
 def _tell(options: TrainOptions, done: command_line.Done) -> None:
     """Report the result of a training, and draw its curve."""
     from kvlingo_mlx.format.translator_folder import read_config
-    from kvlingo_mlx.loading.grading import said_of
+    from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
     from kvlingo_mlx.reporting import pictures
     from kvlingo_mlx.training import command_line
 
@@ -173,4 +173,5 @@ def _tell(options: TrainOptions, done: command_line.Done) -> None:
             title = pictures.pair(options.source, options.target)
             command_line.draw(done.log, options.plot, title)
             say(f"drew {options.plot}")
-    say(f"grade: {said_of(read_config(done.folder))}")
+    config = read_config(done.folder)
+    say(f"grade: {said_of(config) if 'receipt' in config.provenance else NO_RECEIPT}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlingo_mlx.cli.command import (
@@ -86,6 +88,9 @@ def command(options: TuneOptions) -> None:
         chosen = results["native_layers"] = tuning.smallest(points, **bounds)
         tuning.keep(folder, chosen, {**bounds, "items": len(task.items)}, points)
         say(f"{folder} keeps native_layers = {chosen} of {len(models[1].attentions)}")
+        _say_what_next(folder)
+    else:
+        say("nothing is kept; --max-kl or --min-recall keeps the fewest layers that will do")
     say(measure.machine_line())
     config = {"source": models[0].name, "target": models[1].name, "native_layers": layers}
     config |= bounds | options.some("data limit seed trials")
@@ -94,6 +99,16 @@ def command(options: TuneOptions) -> None:
         from kvlingo_mlx.evaluation.figures import quality_by_layers
 
         draw(quality_by_layers(points), options.plot, *(model.name for model in models))
+
+
+def _say_what_next(folder: Path) -> None:
+    """Where the tuned translator is used from."""
+    from kvlingo_mlx.loading.translators import store
+
+    if folder.resolve().parent == store().resolve():
+        say("it is in the local store: generate and chat use it with these layers from now on")
+    else:
+        say(f"to use it from the store: kvlingo-mlx import {shlex.quote(str(folder))} --force")
 
 
 def _pair(options: TuneOptions) -> tuple[str, str]:

@@ -9,15 +9,16 @@ import typer
 
 from kvlingo_mlx.cli.command import AllowMismatch, MaybeSource, MaybeTarget, Options, argument, verb
 from kvlingo_mlx.cli.output import Told, facts, keep, plain, say
-from kvlingo_mlx.errors import IncompatibleTranslatorError, MissingTranslatorError
+from kvlingo_mlx.errors import IncompatibleTranslatorError
 
 if TYPE_CHECKING:
+    from kvlingo_mlx.evaluation.verification import Agreement
     from kvlingo_mlx.loading.grading import Receipt
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(Options):
-    translator: str = argument(..., "A translator folder or Hub id.")
+    translator: str = argument(..., "A translator's folder, its name in `list`, or a Hub id.")
     source: MaybeSource = None
     target: MaybeTarget = None
     allow_mismatch: AllowMismatch = False
@@ -28,18 +29,17 @@ def command(options: VerifyOptions) -> None:
     """Run a translator's self-test; with both models, measure its quality on this machine.
 
     With --source and --target, KL and agreement are measured and compared with the receipt that
-    its training left.
+    its training left. A stored translator that has none keeps this one.
 
-    The exit status is 1 if the translator is not sound.
+    The exit status is 0 if it is sound, 1 if it is not or is useless, 2 if it cannot be read or
+    does not fit the models.
     """
-    from kvlingo_mlx.evaluation.verification import verdict
+    from kvlingo_mlx.evaluation.verification import keep_receipt, verdict
     from kvlingo_mlx.format import translator_folder
-    from kvlingo_mlx.loading.grading import said_of
-    from kvlingo_mlx.loading.hub import resolve
+    from kvlingo_mlx.loading.grading import GRADES, said_of
+    from kvlingo_mlx.loading.translators import folder_of
 
-    folder, _ = resolve(
-        options.translator, None, translator_folder.OUR_FILES, MissingTranslatorError
-    )
+    folder = folder_of(options.translator)
     config, weights = translator_folder.read(folder)
     translator_folder.check_sizes(folder, config, weights)
     tested = (folder / translator_folder.SELFTEST_FILE).exists()
@@ -56,22 +56,31 @@ def command(options: VerifyOptions) -> None:
         else "MLX computes something else here than the maps that are stored"
     )
     numbers: dict[str, Any] = {}
+    useless = kept = False
     if options.source is not None and options.target is not None and sound:
         names = options.source, options.target
-        found, left = _run_models(config, weights, names, options.allow_mismatch, rows)
+        measured, left = _run_models(config, weights, names, options.allow_mismatch, rows)
+        found = measured.receipt
         sound, text = verdict(found, left)
+        useless = found.grade == GRADES[-1]
+        kept = not options.allow_mismatch and keep_receipt(folder, config, weights, measured)
         numbers = {**found.to_json(), "recovered": found.recovered, "grade": found.grade}
     elif sound:
         rows["grade"] = said_of(config)
     facts(rows)
-    say(f"verdict: {'sound' if sound else 'NOT SOUND'}: {text}")
+    word = "NOT SOUND:" if not sound else "sound, but" if useless else "sound:"
+    say(f"verdict: {word} {text}")
+    if kept:
+        say(f"its receipt is kept in {folder}")
     results = {**plain(rows), "sound": sound, "measured": numbers or None}
     keep(options.json_file, "verify", {"name": options.translator}, results)
-    if not sound:
+    if not sound or useless:
         raise typer.Exit(1)
 
 
 def _run_maps(config, weights, rows: dict[str, Any]) -> bool:
+    from kvlingo_mlx.backend import mx
+
     from kvlingo_mlx.evaluation.verification import devices, map_error
     from kvlingo_mlx.format.translator_folder import PROBE_TOLERANCE
 
@@ -81,13 +90,14 @@ def _run_maps(config, weights, rows: dict[str, Any]) -> bool:
         error = map_error(config, weights, device)
         sound = sound and error <= allowed
         text = f"largest relative error {error:.2g}, allowed {allowed:g}"
-        rows[f"maps on {device}"] = Told(error, text)
+        place = "GPU" if device.type == mx.DeviceType.gpu else "CPU"
+        rows[f"maps on the {place}"] = Told(error, text)
     return sound
 
 
 def _run_models(
     config, weights, names: tuple[str, str], allow_mismatch: bool, rows: dict[str, Any]
-) -> tuple[Receipt, Receipt | None]:
+) -> tuple[Agreement, Receipt | None]:
     """The measurement on this machine, and the receipt from the translator's making."""
     from kvlingo_mlx.evaluation.verification import agreement
     from kvlingo_mlx.loading.grading import receipt_of
@@ -121,4 +131,4 @@ def _run_models(
     if mine.recall is not None:
         rows["recall"] = str(mine.recall).removeprefix("recall ")
     rows["grade"] = mine.grade
-    return mine, receipt
+    return found, receipt

@@ -328,7 +328,7 @@ class Conversation(State):
             folder: The folder that :meth:`save` wrote.
             models: The models, by the names that they had.
             translators: As for a new conversation; the translators that were in use must be among
-                them or in the local store.
+                them or in the local store, unless ``on_missing`` is ``reprefill``.
             options: ``eager``, ``on_missing``, ``offload``, ``prefill_step_size``, ``quantize``,
                 ``native_layers``, ``allow_mismatch`` and ``on_full``; everything else comes from
                 the saved conversation.
@@ -337,7 +337,8 @@ class Conversation(State):
             MalformedConversationError: The folder holds no saved conversation, or one that is
                 damaged or of another version.
             ValueError: A model is missing, or is another than before.
-            IncompatibleTranslatorError: A translator is missing, or is another than before.
+            IncompatibleTranslatorError: A translator is missing and ``on_missing`` is ``error``, or
+                one is another than before.
         """
         known = ResumeOptions.__annotations__
         for name in options:

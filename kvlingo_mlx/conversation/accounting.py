@@ -14,6 +14,7 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.caches.memory import cache_bytes, caches_of, check, weights_bytes
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.spans import translated
 from kvlingo_mlx.threads import unit
 
 
@@ -104,12 +105,12 @@ def _line(line: Line, branched: Sequence[Line]) -> LineStats:
     """One line; ``branched`` are the same model's in related conversations."""
     own = _buffers(line)
     theirs = {place for other in branched for place in _buffers(other)}
-    native = sum(span.stop - span.start for span in line.spans if not span.passes)
+    brought = translated(line.spans)
     return LineStats(
         line.name,
         len(line),
-        native,
-        len(line) - native,
+        len(line) - brought,
+        brought,
         line.cache_bytes,
         line.native.nbytes,
         line.where,

@@ -16,6 +16,7 @@ from kvlingo_mlx.errors import (
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import read_config
 from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_pair, check_positions, matches
 from kvlingo_mlx.loading.translators import find_translator, load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -32,6 +33,9 @@ class Directions:
         IncompatibleTranslatorError: A given translator fits no direction.
         UnsupportedModelError: A given translator is for a model that cannot take over from another
             tokenizer.
+
+    Warns:
+        KVLingoWarning: A switch will fail for lack of a translator, or a translator does not work.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class Directions:
             for translator in loaded:
                 self._assign(translator, exact=exact)
         self._check_stored(any(not isinstance(given, Translator) for given in translators))
+        if rules.switching != "reprefill":
+            self._tell_of_stored()
 
     def _assign(self, translator: Translator, *, exact: bool) -> None:
         """Assign a translator to the directions that it serves; exact matches come first."""
@@ -76,6 +82,7 @@ class Directions:
         check_pair(translator.config, *models, allow_mismatch=allow_mismatch)
         self._check_naive(translator)
         self.native(translator.config)
+        tell_of_grade(translator.config)
         self._found[pair] = translator
 
     def _check_naive(self, translator: Translator) -> None:
@@ -121,8 +128,7 @@ class Directions:
     def _check_stored(self, read: bool) -> None:
         """Check now what would otherwise fail at a switch to a stored translator (ValueError).
 
-        ``read`` says whether a translator was loaded here. The store is searched only if
-        ``native_layers`` or ``quantize`` is given.
+        ``read`` says whether a translator was loaded here.
         """
         quantize = self._rules.quantize
         if self._rules.native_layers is None and (quantize is None or read):
@@ -135,6 +141,21 @@ class Directions:
             raise ValueError(
                 "quantize has no effect, since the translators given are loaded already and the "
                 "local store has none for another direction; give quantize to load_translator"
+            )
+
+    def _tell_of_stored(self) -> None:
+        """Warn now of what a later switch would bring up; only configs are read."""
+        pairs = list(itertools.permutations(self._models, 2))
+        for pair in pairs:
+            if isinstance(found := self.stored(*pair), Path):
+                tell_of_grade(read_config(found))
+        missing = [f"from {a} to {b}" for a, b in pairs if self.stored(a, b) is None]
+        if missing and self._rules.on_missing == "error":
+            told = f"there is no translator {', none '.join(missing)}: switching so will fail"
+            tell(
+                f"{told} {[model.name for model in self._models.values()]}",
+                f"{told}; make one with `kvlingo-mlx fit`, or let the model read what is missing "
+                "with on_missing='reprefill' (--on-missing reprefill)",
             )
 
     @property

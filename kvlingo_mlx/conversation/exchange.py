@@ -20,7 +20,7 @@ from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.offers import Known, Offers
 from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.spans import wrote
+from kvlingo_mlx.conversation.spans import translated, wrote
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError
@@ -38,11 +38,14 @@ class Switch:
     Attributes:
         name: The model.
         kept: Tokens that its line held already.
-        translated: Tokens that were translated.
-        read: Tokens that the model read itself, without the prompt's last token.
+        translated: Tokens that were translated now.
+        read: Tokens that the model read itself, without the prompt's last token, which begins the
+            answer (``read_tokens`` of a response counts it).
         seconds: Seconds for all of this.
         translate_s: The part of them that translation took.
         read_s: The part of them that reading took.
+        kept_translated: Those of ``kept`` that were translated before, as ``eager`` does it.
+        native_layers: Cache layers in which the model read the translated tokens itself.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Switch:
     seconds: float
     translate_s: float = 0.0
     read_s: float = 0.0
+    kept_translated: int = 0
+    native_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,7 @@ class Exchange:
         with working():
             line.recall()
             line.trim(kept)
+        before = translated(line.spans)
         seconds = time.perf_counter() - started
         translate_s, read_s = yield from self._grow(line, plan, tokens, mark, wait=True)
         started = time.perf_counter()
@@ -164,11 +170,14 @@ class Exchange:
             self._forget()
         starts = [kept, *(step.stop for step in plan)]
         lengths = [step.stop - start for step, start in zip(plan, starts, strict=False)]
-        translated = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
+        now = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
         self._brought = list(tokens)
-        read = sum(lengths) - translated
         seconds += time.perf_counter() - started + translate_s + read_s
-        self.last = Switch(name, kept, translated, read, seconds, translate_s, read_s)
+        used = self.used_by(name)
+        self.last = Switch(
+            *(name, kept, now, sum(lengths) - now, seconds, translate_s, read_s, before),
+            max((self.directions.native(t.config) for t in used), default=0),
+        )
         return self.last
 
     def _grow(

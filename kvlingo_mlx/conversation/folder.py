@@ -243,7 +243,8 @@ class Saved:
 
         Raises:
             MalformedConversationError: A file is missing or damaged.
-            IncompatibleTranslatorError: A translator is missing, or is another than before.
+            IncompatibleTranslatorError: A translator is missing, or is another than before. With
+                ``on_missing="reprefill"`` it may be missing: what it brought is in the caches.
         """
         with self._believed():
             for entry in self._facts["translators"]:
@@ -258,11 +259,16 @@ class Saved:
 
     def _check_translator(self, exchange: Exchange, source: str, target: str, sha256: str) -> None:
         found = exchange.directions.translator(source, target)
+        if found is None and exchange.rules.on_missing == "reprefill":
+            return
         if found is None or found.digest != sha256:
-            what = "none is given or stored" if found is None else "this one has other weights"
+            what = "none is given or stored" if found is None else f"{found.name} has other weights"
             raise IncompatibleTranslatorError(
                 f"the conversation in {self.folder} needs the translator from {source} to {target} "
-                f"that it was held with, and {what}; give that one, or begin a new conversation"
+                f"that it was held with (sha256 {sha256:.12}, the digest that `kvlingo-mlx show` "
+                f"prints), and {what}; give that one with translators=['FOLDER'] (--translator "
+                "FOLDER)"
+                + ("" if found else ", or go on without it: on_missing='reprefill' (--on-missing)")
             )
 
     def _read(self, file: str, sha256: str, shapes: Mapping[str, list[int]]) -> dict[str, mx.array]:

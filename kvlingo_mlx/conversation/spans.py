@@ -40,6 +40,11 @@ def cut(spans: Sequence[Span], length: int) -> list[Span]:
     return [replace(s, stop=min(s.stop, length)) for s in spans if s.start < length]
 
 
+def translated(spans: Sequence[Span]) -> int:
+    """The number of positions that went through a translator."""
+    return sum(span.stop - span.start for span in spans if span.passes)
+
+
 def common_prefix(a: Sequence[Any], b: Sequence[Any]) -> int:
     """The number of leading elements (tokens, characters, messages) that two sequences share."""
     shorter = min(len(a), len(b))

@@ -331,7 +331,10 @@ class Turn:
         self.answer.append(int(response.token))
         self.text += response.text
         self.ended = response.finish_reason == "stop" or len(self.answer) == self._most
-        counts = Counts(len(self.prompt), switch.kept, switch.translated, switch.read + 1)
+        counts = Counts(
+            *(len(self.prompt), switch.kept, switch.translated, switch.read + 1),
+            *(switch.kept_translated, switch.native_layers),
+        )
         booked = timed(response, counts, self._ttft, self._seconds, used=used)
         return replace(booked, generation_tokens=len(self.answer))
 

@@ -34,7 +34,7 @@ class Use:
         if "user" in self._now:
             raise ValueError(
                 "an answer is still being written: take the rest of it from stream_reply, or "
-                "close it; another thread waits until it is done"
+                "close it; a second caller is refused, and asks again when it is done"
             )
 
     @contextlib.contextmanager

@@ -17,16 +17,17 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.folding import check_foldable, folded_hand_over
 from kvlingo_mlx.format.geometry import layer_differences
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.handover import hybrid
-from kvlingo_mlx.handover.fill import filled, hand_over
-from kvlingo_mlx.handover.hybrid import Native
-from kvlingo_mlx.handover.plan import Plan
-from kvlingo_mlx.loading.pairing import check_tokenizers
+from kvlingo_mlx.handover.fill import filled
+from kvlingo_mlx.handover.hybrid import Native, native_part
+from kvlingo_mlx.handover.plan import Plan, check_tokens
+from kvlingo_mlx.loading.pairing import check_pair, check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators import build
@@ -93,20 +94,18 @@ def translated(
 
     By default there are no native layers. With None the number to which the translator was tuned is
     used; it changes when the translator is tuned again. ``allow_mismatch`` accepts another
-    checkpoint's translator, as in :func:`hand_over`.
+    checkpoint's translator, as in :func:`hand_over`, whose warnings about the translator's grade
+    and length are left out: what measures has no need of them.
     """
 
     def make(prefix: Prefix) -> list:
         if isinstance(prefix, AlignedPrefix):
             return filled(plan_of(source, target, translator, prefix))
-        return hand_over(
-            source,
-            target,
-            prefix,
-            translator=translator,
-            native_layers=native_layers,
-            allow_mismatch=allow_mismatch,
-        )
+        check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
+        check_tokens((source, target), prefix, 2048)
+        check_caches((source, target), len(prefix))
+        part = native_part(translator.config, native_layers)
+        return filled(plan_of(source, target, translator, prefix, part))
 
     return make
 

@@ -23,7 +23,7 @@ from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
-from kvlingo_mlx.loading.translators import find_translator, resolve_translator
+from kvlingo_mlx.loading.translators import by_name, find_translator, resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.tokenization.samples import read_jsonl
@@ -76,7 +76,10 @@ def translator_of(
         MissingTranslatorError: There is no translator for this pair.
         IncompatibleTranslatorError: It is between two tokenizers, or for other models.
     """
-    place = given or str(find_translator(source, target, allow_mismatch=allow_mismatch))
+    if given is None:
+        place = str(find_translator(source, target, allow_mismatch=allow_mismatch))
+    else:
+        place = by_name(given)
     found = resolve_translator(place, source, target, allow_mismatch=allow_mismatch)
     check_one_tokenizer(found.config, "tune")
     return place, found
@@ -242,7 +245,11 @@ def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[
     """
     config, weights = translator_folder.read(folder)
     curve = [[p.layers, p.kl.value, p.time] for p in points if p.way in (HYBRID, "native")]
-    facts = {"native_layers": layers, "tuning": {**bounds, "layers_kl_seconds": curve}}
+    best = next(p for p in points if p.way in (HYBRID, "native") and p.layers == layers)
+    tuning = {**bounds, "layers_kl_seconds": curve, "measured_kl": best.kl.value}
+    if best.recall is not None:
+        tuning["measured_recall"] = best.recall.value
+    facts = {"native_layers": layers, "tuning": tuning}
     before = {name: fact for name, fact in config.provenance.items() if name != "profile"}
     tuned = dataclasses.replace(config, provenance={**before, **facts})  # "profile" is the old name
     translator_folder.write(folder, tuned, weights, overwrite=True)

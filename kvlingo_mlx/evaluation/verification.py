@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -17,7 +18,8 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Map, maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading.grading import GRADES, Receipt, recall_of
+from kvlingo_mlx.loading.grading import GRADES, Receipt, recall_of, receipt_of
+from kvlingo_mlx.loading.translators import store
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
@@ -167,14 +169,30 @@ def verdict(found: Receipt, receipt: Receipt | None) -> tuple[bool, str]:
         found: The measurement on this machine.
         receipt: The receipt from the translator's making.
     """
-    if found.grade == GRADES[-1]:
-        return False, f"{found}; is it for these models?"
-    if receipt is None:
-        return True, f"{found}; its training left no receipt for these conversations to compare"
-    allowed = max(0.2 * receipt.kl, 0.01)
-    if not abs(found.kl - receipt.kl) <= allowed:
+    allowed = 0.0 if receipt is None else max(0.2 * receipt.kl, 0.01)
+    if receipt is not None and not abs(found.kl - receipt.kl) <= allowed:
         return False, (
             f"differs from its receipt: KL {found.kl:.4f}, expected {receipt.kl:.4f} within "
             f"{allowed:.4f}; are the models those, in the precision, that it was trained with?"
         )
-    return True, f"as its training left it; {found}"
+    if found.grade == GRADES[-1]:
+        return True, f"{found}; is it for these models?"
+    if receipt is None:
+        return True, f"{found}; it had no receipt of these conversations to compare"
+    return True, f"as its receipt says; {found}"
+
+
+def keep_receipt(
+    folder: Path, config: TranslatorConfig, weights: Weights, found: Agreement
+) -> bool:
+    """Write a measurement into a stored translator without a receipt; whether it was written.
+
+    Only the user's own store is written to. A receipt that is there stays: it says what the
+    translator's maker measured.
+    """
+    if folder.parent != store() or receipt_of(config) is not None:
+        return False
+    left = {**found.receipt.to_json(), "tokens": found.tokens}
+    told = replace(config, provenance={**config.provenance, "receipt": left})
+    translator_folder.write(folder, told, weights, overwrite=True)
+    return True

@@ -196,8 +196,8 @@ class Family:
             model_type=self.text_type(facts),
             layers=tuple(self.layer_geometry(i, a, c) for i, (a, c) in enumerate(pairs)),
             rope=tuple(self.finish(a, facts).rope_spec for a in attentions),
-            norm_eps=next(facts[name] for name in NORM_EPS if name in facts),
-            embedding_rows=facts["vocab_size"],
+            norm_eps=setting(facts, *NORM_EPS),
+            embedding_rows=setting(facts, "vocab_size"),
         )
 
     def text_type(self, facts: Mapping[str, Any]) -> str:
@@ -230,9 +230,34 @@ def period_setting(text: Mapping[str, Any]) -> dict[str, Any]:
     return {"sliding_window_pattern": period}
 
 
+def setting(facts: Mapping[str, Any], *names: str) -> Any:
+    """A setting of a config, under the first of ``names`` that it has.
+
+    Raises:
+        UnsupportedModelError: It has none of them.
+    """
+    for name in names:
+        if name in facts:
+            return facts[name]
+    raise UnsupportedModelError(
+        f"this {facts['model_type']} has none of {', '.join(names)} in its config.json; add "
+        "what the model was trained with"
+    )
+
+
 def kv_heads(attention: nn.Module) -> int:
-    """The number of KV heads of a layer, under whichever name mlx-lm stores it."""
-    return next(getattr(attention, name) for name in KV_HEADS if hasattr(attention, name))
+    """The number of KV heads of a layer, under whichever name mlx-lm stores it.
+
+    Raises:
+        UnsupportedModelError: It is stored under none of the known names.
+    """
+    found = [getattr(attention, name) for name in KV_HEADS if hasattr(attention, name)]
+    if not found:
+        raise UnsupportedModelError(
+            f"mlx-lm's {type(attention).__module__} keeps its number of KV heads under none of "
+            f"{', '.join(KV_HEADS)}: this family is not supported"
+        )
+    return found[0]
 
 
 def output_width(projection: nn.Module) -> int:

@@ -93,11 +93,14 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
     return config
 
 
-def _check_keys(path: Path, data: dict, known: set[str], optional: Set[str] = frozenset()) -> None:
+def _check_keys(
+    path: Path, data: dict, known: set[str], optional: Set[str] = frozenset(), place: str = ""
+) -> None:
+    start = f"{place} " if place else ""
     for key in sorted(known - optional - set(data)):
-        raise malformed(path, f"lacks the key {key!r}")
+        raise malformed(path, f"{start}lacks the key {key!r}")
     for key in sorted(set(data) - known):
-        raise malformed(path, f"has the unknown key {key!r}")
+        raise malformed(path, f"{start}has the unknown key {key!r}")
 
 
 def _typed(path: Path, key: str, value: Any, kind: type) -> Any:
@@ -120,9 +123,10 @@ def _integer(path: Path, key: str, value: Any, low: int, high: int) -> int:
 
 def _parse_model(path: Path, side: str, data: Any) -> ModelSpec:
     _typed(path, side, data, dict)
-    _check_keys(path, data, {f.name for f in fields(ModelSpec)})
+    _check_keys(path, data, {f.name for f in fields(ModelSpec)}, place=side)
     fingerprint = _typed(path, f"{side}.fingerprint", data["fingerprint"], dict)
-    _check_keys(path, fingerprint, {"geometry", "norms", "tokenizer"})
+    tiers = {"geometry", "norms", "tokenizer"}
+    _check_keys(path, fingerprint, tiers, place=f"{side}.fingerprint")
     for tier, digest in fingerprint.items():
         if digest is not None and not _is_sha256(digest):
             raise malformed(path, f"{side}.fingerprint.{tier} is no sha256 in hex")
@@ -146,7 +150,7 @@ def _is_sha256(value: Any) -> bool:
 
 def _parse_layer(path: Path, key: str, data: Any) -> LayerGeometry:
     _typed(path, key, data, dict)
-    _check_keys(path, data, {f.name for f in fields(LayerGeometry)})
+    _check_keys(path, data, {f.name for f in fields(LayerGeometry)}, place=key)
     window = data["window"]
     if window is not None:
         _integer(path, f"{key}.window", window, 1, MAX_WINDOW)
@@ -166,7 +170,7 @@ def _parse_layer(path: Path, key: str, data: Any) -> LayerGeometry:
 def parse_assignment(path: Path, data: Any, source: ModelSpec, target: ModelSpec) -> Assignment:
     """Parse and check the assignment in ``data``, the JSON value that ``path`` holds."""
     _typed(path, "assignment", data, dict)
-    _check_keys(path, data, set(SIDES))
+    _check_keys(path, data, set(SIDES), place="assignment")
     sides = {side: _parse_side(path, side, data[side], source, target) for side in SIDES}
     return Assignment(**sides)
 
@@ -227,7 +231,9 @@ def _parse_head_map(path: Path, data: Any, config: TranslatorConfig) -> tuple[in
     if data is None:
         if heads % source_heads:
             raise malformed(
-                path, f"{heads} target heads from {source_heads} source heads need head_map"
+                path,
+                f"{heads} target heads from {source_heads} source heads need head_map, a list of "
+                f"{heads} source heads (0 to {source_heads - 1}), one for each target head",
             )
         return None
     _typed(path, "head_map", data, list)

@@ -115,6 +115,30 @@ def shapes_of(
     return shapes
 
 
+# What an axis counts, in a head-mixing map and in a head-wise one.
+AXES = {
+    "outputs": ("the target layer's KV heads x dim", "the target layer's dim"),
+    "inputs": (
+        "the same of the source layers that it reads",
+        "the dims of the source layers that it reads",
+    ),
+    "hidden": ("hidden units", "hidden units"),
+    "heads": ("the target layer's KV heads", "the target layer's KV heads"),
+    "all": ("flat: the target layer's KV heads x dim", "flat: the target layer's KV heads x dim"),
+}
+
+
+def axes_told(name: str, head_mixing: bool) -> str:
+    """What the axes of a tensor count, in words; ``name`` is the last part of its name."""
+    tensor = TENSORS[name]
+    words = [AXES[axis][0 if head_mixing else 1] for axis in tensor.axes]
+    if tensor.is_matrix:
+        words = [f"rows: {words[0]}", f"columns: {words[1]}"]
+    if not head_mixing and tensor.by_head:
+        words.insert(0, "first the target layer's KV heads")
+    return "; ".join(words)
+
+
 def flops_of(sizes: Iterable[tuple[str, int]]) -> int:
     """The floating-point operations per token of tensors given by name and size.
 

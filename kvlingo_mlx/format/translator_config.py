@@ -64,6 +64,12 @@ class TranslatorConfig:
         return max(len(layers) for layers in self.assignment.keys)
 
     @property
+    def nu_told(self) -> str:
+        """``nu`` in words: of keys "and" of values, where they differ."""
+        counts = (max(map(len, side)) for side in (self.assignment.keys, self.assignment.values))
+        return " and ".join(map(str, dict.fromkeys(counts)))
+
+    @property
     def native_layers(self) -> int:
         """The default number of native cache layers, chosen by `tune` or used in training."""
         return self.provenance.get("native_layers", 0)

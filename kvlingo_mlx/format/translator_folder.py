@@ -18,7 +18,7 @@ from kvlingo_mlx.errors import MalformedTranslatorError, malformed
 from kvlingo_mlx.format import atomic
 from kvlingo_mlx.format.config_reading import MAX_CONFIG_BYTES, parse_config, parse_json
 from kvlingo_mlx.format.geometry import canonical_json
-from kvlingo_mlx.format.maps import expected_shapes, maps_of
+from kvlingo_mlx.format.maps import axes_told, expected_shapes, maps_of
 from kvlingo_mlx.format.tensor_file import (
     PICKLE,
     PICKLE_SUFFIXES,
@@ -85,11 +85,14 @@ def _check_selftest(path: Path, config: TranslatorConfig, weights: Weights) -> N
         scale = max(float(np.linalg.norm(theirs)), float(np.linalg.norm(mine)), 1e-30)
         error = float(np.linalg.norm(theirs - mine)) / scale
         if not error <= PROBE_TOLERANCE[weights.dtype]:
+            why = "transposed, permuted or mis-stacked weights?"
+            if config.spec.has_hidden:
+                why += " or another GELU? the exact one, with erf, is meant"
             raise malformed(
                 path,
                 f"self-test failed for {name.removesuffix('.probe_out')}: relative error "
-                f"{error:.2g}, allowed {PROBE_TOLERANCE[weights.dtype]:g} (transposed, "
-                "permuted or mis-stacked weights?); export the translator again",
+                f"{error:.2g}, allowed {PROBE_TOLERANCE[weights.dtype]:g} ({why}); export the "
+                "translator again",
             )
 
 
@@ -165,8 +168,8 @@ def _check_shapes(path: Path, config: TranslatorConfig, shapes: Shapes) -> None:
         if shapes[name] != expected:
             raise malformed(
                 path,
-                f"{name} has shape {shapes[name]}, expected {expected} (rows: the target layer's "
-                "KV heads x dim; columns: the same of the source layers that it reads)",
+                f"{name} has shape {shapes[name]}, expected {expected} "
+                f"({axes_told(name.rsplit('.', 1)[-1], config.head_mixing)})",
             )
 
 
@@ -272,7 +275,7 @@ def is_same(folder: str | os.PathLike[str], config: TranslatorConfig, weights: W
     except MalformedTranslatorError:
         return False
     facts, theirs = (json.dumps(c.to_json(), sort_keys=True) for c in (config, there))
-    if facts != theirs or own.dtype != weights.dtype:
+    if facts != theirs or own.dtype != weights.dtype or set(own.arrays) != set(weights.arrays):
         return False
     return all(np.array_equal(array, own.arrays[n]) for n, array in weights.arrays.items())
 
@@ -338,7 +341,7 @@ def model_card(config: TranslatorConfig, weights: Weights) -> str:
         "that the second can decode from.",
         "",
         f"- kind: {config.form}, captured {config.capture.replace('_', '-')}",
-        f"- source layers per target layer: {config.nu}",
+        f"- source layers per target layer: {config.nu_told}",
         f"- parameters: {parameters:,} in {weights.dtype}",
         *(
             f"- {key}: {_card_value(value)}"

@@ -39,9 +39,12 @@ class GenerationResponse(MLXResponse):
         tool_calls: Complete tool calls in OpenAI's form. A call that cannot be parsed is content.
         stop_text: The stop text that ended the answer, with its last response; else None.
         cached_tokens: Prompt tokens that the decode model's cache held before. (Where another model
-            began the answer, these three counts include that model's tokens.)
-        translated_tokens: Prompt tokens that went through the translator.
+            began the answer, these counts include that model's tokens.)
+        cached_translated_tokens: Those of them that had been translated before: in a conversation
+            that is eager, after the answer that another model wrote.
+        translated_tokens: Prompt tokens that went through the translator now.
         read_tokens: Prompt tokens that the decode model read itself, the last one included.
+        native_layers: Cache layers in which the decode model also read the translated tokens.
         prefill_s: Seconds the prefill model took for the prompt; or the decode model, where it read
             the prompt itself (0 if it also has a draft model, since mlx-lm then reports no time).
         translate_s: Seconds the translation took, cache write included.
@@ -60,8 +63,10 @@ class GenerationResponse(MLXResponse):
     tool_calls: tuple[ToolCall, ...] = ()
     stop_text: str | None = None
     cached_tokens: int = 0
+    cached_translated_tokens: int = 0
     translated_tokens: int = 0
     read_tokens: int = 0
+    native_layers: int = 0
     prefill_s: float = 0.0
     translate_s: float = 0.0
     native_s: float = 0.0
@@ -80,18 +85,23 @@ class Counts:
         cached: Tokens that the model's cache held before.
         translated: Tokens that went through the translator.
         read: Tokens that the model read itself, the last one included.
+        cached_translated: Those of ``cached`` that had been translated before.
+        native_layers: Layers in which the model also read the translated tokens.
     """
 
     prompt: int
     cached: int
     translated: int
     read: int
+    cached_translated: int = 0
+    native_layers: int = 0
 
     @classmethod
     def of(cls, plan: Plan) -> Counts:
         """The counts of a plan's prompt, of which the target's cache held nothing before."""
         prompt, translated = len(plan.tokens), plan.num_translated
-        return cls(prompt, 0, translated, prompt - translated)
+        layers = plan.native.layers if translated else 0
+        return cls(prompt, 0, translated, prompt - translated, native_layers=layers)
 
 
 def decoded(
@@ -232,7 +242,8 @@ def timed(
     values |= {"prompt_tokens": counts.prompt}
     values |= {"prompt_tps": (counts.translated + counts.read) / ttft_s}
     values |= {"cached_tokens": counts.cached, "translated_tokens": counts.translated}
-    values |= {"read_tokens": counts.read}
+    values |= {"read_tokens": counts.read, "native_layers": counts.native_layers}
+    values |= {"cached_translated_tokens": counts.cached_translated}
     values |= {f"{name}_s": seconds.get(name, 0.0) for name in PHASES}
     if used:
         values["translator"] = ", ".join(str(t.path or "made in this process") for t in used)
@@ -263,8 +274,10 @@ def summary(response: GenerationResponse) -> str:
     spent = ", ".join(f"{name} {s:.3f} s" for name, s in phases.items() if s >= 0.0005)
     digest = response.translator_digest
     used = "" if digest is None else f"Translator: {response.translator} (sha256 {digest[:12]})\n"
+    layers = response.native_layers
+    native = f", {layers} native layers" if layers else ""
     return (
-        f"Prompt: {response.prompt_tokens} tokens ({response.strategy}), "
+        f"Prompt: {response.prompt_tokens} tokens ({response.strategy}{native}), "
         f"first token after {response.ttft_s:.3f} s{spent and f' ({spent})'}\n"
         f"{used}Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"

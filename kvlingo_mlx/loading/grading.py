@@ -23,6 +23,11 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 WORKS, SOME = 0.9, 0.5
 GRADES = ("works", "better than nothing", "useless")
 UNGRADED = "ungraded"
+# What a fit says where it could leave no receipt; measuring again would leave none either.
+NO_RECEIPT = (
+    f"{UNGRADED}: these models cannot read the bundled conversations, most of all where a context "
+    "is short; `kvlingo-mlx eval` measures it on conversations of yours"
+)
 
 
 @dataclass(frozen=True)
@@ -129,9 +134,22 @@ def _recall(left: Any) -> Recall | None:
 def said_of(config: TranslatorConfig) -> str:
     """A translator's grade by its receipt, in one line."""
     receipt = receipt_of(config)
+    tuned = "" if (found := tuned_of(config)) is None else f"; {found}"
     if receipt is not None:
-        return str(receipt)
+        return f"{receipt}{tuned}"
     return (
         f"{UNGRADED}: it has no receipt of the bundled conversations ({NAME}); `kvlingo-mlx "
-        "verify` with both models measures it"
+        f"verify` with both models measures it{tuned}"
     )
+
+
+def tuned_of(config: TranslatorConfig) -> str | None:
+    """The native layers that `tune` chose and what it measured with them; None if not tuned."""
+    tuning: Any = config.provenance.get("tuning")
+    if not isinstance(tuning, dict):
+        return None
+    depth = len(config.target.layers)
+    names = {"measured_recall": "recall", "measured_kl": "KL"}
+    found = {names[key]: _number(tuning.get(key)) for key in names}
+    measured = "".join(f", {name} {n:.3g}" for name, n in found.items() if n is not None)
+    return f"tuned to {config.native_layers} native layers of {depth}{measured}"

@@ -36,8 +36,8 @@ UNREACHED = (
 # What the name should have been, by the error raised; the last entry is for either kind.
 WANTED = {
     MissingModelError: "a model's folder, or a Hub id such as Qwen/Qwen3-4B",
-    MissingTranslatorError: "a translator's folder or Hub id",
-    KVLingoError: "a translator's or a model's folder or Hub id",
+    MissingTranslatorError: "a translator's folder, a name that `list` shows, or a Hub id",
+    KVLingoError: "a translator's or a model's folder or Hub id, or a name that `list` shows",
 }
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 PROBLEMS = (

@@ -10,10 +10,10 @@ from kvlingo_mlx.errors import KVLingoWarning, printable
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.projections import ROUNDED, SAME
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
-from kvlingo_mlx.loading.grading import GRADES, receipt_of
+from kvlingo_mlx.loading.grading import GRADES, UNGRADED, receipt_of
 from kvlingo_mlx.models.language_model import LanguageModel
 
-MEASURE = "`kvlingo-mlx verify TRANSLATOR --source {} --target {}` measures what that costs"
+VERIFY = "`kvlingo-mlx verify TRANSLATOR --source {} --target {}`"
 
 _told: set[str] = set()
 
@@ -40,7 +40,7 @@ def tell_of_pair(config: TranslatorConfig, source: LanguageModel, target: Langua
         KVLingoWarning: A model is of another commit with the same norms, is quantised although the
             fit used another precision, or has other projections under the same norms.
     """
-    measure = MEASURE.format(source.name, target.name)
+    measure = VERIFY.format(source.name, target.name) + " measures what that costs"
     ends = (("source", config.source, source), ("target", config.target, target))
     for role, spec, model in ends:
         fitted = config.fitted_on(role)
@@ -81,16 +81,24 @@ def tell_of_misreading(model: LanguageModel) -> None:
 
 
 def tell_of_grade(config: TranslatorConfig) -> None:
-    """Warn of a translator whose own receipt gives it a bad grade.
+    """Warn of a translator that does not work by its own receipt, or that has no grade.
 
     Warns:
-        KVLingoWarning: The message gives the grade and its reasons. There is no warning without a
-            receipt.
+        KVLingoWarning: The message gives the grade and its reasons, or says how to measure it.
+            There is no warning if `tune` chose native layers, which the receipt does not count.
     """
     receipt = receipt_of(config)
-    if receipt is not None and receipt.grade in GRADES[1:]:
+    if receipt is None or receipt.grade == UNGRADED:
+        ends = config.source.name, config.target.name
+        told = f"{config.title} is {UNGRADED}, so nothing says how much the target will recall"
+        tell(told, f"{told}; {VERIFY.format(*ends)} measures it")
+    elif receipt.grade in GRADES[1:] and config.native_layers <= receipt.native_layers:
         told = f"{config.title} is {receipt}"
-        tell(told, f"{told}; `kvlingo-mlx train` makes better ones, and so does more data")
+        tell(
+            told,
+            f"{told}; `kvlingo-mlx tune --min-recall 0.9` lets the target read its first layers "
+            "itself, and `kvlingo-mlx train` or more data make a better one",
+        )
 
 
 def tell_of_length(config: TranslatorConfig, num_tokens: int) -> None:

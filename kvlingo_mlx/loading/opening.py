@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.backend import nn
 
+from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.utils import load_config, load_model, load_tokenizer
 from safetensors import SafetensorError, safe_open
 
@@ -19,6 +22,12 @@ from kvlingo_mlx.families import family_of
 from kvlingo_mlx.loading import notes
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import for_any_thread
+
+# What libraries raise for files that are damaged, and for whole ones with which they cannot do.
+DAMAGED = (OSError, RuntimeError, json.JSONDecodeError, SafetensorError)
+REJECTED = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
+
+OF_CONFIGS = (".configuration_", ".modeling_rope_utils")  # transformers' files that read configs
 
 
 def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
@@ -36,11 +45,12 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     Warns:
         KVLingoWarning: The model was trained with a window or short factors that mlx-lm ignores.
     """
-    _check_model_folder(path)
-    config = load_config(path)
-    family = family_of(config["model_type"])
+    family = family_of(_model_type(path))
+    _check_files(path)
     with damage_told(path):
+        config = load_config(path)
         model, config = _unread_module(path, family.overrides(config))
+    with damage_told(path, "the tokenizer of "), _quiet_about_models():
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )
@@ -72,23 +82,52 @@ def _unread_module(path: Path, overrides: dict[str, Any]) -> tuple[nn.Module, di
 
 
 @contextlib.contextmanager
-def damage_told(path: Path | None) -> Iterator[None]:
-    """Convert errors of mlx-lm, MLX and transformers about unreadable files to one line.
+def damage_told(path: Path | None, part: str = "") -> Iterator[None]:
+    """Convert errors of mlx-lm, MLX and transformers about a model's files to one line.
+
+    ``part`` says what transformers reads of the model; mlx-lm reads the rest.
 
     Raises:
-        MissingModelError: The message names the folder and the error's first line.
+        MissingModelError: The message names the folder and what the library said.
     """
     try:
         yield
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OSError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    except (*DAMAGED, *REJECTED) as error:
+        said = " ".join(str(error).split()) or repr(error)
+        if isinstance(error, DAMAGED):
+            what = "is its download complete?"
+        elif part:
+            what = "transformers refuses its config.json or tokenizer files; correct them"
+        else:
+            what = "mlx-lm refuses its config.json or weights; correct them, or download it again"
         raise MissingModelError(
-            f"the model {path} cannot be loaded ({type(error).__name__}: {first_line:.200}); "
-            "is its download complete?"
+            f"{part}the model {path} cannot be loaded ({type(error).__name__}: {said:.250}); {what}"
         ) from error
 
 
-def _check_model_folder(path: Path) -> None:
+@contextlib.contextmanager
+def _quiet_about_models() -> Iterator[None]:
+    """Drop what transformers logs in this thread about a model's config.
+
+    It reads the config only to choose a tokenizer. mlx-lm runs the model, so advice on how
+    transformers would run it misleads; what mlx-lm misreads is refused before.
+    """
+    here = threading.get_ident()
+
+    def shown(record: logging.LogRecord) -> bool:
+        return record.thread != here or not any(part in record.name for part in OF_CONFIGS)
+
+    handlers = list(logging.getLogger("transformers").handlers)
+    for handler in handlers:
+        handler.addFilter(shown)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(shown)
+
+
+def _model_type(path: Path) -> str:
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except OSError:
@@ -99,6 +138,10 @@ def _check_model_folder(path: Path) -> None:
         raise MissingModelError(f"{path / 'config.json'} is not valid JSON: {error}") from None
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise MissingModelError(f"{path / 'config.json'} names no model_type")
+    return config["model_type"]
+
+
+def _check_files(path: Path) -> None:
     if not any((path / name).exists() for name in ("tokenizer.json", "tokenizer.model")):
         raise MissingModelError(f"{path} has no tokenizer.json; download the model again")
     for file in _weight_files(path):

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 
 from kvlingo_mlx.arguments import checked
-from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.embedded import TRANSLATORS, zoo_names
 from kvlingo_mlx.errors import (
     KVLingoError,
     MalformedTranslatorError,
@@ -38,7 +38,7 @@ def load_translator(
     """Load a translator folder from disk or the Hub, with every check of the format.
 
     Args:
-        path_or_hf_repo: A folder or a Hub id.
+        path_or_hf_repo: A folder, a name that `kvlingo-mlx list` shows, or a Hub id.
         quantize: Hold its matrices in 8 or 4 bits, quantised as mlx-lm quantises a model: affine,
             in groups of 64 along each stored row. Matrices whose row length is no multiple of 64
             stay floats, as do biases and gates. A quantised translator cannot be saved.
@@ -51,7 +51,7 @@ def load_translator(
         MalformedTranslatorError: The folder breaks the format.
     """
     check_bits(quantize)
-    path = _translator_folder(path_or_hf_repo)
+    path = folder_of(path_or_hf_repo)
     config, weights = translator_folder.read(path)
     translator_folder.check_sizes(path, config, weights)
     found = replace(build(config, weights, quantize=quantize), path=path)
@@ -69,15 +69,25 @@ def translator_bytes(
         return 0
     try:
         found = find_translator(source, target) if translator is None else translator
-        size = (_translator_folder(found) / WEIGHTS_FILE).stat().st_size
+        size = (folder_of(found) / WEIGHTS_FILE).stat().st_size
     except (KVLingoError, OSError):  # reported when it is loaded
         return 0
     return size if size <= MAX_FILE_BYTES else 0  # a larger file is refused when it is loaded
 
 
-def _translator_folder(path_or_hf_repo: str | os.PathLike[str]) -> Path:
-    name = os.fspath(path_or_hf_repo)
+def folder_of(path_or_hf_repo: str | os.PathLike[str]) -> Path:
+    """The folder of a translator that is named by its path, its name in the store, or a Hub id."""
+    name = by_name(os.fspath(path_or_hf_repo))
     return resolve(name, None, list(OUR_FILES), MissingTranslatorError)[0]
+
+
+def by_name(name: str) -> str:
+    """The path of the translator that `list` shows by this name; any other name as it is."""
+    if Path(name).name == name and not os.path.exists(name) and name not in zoo_names():
+        for root in (store(), TRANSLATORS):
+            if os.path.isfile(root / name / CONFIG_FILE):
+                return str(root / name)
+    return name
 
 
 def home() -> Path:
@@ -110,6 +120,7 @@ def stored_translators() -> Iterator[Path]:
         yield from (p.parent for p in sorted(files, key=lambda p: -p.stat().st_mtime_ns))
 
 
+@checked
 def find_translator(
     source: LanguageModel,
     target: LanguageModel,
@@ -148,8 +159,15 @@ def find_translator(
     if others:
         return _best(others)
     raise MissingTranslatorError(
-        f"no translator from {source.name} to {target.name} is in the local store; make one "
-        f"with `kvlingo-mlx fit --source {source.name} --target {target.name} --data FILE.jsonl "
+        f"no translator from {source.name} to {target.name} is in the local store; "
+        f"{how_to_get(source.name, target.name)}"
+    )
+
+
+def how_to_get(source: str, target: str) -> str:
+    """What to type where a pair has no translator."""
+    return (
+        f"make one with `kvlingo-mlx fit --source {source} --target {target} --data FILE.jsonl "
         "--out DIR`, or get one with `kvlingo-mlx import PATH_OR_HUB_ID`"
     )
 
@@ -234,5 +252,5 @@ def translator_facts(
         return translator
     if translator is None:
         translator = find_translator(source, target, allow_mismatch=allow_mismatch)
-    config, dtype, shapes = translator_folder.read_facts(_translator_folder(translator))
+    config, dtype, shapes = translator_folder.read_facts(folder_of(translator))
     return TranslatorFacts(config, dtype, flops_of((n, prod(s)) for n, s in shapes.items()))

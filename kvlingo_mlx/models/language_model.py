@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from kvlingo_mlx.families import family_of
-from kvlingo_mlx.families.base import Family, Finish
+from kvlingo_mlx.families.base import Family, Finish, setting
 from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.geometry import (
     CacheGeometry,
@@ -124,15 +124,19 @@ class LanguageModel:
     @property
     def context_length(self) -> int:
         """The most tokens for which the model was made and which mlx-lm runs as in training."""
-        longest, window = self.facts["max_position_embeddings"], self.ignored_window
+        longest, window = self._trained_length, self.ignored_window
         return longest if window is None else min(longest, window)
+
+    @property
+    def _trained_length(self) -> int:
+        return setting(self.facts, "max_position_embeddings")
 
     @cached_property
     def ignored_window(self) -> int | None:
         """The window in tokens that mlx-lm ignores, if shorter than the context; else None."""
         text = self.config.get("text_config", self.config)  # the file's own, not mlx-lm's facts
         window = misread.ignored_window(self.family.text_type(self.facts), text)
-        shorter = window is not None and window < self.facts["max_position_embeddings"]
+        shorter = window is not None and window < self._trained_length
         return window if shorter else None
 
     @cached_property

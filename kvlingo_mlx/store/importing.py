@@ -22,7 +22,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.hub import resolve
 from kvlingo_mlx.loading.models import at_hand
 from kvlingo_mlx.loading.pairing import check_end, check_pair
-from kvlingo_mlx.loading.translators import store
+from kvlingo_mlx.loading.translators import by_name, store
 from kvlingo_mlx.models.language_model import LanguageModel
 
 
@@ -79,7 +79,7 @@ def import_translator(
         OSError: The disk is full, or another process writes the folder.
     """
     path, commit = resolve(
-        path_or_hf_repo, revision, translator_folder.OUR_FILES, MissingTranslatorError
+        by_name(path_or_hf_repo), revision, translator_folder.OUR_FILES, MissingTranslatorError
     )
     config, weights = translator_folder.read(path)
     translator_folder.check_sizes(path, config, weights)

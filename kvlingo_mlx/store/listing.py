@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import MalformedTranslatorError, MissingTranslatorError, printable
 from kvlingo_mlx.format import atomic, translator_folder
-from kvlingo_mlx.loading.grading import UNGRADED, receipt_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.grading import UNGRADED, receipt_of, tuned_of
 from kvlingo_mlx.loading.translators import store
 
 
@@ -27,6 +28,9 @@ class Stored:
         kind: What its maps compute and their capture point, in words.
         grade: The grade of its receipt; ``ungraded`` if no receipt gives one.
         recovered: The share of the hidden prefix's KL that it removes, by its receipt.
+        native_layers: How many layers the target reads itself with it, by default.
+        tuned: The native layers that `tune` chose and what it measured with them, in words; None
+            if it was not tuned.
         date: The date at which it was made, as it records it; None if it does not.
         problem: Why it cannot be used; None if it can.
     """
@@ -39,27 +43,37 @@ class Stored:
     kind: str = ""
     grade: str = UNGRADED
     recovered: float | None = None
+    native_layers: int = 0
+    tuned: str | None = None
     date: str | None = None
     problem: str | None = None
 
 
-def stored() -> Iterator[Stored]:
+def stored(
+    suits: Callable[[TranslatorConfig], bool] = lambda config: True,
+) -> Iterator[Stored]:
     """Yield all translators of the user's store by name, then those that come with the package.
 
-    They are described by their configs; the weights are not read.
+    They are described by their configs; the weights are not read. Those that cannot be read are
+    yielded too, the others if their config ``suits``.
     """
     for root in (store(), TRANSLATORS):
         folders = sorted(p for p in root.glob("[!.]*") if p.is_dir()) if root.is_dir() else []
-        yield from (_described(folder, root == TRANSLATORS) for folder in folders)
+        described = (_described(folder, root == TRANSLATORS, suits) for folder in folders)
+        yield from (one for one in described if one is not None)
 
 
-def _described(folder: Path, embedded: bool) -> Stored:
+def _described(
+    folder: Path, embedded: bool, suits: Callable[[TranslatorConfig], bool]
+) -> Stored | None:
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     try:
         config = translator_folder.read_config(folder)
         translator_folder.check_complete(folder)
     except (MalformedTranslatorError, OSError) as problem:
         return Stored(folder, embedded, size, problem=str(problem))
+    if not suits(config):
+        return None
     receipt, date = receipt_of(config), config.provenance.get("date")
     return Stored(
         folder,
@@ -67,9 +81,11 @@ def _described(folder: Path, embedded: bool) -> Stored:
         size,
         config.source.name,
         config.target.name,
-        f"{config.form}, {config.capture}, nu {config.nu}",
+        f"{config.form}, {config.capture}, nu {config.nu_told}",
         UNGRADED if receipt is None else receipt.grade,
         None if receipt is None else receipt.recovered,
+        config.native_layers,
+        tuned_of(config),
         date if isinstance(date, str) else None,
     )
 

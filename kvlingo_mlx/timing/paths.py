@@ -18,8 +18,8 @@ from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx import caches
-from kvlingo_mlx.handover.fill import hand_over, take_over, translate_span
-from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.handover.fill import filled, take_over, translate_span
+from kvlingo_mlx.handover.hybrid import Native, native_part
 from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -144,14 +144,10 @@ class Paths:
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
-        cache = hand_over(
-            self.source,
-            self.target,
-            self.tokens,
-            translator=self._first,
-            prefill_step_size=self.step_size,
-        )
-        first_token(self.target, self.tokens[-1:], cache)
+        part = native_part(self._first.config, None)
+        pair = self.source, self.target
+        plan = Plan(*pair, self.tokens, self._first, part, step_size=self.step_size)
+        first_token(self.target, self.tokens[-1:], filled(plan))
 
     def decode_source(self) -> None:
         """The source decodes some tokens from its own cache."""

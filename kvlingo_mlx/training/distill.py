@@ -172,7 +172,7 @@ class Distillation:
         """The runs that have not diverged."""
         return [run for run in self.runs if run.diverged_at is None]
 
-    def _learn(self, sample: Sample, sums: Mapping[int, torch.Tensor]) -> None:
+    def _learn(self, sample: Sample, sums: dict[int, torch.Tensor]) -> None:
         scale = 1.0 / self.recipe.batch
         if self.recipe.objective == "reconstruction":
             capture = self.runs[0].translator.config.capture

@@ -60,6 +60,11 @@ class Translator(ABC):
     bits: int | None = None
     path: Path | None = None
 
+    def __repr__(self) -> str:
+        """One line; the weights are left out."""
+        facts = f"{self.config.form}, {self.num_parameters:,} parameters in {self.dtype}"
+        return f"<{type(self).__name__}, {self.config.title.removeprefix('the ')}: {facts}>"
+
     @classmethod
     def build(
         cls,

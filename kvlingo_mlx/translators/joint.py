@@ -17,7 +17,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.translators.linear import LinearTranslator
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class JointTranslator(LinearTranslator):
     """One linear, head-mixing map per layer over stacked keys and values."""
 

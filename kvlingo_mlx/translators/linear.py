@@ -19,7 +19,7 @@ from kvlingo_mlx.translators.base import LinearMap, Translator
 from kvlingo_mlx.translators.products import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearTranslator(Translator):
     """One linear map per layer and side."""
 

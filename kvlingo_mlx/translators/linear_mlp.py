@@ -14,7 +14,7 @@ from kvlingo_mlx.translators.mlp import two_layers
 from kvlingo_mlx.translators.products import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LinearMLPTranslator(Translator):
     """The sum of a linear map and an MLP, for each layer and side."""
 

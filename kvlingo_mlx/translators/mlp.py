@@ -14,7 +14,7 @@ from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.translators.products import Group
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class MLPTranslator(Translator):
     """One MLP per layer and side, head-mixing or head-wise."""
 

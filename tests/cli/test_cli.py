@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -17,8 +20,11 @@ from kvlingo_mlx import fitting
 from kvlingo_mlx.cli import VERBS, run
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import KVLingoError
-from tests.support import tiny
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
+from tests.support import tiny, translator_folders
 from tests.support.command_line import RECORD, fails
+from tests.support.translator_folders import LAYOUTS, arrays_of
 
 
 @pytest.fixture
@@ -97,6 +103,43 @@ def test_show_model(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
     assert "qwen3_moe" in out and "cache bytes per token  2048" in out
 
 
+def test_a_models_record_holds_what_its_geometry_hashes(
+    folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["show", str(folders["moe"]), "--json", "-"]) == 0
+    facts = json.loads(capsys.readouterr().out)["results"]
+    names = ("model_type", "layers", "rope", "norm_eps", "embedding_rows")
+    text = json.dumps({n: facts[n] for n in names}, sort_keys=True, separators=(",", ":"))
+    assert hashlib.sha256(text.encode()).hexdigest() == facts["geometry"]
+
+
+def test_a_fit_that_can_leave_no_receipt_says_what_measures(
+    folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(fitting, "receipt", lambda *_: None)
+    assert run(fit_arguments(folders, data, tmp_path / "t")) == 0
+    out = capsys.readouterr().out
+    assert "grade: ungraded: these models cannot read" in out and "kvlingo-mlx eval" in out
+    assert "verify" not in out
+
+
+def test_other_numbers_of_layers_for_values_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, weights = translator_folder.read(translator_folders.store(tmp_path / "t"))
+    width = translator_folders.SOURCE_DIMS["keys"] * 2
+    one = tuple(layers[:1] for layers in config.assignment.keys)
+    arrays = {n: a[:, :width] if "keys" in n else a for n, a in weights.arrays.items()}
+    assignment = dataclasses.replace(config.assignment, keys=one)
+    config = dataclasses.replace(config, assignment=assignment)
+    folder = str(translator_folder.write(tmp_path / "u", config, Weights("float32", arrays)))
+    assert run(["import", folder]) == 0
+    assert "nu = 1 and 2, bfloat16" in capsys.readouterr().out
+    assert run(["show", folder]) == 0
+    assert re.search("source layers per target layer +1 and 2", capsys.readouterr().out)
+
+
 def test_bench(
     folders: dict[str, Path], fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +214,33 @@ def test_bad_models(
     (half / "model.safetensors.index.json").write_text('{"metadata": {}}')
     fails(with_model(half), "no readable weight_map", capsys)
     fails(with_model(Path("~nobody-of-this-name/x")), "is no folder's name", capsys)
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"),
+    [
+        ({"attention_dropout": "x"}, "the tokenizer of the model .* transformers refuses"),
+        ({"layer_types": ["full_attention"]}, "the tokenizer of the model .* transformers refuses"),
+        ({"hidden_size": 60}, "error: the model .*Expected shape.* mlx-lm refuses"),
+        ({"model_type": "no_such"}, "'no_such' is not supported; supported families: afmoe, "),
+    ],
+)
+@pytest.mark.parametrize("verb", [["show"], ["generate", "--prompt", "a", "--source"]])
+def test_a_config_that_a_library_refuses_is_one_line(
+    verb: list[str], changed: dict, text: str, folders: dict[str, Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """transformers checks all settings; whoever reads the message learns who refused what."""
+    folder = Path(shutil.copytree(folders["dense"], tmp_path / "m"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    if "model_type" in changed:  # told before a file that such models do not have is asked for
+        (folder / "tokenizer.json").unlink()
+    target = [] if verb == ["show"] else ["--target", str(folders["moe"])]
+    assert run([*verb, str(folder), *target]) == 2
+    error = capsys.readouterr().err
+    assert re.search(text, error) and error.count("\n") == 1
+    assert "download complete" not in error
 
 
 def test_bad_translators(
@@ -368,6 +438,30 @@ def test_another_translator_is_not_replaced_unasked(
     assert [path.name for path in store.iterdir()] == [folder.name]
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert after["translator.safetensors"] != before["translator.safetensors"]
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+@pytest.mark.parametrize(
+    "names",
+    [("head-wise-r2", "head-wise-bias"), ("mlp", "mlp-gated"), ("mlp-bias", "mlp")],
+)
+def test_a_translator_with_other_tensors_is_another_one(
+    names: tuple[str, str], force: list[str], tmp_path: Path, store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """One pair and one form, with and without a tensor that is optional; both ways."""
+    for pair in (names, names[::-1]):
+        folders = [translator_folders.store(tmp_path / n / pair[0], LAYOUTS[n]) for n in pair]
+        assert run(["import", str(folders[0]), "--dtype", "float32", "--force"]) == 0
+        capsys.readouterr()
+        status = run(["import", str(folders[1]), "--dtype", "float32", *force])
+        captured = capsys.readouterr()
+        if not force:
+            assert status == 2 and "holds another translator" in captured.err
+            continue
+        assert status == 0 and "was replaced" in captured.out
+        (kept,) = (path for path in store.iterdir() if path.is_dir())
+        assert set(translator_folder.read(kept)[1].arrays) == set(arrays_of(LAYOUTS[pair[1]]))
 
 
 def test_mismatch_is_allowed_for_the_stores_own_too(

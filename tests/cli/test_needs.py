@@ -49,7 +49,7 @@ ALWAYS = {
     "fit": "source target data out norm capture assignment head_mixing memory_gb force json_file",
     "train": "source target data plain_text seed histogram steps json_file",
     "import": "path_or_hub_id revision out dtype allow_mismatch force json_file",
-    "list": "json_file",
+    "list": "source target json_file",
     "remove": "translator yes json_file",
     "publish": "folder repo private revision dry_run json_file",
     "show": "path_or_hub_id quantize json_file",
@@ -260,7 +260,7 @@ ALWAYS_ARGUMENTS = set(
     "allow_mismatch draft_model kv_bits verbose prompt_cache source target samples capture norm "
     "assignment head_mixing memory progress models translators system enable_thinking tools "
     "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
-    "characters overwrite solving".split()
+    "characters overwrite solving suits".split()
 )
 # They take states, not what users type.
 INNER = ("Translator.build", "Translator.above", "Translator.linear_map")
@@ -564,9 +564,10 @@ def test_a_translator_that_is_not_there(
     """The example is no model's id where a translator is looked for."""
     with pytest.raises(kv.MissingTranslatorError) as caught:
         kv.load_translator("no-such")
-    assert str(caught.value) == "no-such does not exist; give a translator's folder or Hub id"
-    fails(["verify", "no-such"], "give a translator's folder or Hub id", capsys)
-    fails(["show", "no-such"], "give a translator's or a model's folder or Hub id", capsys)
+    given = "a translator's folder, a name that `list` shows, or a Hub id"
+    assert str(caught.value) == f"no-such does not exist; give {given}"
+    fails(["verify", "no-such"], f"give {given}", capsys)
+    fails(["show", "no-such"], "give a translator's or a model's folder or Hub id, or a", capsys)
     with pytest.raises(kv.MissingModelError, match="give a model's folder, or a Hub id such as Q"):
         kv.load("no-such")
 

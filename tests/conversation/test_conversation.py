@@ -107,9 +107,26 @@ def test_only_what_a_line_lacks_is_translated(family_models: dict[str, LanguageM
     second = len(talk.transcript.tokens)
     ask(talk, "a", "and you")
     assert (talk.last_switch.kept, talk.last_switch.translated) == (first, second - first)
+    assert talk.last_switch.kept_translated == 0
     spans = [(s.start, s.stop, s.writer, s.passes) for s in talk.lines["a"].spans]
     third = len(talk.transcript.tokens)
     assert spans == [(0, first, "a", 0), (first, second, "b", 1), (second, third, "a", 0)]
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_what_was_translated_before_a_switch_is_counted(
+    family_models: dict[str, LanguageModel], layers: int
+) -> None:
+    talk = talk_of(family_models["qwen3"], verbatim=True, native_layers=layers)
+    talk.reply("a", "the use of an other", max_tokens=NEW)
+    held = len(talk.transcript.tokens)
+    first = next(iter(talk.stream_reply("b", "is it on?", max_tokens=NEW)))
+    switch = talk.last_switch
+    assert switch is not None
+    assert (switch.kept, switch.kept_translated, switch.translated) == (held, held, 0)
+    assert (first.cached_tokens, first.cached_translated_tokens) == (held, held)
+    assert first.read_tokens == switch.read + 1  # the last one begins the answer
+    assert first.native_layers == switch.native_layers == layers
 
 
 @pytest.mark.parametrize("eager", [True, False])

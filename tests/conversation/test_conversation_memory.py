@@ -704,9 +704,13 @@ def test_another_model_or_translator_is_refused(
         Conversation.resume(folder, {"a": model}, [good])
     with pytest.raises(kv.IncompatibleTranslatorError, match="from a to b .*none is given"):
         Conversation.resume(folder, {"a": model, "b": model})
+    both = {"a": model, "b": model}
+    alone = Conversation.resume(folder, both, on_missing="reprefill")
+    ask(alone, "b", "is it on?")  # its cache holds what was translated; the rest it reads
     worse = identity_of(model, capture="post_norm")
-    with pytest.raises(kv.IncompatibleTranslatorError, match="from a to b .*other weights"):
-        Conversation.resume(folder, {"a": model, "b": model}, [worse])
+    needed = f"from a to b .*sha256 {good.digest[:12]}.*other weights"
+    with pytest.raises(kv.IncompatibleTranslatorError, match=needed):
+        Conversation.resume(folder, both, [worse])
     joined = Conversation.resume(folder, {"a": model, "b": model, "c": model}, [good])
     ask(joined, "c", "is it on?")  # one more may join
 

@@ -58,9 +58,9 @@ def test_a_switch_in_the_middle_of_a_chat(capsys: pytest.CaptureFixture[str]) ->
     out = capsys.readouterr().out
     assert "The hotel of Emma is Lima." in out and "The code of Rosa is A4." in out
     large = next(line for line in out.splitlines() if line.startswith("[large"))
-    held, translated, read = (int(part.split()[0]) for part in large.split(": ")[1].split(", "))
+    held, before, translated, read, *_ = map(int, re.findall(r"\d+", large))
     # It has never read the facts: they were translated for it while nobody was asking.
-    assert held >= 34 and translated == 0 and read < held
+    assert held == before >= 34 and translated == 0 and read < held
     assert "large holds 96 tokens, 71 of them translated" in out
 
 
@@ -160,6 +160,21 @@ def test_its_numbers_are_used_as_they_are_meant(
         *(resolve_translator(t, source, target).floats()["keys.2.weight"]
           for t in (folder, EMBEDDED))
     )  # fmt: skip
+
+
+def test_probes_that_are_given_are_used(
+    written: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the code that one trusts; a folder that is there is not written into."""
+    numbers = embedded_numbers().items()
+    probes = {f"{n}.probe_out": np.ones(len(array), np.float32) for n, array in numbers}
+    np.savez(tmp_path / "numbers.npz", **embedded_numbers(), **probes)
+    folder = written("--nu", "1", "--numbers", str(tmp_path / "numbers.npz"))
+    assert run(["import", str(folder)]) == 2
+    assert "self-test failed for" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        written()
+    assert "exists; give another --out, or remove it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("fault", ["transposed", "layers in the wrong order", "heads permuted"])

@@ -23,8 +23,8 @@ from kvlingo_mlx.evaluation.verification import map_error, verdict
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.loading.grading import Receipt, receipt_of
-from tests.support import TESTS
-from tests.support.translator_folders import LAYOUTS, store, to_config
+from tests.support import TESTS, translator_folders
+from tests.support.translator_folders import LAYOUTS, to_config
 
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
 BETWEEN = ("--source", PAIR[0], "--target", PAIR[1])
@@ -40,14 +40,18 @@ def embedded(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_computes_its_probes(tmp_path: Path, name: str) -> None:
     """Head-mixing and head-wise, joint, with biases and gates, of one and two layers."""
-    config, weights = translator_folder.read(store(tmp_path / "t", LAYOUTS[name], "float32"))
+    config, weights = translator_folder.read(
+        translator_folders.store(tmp_path / "t", LAYOUTS[name], "float32")
+    )
     assert map_error(config, weights, CPU) < 1e-5
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_other_maps_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Were MLX to compute with one tensor changed, each in turn."""
-    config, weights = translator_folder.read(store(tmp_path / "t", LAYOUTS[name], "float32"))
+    config, weights = translator_folder.read(
+        translator_folders.store(tmp_path / "t", LAYOUTS[name], "float32")
+    )
     build = verification.build
     rng = np.random.default_rng(0)  # a constant would not do: some probes sum to zero
     for changed in weights.arrays:
@@ -63,7 +67,7 @@ def test_other_maps_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_verify(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["verify", str(embedded)]) == 0
     out = capsys.readouterr().out
-    assert "its own probes          agree" in out
+    assert "its own probes   agree" in out
     assert out.endswith("verdict: sound: the maps are computed as they are stored\n")
     (embedded / "selftest.safetensors").unlink()
     assert run(["verify", str(embedded), "--json", "-"]) == 0
@@ -81,7 +85,7 @@ def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) 
     results = json.loads(captured.out)["results"]
     assert results["KL, nats per token"] == pytest.approx(receipt["kl"], abs=1e-4)
     assert results["same first choice"] == pytest.approx(receipt["top1"])
-    assert "verdict: sound: as its training left it; works: it recovers 99 %" in captured.err
+    assert "verdict: sound: as its receipt says; works: it recovers 99 %" in captured.err
     assert results["measured"]["grade"] == "works" and results["grade"] == "works"
     assert results["measured"]["hidden_kl"] == pytest.approx(receipt["hidden_kl"], rel=1e-4)
     assert results["measured"]["recall"] == receipt["recall"]
@@ -96,6 +100,43 @@ def test_verify_with_models(embedded: Path, capsys: pytest.CaptureFixture[str]) 
     assert "verdict: NOT SOUND: " in capsys.readouterr().out
 
 
+def test_a_stored_translator_without_a_receipt_keeps_the_measured_one(
+    embedded: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not one that lies elsewhere, and not where there is one already."""
+    config, weights = translator_folder.read(embedded)
+    bare = replace(config, provenance={"made_by": "me"})
+    for folder in (embedded, store / "mine"):
+        translator_folder.write(folder, bare, weights, overwrite=True)
+        assert run(["verify", str(folder), *BETWEEN]) == 0
+        assert "it had no receipt" in capsys.readouterr().out
+    assert translator_folder.read_config(embedded).provenance == {"made_by": "me"}
+    kept, after = translator_folder.read(store / "mine")
+    left = receipt_of(kept)
+    assert left is not None and left.grade == "works" and kept.provenance["made_by"] == "me"
+    assert kept.fitted_on("target") is None  # by what it was fitted, nobody said
+    assert all(np.array_equal(after.arrays[n], array) for n, array in weights.arrays.items())
+    assert run(["list"]) == 0
+    assert "works" in capsys.readouterr().out
+    before = (store / "mine" / "translator_config.json").read_bytes()
+    assert run(["verify", str(store / "mine"), *BETWEEN]) == 0
+
+    assert (store / "mine" / "translator_config.json").read_bytes() == before
+
+
+def test_sound_and_useless(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The files are what they claim to be, and the maps are worth nothing."""
+    config, weights = translator_folder.read(embedded)
+    rng = np.random.default_rng(0)
+    noise = {n: rng.normal(size=a.shape).astype(np.float32) for n, a in weights.arrays.items()}
+    bare = replace(config, provenance={})
+    translator_folder.write(embedded, bare, Weights("float32", noise), overwrite=True)
+    assert run(["verify", str(embedded), *BETWEEN]) == 1
+    out = capsys.readouterr().out
+    assert "verdict: sound, but useless: it recovers nothing" in out
+    assert "maps on the CPU" in out and "Device(" not in out
+
+
 def test_tuning_does_not_change_the_verdict(
     embedded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +147,7 @@ def test_tuning_does_not_change_the_verdict(
     translator_folder.write(embedded, tuned, weights, overwrite=True)
     assert run(["verify", str(embedded), *BETWEEN]) == 0
     out = capsys.readouterr().out
-    assert "verdict: sound: as its training left it; works" in out and "native layers" not in out
+    assert "verdict: sound: as its receipt says; works" in out and "native layers" not in out
 
 
 def test_a_translator_of_upper_layers_leaves_a_receipt_of_them(
@@ -162,16 +203,22 @@ def test_what_verify_refuses(embedded: Path, capsys: pytest.CaptureFixture[str])
 
 GOOD = Receipt(0.03, 0.95, 0, 0.5)
 VERDICTS: list[tuple[Receipt, Receipt | None, bool, str]] = [
-    (GOOD, Receipt(0.03, 0.95), True, "as its training left it; works: it recovers 94 %"),
-    (GOOD, Receipt(0.0205, 1.0), True, "as its training"),
+    (GOOD, Receipt(0.03, 0.95), True, "as its receipt says; works: it recovers 94 %"),
+    (GOOD, Receipt(0.0205, 1.0), True, "as its receipt"),
     (GOOD, Receipt(0.0195, 0.95), False, "KL 0.0300, expected 0.0195 within 0.0100"),
     (GOOD, Receipt(0.05, 0.95), False, "expected 0.0500 within 0.0100"),
-    (replace(GOOD, kl=0.2), Receipt(0.17, 0.9), True, "it; better than nothing: it recovers 60 %"),
+    (
+        replace(GOOD, kl=0.2),
+        Receipt(0.17, 0.9),
+        True,
+        "says; better than nothing: it recovers 60 %",
+    ),
     (replace(GOOD, kl=0.22), Receipt(0.17, 0.9), False, "within 0.0340"),
-    (GOOD, None, True, "left no receipt"),
-    (replace(GOOD, kl=0.4), Receipt(0.4, 0.9), False, "useless: it recovers 20 %"),
-    (replace(GOOD, kl=0.5), Receipt(0.5, 0.9), False, "useless: it recovers nothing"),
-    (replace(GOOD, kl=float("nan")), None, False, "useless"),
+    (GOOD, None, True, "it had no receipt"),
+    (replace(GOOD, kl=0.4), Receipt(0.4, 0.9), True, "useless: it recovers 20 %"),
+    (replace(GOOD, kl=0.5), Receipt(0.5, 0.9), True, "useless: it recovers nothing"),
+    (replace(GOOD, kl=float("nan")), None, True, "useless"),
+    (replace(GOOD, kl=0.4), Receipt(0.03, 0.9), False, "differs from its receipt"),
 ]
 
 

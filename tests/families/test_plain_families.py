@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
 import sys
@@ -22,7 +23,7 @@ from kvlingo_mlx.errors import (
     MissingModelError,
     UnsupportedModelError,
 )
-from kvlingo_mlx.families import family_of, known_families, refused
+from kvlingo_mlx.families import base, family_of, known_families, refused
 from kvlingo_mlx.families.base import Finish
 from kvlingo_mlx.families.plain import Plain
 from kvlingo_mlx.fitting.attention import attention_mass
@@ -31,7 +32,7 @@ from kvlingo_mlx.loading import pairing
 from kvlingo_mlx.models.keys import Rotation
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
-from tests.support import plain_models, tiny
+from tests.support import TESTS, plain_models, tiny
 from tests.support.identity import identity_of
 from tests.support.native_caches import TOKENS, held, native
 from tests.support.opened import Opener, quantised
@@ -65,6 +66,11 @@ def assert_own_cache(model: LanguageModel, point: str, own: list) -> list:
 
 
 # ---- which families there are ------------------------------------------------------------
+
+
+def test_the_page_lists_every_family() -> None:
+    page = (TESTS.parent / "docs" / "reference" / "models.md").read_text(encoding="utf-8")
+    assert page.split("```text\n")[1].split("```")[0].split() == known_families()
 
 
 def test_every_plain_family_is_run_here() -> None:
@@ -437,6 +443,33 @@ def test_a_malformed_rotation_is_one_line(tmp_path: Path) -> None:
     folder = plain_models.write_plain_model(tmp_path, "seed_oss", rope_parameters=[1.0])
     with pytest.raises(MissingModelError, match="cannot be loaded"):
         kv.load(folder)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tiny_configs_have_nothing_that_released_ones_lack(name: str, opened: Opener) -> None:
+    """A setting by another family's name would hide that ours is not found by its own."""
+    config = json.loads((opened(name).path / "config.json").read_text())
+    text = config.get("text_config", config)
+    declared = inspect.signature(mlx_lm.utils._get_classes(text)[1]).parameters
+    own = {*plain_models.CONFIGS[name], "max_position_embeddings"}
+    assert {*plain_models.COMMON} & {*text} <= {*declared, *own}
+
+
+def test_a_setting_under_no_known_name_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = plain_models.write_plain_model(tmp_path / "m", "cohere")
+    monkeypatch.setattr(base, "NORM_EPS", ("eps_of_others", "epsilon"))
+    with pytest.raises(UnsupportedModelError, match="cohere has none of eps_of_others, epsilon"):
+        _ = kv.load(folder).geometry
+    monkeypatch.setattr(base, "KV_HEADS", ("heads_of_others",))
+    with pytest.raises(UnsupportedModelError, match="cohere keeps its number of KV heads under"):
+        _ = kv.load(folder).geometry
+    config = json.loads((folder / "config.json").read_text())
+    del config["max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match="cohere has none of max_position_embeddings"):
+        _ = kv.load(folder).context_length
 
 
 def test_mistral4_in_its_wrapper_is_refused(opened: Opener, tmp_path: Path) -> None:

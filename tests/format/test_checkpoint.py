@@ -540,6 +540,41 @@ def test_a_missing_key(folder: Path, place: Place) -> None:
     refuse(folder, "version" if place == ("format_version",) else repr(place[-1]))
 
 
+def test_a_missing_key_is_told_with_its_place(folder: Path) -> None:
+    put_config(folder, changed(("source", "fingerprint", "norms"), GONE))
+    refuse(folder, "source.fingerprint lacks the key 'norms'")
+    put_config(folder, changed(("target", "layers", 1, "window"), GONE))
+    refuse(folder, "target.layers lacks the key 'window'")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "told"),
+    [
+        ("head-wise-bias", "keys.0.bias", "(12,) (flat: the target layer's KV heads x dim)"),
+        ("mlp-gated", "keys.0.gate", "(4,) (the target layer's KV heads)"),
+        ("mixing", "keys.0.weight", "(rows: the target layer's KV heads x dim; columns: the same"),
+    ],
+)
+def test_a_wrong_shape_is_told_by_what_its_axes_count(
+    tmp_path: Path, name: str, tensor: str, told: str
+) -> None:
+    arrays = arrays_of(LAYOUTS[name])
+    folder = store(tmp_path / "t", LAYOUTS[name])
+    put_tensors(folder / TENSORS, arrays | {tensor: arrays[tensor][:-1]})
+    refuse(folder, told, names=TENSORS)
+
+
+def test_another_gelu_is_thought_of_where_there_is_one(tmp_path: Path) -> None:
+    for name in ("mlp", "mixing"):
+        arrays = arrays_of(LAYOUTS[name])
+        folder = store(tmp_path / name, LAYOUTS[name])
+        last = "keys.0.w2" if name == "mlp" else "keys.0.weight"
+        put_tensors(folder / TENSORS, arrays | {last: 2 * arrays[last]})
+        with pytest.raises(MalformedTranslatorError) as caught:
+            translator_folder.read(folder)
+        assert ("the exact one, with erf" in str(caught.value)) == (name == "mlp")
+
+
 @pytest.mark.parametrize(
     "place",
     [(), ("source",), ("target", "fingerprint"), ("assignment",), ("target", "layers", 1)],
@@ -660,7 +695,8 @@ def test_a_wrong_head_map(tmp_path: Path, value: Any) -> None:
 @pytest.mark.parametrize("heads", [(2, 3), (4, 2), (3, 4)])
 def test_a_head_map_that_is_needed(tmp_path: Path, heads: tuple[int, int]) -> None:
     layout = Layout(head_mixing=False, heads=heads)
-    refuse(store(tmp_path / "t", layout), "need head_map")
+    told = f"need head_map, a list of {heads[1]} source heads (0 to {heads[0] - 1})"
+    refuse(store(tmp_path / "t", layout), told)
 
 
 @pytest.mark.parametrize("end", ["source", "target"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
+import re
 import shutil
 import warnings
 from collections.abc import Callable
@@ -14,6 +16,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
+import transformers
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
@@ -28,10 +31,12 @@ from kvlingo_mlx.loading.grading import Receipt
 from kvlingo_mlx.loading.pairing import check_pair
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
-from tests.support import tiny
+from tests.support import plain_models, tiny
 from tests.support.identity import TOKENS, identity_of
 from tests.support.opened import quantised
 from tests.support.random_samples import samples
+
+GOOD = Receipt(0.01, 1.0, 0, 1.0).to_json()
 
 
 @pytest.fixture(autouse=True)
@@ -42,8 +47,9 @@ def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def fitted(models: dict[str, LanguageModel]) -> Translator:
-    """From "dense" to "moe", on prefixes of up to 40 tokens."""
-    return kv.fit(models["dense"], models["moe"], [*samples(2, 30), *samples(1, 40)])
+    """From "dense" to "moe", on prefixes of up to 40 tokens; a good one by its receipt."""
+    found = kv.fit(models["dense"], models["moe"], [*samples(2, 30), *samples(1, 40)])
+    return with_provenance(found, receipt=GOOD)
 
 
 def told(action: Callable[[], Any]) -> list[str]:
@@ -122,7 +128,7 @@ def test_few_bits_are_told_once(
     assert "measures what that costs" in text
     assert use(fitted, four, moe) == []
     assert len(use(fitted, quantised_models["dense"], quantised_models["moe"])) == 1  # the target
-    on_four_bits = kv.fit(four, moe, samples(3, 30))
+    on_four_bits = with_provenance(kv.fit(four, moe, samples(3, 30)), receipt=GOOD)
     assert on_four_bits.config.fitted_on("source") == "4 bits"
     assert use(on_four_bits, four, moe) == []
     silent = with_provenance(fitted, precision=None)
@@ -256,7 +262,8 @@ def test_a_prompt_beyond_what_was_tested_is_told_once(
 
 def test_every_way_to_a_cache_tells(models: dict[str, LanguageModel]) -> None:
     model = models["dense"]
-    short = identity_of(model, capture="post_rope", provenance={"longest_prefix": 9})
+    facts = {"longest_prefix": 9, "receipt": GOOD}
+    short = identity_of(model, capture="post_rope", provenance=facts)
     for action in (kv.hand_over, kv.folded_hand_over):
         notes._told.clear()
         (text,) = told(lambda make=action: make(model, model, TOKENS[:11], translator=short))
@@ -265,11 +272,80 @@ def test_every_way_to_a_cache_tells(models: dict[str, LanguageModel]) -> None:
 
 def test_a_switch_tells(models: dict[str, LanguageModel]) -> None:
     model = models["dense"]
-    short = identity_of(model, provenance={"longest_prefix": 9})
+    short = identity_of(model, provenance={"longest_prefix": 9, "receipt": GOOD})
     talk = kv.Conversation({"a": model, "b": model}, [short], eager=False, verbatim=True)
     talk.reply("a", [{"role": "user", "content": "hi there"}], max_tokens=12)
     (text,) = told(lambda: talk.reply("b", "and you", max_tokens=2))
     assert "at most 9" in text
+
+
+# ---- what a translator is worth ---------------------------------------------------------------
+
+
+BAD = Receipt(0.4, 0.5, 0, 1.0).to_json()
+UNKNOWN = {"kl": 0.1, "top1": 0.9, "prompts": GOOD["prompts"]}  # of an older version
+
+
+@pytest.mark.parametrize(
+    ("receipt", "expected"),
+    [
+        (BAD, "is better than nothing: it recovers 60 % .*`kvlingo-mlx tune --min-recall 0.9`"),
+        (BAD | {"kl": 0.9}, "is useless: it recovers 10 %"),
+        (UNKNOWN, "is ungraded, .*`kvlingo-mlx verify TRANSLATOR --source .*dense --target .*moe`"),
+        (None, "is ungraded, .*`kvlingo-mlx verify TRANSLATOR --source .*dense --target .*moe`"),
+        (GOOD, None),
+    ],
+    ids=["some", "useless", "old", "none", "works"],
+)
+def test_every_use_tells_of_a_grade_once(
+    models: dict[str, LanguageModel],
+    fitted: Translator,
+    store: Path,
+    receipt: dict | None,
+    expected: str | None,
+) -> None:
+    pair = models["dense"], models["moe"]
+    translator = with_provenance(fitted, receipt=receipt)
+
+    def talk(given: list[Translator]) -> kv.Conversation:
+        both = {"small": pair[0], "large": pair[1]}
+        return kv.Conversation(both, given, on_missing="reprefill")
+
+    def check(action: Callable[[], Any]) -> None:
+        notes._told.clear()
+        texts = told(action)
+        assert len(texts) == (expected is not None)
+        assert all(re.search(expected or "", text) for text in texts)
+        assert told(action) == []
+
+    check(lambda: kv.generate(*pair, TOKENS[:9], translator=translator, max_tokens=1))
+    check(lambda: talk([translator]))
+    translator.save(store / "stored")
+    check(lambda: talk([]))  # before the switch that needs it
+
+
+def test_a_tuned_translator_is_not_judged_without_its_native_layers(
+    models: dict[str, LanguageModel], fitted: Translator
+) -> None:
+    tuned = with_provenance(fitted, receipt=BAD, native_layers=2)
+    pair = models["dense"], models["moe"]
+    assert told(lambda: kv.hand_over(*pair, TOKENS[:9], translator=tuned)) == []
+
+
+def test_a_conversation_tells_which_translators_it_lacks(
+    models: dict[str, LanguageModel], fitted: Translator
+) -> None:
+    both = {"small": models["dense"], "large": models["moe"]}
+    (text,) = told(lambda: kv.Conversation(both))
+    assert "no translator from small to large, none from large to small" in text
+    assert "`kvlingo-mlx fit`" in text and "--on-missing reprefill" in text
+    assert told(lambda: kv.Conversation(both)) == []  # once
+    (text,) = told(lambda: kv.Conversation(both, [fitted]))
+    assert "no translator from large to small: switching so will fail" in text
+    notes._told.clear()
+    for options in ({"on_missing": "reprefill"}, {"switching": "reprefill"}):
+        assert told(lambda given=options: kv.Conversation(both, **given)) == []
+    assert told(lambda: kv.Conversation({"small": models["dense"]})) == []
 
 
 def test_training_keeps_the_longest_prefix(tmp_path: Path, folders: dict[str, Path]) -> None:
@@ -312,3 +388,23 @@ def test_the_command_line_tells_in_a_line(
         == "float32"
     )
     assert len(kept["provenance"]["projections"]["source"]) == 24  # keys and values of 3 layers
+
+
+# ---- what transformers says ---------------------------------------------------------------------
+
+
+def test_transformers_advice_about_configs_is_kept_out(tmp_path: Path) -> None:
+    """It only loads the tokenizer. What it says otherwise is heard, before and after too."""
+    folder = plain_models.write_plain_model(tmp_path / "m", "xverse")
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        kv.load(folder)
+        assert heard == []
+        transformers.PretrainedConfig.from_pretrained(folder)
+        assert len(heard) == 1 and "You are using a model of type `xverse`" in heard[0]
+    finally:
+        logger.removeHandler(handler)

@@ -432,6 +432,83 @@ def test_list(
     assert "works (95% recovered)" in captured.err
 
 
+def test_list_answers_whether_a_pair_has_a_translator(
+    make: Make, folders: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make("mine", receipt(0.01))
+
+    def listed(source: str, target: str) -> tuple[str, str]:
+        assert run(["list", "--source", source, "--target", target]) == 0
+        return capsys.readouterr()
+
+    out, err = listed(str(folders["dense"]), str(folders["moe"]))
+    assert "  mine\n" in out and "works (95% recovered)" in out
+    assert "with the package" not in out and not err
+    out, err = listed(str(folders["moe"]), str(folders["dense"]))
+    (line,) = out.splitlines()
+    assert line.startswith("no translator from ") and "`kvlingo-mlx fit --source " in line
+    out, err = listed(*PAIR)
+    assert "--".join(PAIR) in out and "mine" not in out
+    out, err = listed("me/absent", PAIR[1])
+    assert "no translator from me/absent" in out and "me/absent is not on this machine" in err
+    assert run(["list", "--target", PAIR[1]]) == 0
+    assert capsys.readouterr().out.count(f" to {PAIR[1]};") == 2
+
+
+def test_dir_shows_what_users_call() -> None:
+    assert dir(kv) == sorted([*kv.__all__, "__version__"])
+
+
+def test_a_translators_repr_is_a_line() -> None:
+    text = repr(kv.load_translator("--".join(PAIR)))
+    assert "\n" not in text and len(text) < 200
+    assert f"translator from {PAIR[0]} to {PAIR[1]}: linear" in text
+
+
+def test_find_translator_is_public(
+    make: Make, models: dict[str, LanguageModel], folders: dict[str, Path]
+) -> None:
+    folder = make("mine", receipt(0.01))
+    assert kv.find_translator(models["dense"], models["moe"]) == folder
+    with pytest.raises(kv.MissingTranslatorError, match="kvlingo-mlx fit --source"):
+        kv.find_translator(models["moe"], models["dense"])
+    with pytest.raises(ValueError, match="give what kvlingo_mlx.load returns"):
+        kv.find_translator(folders["dense"], models["moe"])
+
+
+def test_a_name_that_list_shows_is_a_translator(
+    make: Make, models: dict[str, LanguageModel], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+) -> None:  # fmt: skip
+    folder = make("mine", receipt(0.01))
+    assert kv.load_translator("mine").path == folder
+    embedded = "--".join(PAIR)
+    assert kv.load_translator(embedded).path == TRANSLATORS / embedded
+    pair = models["dense"], models["moe"]
+    assert kv.generate(*pair, PROMPT, translator="mine", max_tokens=1) is not None
+    for words in (["show", "mine"], ["verify", "mine"], ["show", embedded]):
+        assert run(words) == 0, capsys.readouterr().err
+    assert run(["import", "mine", "--out", str(tmp_path / "copy")]) == 0
+    monkeypatch.chdir(Path(shutil.copytree(TRANSLATORS, tmp_path / "here")))
+    assert kv.load_translator(embedded).path == Path(embedded)  # a folder here comes first
+
+
+def test_list_and_show_tell_what_tune_chose(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make("mine", receipt(0.01))
+    path = folder / "translator_config.json"
+    config = json.loads(path.read_text())
+    tuning = {"measured_kl": 0.0123, "measured_recall": 0.9, "layers_kl_seconds": []}
+    config["provenance"] |= {"native_layers": 2, "tuning": tuning}
+    path.write_text(json.dumps(config))
+    for words in (["list"], ["show", "mine"]):
+        assert run(words) == 0
+        assert "tuned to 2 native layers of 4, recall 0.9, KL 0.0123" in capsys.readouterr().out
+    for stranger in ({"measured_recall": "0.9"}, [], None, {"measured_kl": True}):
+        config["provenance"]["tuning"] = stranger
+        path.write_text(json.dumps(config))
+        assert run(["list"]) == 0 and "recall" not in capsys.readouterr().out
+
+
 def test_remove(
     make: Make, store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -6,7 +6,9 @@ drawn as ``tiny.py`` draws them.
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -130,10 +132,24 @@ for _name, _inner, _more in (
     CONFIGS[_name] = {"text_config": {"model_type": _inner, **COMMON, **_more}}
 
 
+def without_undeclared(config: dict[str, Any], kept: Collection[str] = ()) -> dict[str, Any]:
+    """A config without what ``COMMON`` gives it and mlx-lm's ``ModelArgs`` does not declare.
+
+    A released config has other names for these. Only the context's length all of them have.
+    """
+    declared = inspect.signature(_get_classes(config)[1]).parameters
+    known = {*declared, *kept, "max_position_embeddings"}
+    found = {k: v for k, v in config.items() if k in known or k not in COMMON}
+    if "text_config" in found:
+        found["text_config"] = without_undeclared(found["text_config"])
+    return found
+
+
 def write_plain_model(folder: Path, model_type: str, *, seed: int = 1, **more: Any) -> Path:
     """Write a random model with its tokenizer; ``more`` goes into its config."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": model_type, **COMMON, **CONFIGS[model_type], **more}
+    config = without_undeclared(config, {*CONFIGS[model_type], *more})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     model_class, args_class = _get_classes(config)
     shapes = tree_flatten(model_class(args_class.from_dict(config)).parameters())

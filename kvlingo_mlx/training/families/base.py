@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -18,8 +18,8 @@ from kvlingo_mlx.format.geometry import CacheGeometry, LayerGeometry, RopeSpec, 
 
 POINTS = ("pre_norm", "post_norm", "post_rope")
 
-
-Positions = int | torch.Tensor  # the position of a span's first token, or of each token (T,)
+# The position of a span's first token, or of each token (T,). mypy without torch needs the word.
+Positions: TypeAlias = int | torch.Tensor
 
 
 def places(start: Positions, heads: torch.Tensor) -> torch.Tensor:

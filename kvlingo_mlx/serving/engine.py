@@ -24,7 +24,7 @@ from kvlingo_mlx.handover.batches import Batch
 from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import choice_of
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, usage_of
+from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
 from kvlingo_mlx.serving.keeping import Keeper
 from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
 from kvlingo_mlx.serving.policy import Policy
@@ -70,6 +70,11 @@ class Engine:
     def ask(self, number: int, ask: Ask, tell: Tell) -> None:
         """Take on a request."""
         try:
+            if ask.prefill:
+                raise ValueError(
+                    "the last message is the beginning of an answer, and going on with one is not "
+                    "supported; end with a user's or a tool's message"
+                )
             job = Job(ask, tell, self._chosen(ask))
         except REFUSED as error:
             tell(_failed(error))
@@ -162,13 +167,16 @@ class Engine:
             if self.keeper.room_for_model(resident.name):
                 self.residents.read(resident.name)
             elif not any(r.running for r in self.residents.all.values()):
-                raise NotEnoughMemoryError(
-                    f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit "
-                    "into the server's memory; raise --memory-limit or offer a smaller model"
-                )
+                raise self._too_large(resident)
             else:
                 job.waits(0, 0)
             yield False
+
+    def _too_large(self, resident: Resident) -> NotEnoughMemoryError:
+        return NotEnoughMemoryError(
+            f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
+            "server's memory; raise --memory-limit, or offer a smaller model"
+        )
 
     def _talk(self, keys: list[str], job: Job) -> Talk | None:
         """The talk to go on with, perhaps a new one; None where one is about to be free."""
@@ -260,7 +268,7 @@ class Engine:
             job.usage = usage_of(job, exchange, self.policy, resident, response, begun)
             self._learn(resident, exchange)
         job.take(response, resident.model.tokenizer)
-        return response.finish_reason is not None or job.ready
+        return job.ended or job.ready
 
     def _written(self, job: Job, talk: Talk, keys: list[str], resident: Resident) -> Steps:
         """Let the conversation answer, and keep what it says."""
@@ -270,13 +278,16 @@ class Engine:
         talk.keys = keys
         self._prepare(exchange, job.ask)
         line, begun = exchange.lines[resident.name], talk.told.get(resident.name, 0)
-        for response in conversation.reply_in_steps(resident.name, self._request(job, talk)):
+        steps = conversation.reply_in_steps(resident.name, self._request(job, talk))
+        for response in steps:
             at_once = self._tell(job, response, exchange, begun, len(line))
-            if response is not None and response.finish_reason is not None:
+            if job.ended:
                 talk.ending = True
                 said = {"role": "assistant", "content": job.content, "tool_calls": job.calls}
                 talk.keys = [*keys, self._keys.message(said)]
             yield at_once
+            if job.ended and not job.complete:
+                steps.close()  # the answer as it is joins the conversation
         talk.messages = [dict(message) for message in conversation.messages]
         talk.told[resident.name] = len(line)
 
@@ -290,7 +301,7 @@ class Engine:
             batch = self._batches[id(model)] = Batch(model, records=records, size=most)
         job.seat = Seat(batch)
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
-        options |= {"tools": [dict(tool) for tool in ask.tools] or None}
+        options |= {"tools": tools_of(ask) or None}
         return Request(
             messages=talk.messages,
             max_tokens=ask.max_tokens or self._settings.max_tokens,
@@ -317,13 +328,23 @@ class Engine:
     # ---- what others ask --------------------------------------------------------------------
 
     def load(self, name: str) -> None:
-        """Read a model's weights now, if there is room for them."""
-        if self.keeper.room_for_model(name):
-            self.residents.read(name)
+        """Read a model's weights now.
+
+        Raises:
+            NotEnoughMemoryError: There is no room for them beside what is running.
+        """
+        if not self.keeper.room_for_model(name):
+            raise self._too_large(self.residents[name])
+        self.residents.read(name)
 
     def unload(self, name: str) -> None:
-        """Let go of a model's weights, if no answer needs them."""
-        self.residents.unload(name)
+        """Let go of a model's weights.
+
+        Raises:
+            ValueError: An answer needs them.
+        """
+        if not self.residents.unload(name) and self.residents[name].loaded:
+            raise ValueError(f"{name} is answering a request; try again when it is done")
 
     def status(self) -> Status:
         """What the worker holds and does."""
@@ -347,7 +368,7 @@ class Engine:
 
 def _switches(ask: Ask) -> dict[str, Any]:
     """The chat template's switches for a request."""
-    return {**ask.template, **({"tools": [dict(tool) for tool in ask.tools]} if ask.tools else {})}
+    return {**ask.template, **({"tools": tools_of(ask)} if ask.tools else {})}
 
 
 def _failed(error: BaseException) -> Failed:

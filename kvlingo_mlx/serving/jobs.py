@@ -79,6 +79,8 @@ class Job:
         content: The answer's text for the user so far.
         calls: Its tool calls so far.
         told: Whether the client has been told of the first token.
+        ended: Whether the client has been told that the answer has ended.
+        complete: Whether the model has ended it too; else the rest of it is not wanted.
         tokens: The prompt, where it is a plain text.
         before: What is told before the answer's own text.
         queued: Seconds that it waited for its turn, a model or another answer.
@@ -94,6 +96,8 @@ class Job:
     content: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)
     told: bool = False
+    ended: bool = False
+    complete: bool = False
     tokens: list[int] = field(default_factory=list)
     before: str = ""
     queued: float = 0.0
@@ -136,14 +140,18 @@ class Job:
             reasoning_tokens=self.usage.reasoning_tokens + reasoning,
         )
         self.content += response.content
-        self.calls += response.tool_calls
+        calls = response.tool_calls if self.ask.parallel_tool_calls else response.tool_calls[:1]
+        self.calls += calls
         logprobs = self._logprobs(response, tokenizer)
         content, self.before = self.before + response.content, ""
-        parts = content, response.reasoning, response.tool_calls
+        parts = content, response.reasoning, calls
         if any(parts) or logprobs:
             self.tell(Piece(*parts, logprobs=logprobs))
-        if response.finish_reason is not None:
-            reason = "tool_calls" if self.calls else response.finish_reason
+        enough = bool(self.calls) and not self.ask.parallel_tool_calls
+        self.complete = response.finish_reason is not None
+        if self.complete or enough:
+            self.ended = True
+            reason = "tool_calls" if self.calls else response.finish_reason or "stop"
             self.tell(Ended(reason, self.usage, response.stop_text))
 
     def _logprobs(self, response: GenerationResponse, tokenizer: Any) -> tuple[TokenLogprob, ...]:
@@ -158,6 +166,14 @@ class Job:
         texts = [tokenizer.decode([each]) for each in (token, *likeliest)]
         top = tuple(zip(texts[1:], likeliest, values[1:], strict=True))
         return (TokenLogprob(texts[0], token, values[0], top),)
+
+
+def tools_of(ask: Ask) -> list[dict[str, Any]]:
+    """The tools as chat templates announce them; "strict" is for the server, not for the model."""
+    return [
+        {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
+        for tool in ask.tools
+    ]
 
 
 def sampler_of(sampling: Sampling) -> Sampler | None:

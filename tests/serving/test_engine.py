@@ -280,3 +280,95 @@ def test_an_answer_fits_a_schema(clients: Clients) -> None:
     assert beside.text == clients.one("large", [user("Where is Anna?")], max_tokens=60).text
     bad = asked("large", [user("x")], schema={"type": "nonsense"})
     assert "response_format's schema is refused" in clients.together([bad])[0].failed.message
+
+
+# ---- memory and models ----------------------------------------------------------------------
+
+
+def test_conversations_go_to_8_bits_and_to_disk_and_come_back(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path)))
+    histories = [[user(f"{name} lives in Rome. " * 20)] for name in WORDS[:4]]
+    first = [clients.one("large", history) for history in histories]
+    keeper = clients.engine.keeper
+    assert clients.engine.status().conversations == (4, 0)
+    keeper.budget = keeper.used - 1
+    assert keeper.make_room()
+    oldest = keeper.talks[0].conversation
+    assert oldest is not None and oldest.lines["large"].where == "8bit"
+    keeper.budget = clients.engine.residents.weights + clients.engine.policy.nbytes + 1
+    keeper.make_room()
+    assert clients.engine.status().conversations == (0, 4)
+    assert clients.engine.status().lines_bytes == 0
+    keeper.budget = 10**12
+    for history, told in zip(histories, first, strict=True):
+        again = clients.one("large", [*history, said(told.text), user("Where?")])
+        assert again.usage.cached_tokens >= told.usage.prompt_tokens - 5
+
+
+def test_what_is_pinned_stays(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path, keep_conversations=False)))
+    clients.one("large", [user("Anna lives in Rome.")], pin=True)
+    clients.one("large", [user("Oscar lives in Oslo.")])
+    keeper = clients.engine.keeper
+    keeper.budget = 1
+    assert not keeper.make_room()
+    (left,) = keeper.talks
+    assert left.pinned and left.exchange is not None
+
+
+def test_models_come_and_go_within_the_memory(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path)))
+    engine, residents = clients.engine, clients.engine.residents
+    history = [user("Anna lives in Rome. Where?")]
+    first = clients.one("large", history)
+    assert residents["large"].loaded and not residents["moe"].loaded
+    engine.keeper.budget = engine.keeper.used + residents["moe"].weights - 1
+    history += [said(first.text), user("And Oscar?")]
+    answered = clients.one("moe", history)
+    assert residents["moe"].loaded and not residents["large"].loaded
+    assert answered.usage.translated_tokens > 0
+    engine.load("large")
+    assert not residents["moe"].loaded
+    engine.unload("large")
+    assert not residents["large"].loaded and clients.one("large", history).text
+    engine.keeper.budget = 1000
+    engine.unload("large")
+    assert clients.one("large", history).failed.kind == "memory"
+    with pytest.raises(kv.NotEnoughMemoryError, match="do not fit into the server's memory"):
+        engine.load("large")
+
+
+def test_a_model_that_answers_is_not_unloaded(clients: Clients) -> None:
+    _, told = clients.send(asked("large", [user("Anna?")]))
+    while not told.begun:
+        clients.engine.work()
+    with pytest.raises(ValueError, match="large is answering a request"):
+        clients.engine.unload("large")
+    clients.work()
+
+
+def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path)))
+    history = [user("Anna lives in Rome. " * 20)]
+    told = clients.one("large", history)
+    clients.engine.close()
+    clients.engine.keeper.release()
+    (file,) = (tmp_path / "kept").glob("*/line-0.cache.*")
+    blob = bytearray(file.read_bytes())
+    blob[-9] ^= 1
+    file.write_bytes(bytes(blob))
+    again = Clients(Engine(settings(tmp_path)))
+    assert again.one("large", history).text == told.text
+    assert not list((tmp_path / "kept").glob("*/line-0.cache.*"))
+
+
+def test_volatile_lines_do_not_break_a_prefix(clients: Clients) -> None:
+    def system(number: int) -> dict[str, Any]:
+        header = f"x-anthropic-billing-header: cc_version=2; cch={number:05x};"
+        return {"role": "system", "content": header + "\nAnna lives in Rome. " * 10}
+
+    first = clients.one("large", [system(1), user("Where?")])
+    again = clients.one("large", [system(2), user("Where?"), said(first.text), user("Who?")])
+    assert again.usage.cached_tokens >= first.usage.prompt_tokens - 5
+    other = [{"role": "system", "content": "Oscar lives in Oslo. " * 10}, user("Where?")]
+    assert clients.one("large", other).usage.cached_tokens == 0

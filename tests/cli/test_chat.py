@@ -163,7 +163,8 @@ def test_a_reply_that_fails_leaves_the_conversation(
     out = two("hi there", "/use large", "is it on?", "/use small", "x" * 600, "a\udcff", "and you")
     expected = says((models["dense"], "hi there"), (models["dense"], "and you"))
     assert out == "".join(f"{answer}\n" for answer in expected)
-    errors = two.err.splitlines()
+    warning, *errors = two.err.splitlines()
+    assert "there is no translator from small to large" in warning
     assert len(errors) == 3 and all(line.startswith("error: ") for line in errors)
     assert "no translator from small" in errors[0] and "--on-missing reprefill" in errors[0]
     assert "the context of" in errors[1] and "not valid Unicode" in errors[2]

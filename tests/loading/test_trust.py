@@ -208,7 +208,8 @@ def test_an_older_receipt_is_compared_by_its_kl(
     """The conversations are the same, and so is what hiding them costs."""
     best = make("old", {"prompts": NAME, "kl": 0.01, "top1": 0.9})
     make("new", receipt(0.02))
-    assert used(models) == (str(best), [])
+    path, (text,) = used(models)
+    assert path == str(best) and "is ungraded" in text
 
 
 @pytest.mark.parametrize(
@@ -232,7 +233,8 @@ def test_ties_are_told(make: Make, models: dict[str, LanguageModel], left: Any, 
     make("b", left)
     newest = make("a", left)
     path, said = used(models)
-    assert path == str(newest) and len(said) == 1 and text in said[0]
+    assert path == str(newest) and text in said[0]
+    assert len(said) == (1 if left else 2) and ("is ungraded" in said[-1]) == (left is None)
     assert "of 2 stored translators from " in said[0] and str(newest) in said[0]
 
 

@@ -6,7 +6,9 @@ written one more piece of its prompt: so a long prompt holds nobody up for longe
 
 from __future__ import annotations
 
+import logging
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +33,8 @@ from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.residents import Resident, Residents
 from kvlingo_mlx.serving.settings import AUTO, Settings
 from kvlingo_mlx.serving.talks import Keys, Talk, find, longest
+
+log = logging.getLogger("kvlingo_mlx.serving")
 
 Tell = Callable[[Event], None]
 # What a request can be answered with an error for; anything else is a fault of the program.
@@ -134,7 +138,9 @@ class Engine:
             for at_once in job.steps:
                 if not at_once:
                     return
-        except REFUSED as error:
+        except Exception as error:  # a fault of ours ends this request, not those beside it
+            if not isinstance(error, REFUSED):
+                log.error("%s, %s: a request could not be answered", *_place(error))
             job.tell(_failed(error))
         job.end()
         self._jobs.pop(number, None)
@@ -215,8 +221,8 @@ class Engine:
         rules = Rules(on_missing="reprefill", step_size=self._settings.prefill_step_size)
         made = Exchange(alike, (), rules)
         made.directions = self.policy.directions
-        talk = Talk([], texts=made)
-        self.keeper.talks.append(talk)
+        talk = Talk(["text"], texts=made)
+        self.keeper.add(talk)
         return talk
 
     def _completed(self, job: Job, talk: Talk, resident: Resident) -> Steps:
@@ -371,8 +377,16 @@ def _switches(ask: Ask) -> dict[str, Any]:
     return {**ask.template, **({"tools": tools_of(ask)} if ask.tools else {})}
 
 
+def _place(error: BaseException) -> tuple[str, str]:
+    """What a fault is and where it happened; its text may hold a prompt, which is never logged."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return type(error).__name__, f"{where.filename}:{where.lineno}"
+
+
 def _failed(error: BaseException) -> Failed:
     """An error as it is told to the client, in one line."""
+    if not isinstance(error, REFUSED):
+        return Failed("internal", f"the server failed ({type(error).__name__}); its log says where")
     line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
     kinds = ((NotEnoughMemoryError, "memory"), (MemoryError, "memory"), (KVLingoError, "internal"))
     kind = next((kind for cls, kind in kinds if isinstance(error, cls)), None)

@@ -32,6 +32,7 @@ from kvlingo_mlx.serving.talks import Talk
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
+MOST_HERE, MOST_KEPT = 200, 1000  # conversations in memory, and in all; the oldest go first
 IDLE_S = 30.0  # an idle conversation is written to disk after so long, in case the process crashes
 LOST = (KVLingoError, OSError, ValueError, RuntimeError)
 
@@ -67,8 +68,22 @@ class Keeper:
     def new(self, conversation: Conversation, ask: Ask) -> Talk:
         """A new talk, which goes on from a conversation."""
         talk = Talk([], [dict(m) for m in ask.messages or ()], conversation, pinned=ask.pin)
-        self.talks.append(talk)
+        self.add(talk)
         return talk
+
+    def add(self, talk: Talk) -> None:
+        """Keep a talk, and let go of the oldest where there are too many."""
+        self.talks.append(talk)
+        idle = sorted((t for t in self.talks if self._may_go(t)), key=lambda t: t.used)
+        here = sum(t.exchange is not None for t in self.talks)
+        for old in idle[: max(0, here - MOST_HERE)]:
+            self._away(old)
+        gone = sorted((t for t in self.talks if t.exchange is None), key=lambda t: t.used)
+        for old in gone[: max(0, len(self.talks) - MOST_KEPT)]:
+            self._drop(old)
+
+    def _may_go(self, talk: Talk) -> bool:
+        return not (talk.busy or talk.pinned or talk.exchange is None) and bool(talk.keys)
 
     # ---- memory -----------------------------------------------------------------------------
 
@@ -84,7 +99,7 @@ class Keeper:
             for talk in sorted(self.talks, key=lambda talk: talk.used):
                 if self.used + needed <= self.budget:
                     return True
-                if not (talk.busy or talk.pinned or talk.exchange is None):
+                if self._may_go(talk):
                     step(talk)
         return self.used + needed <= self.budget
 

@@ -9,6 +9,10 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.generate import maybe_set_recommended_wired_limit
+
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Count, Counted, Event, Failed
@@ -41,6 +45,7 @@ class _Worker:
 
     def run(self) -> None:
         """Take what the front sends, and work in between."""
+        maybe_set_recommended_wired_limit()  # once, since somebody always answers
         self._tell_status()
         while True:
             while self._pipe.poll(0 if self._engine.busy else IDLE_S):

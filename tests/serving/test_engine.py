@@ -372,3 +372,28 @@ def test_volatile_lines_do_not_break_a_prefix(clients: Clients) -> None:
     assert again.usage.cached_tokens >= first.usage.prompt_tokens - 5
     other = [{"role": "system", "content": "Oscar lives in Oslo. " * 10}, user("Where?")]
     assert clients.one("large", other).usage.cached_tokens == 0
+
+
+def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlingo_mlx.serving.keeping.MOST_HERE", 2)
+    monkeypatch.setattr("kvlingo_mlx.serving.keeping.MOST_KEPT", 3)
+    clients = Clients(Engine(settings(tmp_path)))
+    for name in WORDS[:5]:
+        clients.one("large", [user(f"{name} lives in Rome.")], max_tokens=2)
+    here, away = clients.engine.status().conversations
+    assert (here, away) == (2, 1)
+    assert len(list((tmp_path / "kept").glob("*.json"))) == 1
+
+
+def test_a_fault_ends_one_request(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise LookupError("SECRET")
+
+    monkeypatch.setattr("kvlingo_mlx.serving.engine.sampler_of", broken)
+    failed = clients.one("large", [user("SECRET")]).failed
+    assert failed.kind == "internal" and "SECRET" not in failed.message + caplog.text
+    assert "LookupError" in caplog.text and "test_engine.py" in caplog.text
+    monkeypatch.undo()
+    assert clients.one("large", [user("SECRET")]).text

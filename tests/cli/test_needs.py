@@ -262,8 +262,13 @@ ALWAYS_ARGUMENTS = set(
     "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
     "characters overwrite solving suits".split()
 )
-# They take states, not what users type.
-INNER = ("Translator.build", "Translator.above", "Translator.linear_map")
+# They take states, or a server's request, not what users type.
+INNER = (
+    "Translator.build",
+    "Translator.above",
+    "Translator.linear_map",
+    "Conversation.reply_in_steps",
+)
 FUNCTION_ROWS = [(name, need, option) for name, needs in FUNCTIONS.items() for need in needs
                  for option in need.options.split()]  # fmt: skip
 

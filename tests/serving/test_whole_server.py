@@ -46,13 +46,9 @@ class Server:
 
     def worker(self) -> int:
         """The process that owns the models."""
-        found = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
-            capture_output=True,
-            text=True,
-        ).stdout.splitlines()
-        (line,) = [line for line in found if "spawn_main" in line]
-        return int(line.split()[0])
+        command = ["pgrep", "-f", "-P", str(self.process.pid), "spawn_main"]
+        (line,) = subprocess.run(command, capture_output=True, text=True).stdout.split()
+        return int(line)
 
 
 @pytest.fixture(scope="module")

@@ -130,6 +130,16 @@ def in_turn(steps: Generator[T, None, None]) -> Generator[T, None, None]:
             yield found
 
 
+def finished(steps: Generator[None, None, T]) -> T:
+    """Run work that is cut into steps to its end; return what it returns."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+
 # ---- the GPU's wired memory -----------------------------------------------------------------
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from kvlingo_mlx.caches import stored_shape
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.models.language_model import LanguageModel
 
 BITS, GROUP_SIZES = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # the values that MLX supports
+MERGED = (KVCache, RotatingKVCache)  # not their subclasses, whose entries may be more than tokens
 
 
 def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
@@ -87,3 +93,11 @@ def check_draft(
             f"{owners}, which mlx-lm's speculative decoding does not allow for; leave out "
             "draft_model (--draft-model)"
         )
+
+
+def can_merge(cache: Sequence[Any]) -> bool:
+    """Whether mlx-lm can decode from these caches together with those of other answers."""
+    return all(
+        can_merge(each.caches) if isinstance(each, CacheList) else type(each) in MERGED
+        for each in cache
+    )

@@ -25,6 +25,7 @@ from kvlingo_mlx.version import __version__
 VERBS = (
     "generate",
     "chat",
+    "serve",
     "demo",
     "fit",
     "train",

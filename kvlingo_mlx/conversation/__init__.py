@@ -16,15 +16,16 @@ from typing import Any, Self, TypedDict, Unpack
 from kvlingo_mlx.arguments import checked, renamed
 from kvlingo_mlx.conversation import folder as folders
 from kvlingo_mlx.conversation.accounting import Stats, check_room
-from kvlingo_mlx.conversation.asking import Asking, ReplyOptions
+from kvlingo_mlx.conversation.asking import Asking, ReplyOptions, Request
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.directions import Given
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
+from kvlingo_mlx.conversation.line import Steps
 from kvlingo_mlx.conversation.rules import Rules, by_tokenizer, tell_of_templates
 from kvlingo_mlx.conversation.state import State
 from kvlingo_mlx.conversation.transcript import Transcript
-from kvlingo_mlx.conversation.turn import Decoding, Part, Turn, thought_end
+from kvlingo_mlx.conversation.turn import Decoding, Part, Turn, thought_end, tokens_alone
 from kvlingo_mlx.conversation.use import claiming
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.generation import check_max_tokens
@@ -221,37 +222,67 @@ class Conversation(State):
                 it.
             NotEnoughMemoryError: The prompt's caches do not fit; nothing has changed.
         """
-        known = given(options, DecodingOptions, "a conversation")
-        choice = choice_of(known, sampler, logits_processors)
-        check_max_tokens(max_tokens)
-        if first_token not in ("target", "source"):
-            raise ValueError(f"first_token is {first_token!r}; it must be target or source")
+        request = Request(
+            message,
+            messages,
+            prefill,
+            first_token,
+            reasoning,
+            max_tokens,
+            sampler,
+            logits_processors,
+            enable_thinking,
+            draft_model,
+            num_draft_tokens,
+            given(options, DecodingOptions, "a conversation"),
+        )
+        yield from tokens_alone(self._steps(name, request))
+
+    @claiming
+    def reply_in_steps(
+        self, name: str, request: Request
+    ) -> Generator[GenerationResponse | None, None, None]:
+        """Let a model answer, as :meth:`stream_reply`, for callers that do other work in between.
+
+        Yields None after a piece of work that brought no token: a chunk of the prompt that was read
+        or translated, or a line that followed the answer. With ``request.batch`` the answer is
+        decoded beside others, and None also means that the batch must make a step.
+        """
+        yield from self._steps(name, request)
+
+    def _steps(
+        self, name: str, request: Request
+    ) -> Generator[GenerationResponse | None, None, None]:
+        known, first, reasoning = request.options, request.first_token, request.reasoning
+        choice = choice_of(known, request.sampler, request.logits_processors)
+        check_max_tokens(request.max_tokens)
+        if first not in ("target", "source"):
+            raise ValueError(f"first_token is {first!r}; it must be target or source")
         self._compare_templates()
-        named = [n for n in (name, prefill, reasoning) if n is not None]
+        named = [n for n in (name, request.prefill, reasoning) if n is not None]
         for each in named:  # check all names before any model begins
             self.exchange.line(each)
         asking = Asking(self.exchange, self.transcript, self.same(), self.on_full)
-        base, new = asking.begun(message, messages, enable_thinking, known.get("tools"))
+        base, new = asking.begun(request)
         check_tools(self.exchange.line(name).model, [*base.messages, *new], known.get("tools"))
-        alone = reasoning is None and first_token == "target"
-        draft = asking.draft(draft_model, alone=alone)
         decoding = Decoding(
             choice,
             base.switches.get("tools"),
             asking.quantised(named, known),
-            draft,
-            num_draft_tokens or 2,
+            asking.draft(request),
+            request.num_draft_tokens or 2,
+            request.batch,
         )
-        base, new = asking.fitting(base, new, named, max_tokens)
-        turn = asking.turn(base, named, new, max_tokens, decoding)
+        base, new = asking.fitting(base, new, named, request.max_tokens)
+        turn = asking.turn(base, named, new, request.max_tokens, decoding)
         parts = [Part(name)]
         if reasoning is not None:
             mark = thought_end(self.exchange.line(reasoning).model)
             parts.insert(0, Part(reasoning, until=mark))
-        if prefill is not None and first_token == "source":
-            parts.insert(0, Part(prefill, most=1))
+        if request.prefill is not None and first == "source":
+            parts.insert(0, Part(request.prefill, most=1))
         check_room({each: turn.length(each) for each in named}, self.lines)
-        reader = prefill if first_token == "target" else None
+        reader = request.prefill if first == "target" else None
         finish = functools.partial(self._finish, base, turn)
         latest = yield from turn.answer_by(parts, reader, finish)
         if reasoning is not None and latest != name:
@@ -259,10 +290,10 @@ class Conversation(State):
                 f"the answer ended before {latest} ended a reasoning trace ({parts[-2].until}), so "
                 f"{name} wrote nothing of it; undo, and ask again without reasoning, with "
                 "thinking enabled, or with more max_tokens",
-                stacklevel=3,
+                stacklevel=4,
             )
 
-    def _finish(self, base: Transcript, turn: Turn, text: str) -> None:
+    def _finish(self, base: Transcript, turn: Turn, text: str) -> Steps:
         """Add the message and the answer to the conversation, and let the other lines follow."""
         turn.book(base, text)
         base.previous, own = self.transcript, self.transcript.switches
@@ -275,7 +306,7 @@ class Conversation(State):
             if eager:
                 here = [name for name, line in self.lines.items() if not line.away]
                 check_room(dict.fromkeys(here, len(base.tokens)), self.lines)
-            turn.follow(base, eager=eager)
+            yield from turn.follow(base, eager=eager)
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # The answer stays. The next switch will translate it, or say why it cannot.
             warnings.warn(f"the other lines could not follow ({error})", stacklevel=2)

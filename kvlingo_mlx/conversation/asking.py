@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvlingo_mlx.caches.limits import check_bits
@@ -15,6 +15,7 @@ from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.transcript import Transcript, without_oldest_turn
 from kvlingo_mlx.conversation.turn import Decoding, Turn
+from kvlingo_mlx.handover.batches import Place
 from kvlingo_mlx.handover.generation import DECODE_OPTIONS, check_drafting
 from kvlingo_mlx.handover.sampling import DecodingOptions, LogitsProcessor, Sampler
 from kvlingo_mlx.loading.models import Model, load
@@ -38,6 +39,32 @@ class ReplyOptions(DecodingOptions, total=False):
 
 
 @dataclass(frozen=True)
+class Request:
+    """What :meth:`Conversation.stream_reply` was asked for; the attributes are its arguments.
+
+    Attributes:
+        options: Its :class:`~kvlingo_mlx.handover.sampling.DecodingOptions`.
+        template: Further switches of the chat template.
+        batch: The answers beside which the model decodes this one, or None.
+    """
+
+    message: str | Sequence[Message] | None = None
+    messages: Sequence[Message] | None = None
+    prefill: str | None = None
+    first_token: str = "target"
+    reasoning: str | None = None
+    max_tokens: int = 256
+    sampler: Sampler | None = None
+    logits_processors: list[LogitsProcessor] | None = None
+    enable_thinking: bool | None = None
+    draft_model: Model | None = None
+    num_draft_tokens: int | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    template: Mapping[str, Any] = field(default_factory=dict)
+    batch: Place | None = None
+
+
+@dataclass(frozen=True)
 class Asking:
     """A conversation as it is when a reply is asked for.
 
@@ -53,18 +80,13 @@ class Asking:
     same: Callable[[Message, Message], bool]
     on_full: str
 
-    def begun(
-        self,
-        message: str | Sequence[Message] | None,
-        messages: Sequence[Message] | None,
-        enable_thinking: bool | None,
-        tools: Sequence[Mapping[str, Any]] | None,
-    ) -> tuple[Transcript, list[Message]]:
+    def begun(self, request: Request) -> tuple[Transcript, list[Message]]:
         """The transcript before the messages that are to be answered, and these messages.
 
         Raises:
             ValueError: Both or neither are given, or the last message is an answer.
         """
+        message, messages = request.message, request.messages
         if message is not None and messages is not None:
             raise ValueError(
                 "message and messages are both given; give the new message alone, or the whole "
@@ -83,7 +105,9 @@ class Asking:
             )
         if message is None and not asked:
             messages_of(message)  # message is None: this raises ValueError
-        switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
+        tools = request.options.get("tools")
+        switches = {"enable_thinking": request.enable_thinking, "tools": tools and list(tools)}
+        switches |= request.template
         base.switches |= {name: value for name, value in switches.items() if value is not None}
         return base, new
 
@@ -100,10 +124,12 @@ class Asking:
             check_bits(model, found["kv_bits"], found.get("kv_group_size", 64))
         return found
 
-    def draft(self, draft_model: Model | None, *, alone: bool) -> Line | None:
+    def draft(self, request: Request) -> Line | None:
         """A separate line for a draft model; a copy if it is one of the conversation's models."""
+        draft_model = request.draft_model
         if draft_model is None:
             return None
+        alone = request.reasoning is None and request.first_token == "target"
         if isinstance(self.exchange, CrossExchange) or not alone:
             what = "beside reasoning or first_token" if not alone else "between several tokenizers"
             raise ValueError(f"draft_model cannot be used {what}; leave one of them out")

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.exchange import Exchange, Step, no_translator
-from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.offers import (
     Known,
     Offer,
@@ -77,7 +77,7 @@ class CrossExchange(Exchange):
             return given, missing
         target = known.target.rendering(length)
         for other in self.lines.values():
-            if self._alike(line, other):
+            if self._alike(line, other) or (other.name, line.name) in self.barred:
                 continue
             found = self.directions.stored(other.name, line.name) is not None
             for reading in known.others.get(self.key(other.name), ()):
@@ -113,10 +113,9 @@ class CrossExchange(Exchange):
 
     # ---- after an answer ------------------------------------------------------------------
 
-    @unit
     def follow_across(
         self, wanted: Wanted, others: Mapping[str, Sequence[Reading]], mark: int | None
-    ) -> None:
+    ) -> Steps:
         """Translate as much as possible of what each line lacks.
 
         The models read the text between translated contents themselves. Lines that were put away
@@ -129,7 +128,7 @@ class CrossExchange(Exchange):
         """
         for line in self.lines.values():
             reading = wanted.get(self.key(line.name))
-            if reading is None or line.away:
+            if reading is None or line.away or line.name in self.unfollowing:
                 continue
             tokens = reading.tokens
             if line.trim(line.common(tokens)) == len(tokens):
@@ -139,7 +138,7 @@ class CrossExchange(Exchange):
                 plan = self._plan(line, tokens, len(line), None, known)
             except (MissingTranslatorError, UnsupportedModelError):
                 continue
-            self._grow(line, _followed(plan, len(line), known), tokens, mark)
+            yield from self._grow(line, _followed(plan, len(line), known), tokens, mark)
 
     def _forget(self) -> None:
         """Do nothing: what a line of another tokenizer lacks is known only after the answer."""

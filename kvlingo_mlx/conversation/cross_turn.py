@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from kvlingo_mlx.conversation.cross_exchange import CrossExchange
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
 from kvlingo_mlx.conversation.exchange import Switch
+from kvlingo_mlx.conversation.line import Steps
 from kvlingo_mlx.conversation.offers import Known
 from kvlingo_mlx.conversation.reading import Reading
 from kvlingo_mlx.conversation.transcript import Transcript
@@ -56,7 +57,7 @@ class CrossTurn(Turn):
     def length(self, name: str) -> int:
         return len(self._reading(name).tokens)
 
-    def _begin(self, name: str) -> tuple[list[int], Switch]:
+    def _begin(self, name: str) -> Generator[None, None, tuple[list[int], Switch]]:
         key = self._across.key(name)
         reading = self._readings[key] = self._reading(name)
         known = Known(
@@ -68,9 +69,10 @@ class CrossTurn(Turn):
             },
         )
         tokens = reading.tokens
-        return tokens, self._across.bring(name, tokens[:-1], self._marks[key], known)
+        switch = yield from self._across.bring(name, tokens[:-1], self._marks[key], known)
+        return tokens, switch
 
-    def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse]:
+    def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse | None]:
         begun = len(self.answer)
         try:
             yield from super().write(part, last=last)
@@ -92,7 +94,7 @@ class CrossTurn(Turn):
         readings = {key: self._reading(names[key]) for key in self._readings}
         self._transcript.book([*self.messages, said], readings, self._latest)
 
-    def follow(self, transcript: Transcript, *, eager: bool) -> None:
+    def follow(self, transcript: Transcript, *, eager: bool) -> Steps:
         assert isinstance(transcript, CrossTranscript)
         wanted = {}
         for name in self._across.lines:
@@ -103,7 +105,7 @@ class CrossTurn(Turn):
                 )
         others = {key: [transcript.readings[key]] for key in transcript.readings}
         if eager:
-            self._across.follow_across(wanted, others, self._marks[self._latest])
+            yield from self._across.follow_across(wanted, others, self._marks[self._latest])
         self._across.forget(wanted, others)
 
     # ---- the answer in other tokens -------------------------------------------------------

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.conversation.directions import Directions, Given
-from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.offers import Known, Offers
 from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.rules import Rules
@@ -25,7 +26,7 @@ from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.threads import unit, working
+from kvlingo_mlx.threads import finished, unit, working
 from kvlingo_mlx.tokenization.alignment import TokenAlignment
 from kvlingo_mlx.translators.base import Translator
 
@@ -77,6 +78,8 @@ class Exchange:
         lines: The lines by name.
         last: The last switch, or None.
         active: The name of the line that was brought up to date last, or None.
+        barred: Ordered pairs of models between which nothing is translated for now.
+        unfollowing: Models whose lines are not brought up to date after others' answers.
         relatives: This exchange, and those of all conversations that branched from one another.
     """
 
@@ -92,6 +95,8 @@ class Exchange:
         self.active: str | None = None
         self._from: str | None = None
         self.directions = Directions(models, translators, rules)
+        self.barred: frozenset[tuple[str, str]] = frozenset()
+        self.unfollowing: frozenset[str] = frozenset()
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @unit
@@ -134,11 +139,11 @@ class Exchange:
 
     def bring(
         self, name: str, tokens: Sequence[int], mark: int | None = None, known: Known | None = None
-    ) -> Switch:
+    ) -> Generator[None, None, Switch]:
         """Make a line hold ``tokens``: translate what others wrote, read the rest natively.
 
-        ``mark`` is a length to which the line may have to return. ``known`` has the readings of the
-        same conversation by models of other tokenizers.
+        Each chunk is a step. ``mark`` is a length to which the line may have to return. ``known``
+        has the readings of the same conversation by models of other tokenizers.
 
         Raises:
             MissingTranslatorError: Other models wrote a part that cannot be translated; nothing
@@ -155,7 +160,9 @@ class Exchange:
             line.recall()
             line.trim(kept)
         before = translated(line.spans)
-        translate_s, read_s = self._grow(line, plan, tokens, mark, wait=True)
+        seconds = time.perf_counter() - started
+        translate_s, read_s = yield from self._grow(line, plan, tokens, mark, wait=True)
+        started = time.perf_counter()
         with working():
             mx.eval(caches.arrays(line.cache))
             validate_cache(line.cache, line.model, len(tokens))
@@ -165,10 +172,10 @@ class Exchange:
         lengths = [step.stop - start for step, start in zip(plan, starts, strict=False)]
         now = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
         self._brought = list(tokens)
+        seconds += time.perf_counter() - started + translate_s + read_s
         used = self.used_by(name)
         self.last = Switch(
-            *(name, kept, now, sum(lengths) - now),
-            *(time.perf_counter() - started, translate_s, read_s, before),
+            *(name, kept, now, sum(lengths) - now, seconds, translate_s, read_s, before),
             max((self.directions.native(t.config) for t in used), default=0),
         )
         return self.last
@@ -181,7 +188,7 @@ class Exchange:
         mark: int | None,
         *,
         wait: bool = False,
-    ) -> tuple[float, float]:
+    ) -> Generator[None, None, tuple[float, float]]:
         """Append a plan's steps to a line, with marks at its present length and at ``mark``.
 
         ``wait`` evaluates each step, so that the returned seconds of translation and of reading
@@ -190,24 +197,29 @@ class Exchange:
         line.mark()
         translate_s = read_s = 0.0
         for step in plan:
-            started = time.perf_counter()
-            # A line with rings takes nothing over from another tokenizer and needs no mark there.
-            if mark is not None and len(line) < mark < step.stop and step.alignment is None:
-                self._take(line, Step(step.source, mark), tokens)
-                line.mark()
-            self._take(line, step, tokens)
-            if wait:
-                mx.eval(caches.arrays(line.cache))
-            took = time.perf_counter() - started
+            took = yield from _timed(self._grow_by(line, step, tokens, mark, wait=wait))
             translate_s += took if step.source else 0.0
             read_s += 0.0 if step.source else took
         return translate_s, read_s
 
-    def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> None:
+    def _grow_by(
+        self, line: Line, step: Step, tokens: Sequence[int], mark: int | None, *, wait: bool
+    ) -> Steps:
+        """Append one step of a plan to a line, with a mark at ``mark``."""
+        # A line with rings takes nothing over from another tokenizer and needs no mark there.
+        if mark is not None and len(line) < mark < step.stop and step.alignment is None:
+            yield from self._take(line, Step(step.source, mark), tokens)
+            line.mark()
+        yield from self._take(line, step, tokens)
+        if wait:
+            with working():
+                mx.eval(caches.arrays(line.cache))
+
+    def _take(self, line: Line, step: Step, tokens: Sequence[int]) -> Steps:
         """Append one step of a plan to a line."""
         more = tokens[len(line) : step.stop]
         if step.source is None:
-            line.read(more, self.rules.step_size)
+            yield from line.read(more, self.rules.step_size)
             return
         translator = self.directions.translator(step.source.name, line.name)
         assert translator is not None
@@ -216,10 +228,13 @@ class Exchange:
         if step.alignment is not None:
             assert isinstance(line, PositionedLine)
             line.take_across(more, step.alignment, source, translator, step_size)
+            yield
             return
-        line.take_over(
+        with working():
+            states = source.native.read(len(line), step.stop)
+        yield from line.take_over(
             more,
-            source.native.read(len(line), step.stop),
+            states,
             source,
             translator,
             step_size,
@@ -262,6 +277,8 @@ class Exchange:
         for other in self._sources(line, origin):
             shared = other.common(tokens)
             reach = min(other.native.reach(begun), shared)
+            if (other.name, line.name) in self.barred:
+                continue
             if self.directions.stored(other.name, line.name) is None:
                 missing = other if wrote(other.spans, begun, shared) else missing
             elif reach > best.stop:
@@ -281,23 +298,25 @@ class Exchange:
         others = [other for other in self.lines.values() if other is not line]
         return [o for o in others if self.rules.switching == "alternated" or o.name == origin]
 
-    @unit
-    def follow(self, tokens: Sequence[int], mark: int | None = None) -> None:
+    def follow(self, tokens: Sequence[int], mark: int | None = None) -> Steps:
         """Translate as much as possible of what each other line lacks of ``tokens``.
 
         Nothing waits for the results. Lines that were put away stay away.
         """
-        for line in self.lines.values():
-            if line.away or line.trim(line.common(tokens)) == len(tokens):
+        for name, line in self.lines.items():
+            if line.away or name in self.unfollowing:
+                continue
+            if line.trim(line.common(tokens)) == len(tokens):
                 continue
             try:
                 plan = self._plan(line, tokens, len(line), None)
             except MissingTranslatorError:
                 continue
             steps = list(itertools.takewhile(lambda step: step.source is not None, plan))
-            self._grow(line, steps, tokens, mark)
+            yield from self._grow(line, steps, tokens, mark)
         self._forget()
 
+    @unit
     def _forget(self) -> None:
         """Drop the recorded states that every line that could take them has."""
         if self.rules.switching == "naive":
@@ -351,8 +370,21 @@ class Exchange:
             )
         fresh = Line(self.last.name, self.line(self.last.name).model, records=False)
         started = time.perf_counter()
-        fresh.read(self._brought, self.rules.step_size)
+        finished(fresh.read(self._brought, self.rules.step_size))
         return time.perf_counter() - started
+
+
+def _timed(steps: Steps) -> Generator[None, None, float]:
+    """The same steps; returns their seconds, without what others did between them."""
+    seconds, more = 0.0, True
+    with contextlib.closing(steps):
+        while True:
+            started = time.perf_counter()
+            more = next(steps, True) is None
+            seconds += time.perf_counter() - started
+            if not more:
+                return seconds
+            yield
 
 
 def no_translator(source: Line, target: Line) -> MissingTranslatorError:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -24,6 +25,7 @@ from kvlingo_mlx.threads import unit, working
 from kvlingo_mlx.translators.base import Translator
 
 Listening = Callable[[], contextlib.AbstractContextManager[None]]
+Steps = Generator[None, None, None]  # work; between two steps others may use the models
 Mark = tuple[int, list[Any]]  # a length, and copies of the ring caches at that length
 MARKS = 2  # marks that are kept: one before the last message, one after it
 
@@ -233,11 +235,11 @@ class Line:
         try:
             yield
         except BaseException:
-            self._take_back()
+            self.take_back()
             raise
 
     @unit
-    def _take_back(self) -> None:
+    def take_back(self) -> None:
         """Take back what some caches have written beyond the tokens, and the states kept of it.
 
         The rest is evaluated here, since no other thread can do that.
@@ -250,18 +252,19 @@ class Line:
 
     # ---- growing --------------------------------------------------------------------------
 
-    def read(self, tokens: Sequence[int], step_size: int) -> None:
-        """Run ``tokens`` after the line's own, in chunks."""
+    def read(self, tokens: Sequence[int], step_size: int) -> Steps:
+        """Run ``tokens`` after the line's own; each chunk is a step."""
         ear = self._ear()
-        with self.whole(), mx.stream(generation_stream):
+        with self.whole():
             for start in range(0, len(tokens), step_size):
                 chunk = list(tokens[start : start + step_size])
-                with working():
+                with working(), mx.stream(generation_stream):
                     with _listening(ear):
                         self.model.model(mx.array(chunk)[None], cache=self.cache)
                     mx.eval([c.state for c in self.cache])
                     self.wrote(chunk, ear)
                     mx.clear_cache()
+                yield
 
     @contextlib.contextmanager
     def decoding(self, first: int) -> Iterator[tuple[list[int], Listening]]:
@@ -296,10 +299,28 @@ class Line:
         self.tokens += tokens
         self.spans = grown(self.spans, len(self), self.name)
 
+    @unit
+    def adopt(self, tokens: Sequence[int], cache: list[Any], parts: Sequence[KVStates]) -> None:
+        """Go on with caches in which the model has run ``tokens`` after the line's own.
+
+        ``parts`` are the states that it wrote of them, in order; none if the line records none.
+
+        Raises:
+            RuntimeError: The number of recorded tokens differs.
+        """
+        written = sum(part.num_tokens for part in parts)
+        if self.records and written != len(tokens):
+            raise RuntimeError(f"{written} tokens were recorded, not {len(tokens)}")
+        self._caches, start = cache, len(self)
+        for part in parts:
+            self.native.add(replace(part, start=start))
+            start += part.num_tokens
+        self.tokens += tokens
+        self.spans = grown(self.spans, len(self), self.name)
+
     def _ear(self) -> capture.Ear | None:
         return capture.Ear(self.model) if self.records else None
 
-    @unit
     def take_over(
         self,
         tokens: Sequence[int],
@@ -310,30 +331,34 @@ class Line:
         *,
         native_layers: int = 0,
         keep: bool = False,
-    ) -> None:
+    ) -> Steps:
         """Append what another line's model wrote of ``tokens``, translated, without waiting for it.
 
-        ``states`` begin where this line ends. The first ``native_layers`` layers read the tokens
-        themselves. ``keep`` records the translation as this model's own, for a later translation.
+        Each chunk is a step. ``states`` begin where this line ends. The first ``native_layers``
+        layers read the tokens themselves. ``keep`` records the translation as this model's own,
+        for a later translation.
         """
         upper = translator.above(native_layers)
         kept = self.model.geometry.first_kept(len(self) + len(tokens))
-        with self.whole(), mx.stream(generation_stream):
+        spans = list(source.spans)
+        with self.whole():
             # A ring whose window begins beyond this line's end takes its window in one piece.
             passed = min((first for first in kept if first > len(self)), default=states.end)
             for start in (*range(states.start, passed, step_size), passed):
                 if start == states.end:
                     break
                 stop = states.end if start == passed else min(start + step_size, passed)
-                part = states.part(start, stop)
-                if native_layers:  # without native layers, a stored line may still be on its way
-                    own = tokens[start - states.start : stop - states.start]
-                    hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
-                moved = capture.move(part, source.model, translator.config.capture)
-                self._append(upper(moved, kept), keep)
+                with working(), mx.stream(generation_stream):
+                    part = states.part(start, stop)
+                    if native_layers:  # without them, a stored line may still be on its way
+                        own = tokens[start - states.start : stop - states.start]
+                        hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
+                    moved = capture.move(part, source.model, translator.config.capture)
+                    self._append(upper(moved, kept), keep)
+                yield
             begun = len(self)
             self.tokens += tokens
-            for span in source.spans:  # its own spans only, unless switching is naive
+            for span in spans:  # the source's own spans only, unless switching is naive
                 if span.stop > begun:
                     stop = min(span.stop, len(self))
                     self.spans = grown(self.spans, stop, span.writer, span.passes + 1)

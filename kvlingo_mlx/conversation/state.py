@@ -96,10 +96,24 @@ class State:
             ValueError: An answer is still being written.
         """
         with self._use.claimed():
-            made = copy.copy(self)
-            made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
-            made._use = Use()
-            return made
+            return self._copied()
+
+    def snapshot(self) -> Self:
+        """A branch at the state before the answer that is being written, if one is.
+
+        Its lines keep what they have read so far of that answer's prompt. The thread that writes
+        the answer calls this between two of its steps.
+        """
+        made = self._copied()
+        for line in made.lines.values():
+            line.take_back()
+        return made
+
+    def _copied(self) -> Self:
+        made = copy.copy(self)
+        made.transcript, made.exchange = self.transcript.copy(), self.exchange.copy()
+        made._use = Use()
+        return made
 
     def close(self) -> None:
         """Free all lines, in memory and on disk; models and saved conversations stay.

@@ -15,10 +15,11 @@ from mlx_lm.generate import stream_generate as mlx_stream_generate
 
 from kvlingo_mlx.caches.validation import room_for
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
-from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.conversation.use import Use
 from kvlingo_mlx.handover.answers import AnswerReader, first_stop
+from kvlingo_mlx.handover.batches import Place
 from kvlingo_mlx.handover.fill import PHASES
 from kvlingo_mlx.handover.responses import (
     Counts,
@@ -30,7 +31,7 @@ from kvlingo_mlx.handover.responses import (
 from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Message
-from kvlingo_mlx.threads import in_turn, stepping, wired, working
+from kvlingo_mlx.threads import finished, in_turn, stepping, wired, working
 from kvlingo_mlx.translators.base import Translator
 
 THOUGHT = "</think>"  # the end of a reasoning trace where a tokenizer has no mark of its own
@@ -51,6 +52,7 @@ class Decoding:
         quantised: mlx-lm's ``kv_bits`` and the options that belong to it, if they are given.
         draft: A separate line for a draft model, or None.
         num_draft_tokens: How many tokens the draft model drafts at a time.
+        batch: Where the model decodes this answer beside others, or None.
     """
 
     choice: Choice
@@ -58,6 +60,7 @@ class Decoding:
     quantised: Mapping[str, Any] = field(default_factory=dict)
     draft: Line | None = None
     num_draft_tokens: int = 2
+    batch: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -109,43 +112,46 @@ class Turn:
         """The number of tokens of the prompt and the answer so far, by a model's tokenizer."""
         return len(self.prompt) + len(self.answer)
 
-    def read(self, name: str) -> None:
+    def read(self, name: str) -> Steps:
         """Let a model's line hold the whole prompt except its last token."""
-        self._seconds["prefill"] += self._begin(name)[1].seconds
+        _, switch = yield from self._begin(name)
+        self._seconds["prefill"] += switch.seconds
 
     def answer_by(
-        self, parts: Sequence[Part], reader: str | None, finish: Callable[[str], None]
-    ) -> Generator[GenerationResponse, None, str]:
+        self, parts: Sequence[Part], reader: str | None, finish: Callable[[str], Steps]
+    ) -> Generator[GenerationResponse | None, None, str]:
         """Let models write the parts of the answer in turn; return the name of the last that wrote.
 
-        ``reader`` reads the prompt before they begin. ``finish`` is called with the answer's text,
-        also if the caller closes the generator, but not after an error.
+        A step without a token yields None. ``reader`` reads the prompt before they begin.
+        ``finish`` is taken with the answer's text, also if the caller closes the generator, but
+        not after an error.
         """
         latest = name = parts[-1].name
         try:
             if reader is not None:
-                self.read(reader)
+                yield from self.read(reader)
             for part in parts:
                 if not self.ended and self.room(part.name) > 0:
                     latest = part.name
                     yield from self.write(part, last=part is parts[-1])
         except GeneratorExit:
             if not Use.over:
-                finish(self.said(name, cut=True))
+                finished(finish(self.said(name, cut=True)))
             raise
-        finish(self.said(name, cut=False))
+        yield from finish(self.said(name, cut=False))
         return latest
 
-    def _begin(self, name: str) -> tuple[list[int], Switch]:
+    def _begin(self, name: str) -> Generator[None, None, tuple[list[int], Switch]]:
         """All tokens so far; the model's line now holds all of them except the last."""
         tokens = [*self.prompt, *self.answer]
-        return tokens, self._exchange.bring(name, tokens[:-1], self.mark)
+        switch = yield from self._exchange.bring(name, tokens[:-1], self.mark)
+        return tokens, switch
 
-    def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse]:
+    def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse | None]:
         """Let a model continue the answer; ``last`` says that no other model continues after it."""
         name, most = part.name, part.most
         self._parts += 1
-        tokens, switch = self._begin(name)
+        tokens, switch = yield from self._begin(name)
         self._seconds["translate"] += switch.translate_s
         self._seconds["native"] += switch.read_s
         line = self._exchange.line(name)
@@ -154,6 +160,9 @@ class Turn:
         used = self._exchange.used_by(name)
         text, begun = "", len(self.answer)
         for response in self._decoded(line, tokens, limit):
+            if response is None:
+                yield None
+                continue
             if begun and not text:
                 before = [tokens[-1], *self.answer[begun:]]
                 response = _joined(response, line.model.tokenizer, before)
@@ -200,16 +209,19 @@ class Turn:
         said = {"role": "assistant", "content": text}
         transcript.wrote([*self.messages, said], self.prompt, self.answer)
 
-    def follow(self, transcript: Transcript, *, eager: bool) -> None:
+    def follow(self, transcript: Transcript, *, eager: bool) -> Steps:
         """Bring the other lines up to date with the booked answer."""
         if eager:
-            self._exchange.follow(transcript.tokens, self.mark)
+            yield from self._exchange.follow(transcript.tokens, self.mark)
 
-    def _decoded(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
+    def _decoded(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse | None]:
         """Decode from a line that holds all of ``tokens`` except the last one.
 
         mlx-lm's loop has run every token that it gave out, a stop token included.
         """
+        if self._decoding.batch is not None:
+            yield from self._decoded_together(self._decoding.batch, line, tokens, most)
+            return
         if self._decoding.quantised or self._decoding.draft is not None:
             yield from self._decoded_aside(line, tokens, most)
             return
@@ -227,7 +239,36 @@ class Turn:
                     run.append(int(response.token))
                     yield response
 
-    def _decoded_aside(self, line: Line, tokens: list[int], most: int) -> Iterator[MLXResponse]:
+    def _decoded_together(
+        self, batch: Place, line: Line, tokens: list[int], most: int
+    ) -> Iterator[MLXResponse | None]:
+        """Decode beside other answers; None where the batch has to make a step first."""
+
+        def leave() -> None:
+            if (left := batch.leave(row)) is not None:
+                line.adopt(row.run, *left)
+
+        while batch.full:
+            yield None
+        with line.whole():
+            row = batch.join(line.cache, tokens, self._decoding.choice, most)
+            try:
+                while not row.over:
+                    response = row.take()
+                    if response is not None and not self.answer:
+                        check_numbers(response, line.model, line.model, line.cache, row.processors)
+                    yield response
+            except GeneratorExit:
+                leave()
+                raise
+            except BaseException:
+                batch.leave(row)
+                raise
+            leave()
+
+    def _decoded_aside(
+        self, line: Line, tokens: list[int], most: int
+    ) -> Iterator[MLXResponse | None]:
         """Decode from copies of the caches, which mlx-lm may quantise or remove drafts from.
 
         Afterwards the line itself reads the answer in one pass, so its caches end as usual.
@@ -239,7 +280,7 @@ class Turn:
         if drafting is not None:
             with working():
                 drafting.trim(min(drafting.common(tokens), len(tokens) - 1))
-            drafting.read(tokens[len(drafting) : -1], self._exchange.rules.step_size)
+            yield from drafting.read(tokens[len(drafting) : -1], self._exchange.rules.step_size)
             cache += drafting.cache
         found: list[int] = []
         decoded = in_turn(self._responses(line, tokens, most, cache, processors))
@@ -251,9 +292,9 @@ class Turn:
                     found.append(int(response.token))
                     yield response
         except GeneratorExit:
-            line.read([tokens[-1], *found], self._exchange.rules.step_size)
+            finished(line.read([tokens[-1], *found], self._exchange.rules.step_size))
             raise
-        line.read([tokens[-1], *found], self._exchange.rules.step_size)
+        yield from line.read([tokens[-1], *found], self._exchange.rules.step_size)
 
     def _responses(
         self,
@@ -296,6 +337,19 @@ class Turn:
         )
         booked = timed(response, counts, self._ttft, self._seconds, used=used)
         return replace(booked, generation_tokens=len(self.answer))
+
+
+def tokens_alone(
+    steps: Generator[GenerationResponse | None, None, None],
+) -> Generator[GenerationResponse, None, None]:
+    """The responses among an answer's steps; what the caller throws in goes on to them."""
+    with contextlib.closing(steps):
+        for response in steps:
+            try:
+                if response is not None:
+                    yield response
+            except (Exception, KeyboardInterrupt) as error:
+                steps.throw(error)
 
 
 def _joined(response: MLXResponse, tokenizer: Any, before: Sequence[int]) -> MLXResponse:

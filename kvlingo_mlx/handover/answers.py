@@ -80,21 +80,21 @@ class AnswerReader:
         """The next response, cut at a stop text, with its text divided into parts."""
         last: Any = response
         text, stopped = self._before_stop(last.text, last.finish_reason is not None)
-        reason = "stop" if stopped else last.finish_reason
+        reason = "stop" if stopped is not None else last.finish_reason
         parts = self._divided(text, ended=reason is not None)
-        return replace(last, text=text, finish_reason=reason, **vars(parts))
+        return replace(last, text=text, finish_reason=reason, stop_text=stopped, **vars(parts))
 
-    def _before_stop(self, text: str, ended: bool) -> tuple[str, bool]:
-        """The text that can be given out now, and whether a stop text has come."""
+    def _before_stop(self, text: str, ended: bool) -> tuple[str, str | None]:
+        """The text that can be given out now, and the stop text that has come, or None."""
         text, self._held = self._held + text, ""
         if (found := first_stop(text, self._stop)) is not None:
-            return text[:found], True
+            return text[:found], max(s for s in self._stop if text.startswith(s, found))
         most = 0 if ended else min(len(text), max(map(len, self._stop), default=1) - 1)
         held = next(
             (n for n in range(most, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)), 0
         )
         self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
+        return text[: len(text) - held], None
 
     def _divided(self, text: str, ended: bool) -> Parts:
         """The parts of the next piece of text."""
@@ -143,6 +143,11 @@ def _first_state(tokenizer: Any, prompt: Sequence[int]) -> str:
         prompt
     ) > tokenizer.rfind_think_end(prompt)
     return "reasoning" if opened else "normal"
+
+
+def begins_in_reasoning(tokenizer: Any, prompt: Sequence[int]) -> bool:
+    """Whether an answer to a prompt begins inside a reasoning trace."""
+    return _first_state(tokenizer, prompt) == "reasoning"
 
 
 def _formatted(call: Mapping[str, Any]) -> ToolCall:

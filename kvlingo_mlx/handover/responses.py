@@ -37,6 +37,7 @@ class GenerationResponse(MLXResponse):
         content: Text for the user.
         reasoning: Text between the tokenizer's think marks.
         tool_calls: Complete tool calls in OpenAI's form. A call that cannot be parsed is content.
+        stop_text: The stop text that ended the answer, with its last response; else None.
         cached_tokens: Prompt tokens that the decode model's cache held before. (Where another model
             began the answer, these counts include that model's tokens.)
         cached_translated_tokens: Those of them that had been translated before: in a conversation
@@ -60,6 +61,7 @@ class GenerationResponse(MLXResponse):
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    stop_text: str | None = None
     cached_tokens: int = 0
     cached_translated_tokens: int = 0
     translated_tokens: int = 0

@@ -52,7 +52,7 @@ def load(
     model = _unread(path_or_hf_repo, revision)
     if not lazy:
         memory.check({f"weights of {model.name}": memory.weights_bytes(model)})
-        _read(model)
+        read_weights(model)
     return model
 
 
@@ -91,7 +91,7 @@ def load_together(
         parts[memory.caches_of(tokens)] = sum(memory.cache_bytes(m, tokens) for m in opened)
     memory.check(parts)
     for model in unread.values():
-        _read(model)
+        read_weights(model)
     return opened
 
 
@@ -120,7 +120,12 @@ def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> La
     return open_model(path, name, commit)
 
 
-def _read(model: LanguageModel) -> None:
+def read_weights(model: LanguageModel) -> None:
+    """Read the weights that are still in the model's files.
+
+    Raises:
+        MissingModelError: The files are missing or damaged.
+    """
     modules = model.model.modules()
     with damage_told(model.path), working():
         mx.eval([dict(module) for module in modules])  # also RoPE, which has no parameters

@@ -8,8 +8,9 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+from kvlingo_mlx.backend import nn
 
 from huggingface_hub.errors import StrictDataclassError
 from mlx_lm.utils import load_config, load_model, load_tokenizer
@@ -48,11 +49,7 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     _check_files(path)
     with damage_told(path):
         config = load_config(path)
-        overrides = family.overrides(config)
-        with for_any_thread():
-            model, config = load_model(
-                path, lazy=True, trust_remote_code=False, model_config=overrides
-            )
+        model, config = _unread_module(path, family.overrides(config))
     with damage_told(path, "the tokenizer of "), _quiet_about_models():
         tokenizer = load_tokenizer(
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
@@ -61,6 +58,27 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
     found = LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
     notes.tell_of_misreading(found)
     return found
+
+
+def let_go(model: LanguageModel) -> None:
+    """Free the memory of a model's weights; they are read from its files when next needed.
+
+    Raises:
+        MissingModelError: The files are missing or damaged by now; the weights stay in memory.
+    """
+    assert model.path is not None
+    with damage_told(model.path):
+        module, _ = _unread_module(model.path, model.family.overrides(model.config))
+    model.model.update(module.parameters())
+
+
+def _unread_module(path: Path, overrides: dict[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
+    """A model's module, with weights that any thread can read later, and its config."""
+    with for_any_thread():
+        module, config = load_model(
+            path, lazy=True, trust_remote_code=False, model_config=overrides
+        )
+    return module, config
 
 
 @contextlib.contextmanager

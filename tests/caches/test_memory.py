@@ -39,13 +39,13 @@ def limited(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The models whose weights were read."""
     found: list[str] = []
-    read = models._read
+    read = models.read_weights
 
     def noted(model: LanguageModel) -> None:
         found.append(model.name)
         read(model)
 
-    monkeypatch.setattr(models, "_read", noted)
+    monkeypatch.setattr(models, "read_weights", noted)
     return found
 
 

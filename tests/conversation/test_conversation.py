@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import kvlingo_mlx as kv
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.threads import finished
 from tests.support import tiny
 from tests.support.identity import identity_of
 from tests.support.parity import in_order
@@ -145,9 +146,9 @@ def test_native_layers_read_what_is_brought(
         )  # fmt: skip
         talk.reply("a", "the use of an other", max_tokens=NEW)
         tokens = talk.transcript.tokens
-        talk.exchange.bring("b", tokens)
+        finished(talk.exchange.bring("b", tokens))
         own.lines["b"].clear()
-        own.exchange.bring("b", tokens)
+        finished(own.exchange.bring("b", tokens))
         held, expected = (
             [a for c in t.lines["b"].cache for a in (in_order(c, c.keys), in_order(c, c.values))]
             for t in (talk, own)

@@ -22,6 +22,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx import caches
 from kvlingo_mlx.conversation import Conversation, storage
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.threads import finished
 from tests.support import TESTS, tiny
 from tests.support.identity import identity_of
 from tests.support.processes import WITHOUT_TORCH
@@ -368,7 +369,7 @@ def test_branches_of_a_line_that_is_still_being_written_are_apart(
     ask(talk, "b", "hi there")
     held_by_other = held(other, "a")
     fresh = talk_of(models["qwen3"], eager=False, verbatim=True)
-    fresh.exchange.bring("a", other.lines["a"].tokens)
+    finished(fresh.exchange.bring("a", other.lines["a"].tokens))
     for ours, theirs in zip(held_by_other, held(fresh, "a"), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
@@ -557,7 +558,7 @@ def test_a_missing_translator_is_found_before_a_line_is_trimmed(
     talk.lines["a"].tokens[3] ^= 1
     before["a"][0][3] ^= 1
     with pytest.raises(kv.MissingTranslatorError, match="from a .* to b"):
-        talk.exchange.bring("b", talk.lines["a"].tokens)
+        finished(talk.exchange.bring("b", talk.lines["a"].tokens))
     after = {name: (list(line.tokens), list(line.spans)) for name, line in talk.lines.items()}
     assert after == before
 

@@ -20,7 +20,7 @@ ROOMS = """
     version errors arguments blas backend threads
     format tokenization stage1 embedded families models translators caches loading
     reporting store handover folding conversation timing evaluation fitting analysis
-    training cuda cli
+    training cuda serving cli
 """.split()
 NO_MLX = (
     "version",
@@ -33,11 +33,14 @@ NO_MLX = (
     "embedded",
     "training",
 )
+# The server's front, which survives a worker whose MLX crashes.
+FRONT = "app front guard link messages metrics replies settings wire/".split()
 WITHOUT = (
     "loading/hub",
     "loading/grading",
     "reporting/pictures",
     "store/publishing",
+    *(f"serving/{file}" for file in FRONT),
 )
 TORCH = ("training", "cuda")
 
@@ -132,6 +135,13 @@ def loaded_after(code: str) -> set[str]:
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     return set(done.stderr.split())
+
+
+def test_the_front_of_a_server_loads_no_mlx() -> None:
+    pytest.importorskip("starlette")
+    code = "from kvlingo_mlx.serving import front; front.wires()"
+    assert not loaded_after(code) & {"mlx", "mlx_lm", "torch", "transformers", "numpy"}
+    assert "starlette" in loaded_after(code)
 
 
 def test_import_and_help_are_light() -> None:

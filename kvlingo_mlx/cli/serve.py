@@ -1,0 +1,97 @@
+"""kvlingo-mlx serve: models behind the APIs of OpenAI and Anthropic, with one conversation."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass
+
+from kvlingo_mlx.cli.command import Options, option, verb
+from kvlingo_mlx.cli.output import keep, say
+from kvlingo_mlx.errors import MissingExtraError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions(Options):
+    """The options of `serve`; those that are not given are the file's, or the defaults."""
+
+    model: list[str] | None = option(
+        None, "NAME=MODEL, a folder or Hub id; once a model. Without NAME: the folder's name."
+    )
+    translator: list[str] | None = option(None, "A folder or Hub id; default: the local store's.")
+    config: str | None = option(None, "A TOML file of settings, named as the options are.")
+    host: str | None = option(None, "Address to listen at; default: 127.0.0.1.")
+    port: int | None = option(None, "Port to listen at; 0 takes a free one; default: 8080.")
+    api_key: str | None = option(
+        None, "What clients must send; better in the environment: KVLINGO_API_KEY."
+    )
+    allow_anyone: bool | None = option(
+        None, "Listen at other hosts without a key.", "--allow-anyone"
+    )
+    cors: list[str] | None = option(None, "An origin whose web pages may ask; * for all.")
+    route: str | None = option(None, "A TOML file of rules; the model `auto` goes by them.")
+    memory_limit: str | None = option(
+        None, "Memory of weights, lines and translators together: 24GB; default: all there is."
+    )
+    max_tokens: int | None = option(
+        None, "Longest answer where a request gives none; default: 4096."
+    )
+    prefill_step_size: int | None = option(None, "Tokens per prefill chunk; default: 2048.")
+    max_concurrent: int | None = option(None, "Answers that a model writes at once; default: 16.")
+    queue_limit: int | None = option(
+        None, "Requests that may wait for their first token; default: 64."
+    )
+    body_limit: str | None = option(None, "The largest request: 32MB, which is the default.")
+    header_timeout: float | None = option(None, "Seconds for a request's headers; default: 10.")
+    body_timeout: float | None = option(None, "Seconds for a request's body; default: 60.")
+    write_timeout: float | None = option(
+        None, "Seconds that a client may take nothing; default: 30."
+    )
+    keep_alive: float | None = option(
+        None, "Seconds of silence before a stream is kept open; default: 10."
+    )
+    worker_timeout: float | None = option(
+        None, "Seconds of silence before the worker is taken for hung; default: 600."
+    )
+    stop_timeout: float | None = option(
+        None, "Seconds that running answers have when the server stops; default: 20."
+    )
+    conversations: str | None = option(
+        None, "Folder of conversations on disk; default: in the user's data folder."
+    )
+    keep_conversations: bool | None = option(None, "Keep conversations when the server ends.")
+    volatile: list[str] | None = option(
+        None, "A pattern of lines in system prompts that change with every request."
+    )
+    log_level: str | None = option(None, "debug, info, warning or error; default: info.")
+
+
+@verb(ServeOptions)
+def command(options: ServeOptions) -> None:
+    """Serve models to any client of OpenAI or Anthropic (needs the [server] extra).
+
+    A client that names another model in the middle of a conversation has its first token after one
+    decoding step. The page at / is a small chat. --json writes the address and settings.
+    """
+    try:
+        from kvlingo_mlx.serving import front, settings
+    except ImportError as error:
+        if (error.name or "").startswith("kvlingo_mlx"):
+            raise
+        raise MissingExtraError(
+            f"a server needs starlette and others ({error.name} is missing): "
+            'pip install "kvlingo-mlx[server]"'
+        ) from None
+
+    spelled = {name: settings.OPTIONS.get(name, name) for name in settings.NAMES}
+    given = {name: getattr(options, option) for name, option in spelled.items()}
+    given["models"] = settings.named(options.model) if options.model else None
+    told = settings.read(options.config, given)
+    front.log_to_stderr(told.log_level)
+
+    def listening(url: str) -> None:
+        say(f"{', '.join(told.names)} at {url}/v1, and a chat at {url}/ (Ctrl-C stops)")
+        config = {name: value for name, value in asdict(told).items() if name != "api_key"}
+        keep(options.json_file, "serve", config, {"url": url})
+
+    with contextlib.suppress(KeyboardInterrupt):  # the usual end
+        front.serve(told, listening=listening)

@@ -1,0 +1,331 @@
+"""The HTTP application: which path leads where, and how events become responses.
+
+An API's own form of requests and answers is in :mod:`.wire`; nothing here knows it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive
+
+from kvlingo_mlx.errors import printable
+from kvlingo_mlx.serving.guard import Gate, Refused, read_json
+from kvlingo_mlx.serving.link import Asked, ClientGone, Link
+from kvlingo_mlx.serving.messages import (
+    Ask,
+    Count,
+    Counted,
+    Event,
+    Failed,
+    ModelInfo,
+)
+from kvlingo_mlx.serving.metrics import Metrics, Outcome, Tally
+from kvlingo_mlx.serving.replies import (
+    FALLBACK,
+    LEFT,
+    RETRY_S,
+    STRATEGY,
+    Reply,
+    retry_headers,
+    tell_when_left,
+)
+from kvlingo_mlx.serving.settings import AUTO, Settings
+from kvlingo_mlx.serving.wire import Api, BadRequest, openai_error
+from kvlingo_mlx.version import __version__
+
+DEFAULT = "default_model"  # what mlx-lm's server calls the first model, and takes none given for
+PAGE = Path(__file__).parent / "page"
+PAGE_FILES = {"/": "index.html", "/page/chat.js": "chat.js", "/page/chat.css": "chat.css"}
+PAGE_HEADERS = {
+    "content-security-policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+class CountApi(Protocol):
+    """An API that counts a prompt's tokens."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where it is asked."""
+
+    def read(self, body: Any) -> Count:
+        """What a parsed body asks to be counted; raises BadRequest."""
+
+    def body(self, counted: Counted) -> dict[str, Any]:
+        """The answer."""
+
+    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
+        """The status and body that tell a client of this failure."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wires:
+    """The APIs that are spoken.
+
+    Attributes:
+        apis: Those that answer.
+        counts: Those that count a prompt's tokens.
+    """
+
+    apis: Sequence[Api]
+    counts: Sequence[CountApi] = ()
+
+
+def wires() -> Wires:
+    """All APIs of this package."""
+    from kvlingo_mlx.serving.wire import anthropic, chat, completions, responses
+
+    apis = (chat.API, completions.API, anthropic.API, responses.API)
+    return Wires(apis, (anthropic.COUNT,))
+
+
+def build(settings: Settings, link: Link, spoken: Wires) -> ASGIApp:
+    """The application, over a worker that somebody else starts and stops."""
+    front = _Front(settings, link, spoken)
+    routes = front.routes()
+    paths = frozenset(route.path for route in routes)
+    middleware = [Middleware(Tally, metrics=front.metrics, paths=paths)]
+    if settings.cors:
+        exposed = (STRATEGY, FALLBACK, "retry-after")
+        middleware.append(
+            Middleware(
+                CORSMiddleware, allow_origins=settings.cors, allow_methods=("GET", "POST"),
+                allow_headers=("*",), expose_headers=exposed,
+            )  # type: ignore[arg-type] # starlette's own stubs do not match its classes
+        )  # fmt: skip
+    middleware.append(Middleware(Gate, settings=settings, refuse=front.refusal))
+    handlers: Any = {
+        Refused: front.refuse,
+        HTTPException: front.no_such,
+        ClientDisconnect: front.left,
+        Exception: front.broken,
+    }
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
+
+
+class _Front:
+    """The endpoints."""
+
+    def __init__(self, settings: Settings, link: Link, spoken: Wires) -> None:
+        self.settings, self.link, self.metrics = settings, link, Metrics(link)
+        self._spoken = spoken
+        every: tuple[Api | CountApi, ...] = (*spoken.apis, *spoken.counts)
+        self._forms = {path: api for api in every for path in api.paths}
+
+    def routes(self) -> list[Route]:
+        """Which path leads where; a name of a model may have slashes."""
+
+        def post(path: str, endpoint: Any) -> Route:
+            return Route(path, endpoint, methods=["POST"])
+
+        answers, counts = self._spoken.apis, self._spoken.counts
+        return [
+            *(post(p, functools.partial(self.answer, api)) for api in answers for p in api.paths),
+            *(post(p, functools.partial(self.count, api)) for api in counts for p in api.paths),
+            Route("/v1/models", self.models),
+            post("/v1/models/{name:path}/load", functools.partial(self.hold, "load")),
+            post("/v1/models/{name:path}/unload", functools.partial(self.hold, "unload")),
+            Route("/v1/models/{name:path}", self.model),
+            Route("/v1/status", self.status),
+            Route("/health", self.health),
+            Route("/health/live", self.live),
+            Route("/metrics", self.numbers),
+            *(Route(path, self.page) for path in PAGE_FILES),
+        ]
+
+    # ---- answers -------------------------------------------------------------------------------
+
+    async def answer(self, api: Api, request: Request) -> ASGIApp:
+        """An answer, as a stream or whole."""
+        body = await read_json(request, self.settings)
+        try:
+            incoming = api.read(body)
+        except BadRequest as bad:
+            failed = Failed("invalid", bad.message, bad.param)
+            raise Refused(failed, status=bad.status) from None
+        ask = self._admitted(incoming.ask, Outcome.of(request.scope))
+        incoming = dataclasses.replace(incoming, ask=ask)
+        every = self.settings.keep_alive
+        return Reply(self.link, self.metrics, api, incoming, every)
+
+    async def count(self, api: CountApi, request: Request) -> Response:
+        """The number of a prompt's tokens."""
+        body = await read_json(request, self.settings)
+        try:
+            count = api.read(body)
+        except BadRequest as bad:
+            failed = Failed("invalid", bad.message, bad.param)
+            raise Refused(failed, status=bad.status) from None
+        ask = self._admitted(count.ask, Outcome.of(request.scope))
+        counted = await self._last(self.link.ask(Count(ask)), request.receive)
+        if not isinstance(counted, Counted):
+            raise Refused(Failed("internal", "the worker sent no count; send the request again"))
+        return JSONResponse(api.body(counted))
+
+    def _admitted(self, ask: Ask, outcome: Outcome) -> Ask:
+        """Refuse a request for which there is no model, no worker or no room."""
+        names = self._names()
+        if ask.model == DEFAULT and DEFAULT not in names:
+            ask = dataclasses.replace(ask, model=names[0])
+        _check_name(ask.model, names)
+        outcome.model = ask.model
+        if why := self.link.unready():
+            raise Refused(why, {"retry-after": RETRY_S}, 503)
+        if (waiting := self.link.waiting) >= self.settings.queue_limit:
+            message = f"{waiting} requests wait already, as many as may; try again later"
+            raise Refused(Failed("busy", message), {"retry-after": RETRY_S}, 429)
+        return ask
+
+    async def _last(self, asked: Asked, receive: Receive | None = None) -> Event:
+        """The event that ends a request; cancelled when the client leaves, if that is watched."""
+        leaving = None if receive is None else asyncio.create_task(tell_when_left(receive, asked))
+        try:
+            event = await asked.last()
+        finally:
+            asked.close()
+            if leaving is not None:
+                leaving.cancel()
+        if isinstance(event, ClientGone):
+            raise ClientDisconnect
+        if isinstance(event, Failed):
+            raise Refused(event, retry_headers(event))
+        return event
+
+    # ---- models --------------------------------------------------------------------------------
+
+    def _names(self) -> tuple[str, ...]:
+        status = self.link.status
+        if status is None:
+            return self.settings.names
+        return (*(m.name for m in status.models), *([AUTO] if status.routes else []))
+
+    def _infos(self) -> dict[str, ModelInfo | None]:
+        status = self.link.status
+        known = {} if status is None else {m.name: m for m in status.models}
+        return {name: known.get(name) for name in self._names()}
+
+    async def models(self, request: Request) -> Response:
+        """All models, in a form that the clients of both APIs read."""
+        data = [_model(name, info) for name, info in self._infos().items()]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
+        return JSONResponse({"object": "list", "data": data, "has_more": False, **ends})
+
+    async def model(self, request: Request) -> Response:
+        """One model."""
+        name = request.path_params["name"]
+        infos = self._infos()
+        _check_name(name, tuple(infos))
+        return JSONResponse(_model(name, infos[name]))
+
+    async def hold(self, verb: str, request: Request) -> Response:
+        """Load or unload a model's weights; it goes on when the client leaves."""
+        name = request.path_params["name"]
+        _check_name(name, tuple(n for n in self._names() if n != AUTO))
+        Outcome.of(request.scope).model = name
+        if why := self.link.unready():
+            raise Refused(why, {"retry-after": RETRY_S}, 503)
+        await self._last(self.link.load(name) if verb == "load" else self.link.unload(name))
+        info = self._infos().get(name)  # a status may still be on its way
+        info = info and dataclasses.replace(info, loaded=verb == "load")
+        return JSONResponse(_model(name, info))
+
+    # ---- the server itself ---------------------------------------------------------------------
+
+    async def live(self, request: Request) -> Response:
+        """That the front answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def health(self, request: Request) -> Response:
+        """Whether requests would be answered."""
+        if why := self.link.unready():
+            told = {"status": "unavailable", "message": why.message}
+            return JSONResponse(told, 503, {"retry-after": RETRY_S})
+        return JSONResponse({"status": "ok"})
+
+    async def numbers(self, request: Request) -> Response:
+        """What Prometheus collects."""
+        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def status(self, request: Request) -> Response:
+        """What the worker holds and does: the fields of :class:`Status`, and of the front."""
+        link = self.link
+        told = {
+            "version": __version__,
+            "ready": link.ready,
+            "waiting": link.waiting,
+            "restarts": link.restarts,
+            "worker": None if link.status is None else dataclasses.asdict(link.status),
+        }
+        return JSONResponse(told)
+
+    async def page(self, request: Request) -> Response:
+        """A file of the chat page."""
+        return FileResponse(PAGE / PAGE_FILES[request.url.path], headers=PAGE_HEADERS)
+
+    # ---- errors --------------------------------------------------------------------------------
+
+    def refusal(self, path: str, refused: Refused) -> Response:
+        """A refusal in the form of the API that the path belongs to."""
+        api = self._forms.get(path)
+        status, body = openai_error(refused.failed) if api is None else api.error(refused.failed)
+        return JSONResponse(body, refused.status or status, refused.headers)
+
+    async def refuse(self, request: Request, refused: Refused) -> Response:
+        """As :meth:`refusal`."""
+        return self.refusal(request.url.path, refused)
+
+    async def no_such(self, request: Request, error: HTTPException) -> Response:
+        """A path or method that does not exist."""
+        path = request.url.path
+        asked = ", ".join(path for api in self._spoken.apis for path in api.paths[:1])
+        message = f"there is no {request.method} {path!r:.80}; POST to {asked}; GET /v1/models"
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("Allow", "POST")
+            message = f"{path} takes no {request.method}; use {allowed.replace(', ', ' or ')}"
+        refused = Refused(Failed("invalid", printable(message)), error.headers, error.status_code)
+        return self.refusal(path, refused)
+
+    async def left(self, request: Request, error: ClientDisconnect) -> Response:
+        """Nobody reads this; it is counted."""
+        return Response(status_code=LEFT)
+
+    async def broken(self, request: Request, error: Exception) -> Response:
+        """A fault of ours, which is logged."""
+        message = f"the server made a mistake ({type(error).__name__}), which its log tells"
+        return self.refusal(request.url.path, Refused(Failed("internal", message)))
+
+
+def _check_name(name: str, names: Sequence[str]) -> None:
+    if name not in names:
+        message = f"model {name!r:.80} is not offered; offered are {', '.join(names)}"
+        raise Refused(Failed("not_found", printable(message), "model"))
+
+
+def _model(name: str, info: ModelInfo | None) -> dict[str, Any]:
+    """A model as OpenAI's and Anthropic's clients read it; the day when it was made is unknown."""
+    told: dict[str, Any] = {
+        "id": name, "object": "model", "created": 0, "owned_by": "kvlingo-mlx",
+        "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z",
+    }  # fmt: skip
+    if info is not None:
+        told["kvlingo"] = {k: v for k, v in dataclasses.asdict(info).items() if k != "name"}
+    return told

@@ -1,0 +1,395 @@
+"""All work of the server's models, by one thread, a unit at a time.
+
+A round gives every answer that is being written its next token, and one of those that are yet to be
+written one more piece of its prompt: so a long prompt holds nobody up for longer than one chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.conversation.accounting import check_room
+from kvlingo_mlx.conversation.asking import Request
+from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.conversation.line import Steps as LineSteps
+from kvlingo_mlx.conversation.routing import Route, load_route
+from kvlingo_mlx.conversation.rules import Rules
+from kvlingo_mlx.conversation.turn import Decoding, Part, Turn
+from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
+from kvlingo_mlx.handover.batches import Batch
+from kvlingo_mlx.handover.responses import GenerationResponse
+from kvlingo_mlx.handover.sampling import choice_of
+from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
+from kvlingo_mlx.serving.keeping import Keeper
+from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
+from kvlingo_mlx.serving.policy import Policy
+from kvlingo_mlx.serving.residents import Resident, Residents
+from kvlingo_mlx.serving.settings import AUTO, Settings
+from kvlingo_mlx.serving.talks import Keys, Talk, find, longest
+
+log = logging.getLogger("kvlingo_mlx.serving")
+
+Tell = Callable[[Event], None]
+# What a request can be answered with an error for; anything else is a fault of the program.
+REFUSED = (ValueError, KVLingoError, MemoryError, RuntimeError, OSError)
+
+
+class Engine:
+    """The worker's models, conversations and requests.
+
+    Args:
+        settings: The server's settings.
+
+    Raises:
+        KVLingoError, ValueError: A model, a translator or a route cannot be opened.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.residents = Residents(settings.models)
+        models = self.residents.models
+        self.policy = Policy(models, settings.translators)
+        self._blank = Conversation(
+            models, on_missing="reprefill", prefill_step_size=settings.prefill_step_size
+        )
+        self._blank.exchange.directions = self.policy.directions
+        self._route: Route | None = None
+        if settings.routes is not None:
+            self._route = load_route(settings.routes, list(models))
+        self.keeper = Keeper(settings, self.residents, self._blank, self.policy.nbytes)
+        self._keys = Keys(settings.volatile)
+        self._batches: dict[int, Batch] = {}
+        self._jobs: dict[int, Job] = {}
+        self._turn = 0
+
+    # ---- requests ---------------------------------------------------------------------------
+
+    def ask(self, number: int, ask: Ask, tell: Tell) -> None:
+        """Take on a request."""
+        try:
+            if ask.prefill:
+                raise ValueError(
+                    "the last message is the beginning of an answer, and going on with one is not "
+                    "supported; end with a user's or a tool's message"
+                )
+            job = Job(ask, tell, self._chosen(ask))
+        except REFUSED as error:
+            tell(_failed(error))
+            return
+        job.steps = self._answer(job)
+        self._jobs[number] = job
+
+    def count(self, ask: Ask, tell: Tell) -> None:
+        """Tell the number of a prompt's tokens."""
+        try:
+            model = self.residents[self._chosen(ask)].model
+            prompt: Any = ask.prompt if ask.messages is None else list(map(dict, ask.messages))
+            if not isinstance(prompt, tuple):
+                prompt = encode(model, prompt, **_switches(ask))
+            tell(Counted(len(prompt)))
+        except REFUSED as error:
+            tell(_failed(error))
+
+    def cancel(self, number: int) -> None:
+        """End a request; what was read and written of it stays in its conversation."""
+        if (job := self._jobs.pop(number, None)) is not None:
+            job.end()
+
+    def _chosen(self, ask: Ask) -> str:
+        """The name of the model that is to answer."""
+        names = list(self.residents.all)
+        if ask.model == AUTO and self._route is not None:
+            return self._route([dict(m) for m in ask.messages or ()], names)
+        if ask.model not in names:
+            raise ValueError(f"there is no model {ask.model!r}; there are {', '.join(names)}")
+        return ask.model
+
+    # ---- a round of work --------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is work to do."""
+        return bool(self._jobs)
+
+    def work(self) -> None:
+        """One round: a token for each answer that is being written, a piece of one prompt."""
+        for batch in [batch for batch in self._batches.values() if len(batch)]:
+            batch.step()
+        for number, job in list(self._jobs.items()):
+            if job.row is not None:
+                self._advance(number, job)
+        waiting = [number for number, job in self._jobs.items() if job.row is None]
+        if waiting:
+            later = [number for number in waiting if number > self._turn]
+            self._turn = min(later or waiting)
+            self._advance(self._turn, self._jobs[self._turn])
+
+    def _advance(self, number: int, job: Job) -> None:
+        """Take a request's next step, and those that must not wait for the next round."""
+        assert job.steps is not None
+        try:
+            for at_once in job.steps:
+                if not at_once:
+                    return
+        except Exception as error:  # a fault of ours ends this request, not those beside it
+            if not isinstance(error, REFUSED):
+                log.error("%s, %s: a request could not be answered", *_place(error))
+            job.tell(_failed(error))
+        job.end()
+        self._jobs.pop(number, None)
+
+    # ---- one answer -------------------------------------------------------------------------
+
+    def _answer(self, job: Job) -> Steps:
+        """The work of one request; each step says whether the next one must follow at once."""
+        resident = self.residents[job.name]
+        yield from self._loaded(resident, job)
+        keys = self._keys.of(job.ask)
+        while (talk := self._talk(keys, job)) is None:
+            yield False
+        resident.running += 1
+        talk.busy, job.queued = True, time.perf_counter() - job.arrived
+        try:
+            if job.ask.messages is None:
+                yield from self._completed(job, talk, resident)
+            else:
+                yield from self._written(job, talk, keys, resident)
+        finally:
+            talk.busy = talk.ending = False
+            talk.used = resident.used = time.time()
+            resident.running -= 1
+        self.keeper.make_room()
+
+    def _loaded(self, resident: Resident, job: Job) -> Steps:
+        """Read a model's weights, once there is room for them beside what is running."""
+        while not resident.loaded:
+            if self.keeper.room_for_model(resident.name):
+                self.residents.read(resident.name)
+            elif not any(r.running for r in self.residents.all.values()):
+                raise self._too_large(resident)
+            else:
+                job.waits(0, 0)
+            yield False
+
+    def _too_large(self, resident: Resident) -> NotEnoughMemoryError:
+        return NotEnoughMemoryError(
+            f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
+            "server's memory; raise --memory-limit, or offer a smaller model"
+        )
+
+    def _talk(self, keys: list[str], job: Job) -> Talk | None:
+        """The talk to go on with, perhaps a new one; None where one is about to be free."""
+        if job.ask.messages is None:
+            return self._text(job)
+        found = find(self.keeper.talks, keys)
+        if found is None:
+            return self.keeper.new(self._blank.branch(), job.ask)
+        if found.talk.ending:
+            return None
+        talk = found.talk
+        if talk.conversation is None and not self.keeper.back(talk):
+            return self.keeper.new(self._blank.branch(), job.ask)
+        assert talk.conversation is not None
+        messages = talk.taken_over(job.ask, found.common)
+        if found.apart:
+            talk = self.keeper.new(talk.conversation.snapshot(), job.ask)
+        talk.messages = messages
+        talk.pinned |= job.ask.pin
+        return talk
+
+    def _text(self, job: Job) -> Talk:
+        """The talk whose lines go on with a plain text, perhaps a new one."""
+        model = self.residents[job.name].model
+        prompt = job.ask.prompt
+        tokens = encode(model, prompt) if isinstance(prompt, str) else list(prompt or ())
+        model.check_tokens(tokens)
+        job.tokens = tokens
+        if (found := longest(self.keeper.talks, job.name, tokens)) is not None:
+            return found
+        alike = {
+            name: each
+            for name, each in self.residents.models.items()
+            if each.tokenizer_fingerprint == model.tokenizer_fingerprint
+        }
+        rules = Rules(on_missing="reprefill", step_size=self._settings.prefill_step_size)
+        made = Exchange(alike, (), rules)
+        made.directions = self.policy.directions
+        talk = Talk(["text"], texts=made)
+        self.keeper.add(talk)
+        return talk
+
+    def _completed(self, job: Job, talk: Talk, resident: Resident) -> Steps:
+        """Go on with a plain text."""
+        exchange, model = talk.texts, resident.model
+        assert exchange is not None
+        self._prepare(exchange, job.ask)
+        request = self._request(job, talk)
+        most = request.max_tokens
+        choice = choice_of(request.options, request.sampler, request.logits_processors)
+        turn = Turn(exchange, [], job.tokens, None, most, Decoding(choice, batch=job.seat))
+        check_room({resident.name: len(job.tokens)}, exchange.lines)
+        if job.ask.echo:
+            job.before = model.tokenizer.decode(job.tokens)
+        line, begun = exchange.lines[resident.name], talk.told.get(resident.name, 0)
+
+        def follow(_: str) -> LineSteps:
+            return exchange.follow([*job.tokens, *turn.answer])
+
+        for response in turn.answer_by([Part(resident.name)], None, follow):
+            yield self._tell(job, response, exchange, begun, len(line))
+        talk.told[resident.name] = len(line)
+
+    def _prepare(self, exchange: Exchange, ask: Ask) -> None:
+        """Say between which models is translated, and whose lines follow the answer."""
+        exchange.barred = self._barred(ask)
+        exchange.unfollowing = frozenset(
+            name for name, each in self.residents.all.items() if not each.loaded
+        )
+
+    def _tell(
+        self,
+        job: Job,
+        response: GenerationResponse | None,
+        exchange: Exchange,
+        begun: int,
+        done: int,
+    ) -> bool:
+        """Tell the client what a step brought; whether the next step must follow at once.
+
+        ``begun`` is the length of the model's line after its last answer, ``done`` its length now.
+        """
+        if response is None:
+            if not job.told and job.row is None:
+                job.waits(done, 0)
+            return False
+        resident = self.residents[job.name]
+        if not job.told:
+            job.usage = usage_of(job, exchange, self.policy, resident, response, begun)
+            self._learn(resident, exchange)
+        job.take(response, resident.model.tokenizer)
+        return job.ended or job.ready
+
+    def _written(self, job: Job, talk: Talk, keys: list[str], resident: Resident) -> Steps:
+        """Let the conversation answer, and keep what it says."""
+        conversation = talk.conversation
+        assert conversation is not None
+        exchange = conversation.exchange
+        talk.keys = keys
+        self._prepare(exchange, job.ask)
+        line, begun = exchange.lines[resident.name], talk.told.get(resident.name, 0)
+        steps = conversation.reply_in_steps(resident.name, self._request(job, talk))
+        for response in steps:
+            at_once = self._tell(job, response, exchange, begun, len(line))
+            if job.ended:
+                talk.ending = True
+                said = {"role": "assistant", "content": job.content, "tool_calls": job.calls}
+                talk.keys = [*keys, self._keys.message(said)]
+            yield at_once
+            if job.ended and not job.complete:
+                steps.close()  # the answer as it is joins the conversation
+        talk.messages = [dict(message) for message in conversation.messages]
+        talk.told[resident.name] = len(line)
+
+    def _request(self, job: Job, talk: Talk) -> Request:
+        """What the conversation is asked."""
+        ask, model = job.ask, self.residents[job.name].model
+        batch = self._batches.get(id(model))
+        if batch is None:
+            records = len(self.residents.all) > 1
+            most = self._settings.max_concurrent
+            batch = self._batches[id(model)] = Batch(model, records=records, size=most)
+        job.seat = Seat(batch)
+        options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
+        options |= {"tools": tools_of(ask) or None}
+        return Request(
+            messages=talk.messages,
+            max_tokens=ask.max_tokens or self._settings.max_tokens,
+            sampler=sampler_of(ask.sampling),
+            logits_processors=processors_of(ask, model) or None,
+            options={name: value for name, value in options.items() if value is not None},
+            template=dict(ask.template),
+            batch=job.seat,
+        )
+
+    def _barred(self, ask: Ask) -> frozenset[tuple[str, str]]:
+        """The pairs of models between which nothing is to be translated for this request."""
+        if ask.strategy == "reread":
+            return frozenset(self.policy.ways)
+        if ask.strategy == "translate":
+            return frozenset()
+        return self.policy.barred
+
+    def _learn(self, resident: Resident, exchange: Exchange) -> None:
+        """Note how fast a model reads its prompts."""
+        if (switch := exchange.last) is not None:
+            resident.took(switch.read, switch.read_s)
+
+    # ---- what others ask --------------------------------------------------------------------
+
+    def load(self, name: str) -> None:
+        """Read a model's weights now.
+
+        Raises:
+            NotEnoughMemoryError: There is no room for them beside what is running.
+        """
+        if not self.keeper.room_for_model(name):
+            raise self._too_large(self.residents[name])
+        self.residents.read(name)
+
+    def unload(self, name: str) -> None:
+        """Let go of a model's weights.
+
+        Raises:
+            ValueError: An answer needs them.
+        """
+        if not self.residents.unload(name) and self.residents[name].loaded:
+            raise ValueError(f"{name} is answering a request; try again when it is done")
+
+    def status(self) -> Status:
+        """What the worker holds and does."""
+        begun = sum(job.row is not None for job in self._jobs.values())
+        return replace(
+            self.keeper.status(),
+            models=tuple(self.residents.infos()),
+            routes=self._route is not None,
+            translators_bytes=self.policy.nbytes,
+            running=begun,
+            queued=len(self._jobs) - begun,
+            pairs=tuple((*pair, way.strategy, way.why) for pair, way in self.policy.ways.items()),
+        )
+
+    def close(self) -> None:
+        """End all answers and keep the conversations on disk, if they are to be kept."""
+        for number in list(self._jobs):
+            self.cancel(number)
+        self.keeper.close()
+
+
+def _switches(ask: Ask) -> dict[str, Any]:
+    """The chat template's switches for a request."""
+    return {**ask.template, **({"tools": tools_of(ask)} if ask.tools else {})}
+
+
+def _place(error: BaseException) -> tuple[str, str]:
+    """What a fault is and where it happened; its text may hold a prompt, which is never logged."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return type(error).__name__, f"{where.filename}:{where.lineno}"
+
+
+def _failed(error: BaseException) -> Failed:
+    """An error as it is told to the client, in one line."""
+    if not isinstance(error, REFUSED):
+        return Failed("internal", f"the server failed ({type(error).__name__}); its log says where")
+    line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+    kinds = ((NotEnoughMemoryError, "memory"), (MemoryError, "memory"), (KVLingoError, "internal"))
+    kind = next((kind for cls, kind in kinds if isinstance(error, cls)), None)
+    if kind is None:
+        kind = "invalid" if isinstance(error, ValueError) else "internal"
+    return Failed("too_long" if "context" in line and kind == "invalid" else kind, line)

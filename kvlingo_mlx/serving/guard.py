@@ -1,0 +1,213 @@
+"""Who may ask, how much, and how slowly: keys, hosts and origins, bodies, slow clients."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic_core import from_json
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from kvlingo_mlx.errors import printable
+from kvlingo_mlx.serving.messages import Failed
+from kvlingo_mlx.serving.settings import API_KEY, Settings, is_loopback
+
+OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")  # without a key
+DRAIN_S = 1.0  # how long a body that is too large is still taken, so that its sender hears why
+
+
+class Refused(Exception):
+    """A request that gets no answer.
+
+    Attributes:
+        failed: Why, in one line.
+        headers: Further headers of the response.
+        status: The HTTP status, where it is not the one of the failure's kind.
+    """
+
+    def __init__(
+        self, failed: Failed, headers: Mapping[str, str] | None = None, status: int | None = None
+    ) -> None:
+        super().__init__(failed.message)
+        self.failed, self.headers, self.status = failed, headers or {}, status
+
+
+Refuse = Callable[[str, Refused], ASGIApp]  # a path, and why -> the response in that API's form
+
+
+class Gate:
+    """Refuses requests without the key, and those that another site's page makes in a browser."""
+
+    def __init__(self, app: ASGIApp, settings: Settings, refuse: Refuse) -> None:
+        self._app, self._settings, self._refuse = app, settings, refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer why not."""
+        app = self._app
+        if scope["type"] == "http":
+            try:
+                self._check(scope["path"], Headers(scope=scope))
+            except Refused as refused:
+                app = self._refuse(scope["path"], refused)
+        await app(scope, receive, send)
+
+    def _check(self, path: str, headers: Headers) -> None:
+        if self._settings.api_key is None:
+            self._check_site(headers)
+        elif path not in OPEN:
+            check_key(self._settings.api_key, headers)
+
+    def _check_site(self, headers: Headers) -> None:
+        """Without a key, a browser could be led here by any page that its user visits."""
+        told = self._settings
+        host, origin = headers.get("host", ""), headers.get("origin")
+        name = _host_name(host)
+        if not (told.allow_anyone or is_loopback(name) or name == told.host):
+            raise _forbidden(
+                f"this server is named {name!r:.80} in the request's Host header and has no key; "
+                f"ask for {told.host}, or start it with --api-key"
+            )
+        same = origin is None or urlsplit(origin).netloc == host
+        if not (same or "*" in told.cors or origin in told.cors):
+            raise _forbidden(
+                f"a page of {origin!r:.80} asks, which is not listed; start the server with --cors "
+                "and that origin to allow it"
+            )
+
+
+def check_key(key: str, headers: Headers) -> None:
+    """Refuse (401) a request without the key; the time that this takes does not tell the key."""
+    scheme, _, bearer = headers.get("authorization", "").partition(" ")
+    given = bearer.strip() if scheme.lower() == "bearer" else ""
+    given = given or headers.get("x-api-key", "")
+    if not hmac.compare_digest(given.encode(), key.encode()):
+        found = "a wrong key was given" if given else "no key was given"
+        message = (
+            f"{found}; send `Authorization: Bearer KEY` or `x-api-key: KEY`, with the key that the "
+            f"server got by --api-key or {API_KEY}"
+        )
+        raise Refused(Failed("unauthorized", message), {"www-authenticate": "Bearer"})
+
+
+def _forbidden(message: str) -> Refused:
+    return Refused(Failed("forbidden", printable(message)))
+
+
+def _host_name(host: str) -> str:
+    """A Host header without its port."""
+    with contextlib.suppress(ValueError):
+        return urlsplit(f"//{host}").hostname or ""
+    return ""
+
+
+# ---- bodies ----------------------------------------------------------------------------------
+
+
+async def read_json(request: Request, settings: Settings) -> Any:
+    """The parsed JSON of a request's body.
+
+    Raises:
+        Refused: The body is too large, too slow or not JSON.
+        ClientDisconnect: The client left.
+    """
+    announced = request.headers.get("content-length", "")
+    if announced.isdecimal() and int(announced[:20]) > settings.body_limit:
+        raise _too_large(settings.body_limit)
+    try:
+        async with asyncio.timeout(settings.body_timeout):
+            body = await _body(request, settings.body_limit)
+    except TimeoutError:
+        message = f"the request's body did not arrive within {settings.body_timeout:g} s"
+        raise Refused(Failed("timeout", f"{message}; send it faster"), CLOSE) from None
+    try:
+        return from_json(bytes(body), allow_inf_nan=False)
+    except ValueError as error:
+        message = f"the body is not JSON ({error}); send one JSON object in UTF-8"
+        raise Refused(Failed("invalid", printable(message))) from None
+
+
+CLOSE = {"connection": "close"}  # the rest of the body is not read
+
+
+async def _body(request: Request, limit: int) -> bytearray:
+    body, parts = bytearray(), request.stream()
+    async for part in parts:
+        body += part
+        if len(body) > limit:
+            await _drain(parts)
+            raise _too_large(limit)
+    return body
+
+
+async def _drain(parts: Any) -> None:
+    """Take what else comes, for a moment: a sender that is cut off would not read the answer."""
+    with contextlib.suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(DRAIN_S):
+            async for _ in parts:
+                pass
+
+
+def _too_large(limit: int) -> Refused:
+    message = f"the request's body has more than {limit:,} bytes; send less"
+    return Refused(Failed("too_large", f"{message}, or start with --body-limit"), CLOSE)
+
+
+# ---- slow clients ----------------------------------------------------------------------------
+
+
+def protocol(settings: Settings) -> type[H11Protocol]:
+    """uvicorn's HTTP protocol, which also ends connections whose client is too slow.
+
+    uvicorn itself waits for ever for a request's headers, and for a reader that takes nothing.
+    """
+
+    class Guarded(H11Protocol):
+        header_timer: asyncio.TimerHandle | None = None
+        write_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's own
+            super().connection_made(transport)
+            self._time_headers()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._time_headers()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self.write_timer = self._timer(self.write_timer, settings.write_timeout)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self.write_timer = self._timer(self.write_timer, None)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.write_timer = self._timer(self.write_timer, None)
+            self.header_timer = self._timer(self.header_timer, None)
+            super().connection_lost(exc)
+
+        def _time_headers(self) -> None:
+            """Time the headers of the next request, from its connection or first byte on."""
+            answering = self.cycle is not None and not self.cycle.response_complete
+            wanted = None if answering else settings.header_timeout
+            self.header_timer = self._timer(self.header_timer, wanted)
+
+        def _timer(
+            self, running: asyncio.TimerHandle | None, seconds: float | None
+        ) -> asyncio.TimerHandle | None:
+            """The timer that ends the connection after so many seconds; None stops it."""
+            if seconds is not None:
+                # Not closed: that would wait until what is buffered has been taken.
+                return running or self.loop.call_later(seconds, self.transport.abort)
+            if running is not None:
+                running.cancel()
+            return None
+
+    return Guarded

@@ -1,0 +1,151 @@
+"""Answers that must fit a grammar: JSON of a schema, or a tool call. llguidance says what fits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+
+from kvlingo_mlx.handover.answers import begins_in_reasoning
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.serving.messages import Ask
+
+NEEDED = (
+    "response_format and a demanded tool call need llguidance; install the server with it "
+    "(pip install llguidance), or ask for JSON in words"
+)
+
+# Without white space that a grammar would allow: a small model can go on with it for ever.
+COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+
+
+def guided(ask: Ask, model: LanguageModel) -> list[Any]:
+    """The logits processor that keeps an answer to what a request demands; none if it does not.
+
+    Raises:
+        ValueError: llguidance is not installed, the schema is not one that it supports, or the
+            model's tool calls are not JSON.
+    """
+    demanded = ask.tool_choice not in ("auto", "none") and bool(ask.tools)
+    if ask.schema is None and not demanded:
+        return []
+    try:
+        import llguidance
+    except ImportError:
+        raise ValueError(NEEDED) from None
+    if demanded:
+        grammar = _call_grammar(ask, model)
+    else:
+        schema = json.dumps({**(ask.schema or {"type": "object"}), **COMPACT})
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
+        except ValueError as error:
+            raise ValueError(f"response_format's schema is refused: {_line(error)}") from None
+    matcher = llguidance.LLMatcher(_tokenizer(model), grammar)
+    if matcher.is_error():
+        raise ValueError(f"response_format's schema is refused: {_line(matcher.get_error())}")
+    return [_Guide(matcher, model)]
+
+
+def _call_grammar(ask: Ask, model: LanguageModel) -> str:
+    """The grammar of one call of the demanded tool, or of any."""
+    tokenizer = model.tokenizer
+    kind = getattr(tokenizer, "tool_parser_type", None)
+    if kind != "json_tools":
+        raise ValueError(
+            f"tool_choice is {ask.tool_choice!r}, which can be demanded of models that call tools "
+            f"in JSON, and {model.name} does not; give 'auto'"
+        )
+    names = {tool["function"]["name"]: tool["function"] for tool in ask.tools}
+    wanted: dict[str, Any] = names
+    if ask.tool_choice != "required":
+        wanted = {ask.tool_choice: names.get(ask.tool_choice)}
+    if None in wanted.values():
+        raise ValueError(
+            f"tool_choice names {ask.tool_choice!r}, but the tools are {', '.join(names)}"
+        )
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                "arguments": (function or {}).get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name, function in wanted.items()
+    ]
+    start, end = (
+        _marked(tokenizer, mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end)
+    )
+    schema = json.dumps({"anyOf": calls, **COMPACT})
+    return f'start: {start} "\\n" call "\\n" {end}\ncall: %json {schema}\n'
+
+
+def _marked(tokenizer: Any, mark: str) -> str:
+    """A mark in a grammar: its token if it has one, else its text."""
+    ids = tokenizer.encode(mark, add_special_tokens=False)
+    return f"<[{ids[0]}]>" if len(ids) == 1 else json.dumps(mark)
+
+
+def _tokenizer(model: LanguageModel) -> Any:
+    """llguidance's form of a model's tokenizer, which takes about a second to make."""
+    from llguidance.hf import from_tokenizer
+
+    size, stops = int(model.facts["vocab_size"]), tuple(sorted(model.tokenizer.eos_token_ids))
+    key = model.tokenizer_fingerprint, size, stops
+    if key not in _made:
+        _made[key] = from_tokenizer(model.tokenizer._tokenizer, size, list(stops))
+    return _made[key]
+
+
+_made: dict[tuple[str, int, tuple[int, ...]], Any] = {}
+
+
+class _Guide:
+    """Rules out the tokens that would leave the grammar, once a reasoning trace has ended."""
+
+    def __init__(self, matcher: Any, model: LanguageModel) -> None:
+        self._matcher, self._model = matcher, model
+        self._begun: int | None = None  # tokens before those that the grammar is for
+        self._seen = 0
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        ids: Any = tokens.tolist()
+        if self._begun is None and not self._begins(ids):
+            return logits
+        fresh, self._seen = ids[self._seen :], len(ids)
+        if fresh and not self._matcher.is_stopped():
+            self._matcher.consume_tokens(fresh)
+        if self._matcher.is_stopped():
+            stops = sorted(self._model.tokenizer.eos_token_ids)
+            return _only(np.isin(np.arange(logits.shape[-1]), stops), logits)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(bits, bitorder="little")[: logits.shape[-1]].astype(bool)
+        return _only(allowed, logits)
+
+    def _begins(self, ids: list[int]) -> bool:
+        """Whether the grammar holds from here on; a reasoning trace comes before it."""
+        if not self._seen:
+            self._seen = len(ids)
+            waits = begins_in_reasoning(self._model.tokenizer, ids)
+        else:
+            end = getattr(self._model.tokenizer, "think_end", None) or "</think>"
+            waits = end not in self._model.tokenizer.decode(ids[self._seen :])
+        if not waits:
+            self._begun = self._seen = len(ids)
+        return not waits
+
+
+def _only(allowed: np.ndarray, logits: mx.array) -> mx.array:
+    padded = np.zeros(logits.shape[-1], bool)
+    padded[: len(allowed)] = allowed
+    return mx.where(mx.array(padded), logits, -float("inf"))
+
+
+def _line(error: object) -> str:
+    return str(error).strip().splitlines()[0][:200]

@@ -1,0 +1,280 @@
+"""One request in the worker: from its Ask to the events of its answer, a unit of work at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.handover.batches import Batch, Row
+from kvlingo_mlx.handover.responses import GenerationResponse
+from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor, Sampler
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.serving.guidance import guided
+from kvlingo_mlx.serving.messages import (
+    Ask,
+    Begun,
+    Ended,
+    Event,
+    Piece,
+    Sampling,
+    TokenLogprob,
+    Usage,
+    Waiting,
+)
+from kvlingo_mlx.serving.policy import Policy
+from kvlingo_mlx.serving.residents import Resident
+
+Tell = Callable[[Event], None]
+Steps = Generator[bool, None, None]  # work; True where the next step must follow at once
+PROGRESS_S = 1.0  # how often a waiting client is told how far its prompt has been read
+
+
+class Seat:
+    """A request's place in a batch, which it takes when its prompt has been read.
+
+    Attributes:
+        row: Its row in the batch; None before it joins and after it leaves.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        self.row: Row | None = None
+
+    @property
+    def full(self) -> bool:
+        """Whether nobody can join now."""
+        return self._batch.full
+
+    def join(self, cache: Sequence[Any], tokens: Sequence[int], choice: Choice, most: int) -> Row:
+        """Join the batch, as in :meth:`Batch.join`."""
+        self.row = self._batch.join(cache, tokens, choice, most)
+        return self.row
+
+    def leave(self, row: Row) -> tuple[list[Any], list[KVStates]] | None:
+        """Leave the batch, as in :meth:`Batch.leave`."""
+        self.row = None
+        return self._batch.leave(row)
+
+
+@dataclass(eq=False)
+class Job:
+    """A request that is being worked on.
+
+    Attributes:
+        ask: The request.
+        tell: Sends an event to the client.
+        name: The model that answers.
+        arrived: When the worker got the request (``time.perf_counter``).
+        steps: The work; None before it has begun.
+        seat: Its place among the answers of its model.
+        usage: What is known of the prompt and the answer so far.
+        content: The answer's text for the user so far.
+        calls: Its tool calls so far.
+        told: Whether the client has been told of the first token.
+        ended: Whether the client has been told that the answer has ended.
+        complete: Whether the model has ended it too; else the rest of it is not wanted.
+        tokens: The prompt, where it is a plain text.
+        before: What is told before the answer's own text.
+        queued: Seconds that it waited for its turn, a model or another answer.
+    """
+
+    ask: Ask
+    tell: Tell
+    name: str
+    arrived: float = field(default_factory=time.perf_counter)
+    steps: Steps | None = None
+    seat: Seat | None = None
+    usage: Usage = field(default_factory=Usage)
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    told: bool = False
+    ended: bool = False
+    complete: bool = False
+    tokens: list[int] = field(default_factory=list)
+    before: str = ""
+    queued: float = 0.0
+    _quiet: float = field(default_factory=time.perf_counter)
+
+    @property
+    def row(self) -> Row | None:
+        """The answer's row in a batch while it is being decoded."""
+        return None if self.seat is None else self.seat.row
+
+    @property
+    def ready(self) -> bool:
+        """Whether its batch has given it what it has not yet taken."""
+        return self.row is not None and bool(self.row.ready)
+
+    def end(self) -> None:
+        """End the work, if it has not ended; what was read and written of it is kept."""
+        if self.steps is not None:
+            self.steps.close()
+
+    def waits(self, done: int, total: int) -> None:
+        """Tell, now and then, how far the prompt has been read."""
+        if time.perf_counter() - self._quiet >= PROGRESS_S:
+            self._quiet = time.perf_counter()
+            self.tell(Waiting(done, total))
+
+    def take(self, response: GenerationResponse, tokenizer: Any) -> None:
+        """Tell the client what one token brought.
+
+        ``tokenizer`` is the answering model's.
+        """
+        if not self.told:
+            self.told = True
+            self.usage = replace(self.usage, ttft_s=time.perf_counter() - self.arrived)
+            self.tell(Begun(self.name, self.usage))
+        reasoning = int(bool(response.reasoning))
+        self.usage = replace(
+            self.usage,
+            completion_tokens=response.generation_tokens,
+            reasoning_tokens=self.usage.reasoning_tokens + reasoning,
+        )
+        self.content += response.content
+        calls = response.tool_calls if self.ask.parallel_tool_calls else response.tool_calls[:1]
+        self.calls += calls
+        logprobs = self._logprobs(response, tokenizer)
+        content, self.before = self.before + response.content, ""
+        parts = content, response.reasoning, calls
+        if any(parts) or logprobs:
+            self.tell(Piece(*parts, logprobs=logprobs))
+        enough = bool(self.calls) and not self.ask.parallel_tool_calls
+        self.complete = response.finish_reason is not None
+        if self.complete or enough:
+            self.ended = True
+            reason = "tool_calls" if self.calls else response.finish_reason or "stop"
+            self.tell(Ended(reason, self.usage, response.stop_text))
+
+    def _logprobs(self, response: GenerationResponse, tokenizer: Any) -> tuple[TokenLogprob, ...]:
+        if self.ask.logprobs is None:
+            return ()
+        token, found = int(response.token), response.logprobs
+        likeliest: list[int] = []
+        if self.ask.logprobs:
+            listed: Any = mx.argsort(-found)[: self.ask.logprobs].tolist()
+            likeliest = list(map(int, listed))
+        values: Any = found[mx.array([token, *likeliest])].tolist()
+        texts = [tokenizer.decode([each]) for each in (token, *likeliest)]
+        top = tuple(zip(texts[1:], likeliest, values[1:], strict=True))
+        return (TokenLogprob(texts[0], token, values[0], top),)
+
+
+def tools_of(ask: Ask) -> list[dict[str, Any]]:
+    """The tools as chat templates announce them; "strict" is for the server, not for the model."""
+    return [
+        {**tool, "function": {k: v for k, v in tool["function"].items() if k != "strict"}}
+        for tool in ask.tools
+    ]
+
+
+def sampler_of(sampling: Sampling) -> Sampler | None:
+    """mlx-lm's sampler; None is greedy."""
+    if not sampling.temperature:
+        return None
+    return make_sampler(
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p,
+        top_k=sampling.top_k,
+        xtc_probability=sampling.xtc_probability,
+        xtc_threshold=sampling.xtc_threshold,
+    )
+
+
+def processors_of(ask: Ask, model: LanguageModel) -> list[LogitsProcessor]:
+    """mlx-lm's logits processors for a request.
+
+    Raises:
+        ValueError: A token of ``logit_bias`` is not in the vocabulary, or calling tools cannot be
+            forbidden or demanded of this model.
+    """
+    sampling, size = ask.sampling, int(model.facts["vocab_size"])
+    if beyond := [token for token in sampling.logit_bias if not 0 <= token < size]:
+        raise ValueError(
+            f"logit_bias names token {beyond[0]}, but {model.name} has tokens 0 to {size - 1}"
+        )
+    bias = {**sampling.logit_bias, **dict.fromkeys(_forbidden(ask, model), float("-inf"))}
+    return guided(ask, model) + make_logits_processors(
+        bias or None,
+        sampling.repetition_penalty if sampling.repetition_penalty not in (0, 1) else None,
+        sampling.repetition_context_size,
+        sampling.presence_penalty or None,
+        sampling.presence_context_size,
+        sampling.frequency_penalty or None,
+        sampling.frequency_context_size,
+    )
+
+
+def _forbidden(ask: Ask, model: LanguageModel) -> list[int]:
+    """The token that begins a tool call, where none may be called."""
+    if ask.tool_choice != "none" or not ask.tools:
+        return []
+    start = getattr(model.tokenizer, "tool_call_start", None)
+    ids = model.tokenizer.encode(start, add_special_tokens=False) if start else []
+    if len(ids) != 1:
+        raise ValueError(
+            f"tool_choice is 'none', but {model.name} has no single token that begins a tool call, "
+            "so calls cannot be forbidden; leave out tools"
+        )
+    return list(ids)
+
+
+def usage_of(
+    job: Job,
+    exchange: Exchange,
+    policy: Policy,
+    resident: Resident,
+    response: GenerationResponse,
+    begun: int,
+) -> Usage:
+    """Where a prompt's tokens came from.
+
+    Args:
+        job: The request.
+        exchange: The conversation's lines, the answering model's brought up to date.
+        policy: How each model takes over from each other one.
+        resident: The answering model.
+        response: The first token's.
+        begun: The length of the answering model's line after its last answer.
+    """
+    switch, line = exchange.last, exchange.lines[job.name]
+    assert switch is not None
+    length, own = response.prompt_tokens, min(begun, switch.kept)
+    foreign = [span for span in line.spans if span.passes and own < span.stop <= length]
+    translated = sum(span.stop - max(span.start, own) for span in foreign)
+    others = [
+        other
+        for other in exchange.lines.values()
+        if other is not line
+        and other.model.tokenizer_fingerprint == line.model.tokenizer_fingerprint
+    ]
+    knowing = max(others, key=lambda other: other.common(line.tokens), default=None)
+    lacked = 0 if knowing is None else min(knowing.common(line.tokens), length - 1) - own
+    strategy, fallback = ("kept" if switch.kept else "read"), None
+    if translated:
+        strategy = policy.ways[foreign[-1].writer, job.name].strategy
+    elif lacked > 0 and knowing is not None and switch.read >= lacked:
+        strategy, way = "reread", policy.ways[knowing.name, job.name]
+        fallback = "the request asked for it" if job.ask.strategy == "reread" else way.why
+    speed = resident.read_s
+    return Usage(
+        prompt_tokens=length,
+        cached_tokens=switch.kept,
+        translated_tokens=translated,
+        read_tokens=switch.read + 1,
+        strategy=strategy,
+        fallback=fallback,
+        translator=response.translator if translated else None,
+        translator_digest=response.translator_digest if translated else None,
+        queue_s=job.queued,
+        reread_s=None if speed is None else speed * length,
+    )

@@ -1,0 +1,253 @@
+"""Conversations between their answers: in memory, rounded to 8 bits, on disk, and away.
+
+What is used least recently goes first, and what is pinned never goes. On disk a conversation is a
+folder, exact, and a file of the same name with the keys by which it is found: so it is found again
+after a restart. The file is written last and removed first, so a folder without one is rubbish.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import math
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx.caches import memory
+from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.loading.translators import home
+from kvlingo_mlx.serving.messages import Ask, Status
+from kvlingo_mlx.serving.residents import Residents
+from kvlingo_mlx.serving.settings import Settings
+from kvlingo_mlx.serving.talks import Talk
+
+log = logging.getLogger("kvlingo_mlx.serving")
+
+MOST_HERE, MOST_KEPT = 200, 1000  # conversations in memory, and in all; the oldest go first
+IDLE_S = 30.0  # an idle conversation is written to disk after so long, in case the process crashes
+LOST = (KVLingoError, OSError, ValueError, RuntimeError)
+
+
+class Keeper:
+    """All conversations, and the memory that they may take beside the models.
+
+    Args:
+        settings: The server's settings.
+        residents: The models.
+        blank: An empty conversation, from which those that come back from disk get their
+            translators.
+        translators: The bytes of the translators in memory.
+
+    Raises:
+        ValueError: Another server keeps its conversations in the same folder.
+    """
+
+    def __init__(
+        self, settings: Settings, residents: Residents, blank: Conversation, translators: int
+    ) -> None:
+        free = memory.free() if settings.memory_limit is None else settings.memory_limit
+        self.budget = math.inf if free is None else free
+        self.talks: list[Talk] = []
+        self._residents, self._blank, self._translators = residents, blank, translators
+        self._step_size = settings.prefill_step_size
+        self._folder: Path | None = None
+        if settings.keep_conversations:
+            given = settings.conversations
+            self._folder = home() / "conversations" if given is None else Path(given).expanduser()
+            self._open(self._folder)
+
+    def new(self, conversation: Conversation, ask: Ask) -> Talk:
+        """A new talk, which goes on from a conversation."""
+        talk = Talk([], [dict(m) for m in ask.messages or ()], conversation, pinned=ask.pin)
+        self.add(talk)
+        return talk
+
+    def add(self, talk: Talk) -> None:
+        """Keep a talk, and let go of the oldest where there are too many."""
+        self.talks.append(talk)
+        idle = sorted((t for t in self.talks if self._may_go(t)), key=lambda t: t.used)
+        here = sum(t.exchange is not None for t in self.talks)
+        for old in idle[: max(0, here - MOST_HERE)]:
+            self._away(old)
+        gone = sorted((t for t in self.talks if t.exchange is None), key=lambda t: t.used)
+        for old in gone[: max(0, len(self.talks) - MOST_KEPT)]:
+            self._drop(old)
+
+    def _may_go(self, talk: Talk) -> bool:
+        return not (talk.busy or talk.pinned or talk.exchange is None) and bool(talk.keys)
+
+    # ---- memory -----------------------------------------------------------------------------
+
+    @property
+    def used(self) -> int:
+        """The bytes of all weights, translators and lines in memory."""
+        lines = sum(talk.nbytes for talk in self.talks)
+        return self._residents.weights + self._translators + lines
+
+    def make_room(self, needed: int = 0) -> bool:
+        """Put idle conversations away until so many bytes are free; return whether they are."""
+        for step in (self._to_8bit, self._away):
+            for talk in sorted(self.talks, key=lambda talk: talk.used):
+                if self.used + needed <= self.budget:
+                    return True
+                if self._may_go(talk):
+                    step(talk)
+        return self.used + needed <= self.budget
+
+    def room_for_model(self, name: str) -> bool:
+        """Let go of idle models, then put conversations away, until a model's weights fit."""
+        needed = self._residents[name].weights
+        for idle in self._residents.idle(name):
+            if self.used + needed <= self.budget:
+                break
+            log.info("unloading %s to make room for %s", idle, name)
+            self._residents.unload(idle)
+        return self.make_room(needed)
+
+    def _to_8bit(self, talk: Talk) -> None:
+        assert talk.exchange is not None
+        for name, line in talk.exchange.lines.items():
+            if line.where == "resident":
+                talk.exchange.put_away(name, "8bit")
+        mx.clear_cache()
+
+    def _away(self, talk: Talk) -> None:
+        """Put a talk on disk, if conversations are kept; else forget it."""
+        if self._folder is None or not self.save(talk):
+            self._drop(talk)
+            return
+        assert talk.conversation is not None
+        talk.conversation.close()
+        talk.conversation = None
+        mx.clear_cache()
+
+    def _drop(self, talk: Talk) -> None:
+        self.talks.remove(talk)
+        if talk.exchange is not None:
+            for line in talk.exchange.lines.values():
+                line.clear()
+        if talk.folder is not None:
+            _remove(talk.folder)
+        mx.clear_cache()
+
+    # ---- disk -------------------------------------------------------------------------------
+
+    def _open(self, folder: Path) -> None:
+        """Take a folder for this server alone, and find what a former one left there."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = (folder / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ValueError(
+                f"another server keeps its conversations in {folder}; give --conversations "
+                "another folder, or --no-keep-conversations"
+            ) from None
+        for path in folder.iterdir():
+            if path.is_dir() and not path.with_suffix(".json").exists():
+                shutil.rmtree(path, ignore_errors=True)
+        for file in folder.glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                facts: dict[str, Any] = json.loads(file.read_text("utf-8"))
+                if facts["models"] == {n: r.path for n, r in self._residents.all.items()}:
+                    keys, told = list(map(str, facts["keys"])), dict(facts["told"])
+                    found = Talk(keys, folder=file.with_suffix(""), used=float(facts["used"]))
+                    found.told = told
+                    self.talks.append(found)
+
+    def save(self, talk: Talk) -> bool:
+        """Write an idle talk to disk, unless it is there as it is; return whether it is there."""
+        if self._folder is None or talk.conversation is None:
+            return talk.folder is not None
+        if talk.saved_at == talk.used:
+            return True
+        path, before = self._folder / uuid.uuid4().hex, talk.folder
+        facts = {
+            "keys": talk.keys,
+            "told": talk.told,
+            "used": talk.used,
+            "models": {name: each.path for name, each in self._residents.all.items()},
+        }
+        try:
+            talk.conversation.save(path)
+            draft = path.with_suffix(".tmp")
+            with open(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+                json.dump(facts, file)
+            draft.replace(path.with_suffix(".json"))
+        except LOST as error:
+            log.warning("a conversation cannot be kept on disk (%s)", error)
+            shutil.rmtree(path, ignore_errors=True)
+            return False
+        talk.folder, talk.saved_at = path, talk.used
+        if before is not None:
+            _remove(before)
+        return True
+
+    def back(self, talk: Talk) -> bool:
+        """Bring a talk back from disk; False, and it is forgotten, if it is lost or out of date."""
+        assert talk.folder is not None
+        asleep = [name for name, each in self._residents.all.items() if not each.loaded]
+        directions = self._blank.exchange.directions
+        try:
+            talk.conversation = Conversation.resume(
+                talk.folder,
+                self._residents.models,
+                list(directions.loaded.values()),
+                on_missing="reprefill",
+                prefill_step_size=self._step_size,
+            )
+        except LOST as error:
+            log.warning("a conversation on disk is lost (%s); it will be read anew", error)
+            self._drop(talk)
+            return False
+        finally:
+            for name in asleep:  # to compare it, some of its weights were read
+                self._residents.forget(name)
+        talk.conversation.exchange.directions = directions
+        talk.messages = [dict(message) for message in talk.conversation.messages]
+        talk.saved_at = talk.used
+        return True
+
+    def tidy(self) -> None:
+        """Write one talk that has been idle for a while to disk, in case the process crashes."""
+        late = time.time() - IDLE_S
+        for talk in self.talks:
+            idle = not talk.busy and talk.conversation is not None and talk.used < late
+            if idle and self._folder is not None and talk.saved_at != talk.used:
+                if not self.save(talk):
+                    talk.saved_at = talk.used  # not again before it changes
+                return
+
+    def close(self) -> None:
+        """Write what is to be kept."""
+        for talk in list(self.talks):
+            self.save(talk)
+
+    def release(self) -> None:
+        """Let another server have the folder."""
+        if self._folder is not None:
+            self._lock.close()
+
+    def status(self) -> Status:
+        """How much there is."""
+        here = [talk for talk in self.talks if talk.exchange is not None]
+        return Status(
+            conversations=(len(here), len(self.talks) - len(here)),
+            lines_bytes=sum(talk.nbytes for talk in here),
+            budget_bytes=0 if math.isinf(self.budget) else int(self.budget),
+        )
+
+
+def _remove(path: Path) -> None:
+    """Remove a saved conversation: its keys first, so that a rest is rubbish."""
+    path.with_suffix(".json").unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,210 @@
+"""What Prometheus is told: counts and times of requests, and what the worker holds.
+
+Labels are names that the server itself knows, never texts of a client's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvlingo_mlx.serving.link import Link
+from kvlingo_mlx.serving.messages import Begun, Ended, Event, Status, Usage
+
+log = logging.getLogger("kvlingo_mlx.serving")
+
+SWITCHES = ("translate", "hybrid", "reread")  # strategies by which another model takes over
+TO_FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+disable_created_metrics()  # a series for each one, which says since when it is counted
+PER_TOKEN = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.08, 0.12, 0.2, 0.5, 1)
+
+
+class Metrics:
+    """The numbers of one server, in a registry of its own."""
+
+    def __init__(self, link: Link) -> None:
+        self._registry = own = CollectorRegistry()
+        self.requests = Counter(
+            "kvlingo_requests", "Requests by the status that ended them; 499: the client left.",
+            ("endpoint", "model", "status"), registry=own,
+        )  # fmt: skip
+        self._to_first = Histogram(
+            "kvlingo_time_to_first_token_seconds", "From a request's receipt to its first token.",
+            ("model", "strategy"), buckets=TO_FIRST, registry=own,
+        )  # fmt: skip
+        self._per_token = Histogram(
+            "kvlingo_time_per_token_seconds", "Mean time of an answer's later tokens.",
+            ("model",), buckets=PER_TOKEN, registry=own,
+        )  # fmt: skip
+        self._switches = Counter(
+            "kvlingo_switches", "Answers for which another model's line was taken over, or read "
+            "anew.", ("model", "strategy"), registry=own,
+        )  # fmt: skip
+        self._fallbacks = Counter(
+            "kvlingo_fallbacks", "Answers for which tokens were read that could not be translated.",
+            ("model",), registry=own,
+        )  # fmt: skip
+        self._prompt = Counter(
+            "kvlingo_prompt_tokens", "Prompt tokens by where they came from.",
+            ("model", "source"), registry=own,
+        )  # fmt: skip
+        self._written = Counter(
+            "kvlingo_completion_tokens", "Tokens of answers.", ("model",), registry=own
+        )
+        own.register(_Held(link))
+
+    def text(self) -> bytes:
+        """All numbers in Prometheus' text form."""
+        return generate_latest(self._registry)
+
+    def begun(self, model: str, usage: Usage, seconds: float) -> None:
+        """Count an answer's first token, so many seconds after its request came."""
+        self._to_first.labels(model, usage.strategy).observe(seconds)
+        if usage.strategy in SWITCHES:
+            self._switches.labels(model, usage.strategy).inc()
+        if usage.fallback is not None:
+            self._fallbacks.labels(model).inc()
+        for source in ("cached", "translated", "read"):
+            self._prompt.labels(model, source).inc(getattr(usage, f"{source}_tokens"))
+
+    def ended(self, model: str, usage: Usage, seconds: float) -> None:
+        """Count a whole answer, so many seconds after its first token."""
+        self._written.labels(model).inc(usage.completion_tokens)
+        if usage.completion_tokens > 1:
+            self._per_token.labels(model).observe(seconds / (usage.completion_tokens - 1))
+
+
+class Watch:
+    """The times of one request.
+
+    Attributes:
+        model: The label of the model that answers; ``unknown`` for one that is not offered.
+        usage: What was told last of where the prompt came from.
+    """
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self.model = model
+        self.usage: Usage | None = None
+        self._metrics, self._from = metrics, time.perf_counter()
+
+    def take(self, event: Event) -> None:
+        """Note an event of the request."""
+        if isinstance(event, Begun):
+            self.model = event.model
+            self.usage = event.usage
+            self._metrics.begun(self.model, event.usage, self._lap())
+        elif isinstance(event, Ended):
+            self.usage = event.usage
+            self._metrics.ended(self.model, event.usage, self._lap())
+
+    def _lap(self) -> float:
+        now = time.perf_counter()
+        passed, self._from = now - self._from, now
+        return passed
+
+
+class _Held(Collector):
+    """What the link and the worker's last status say, read when Prometheus asks."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def collect(self) -> Iterator[Metric]:
+        """The families, each with its samples."""
+        link, status = self._link, self._link.status or Status()
+        yield _gauge("worker_ready", "Whether the worker answers.", [((), link.ready)])
+        restarts = CounterMetricFamily("kvlingo_worker_restarts", "Starts after a crash.")
+        restarts.add_metric((), link.restarts)
+        yield restarts
+        yield _gauge("waiting", "Requests without a token yet.", [((), link.waiting)])
+        yield _gauge("running", "Answers that the worker reads or writes.", [((), status.running)])
+        yield _gauge("queued", "Requests that wait in the worker.", [((), status.queued)])
+        weights = sum(model.weights_bytes for model in status.models if model.loaded)
+        held = {"weights": weights, "lines": status.lines_bytes}
+        held |= {"translators": status.translators_bytes, "budget": status.budget_bytes}
+        told = "Bytes of memory; budget is what they may take together."
+        yield _gauge("memory_bytes", told, [((kind,), size) for kind, size in held.items()], "kind")
+        places = zip(("memory", "disk"), status.conversations, strict=True)
+        rows = [((place,), number) for place, number in places]
+        yield _gauge("conversations", "Conversations that are kept.", rows, "place")
+        loaded = [((model.name,), model.loaded) for model in status.models]
+        yield _gauge("model_loaded", "Whether a model's weights are in memory.", loaded, "model")
+
+
+def _gauge(
+    name: str, told: str, rows: Iterable[tuple[tuple[str, ...], float]], *labels: str
+) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"kvlingo_{name}", told, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, float(number))
+    return family
+
+
+# ---- counting every request ------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """How a request ended, as far as the endpoint knows better than the response's status.
+
+    Attributes:
+        model: The model's label, ``-`` where none is asked for.
+        status: 0 for the response's.
+    """
+
+    model: str = "-"
+    status: int = 0
+
+    @classmethod
+    def of(cls, scope: Scope) -> Outcome:
+        """The one of this request."""
+        return scope.setdefault("kvlingo", cls())
+
+
+class Tally:
+    """Counts every request when it has ended."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app, self._metrics, self._paths = app, metrics, paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, and count it."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        sent = 0
+
+        async def noting(message: Message) -> None:
+            nonlocal sent
+            if message["type"] == "http.response.start":
+                sent = message["status"]
+            await send(message)
+
+        outcome = Outcome.of(scope)
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            status = outcome.status or sent or 500
+            endpoint = self._endpoint(scope["path"])
+            self._metrics.requests.labels(endpoint, outcome.model, str(status)).inc()
+            told = outcome.status != 0 or endpoint == "/health"
+            if status >= 400 and not told:  # without the message, which may quote a prompt
+                log.info("%s %s was refused: %d", scope["method"], endpoint, status)
+
+    def _endpoint(self, path: str) -> str:
+        """The path as a label, of which there are few."""
+        if path.startswith("/v1/models/"):
+            return "/v1/models/{id}"
+        return path if path in self._paths else "other"

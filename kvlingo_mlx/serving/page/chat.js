@@ -1,0 +1,237 @@
+// A small chat. The whole conversation is sent with each message, as every client does; the server
+// finds what its models hold of it.
+"use strict";
+
+const $ = (id) => document.getElementById(id);
+const KEY = "kvlingo-key";
+let messages = [];
+let running = null; // the AbortController of the answer that is being written
+
+// ---- the server ---------------------------------------------------------------------------------
+
+async function call(path, options = {}) {
+  const key = sessionStorage.getItem(KEY);
+  const headers = { "content-type": "application/json" };
+  if (key) headers.authorization = `Bearer ${key}`;
+  const response = await fetch(path, { ...options, headers });
+  if (response.ok) return response;
+  if (response.status === 401) {
+    $("key").hidden = false;
+    $("given").focus();
+  }
+  const body = await response.json().catch(() => null);
+  throw new Error(body?.error?.message ?? `The server answered ${response.status}.`);
+}
+
+// The parsed `data:` of each frame of a stream, until [DONE].
+async function* frames(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) throw new Error("The server ended the answer before it was complete.");
+    const parts = (rest + value).split("\n\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part.split("\n").filter((line) => line.startsWith("data: "))
+        .map((line) => line.slice(6)).join("\n");
+      if (data === "[DONE]") return;
+      if (data) yield JSON.parse(data);
+    }
+  }
+}
+
+async function status() {
+  try {
+    const found = await (await call("v1/status")).json();
+    $("key").hidden = true;
+    listModels(found);
+    $("held").textContent = held(found);
+  } catch (error) {
+    $("held").textContent = error.message;
+  }
+}
+
+function listModels(found) {
+  const names = (found.worker?.models ?? []).map((model) => model.name);
+  if (found.worker?.routes) names.push("auto");
+  const shown = [...$("model").options].map((option) => option.value);
+  if (names.length === 0 || names.join("\n") === shown.join("\n")) return;
+  const chosen = $("model").value;
+  $("model").replaceChildren(...names.map((name) => new Option(name, name)));
+  if (names.includes(chosen)) $("model").value = chosen;
+}
+
+function held(found) {
+  const worker = found.worker;
+  if (!worker) return "The models are being loaded.";
+  const budget = worker.budget_bytes ? ` of ${size(worker.budget_bytes)}` : "";
+  const weights = worker.models.reduce((sum, m) => sum + (m.loaded ? m.weights_bytes : 0), 0);
+  const [here, away] = worker.conversations;
+  return `Lines ${size(worker.lines_bytes)}, weights ${size(weights)}${budget}; ` +
+    `conversations: ${here} in memory, ${away} on disk`;
+}
+
+// ---- what is shown ------------------------------------------------------------------------------
+
+function size(bytes) {
+  const units = ["B", "kB", "MB", "GB", "TB"];
+  let at = 0;
+  while (bytes >= 1000 && at < units.length - 1) { bytes /= 1000; at += 1; }
+  return `${bytes >= 100 || at === 0 ? Math.round(bytes) : bytes.toFixed(1)} ${units[at]}`;
+}
+
+function seconds(number) {
+  return number >= 1 ? `${number.toFixed(1)} s` : `${Math.round(1000 * number)} ms`;
+}
+
+function element(name, text = "", className = "") {
+  const made = document.createElement(name);
+  made.textContent = text; // never HTML: models may write anything
+  if (className) made.className = className;
+  return made;
+}
+
+function article(who, text, className) {
+  const made = element("article", "", className);
+  made.append(element("header", who), element("p", text));
+  $("talk").append(made);
+  $("talk").scrollTop = $("talk").scrollHeight;
+  return made;
+}
+
+// Changes what is shown; who reads the end goes on seeing it.
+function following(change) {
+  const talk = $("talk");
+  const atEnd = talk.scrollHeight - talk.scrollTop - talk.clientHeight < 40;
+  change();
+  if (atEnd) talk.scrollTop = talk.scrollHeight;
+}
+
+function showThinking(shown, text) {
+  let box = shown.querySelector("details");
+  if (!box) {
+    box = element("details");
+    box.append(element("summary", "Thinking"), element("p"));
+    shown.querySelector("header").after(box);
+  }
+  box.querySelector("p").append(text);
+}
+
+function showUsage(shown, usage) {
+  const own = usage.kvlingo ?? {};
+  const rows = [
+    ["cached", usage.prompt_tokens_details?.cached_tokens ?? 0],
+    ["translated", own.translated_tokens ?? 0],
+    ["read", own.read_tokens ?? 0],
+    ["written", usage.completion_tokens],
+  ];
+  if (own.ttft_s != null) rows.push(["first token after", seconds(own.ttft_s)]);
+  if (own.reread_s != null) rows.push(["reading all would have taken", seconds(own.reread_s)]);
+  if (own.strategy) rows.push(["by", own.strategy]);
+  if (own.fallback) rows.push(["not translated", own.fallback]);
+  const list = element("dl");
+  for (const [name, value] of rows) {
+    const row = element("div");
+    row.append(element("dt", name), element("dd", String(value)));
+    list.append(row);
+  }
+  shown.append(list);
+}
+
+// ---- a turn -------------------------------------------------------------------------------------
+
+async function answer() {
+  const shown = article($("model").value, "", "assistant");
+  const place = shown.querySelector("p");
+  const said = { role: "assistant", content: "" };
+  const talk = messages; // "New conversation" may begin another one meanwhile
+  running = new AbortController();
+  busy(true);
+  try {
+    const body = JSON.stringify({
+      model: $("model").value, messages: talk, stream: true, stream_options: { include_usage: true },
+    });
+    const response = await call("v1/chat/completions", {
+      method: "POST", body, signal: running.signal,
+    });
+    for await (const frame of frames(response)) {
+      if (frame.error) throw new Error(frame.error.message);
+      if (frame.model) shown.querySelector("header").textContent = frame.model;
+      const delta = frame.choices?.[0]?.delta ?? {};
+      if (delta.reasoning_content) {
+        said.reasoning_content = (said.reasoning_content ?? "") + delta.reasoning_content;
+        following(() => showThinking(shown, delta.reasoning_content));
+      }
+      if (delta.content) {
+        said.content += delta.content;
+        // The empty lines after thinking are sent back, but not shown.
+        const seen = place.textContent ? delta.content : delta.content.trimStart();
+        following(() => place.append(seen));
+      }
+      if (frame.usage) following(() => showUsage(shown, frame.usage));
+    }
+    talk.push(said);
+  } catch (error) {
+    if (said.content) talk.push(said); // what was written stands
+    else takeBack(talk);
+    const stopped = error.name === "AbortError";
+    const told = element("div", stopped ? "Stopped." : error.message, stopped ? "" : "wrong");
+    following(() => shown.append(told));
+  }
+  running = null;
+  busy(false);
+  status();
+}
+
+// A message without an answer goes back to where it was typed.
+function takeBack(talk) {
+  const last = talk.pop();
+  if (talk === messages && !$("text").value) $("text").value = last.content;
+}
+
+function busy(is) {
+  $("send").disabled = is;
+  $("stop").hidden = !is;
+  if (!is) $("text").focus();
+}
+
+$("ask").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = $("text").value.trim();
+  if (!text || running || !$("model").value) return;
+  $("text").value = "";
+  messages.push({ role: "user", content: text });
+  article("You", text, "user");
+  answer();
+});
+
+$("text").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  $("ask").requestSubmit();
+});
+
+$("stop").addEventListener("click", () => running?.abort());
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") running?.abort();
+});
+
+$("new").addEventListener("click", () => {
+  running?.abort();
+  messages = [];
+  $("talk").replaceChildren();
+  $("text").focus();
+});
+
+$("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, $("given").value);
+  $("given").value = "";
+  status();
+});
+
+status();
+setInterval(() => { if (!document.hidden) status(); }, 5000);
+$("text").focus();

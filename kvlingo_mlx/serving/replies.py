@@ -1,0 +1,146 @@
+"""How the worker's events become the response to a request: streamed, or whole."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from kvlingo_mlx.errors import printable
+from kvlingo_mlx.serving.link import Asked, ClientGone, Link
+from kvlingo_mlx.serving.messages import Begun, Counted, Ended, Failed, Usage
+from kvlingo_mlx.serving.metrics import Metrics, Outcome, Watch
+from kvlingo_mlx.serving.wire import Api, Incoming
+
+log = logging.getLogger("kvlingo_mlx.serving")
+
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",  # a proxy before us must not keep frames back
+}
+STRATEGY, FALLBACK = "x-kvlingo-strategy", "x-kvlingo-fallback"
+RETRY_S = "2"  # what a client is told to wait where nothing better is known
+LEFT = 499  # the status by which metrics count a client that left
+
+
+class Reply:
+    """The response to one request: the worker's events in the API's form."""
+
+    def __init__(
+        self, link: Link, metrics: Metrics, api: Api, incoming: Incoming, keep_alive: float
+    ) -> None:
+        self._link, self._metrics, self._keep_alive = link, metrics, keep_alive
+        self._api, self._incoming = api, incoming
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Ask, and send what comes; a client that leaves cancels the request."""
+        asked = self._link.ask(self._incoming.ask)
+        leaving = asyncio.create_task(tell_when_left(receive, asked))
+        outcome = Outcome.of(scope)
+        watch = Watch(self._metrics, self._incoming.ask.model)
+        try:
+            way = self._stream if self._incoming.stream else self._whole
+            response, outcome.status = await way(asked, watch, send)
+            if response is not None:
+                await response(scope, receive, send)
+        finally:
+            leaving.cancel()
+            asked.close()
+            outcome.model = watch.model
+            _tell(watch, outcome.status)
+
+    async def _whole(self, asked: Asked, watch: Watch, send: Send) -> tuple[Response | None, int]:
+        """The answer in one piece; while it is written, nothing can be sent."""
+        answer = self._incoming.answer
+        while True:
+            event = await asked.next()
+            if event is None or isinstance(event, ClientGone):
+                return None, LEFT
+            watch.take(event)
+            if isinstance(event, Failed):
+                return self._failure(event)
+            answer.take(event)
+            if isinstance(event, Ended):
+                return JSONResponse(answer.body(), headers=told_headers(event.usage)), 200
+
+    async def _stream(self, asked: Asked, watch: Watch, send: Send) -> tuple[Response | None, int]:
+        """The answer as it is written. The headers wait for the first token, or for the first
+        keep-alive, so that a request that fails before has a true status."""
+        answer, every = self._incoming.answer, self._keep_alive
+        held: list[str] = []
+        started, due = False, time.monotonic() + every
+        while True:
+            event = await asked.next(max(0.0, due - time.monotonic()))
+            if isinstance(event, ClientGone):
+                return None, LEFT
+            if event is None:
+                held.append(answer.keep_alive())
+            else:
+                watch.take(event)
+                if isinstance(event, Failed) and not started:
+                    return self._failure(event)
+                held += answer.take(event)
+            if not started and (event is None or isinstance(event, Begun | Ended)):
+                await send(_head(told_headers(watch.usage)))
+                started = True
+            if started and held and not asked.more:
+                await send(_part("".join(held)))
+                held, due = [], time.monotonic() + every
+            if isinstance(event, Ended | Counted | Failed):
+                await send(_part("", more=False))
+                return None, self._api.error(event)[0] if isinstance(event, Failed) else 200
+
+    def _failure(self, failed: Failed) -> tuple[Response, int]:
+        status, body = self._api.error(failed)
+        return JSONResponse(body, status, retry_headers(failed)), status
+
+
+async def tell_when_left(receive: Receive, asked: Asked) -> None:
+    """Put it into a request's events when its client leaves; ask before any answer is sent, too."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    asked.put(ClientGone())
+
+
+def retry_headers(failed: Failed) -> dict[str, str]:
+    """What tells a client's library whether to send a request again by itself.
+
+    One that was there when the worker crashed may be why it did, so a person should decide.
+    """
+    if failed.kind == "crashed":
+        return {"x-should-retry": "false"}
+    return {"retry-after": RETRY_S} if failed.kind in ("busy", "memory") else {}
+
+
+def told_headers(usage: Usage | None) -> dict[str, str]:
+    """How the prompt was taken in, as far as it is known."""
+    if usage is None:
+        return {}
+    told = {STRATEGY: usage.strategy}
+    if usage.fallback is not None:
+        told[FALLBACK] = printable(usage.fallback).encode("ascii", "replace").decode()[:400]
+    return told
+
+
+def _head(told: dict[str, str]) -> dict[str, Any]:
+    headers = [(k.encode(), v.encode()) for k, v in {**STREAM_HEADERS, **told}.items()]
+    return {"type": "http.response.start", "status": 200, "headers": headers}
+
+
+def _part(text: str, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": text.encode(), "more_body": more}
+
+
+def _tell(watch: Watch, status: int) -> None:
+    """Log an answer's numbers; its texts are never logged."""
+    used = watch.usage or Usage()
+    log.info(
+        "%s: %s, %s; %d tokens of prompt (%d cached, %d translated, %d read), %d of answer",
+        watch.model, status, used.strategy if watch.usage else "no token", used.prompt_tokens,
+        used.cached_tokens, used.translated_tokens, used.read_tokens, used.completion_tokens,
+    )  # fmt: skip

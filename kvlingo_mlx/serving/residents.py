@@ -1,0 +1,135 @@
+"""The models that a server offers: opened at the start, read when asked for, let go of for room."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx.caches import memory
+from kvlingo_mlx.loading.models import load, read_weights
+from kvlingo_mlx.loading.opening import let_go
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.serving.messages import ModelInfo
+
+
+@dataclass
+class Resident:
+    """A model that is offered.
+
+    Attributes:
+        name: Its name in requests.
+        path: The folder or Hub id that was given for it.
+        model: The model; its weights are in memory only while ``loaded``.
+        weights: The bytes of its weights.
+        loaded: Whether the weights are in memory.
+        running: Answers that need it now.
+        used: When it was last used.
+        read_s: Seconds a token that it takes to read a prompt; None before that was measured.
+    """
+
+    name: str
+    path: str
+    model: LanguageModel
+    weights: int
+    loaded: bool = False
+    running: int = 0
+    used: float = field(default_factory=time.monotonic)
+    read_s: float | None = None
+
+    def info(self) -> ModelInfo:
+        """What clients are told of it."""
+        context = self.model.context_length
+        family = str(self.model.config["model_type"])
+        return ModelInfo(self.name, self.path, context, self.loaded, self.weights, family)
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """Learn from a prompt how fast the model reads; short ones tell nothing."""
+        if tokens >= 64:
+            found = seconds / tokens
+            self.read_s = found if self.read_s is None else 0.7 * self.read_s + 0.3 * found
+
+
+class Residents:
+    """All offered models by name.
+
+    Opening a model reads its config, tokenizer and the headers of its files, so that conversations
+    can have lines of models whose weights are not in memory.
+
+    Raises:
+        MissingModelError, UnsupportedModelError: A model cannot be opened.
+    """
+
+    def __init__(self, models: Mapping[str, str]) -> None:
+        self.all: dict[str, Resident] = {}
+        opened: dict[str, LanguageModel] = {}
+        for name, path in models.items():
+            model = opened.setdefault(path, load(path, lazy=True))
+            self.all[name] = Resident(name, path, model, memory.weights_bytes(model))
+
+    def __getitem__(self, name: str) -> Resident:
+        return self.all[name]
+
+    @property
+    def models(self) -> dict[str, LanguageModel]:
+        """The models by name."""
+        return {name: resident.model for name, resident in self.all.items()}
+
+    @property
+    def weights(self) -> int:
+        """The bytes of all weights in memory."""
+        each = {id(r.model): r.weights for r in self.all.values() if r.loaded}
+        return sum(each.values())
+
+    def read(self, name: str) -> None:
+        """Read a model's weights, if they are not in memory.
+
+        Raises:
+            MissingModelError: The files are missing or damaged.
+        """
+        resident = self.all[name]
+        if not resident.loaded:
+            read_weights(resident.model)
+            self._mark(resident, loaded=True)
+        resident.used = time.monotonic()
+
+    def unload(self, name: str) -> int:
+        """Let go of a model's weights; return the bytes freed, 0 if an answer needs them."""
+        resident = self.all[name]
+        if not resident.loaded or any(r.running for r in self._same(resident)):
+            return 0
+        let_go(resident.model)
+        self._mark(resident, loaded=False)
+        mx.clear_cache()
+        return resident.weights
+
+    def forget(self, name: str) -> None:
+        """Let go of whatever was read of a model that counts as not loaded."""
+        if not self.all[name].loaded:
+            let_go(self.all[name].model)
+
+    def idle(self, beside: str) -> list[str]:
+        """Models whose weights could be let go of for ``beside``, least recently used first."""
+        kept = self._same(self.all[beside])
+        free = [
+            resident
+            for resident in self.all.values()
+            if resident.loaded
+            and resident not in kept
+            and not any(r.running for r in self._same(resident))
+        ]
+        return [resident.name for resident in sorted(free, key=lambda r: r.used)]
+
+    def _same(self, resident: Resident) -> list[Resident]:
+        """All names of one model."""
+        return [r for r in self.all.values() if r.model is resident.model]
+
+    def _mark(self, resident: Resident, *, loaded: bool) -> None:
+        for each in self._same(resident):
+            each.loaded = loaded
+
+    def infos(self) -> Iterable[ModelInfo]:
+        """What clients are told of each."""
+        return (resident.info() for resident in self.all.values())

@@ -1,0 +1,210 @@
+"""What a server is told: one frozen dataclass, from a TOML file and the options of the verb."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_type_hints
+
+from pydantic import BeforeValidator, ByteSize, Field, Strict, TypeAdapter, ValidationError
+
+API_KEY = "KVLINGO_API_KEY"  # the environment variable, which other users' `ps` does not show
+AUTO = "auto"  # the model's name by which a client lets the rules choose
+
+
+def _bytes(value: Any) -> Any:
+    """A number of bytes, or a text such as "24GB" or "512 MiB"."""
+    return int(TypeAdapter(ByteSize).validate_python(value)) if isinstance(value, str) else value
+
+
+def _pattern(value: Any) -> Any:
+    try:
+        re.compile(value)
+    except re.error as error:
+        raise ValueError(f"expected a regular expression, but {error}") from None
+    return value
+
+
+Text = Annotated[str, Strict(), Field(min_length=1)]
+Whole = Annotated[int, Strict(), Field(ge=1)]
+Seconds = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+Switch = Annotated[bool, Strict()]
+Size = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_bytes)]
+Pattern = Annotated[Text, BeforeValidator(_pattern)]
+Key = Annotated[str, Strict(), Field(min_length=1, pattern=r"^[!-~]+$")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that a server is told; times are in seconds, sizes in bytes.
+
+    Attributes:
+        models: The models that are offered, a folder or Hub id by the name that clients give.
+        translators: Folders or Hub ids of translators; none: those of the local store.
+        routes: A TOML file of rules by which the model ``auto`` chooses who answers.
+        host: The address to listen at. Others than this machine's own need a key.
+        port: The port to listen at; 0 takes a free one.
+        api_key: What clients must send as ``Authorization: Bearer`` or ``x-api-key``.
+        allow_anyone: Whether another host is listened at without a key.
+        cors: Origins whose web pages may ask, such as ``http://localhost:3000``; ``*`` for all.
+        memory_limit: What weights, lines and translators may take together; None: what the
+            machine has.
+        max_tokens: The longest answer where a request gives no ``max_tokens``.
+        prefill_step_size: Tokens that are read at once; answers of others go on in between.
+        max_concurrent: Answers that one model writes at once.
+        queue_limit: Requests that may wait for their first token; more are told 429.
+        body_limit: The largest body of a request.
+        header_timeout: The longest that a request's headers may take to arrive.
+        body_timeout: The longest that a request's body may take to arrive.
+        write_timeout: The longest that a client may take nothing of what waits for it.
+        keep_alive: Silence after which a stream is sent something that keeps it open.
+        worker_timeout: Silence after which a worker that has requests is taken for hung.
+        stop_timeout: The time that running answers have to end when the server stops, and that
+            the worker then has to save.
+        conversations: The folder of conversations on disk; None: one in the user's data folder.
+        keep_conversations: Whether conversations survive the server's end.
+        volatile: Patterns of lines that agents change with every request. A line of a system
+            prompt in which one is found does not count when histories are compared.
+        log_level: The least severe messages that are logged.
+    """
+
+    models: Annotated[dict[Text, Text], Field(min_length=1)]
+    translators: tuple[Text, ...] = ()
+    routes: Text | None = None
+    host: Text = "127.0.0.1"
+    port: Annotated[int, Strict(), Field(ge=0, le=65535)] = 8080
+    api_key: Key | None = field(default=None, repr=False)
+    allow_anyone: Switch = False
+    cors: tuple[Text, ...] = ()
+    memory_limit: Size | None = None
+    max_tokens: Whole = 4096
+    prefill_step_size: Whole = 2048
+    max_concurrent: Whole = 16
+    queue_limit: Whole = 64
+    body_limit: Size = 32_000_000
+    header_timeout: Seconds = 10.0
+    body_timeout: Seconds = 60.0
+    write_timeout: Seconds = 30.0
+    keep_alive: Seconds = 10.0
+    worker_timeout: Seconds = 600.0
+    stop_timeout: Seconds = 20.0
+    conversations: Text | None = None
+    keep_conversations: Switch = True
+    volatile: tuple[Pattern, ...] = (
+        r"^x-anthropic-billing-header:",
+        r"^\s*-?\s*You are powered by the model",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    def __post_init__(self) -> None:
+        if not (is_loopback(self.host) or self.api_key or self.allow_anyone):
+            raise ValueError(
+                f"host is {self.host}, which others can reach, and no key is set; "
+                f"give --api-key (or {API_KEY}), or --allow-anyone"
+            )
+        if AUTO in self.models:
+            raise ValueError(f"a model is named {AUTO!r}, the name of routing; give another name")
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a client may give, ``auto`` included where there are rules."""
+        return (*self.models, *([AUTO] if self.routes else []))
+
+
+OPTIONS = {"models": "model", "translators": "translator", "routes": "route"}  # named otherwise
+NAMES = tuple(field.name for field in fields(Settings))
+_HINTS = get_type_hints(Settings, include_extras=True)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host, by its name or address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def named(models: Sequence[str]) -> dict[str, str]:
+    """The models of ``NAME=MODEL`` texts; one without a name is called like its folder.
+
+    Raises:
+        ValueError: A text lacks a part, or two have one name.
+    """
+    found: dict[str, str] = {}
+    for text in models:
+        name, mark, path = (part.strip() for part in text.partition("="))
+        if not mark:
+            name, path = Path(os.path.expanduser(text)).absolute().name, name
+        if not (name and path):
+            raise ValueError(f"--model is {text!r}; give NAME=MODEL, such as small=Qwen/Qwen3-0.6B")
+        if name in found:
+            raise ValueError(f"--model {text}: the name {name!r} is taken; give another NAME=MODEL")
+        found[name] = path
+    return found
+
+
+def read(config: str | None, options: Mapping[str, Any]) -> Settings:
+    """The settings of a TOML file, if one is named, with the options that were given over them.
+
+    Args:
+        config: The file's path.
+        options: Values by the settings' names; those that are None are taken as not given.
+
+    Raises:
+        ValueError: The file cannot be read, or a setting is unknown or out of range.
+    """
+    given = {} if config is None else _file(config)
+    for name in given:
+        if name not in NAMES:
+            raise ValueError(f"{config}: unknown setting {name!r}; {_nearest(name)}")
+    wheres = dict.fromkeys(given, f"{config}: ")
+    for name, value in options.items():
+        if value is not None:
+            given[name], wheres[name] = value, "--"
+    if os.environ.get(API_KEY):
+        given.setdefault("api_key", os.environ[API_KEY])
+    if not given.get("models"):
+        raise ValueError(
+            "no model is given; give --model NAME=MODEL once a model, or --config with [models]"
+        )
+    return Settings(**{name: _checked(name, given[name], wheres.get(name, "")) for name in given})
+
+
+def _file(config: str) -> dict[str, Any]:
+    try:
+        with Path(os.path.expanduser(config)).open("rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"--config {config} cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:  # broken TOML, or not UTF-8
+        raise ValueError(f"{config} is not valid TOML: {error}") from None
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_").lower(), NAMES, 1, 0.6)
+    return f"did you mean {close[0]}?" if close else f"known are {', '.join(NAMES)}"
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    """A setting's value, checked and as its type."""
+    try:
+        return TypeAdapter(_HINTS[name]).validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    spelled = OPTIONS.get(name, name).replace("_", "-") if where == "--" else name
+    at = "".join(f"[{part!r}]" for part in first["loc"] if not isinstance(part, str) or part in
+                 (value if isinstance(value, dict) else ()))  # fmt: skip
+    shown = "not what it can be" if name == "api_key" else f"{first['input']!r:.80}"
+    raise ValueError(f"{where}{spelled}{at} is {shown}; {_told(first['msg'])}")
+
+
+def _told(message: str) -> str:
+    """pydantic's message as the end of one of ours."""
+    message = message.removeprefix("Value error, ").replace("Input should be", "expected")
+    return message[:1].lower() + message[1:]

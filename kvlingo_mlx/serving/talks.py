@@ -1,0 +1,161 @@
+"""Which conversation a request goes on with: found by its messages, since clients name none.
+
+Clients send the whole history with every request. A talk knows the keys of the messages that it
+has read and written; the talk that shares the longest beginning with a request is the one to go on
+with. What really need not be read anew is decided token by token, by its lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.serving.messages import Ask, Message
+
+REDONE = 2  # a request that changes no more than so many last messages goes on with the same talk
+ids = itertools.count()
+
+
+class Keys:
+    """Makes the keys by which messages are compared, without their volatile lines.
+
+    Args:
+        patterns: Regular expressions; a line in which one is found is left out.
+    """
+
+    def __init__(self, patterns: Sequence[str] = ()) -> None:
+        self._patterns = [re.compile(pattern) for pattern in patterns]
+
+    def of(self, ask: Ask) -> list[str]:
+        """The keys of what stands before the messages, and of each message."""
+        head = _key([ask.tools, sorted(ask.template.items())])
+        return [head, *map(self.message, ask.messages or ())]
+
+    def message(self, message: Message) -> str:
+        """A message's key: its role, content and tool calls, white space around them apart."""
+        lines = str(message.get("content") or "").split("\n")
+        kept = [line for line in lines if not any(p.search(line) for p in self._patterns)]
+        content = "\n".join(kept)
+        calls = [_call(call) for call in message.get("tool_calls") or ()]
+        return _key([message.get("role"), content.strip(), calls])
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    """A tool call's name and arguments; clients may write the arguments otherwise than we did."""
+    function = call.get("function") or {}
+    arguments = function.get("arguments")
+    with contextlib.suppress(ValueError):
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return [function.get("name"), arguments]
+
+
+def _key(data: Any) -> str:
+    text = json.dumps(data, sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """The number of leading keys that two lists have in common."""
+    pairs = zip(one, other, strict=False)
+    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+@dataclass(eq=False)
+class Talk:
+    """A conversation that is kept, in memory or on disk.
+
+    Attributes:
+        keys: The keys of all messages that it has read, or begun to read, and written.
+        messages: These messages as they were read, volatile lines as they first stood.
+        conversation: The conversation; None while it is on disk alone, or for plain texts.
+        texts: The lines of a plain text, which no chat template has rendered; else None.
+        folder: Where it is saved, as it is now; None if it is not.
+        busy: Whether an answer is being written.
+        ending: Whether that answer is complete, and other lines are following it.
+        pinned: Whether it stays in memory.
+        used: When it was last used, in seconds since the epoch.
+        saved_at: ``used`` of the state that is in ``folder``.
+        told: The length of each model's line after its last answer here.
+        number: Tells it from all others of this process.
+    """
+
+    keys: list[str]
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    conversation: Conversation | None = None
+    texts: Exchange | None = None
+    folder: Path | None = None
+    busy: bool = False
+    ending: bool = False
+    pinned: bool = False
+    used: float = field(default_factory=time.time)
+    saved_at: float | None = None
+    told: dict[str, int] = field(default_factory=dict)
+    number: int = field(default_factory=ids.__next__)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its caches in memory, and of what it keeps for lines that lack it."""
+        lines = () if self.exchange is None else self.exchange.lines.values()
+        return sum(line.cache_bytes + line.native.nbytes for line in lines)
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """Its lines, if they are in memory."""
+        return self.texts if self.conversation is None else self.conversation.exchange
+
+    def taken_over(self, ask: Ask, common: int) -> list[dict[str, Any]]:
+        """The request's messages, those it shares with this talk as this talk has read them.
+
+        ``common`` counts shared keys, of which the first is no message's.
+        """
+        own = self.messages[: max(0, common - 1)]
+        return [*own, *(dict(m) for m in (ask.messages or ())[len(own) :])]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The talk to go on with, how many keys it shares, and whether a copy of it is to go on."""
+
+    talk: Talk
+    common: int
+    apart: bool
+
+
+def longest(talks: Iterable[Talk], name: str, tokens: Sequence[int]) -> Talk | None:
+    """The idle talk of plain texts that shares most of a model's prompt; None if none does."""
+    best: tuple[int, Talk] | None = None
+    for talk in talks:
+        if talk.texts is None or talk.busy or name not in talk.texts.lines:
+            continue
+        common = max(line.common(tokens) for line in talk.texts.lines.values())
+        if 2 * common >= len(tokens) and (best is None or common > best[0]):
+            best = common, talk
+    return None if best is None else best[1]
+
+
+def find(talks: Iterable[Talk], keys: Sequence[str]) -> Found | None:
+    """The talk that shares the longest beginning with a request; None if it would be a new one.
+
+    What shares nothing but the head (tools) has nothing to give. Among equals an idle talk is
+    preferred, then the one used last. A copy goes on where the talk is busy, or where the request
+    leaves more of it out than the last exchange: then another client is likely to go on with that.
+    """
+    best: tuple[tuple[int, bool, float], Talk] | None = None
+    for talk in talks:
+        rank = shared(talk.keys, keys), not talk.busy, talk.used
+        if rank[0] > 1 and (best is None or rank > best[0]):
+            best = rank, talk
+    if best is None:
+        return None
+    (common, idle, _), talk = best
+    return Found(talk, common, apart=not idle or len(talk.keys) - common > REDONE)

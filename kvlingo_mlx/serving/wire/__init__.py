@@ -1,0 +1,167 @@
+"""The APIs that clients speak: a request is read into an :class:`Ask`, events become its answer.
+
+Each API has a file with one object ``API``. Nothing here waits or sends; the front does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from kvlingo_mlx.serving.messages import Ask, Event, Failed, TokenLogprob, Usage
+
+
+class BadRequest(Exception):
+    """A request that no answer can be given to.
+
+    Attributes:
+        message: One line: what was found, what was expected, what to do.
+        param: The path of the field that is wrong, such as "messages.2.content"; None for the body.
+        status: The status in HTTP.
+    """
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status = message, param, status
+
+
+class Answer(Protocol):
+    """What a client gets for one request; it is told every event in order."""
+
+    def take(self, event: Event) -> list[str]:
+        """The frames of a stream that this event makes; none for most while a prompt is read.
+
+        Call it for every event, also if the client does not stream.
+        """
+
+    def keep_alive(self) -> str:
+        """A frame that says no more than that the stream is open."""
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer, for a client that does not stream; after :class:`Ended`."""
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """One request, understood."""
+
+    ask: Ask
+    stream: bool
+    answer: Answer
+
+
+class Api(Protocol):
+    """One of the APIs."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Where it is asked."""
+
+    def read(self, body: Any) -> Incoming:
+        """What a parsed JSON body of any shape asks for.
+
+        Raises:
+            BadRequest: It is not a request of this API, or asks for what we cannot do.
+        """
+
+    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
+        """The status and body that tell a client of this failure."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of failure in the words of both APIs."""
+
+    status: int
+    openai: str
+    code: str | None
+    anthropic: str
+
+
+# Those of Failed.kind, and what the front itself refuses.
+_KINDS = {
+    "invalid": _Kind(400, "invalid_request_error", None, "invalid_request_error"),
+    "too_long": _Kind(
+        400, "invalid_request_error", "context_length_exceeded", "invalid_request_error"
+    ),
+    "unauthorized": _Kind(401, "invalid_request_error", "invalid_api_key", "authentication_error"),
+    "forbidden": _Kind(403, "invalid_request_error", "forbidden", "permission_error"),
+    "not_found": _Kind(404, "invalid_request_error", "model_not_found", "not_found_error"),
+    "timeout": _Kind(408, "invalid_request_error", "timeout", "invalid_request_error"),
+    "too_large": _Kind(413, "invalid_request_error", "request_too_large", "request_too_large"),
+    "busy": _Kind(429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    "memory": _Kind(503, "server_error", "out_of_memory", "overloaded_error"),
+    "crashed": _Kind(503, "server_error", "worker_crashed", "api_error"),
+    "internal": _Kind(500, "server_error", None, "api_error"),
+}
+
+
+def openai_error(failed: Failed) -> tuple[int, dict[str, Any]]:
+    """A failure in the form of OpenAI's APIs: status and body."""
+    kind = _KINDS.get(failed.kind, _KINDS["internal"])
+    error = {"message": failed.message, "type": kind.openai, "param": failed.param}
+    return kind.status, {"error": {**error, "code": kind.code}}
+
+
+def anthropic_error(failed: Failed) -> tuple[int, dict[str, Any]]:
+    """A failure in the form of Anthropic's API: status and body."""
+    kind = _KINDS.get(failed.kind, _KINDS["internal"])
+    return kind.status, {
+        "type": "error",
+        "error": {"type": kind.anthropic, "message": failed.message},
+    }
+
+
+def frame(data: dict[str, Any] | str, event: str | None = None) -> str:
+    """One server-sent event, with its blank line."""
+    text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+    return f"event: {event}\ndata: {text}\n\n" if event else f"data: {text}\n\n"
+
+
+def extension(usage: Usage) -> dict[str, Any]:
+    """What ``usage.kvlingo`` tells: where the prompt's tokens came from, and the times."""
+    names = "translated_tokens read_tokens strategy translator translator_digest ttft_s queue_s"
+    return {name: getattr(usage, name) for name in [*names.split(), "reread_s", "fallback"]}
+
+
+def openai_usage(usage: Usage) -> dict[str, Any]:
+    """``usage`` as chat completions and completions have it."""
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "kvlingo": extension(usage),
+    }
+
+
+def finite(logprob: float) -> float:
+    """A log probability that JSON can hold; OpenAI writes -9999 for what never happens."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
+def openai_logprobs(tokens: list[TokenLogprob]) -> list[dict[str, Any]]:
+    """Tokens' log probabilities as OpenAI has them, with the ids that mlx-lm's server adds."""
+
+    def entry(text: str, token: int, logprob: float) -> dict[str, Any]:
+        spelt = list(text.encode("utf-8", "replace"))
+        return {"token": text, "id": token, "logprob": finite(logprob), "bytes": spelt}
+
+    return [
+        {**entry(t.text, t.token, t.logprob), "top_logprobs": [entry(*top) for top in t.top]}
+        for t in tokens
+    ]
+
+
+def arguments(call: dict[str, Any]) -> dict[str, Any]:
+    """A call's arguments as an object that JSON can hold."""
+    try:
+        found = json.loads(call["function"]["arguments"], parse_constant=str)
+    except (ValueError, RecursionError):
+        return {}
+    # A text may spell half of a character that UTF-8 cannot.
+    whole = json.dumps(found, ensure_ascii=False).encode("utf-8", "replace")
+    return found if isinstance(found := json.loads(whole), dict) else {}

@@ -1,0 +1,89 @@
+"""The worker's process: takes requests from the front, works, and tells what comes of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+
+from mlx_lm.generate import maybe_set_recommended_wired_limit
+
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.serving.engine import Engine
+from kvlingo_mlx.serving.messages import Ask, Count, Counted, Event, Failed
+from kvlingo_mlx.serving.settings import Settings
+
+log = logging.getLogger("kvlingo_mlx.serving")
+
+STATUS_S = 1.0  # how often the front is told how things stand while there is work
+IDLE_S = 5.0  # and how often idle conversations are looked after
+
+
+def main(connection: Connection, settings: Settings) -> None:
+    """Serve the front over a pipe until it says stop, or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when the worker stops
+    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(message)s")
+    try:
+        engine = Engine(settings)
+    except (KVLingoError, ValueError, OSError) as error:
+        connection.send(("fatal", str(error)))
+        return
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        _Worker(connection, engine).run()
+    engine.close()
+
+
+class _Worker:
+    def __init__(self, connection: Connection, engine: Engine) -> None:
+        self._pipe, self._engine = connection, engine
+        self._told = 0.0
+
+    def run(self) -> None:
+        """Take what the front sends, and work in between."""
+        maybe_set_recommended_wired_limit()  # once, since somebody always answers
+        self._tell_status()
+        while True:
+            while self._pipe.poll(0 if self._engine.busy else IDLE_S):
+                if not self._take(*self._pipe.recv()):
+                    return
+            if self._engine.busy:
+                self._engine.work()
+            else:
+                self._engine.keeper.tidy()
+            if time.monotonic() - self._told > STATUS_S or not self._engine.busy:
+                self._tell_status()
+
+    def _take(self, what: str, *rest: Any) -> bool:
+        """Do what the front says; False to stop."""
+        if what == "stop":
+            return False
+        number = rest[0]
+
+        def tell(event: Event) -> None:
+            self._pipe.send(("event", number, event))
+
+        if what == "ask":
+            asked: Ask | Count = rest[1]
+            if isinstance(asked, Count):
+                self._engine.count(asked.ask, tell)
+            else:
+                self._engine.ask(number, asked, tell)
+        elif what == "cancel":
+            self._engine.cancel(number)
+        else:
+            try:
+                (self._engine.load if what == "load" else self._engine.unload)(rest[1])
+                tell(Counted(0))
+            except (KVLingoError, ValueError, RuntimeError) as error:
+                tell(Failed("memory", str(error)))
+            self._tell_status()
+        return True
+
+    def _tell_status(self) -> None:
+        self._told = time.monotonic()
+        self._pipe.send(("status", self._engine.status()))

@@ -1,0 +1,365 @@
+"""Requests and their responses, over real connections, with a worker that runs scripts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+httpx = pytest.importorskip("httpx")
+
+from tests.support.serving import Running, running  # noqa: E402
+
+FALLBACK, STRATEGY = "x-kvlingo-fallback", "x-kvlingo-strategy"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("told"), queue_limit=3, routes="rules.toml") as found:
+        yield found
+
+
+def lines(response: Any) -> list[str]:
+    return [line for line in response.text.split("\n\n") if line]
+
+
+# ---- answers -----------------------------------------------------------------------------------
+
+
+def test_a_whole_answer(server: Running) -> None:
+    response = server.ask("begin translate;say one;waiting;say two")
+    assert (response.status_code, response.json()) == (200, {"text": "onetwo"})
+    assert response.headers[STRATEGY] == "translate" and FALLBACK not in response.headers
+
+
+def test_a_stream(server: Running) -> None:
+    response = server.ask("begin kept;say one;say two", stream=True)
+    assert lines(response) == ["data: one", "data: two", "data: [DONE]"]
+    assert response.headers[STRATEGY] == "kept"
+    assert response.headers["content-type"].startswith("text/event-stream")
+
+
+def test_a_fallback_is_seen_in_a_header(server: Running) -> None:
+    response = server.ask("fallback no translator för this pair;say x", stream=True)
+    assert response.headers[FALLBACK] == "no translator f?r this pair"
+
+
+def test_pieces_come_as_they_are_written(server: Running) -> None:
+    """The first one is there while the worker still waits."""
+    body = {"model": "small", "prompt": "begin;say one;wait 30", "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/plain", json=body, timeout=20) as response:
+        assert next(response.iter_text()) == "data: one\n\n"
+
+
+@pytest.mark.parametrize(
+    ("kind", "status"),
+    [("invalid", 400), ("too_long", 400), ("busy", 429), ("memory", 503), ("internal", 500)],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_failures_before_the_first_token_have_their_status(
+    kind: str, status: int, stream: bool, server: Running
+) -> None:
+    response = server.ask(f"waiting;fail {kind}", stream=stream)
+    assert response.status_code == status
+    assert response.json()["plain"]["message"] == f"planted failure: {kind}"
+    assert ("retry-after" in response.headers) == (kind in ("busy", "memory"))
+
+
+def test_a_failure_in_a_stream_is_a_frame(server: Running) -> None:
+    response = server.ask("begin;say one;fail memory", stream=True)
+    assert response.status_code == 200
+    assert lines(response) == ["data: one", "data: failed memory"]
+
+
+def test_a_failure_of_a_whole_answer_has_its_status_at_any_time(server: Running) -> None:
+    assert server.ask("begin;say one;fail memory").status_code == 503
+
+
+def test_keep_alives_come_by_timer(server: Running) -> None:
+    """Also while the worker tells how far it has read; a failure is then a frame."""
+    quiet = server.ask("wait 1;begin;say one", stream=True)
+    assert lines(quiet)[-2:] == ["data: one", "data: [DONE]"]
+    assert set(lines(quiet)[:-2]) == {": still here"} and STRATEGY not in quiet.headers
+    busy = server.ask("waiting;wait 0.2;" * 5 + "fail memory", stream=True)
+    assert busy.status_code == 200 and lines(busy)[-1] == "data: failed memory"
+    assert ": still here" in lines(busy)
+    assert ": still here" not in lines(server.ask("begin;say one", stream=True))  # control
+
+
+# ---- clients that leave ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("script", ["wait 600", "begin;say a;wait 600"])
+def test_a_client_that_leaves_cancels(script: str, stream: bool, server: Running) -> None:
+    before = server.told().count(["cancel"])
+    body = json.dumps({"model": "small", "prompt": script, "stream": stream}).encode()
+    asked = len(asks(server))
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"POST /v1/plain HTTP/1.1\r\nhost: 127.0.0.1\r\n"
+                       b"content-length: %d\r\n\r\n%s" % (len(body), body))  # fmt: skip
+        server.until(lambda: len(asks(server)) > asked)
+        assert server.told().count(["cancel"]) == before
+    server.until(lambda: server.told().count(["cancel"]) == before + 1)
+    server.until(lambda: server.link.waiting == 0)
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+def test_too_many_that_wait_are_refused(server: Running) -> None:
+    body = {"model": "small", "prompt": "wait 600", "stream": True}
+    clients = []
+    for number in range(1, 4):
+        client = socket.create_connection(("127.0.0.1", server.port))
+        data = json.dumps(body).encode()
+        head = b"POST /plain HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+        client.sendall(head % len(data) + data)
+        clients.append(client)
+        server.until(lambda number=number: server.link.waiting == number)
+    refused = server.ask("begin")
+    assert refused.status_code == 429 and int(refused.headers["retry-after"]) > 0
+    assert "3 requests wait already" in refused.json()["plain"]["message"]
+    for client in clients:
+        client.close()
+    server.until(lambda: server.link.waiting == 0)
+    assert server.ask("begin").status_code == 200
+
+
+def test_those_that_write_do_not_count_as_waiting(server: Running) -> None:
+    asked = [
+        httpx.stream("POST", f"{server.url}/plain", timeout=20,
+                     json={"model": "small", "prompt": "begin;say a;wait 600", "stream": True})
+        for _ in range(4)
+    ]  # fmt: skip
+    for response in asked:
+        assert response.__enter__().status_code == 200
+    assert server.ask("begin").status_code == 200
+    for response in asked:
+        response.__exit__(None, None, None)
+
+
+def asks(server: Running) -> list[list[str]]:
+    return [told for told in server.told() if told[0] == "ask"]
+
+
+def test_an_unknown_model_is_told_those_there_are(server: Running) -> None:
+    before = len(asks(server))
+    response = server.ask("begin", model="gpt-9\n")
+    assert response.status_code == 404
+    error = response.json()["plain"]
+    assert error["message"] == "model 'gpt-9\\n' is not offered; offered are small, large, auto"
+    assert error["param"] == "model" and len(asks(server)) == before
+    assert server.ask("begin", model="auto").status_code == 200
+    assert server.ask("begin", model="default_model").status_code == 200  # as mlx-lm's server
+    assert asks(server)[before:] == [["ask", "auto"], ["ask", "small"]]
+
+
+def test_a_bad_request_is_told_in_its_apis_form(server: Running) -> None:
+    response = httpx.post(f"{server.url}/v1/plain", json={"model": "small"})
+    assert response.status_code == 422
+    assert response.json()["plain"]["message"] == "prompt is no text; give one"
+    assert response.json()["plain"]["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"nonsense", b"\xff\xfe", b"[" * 100_000, b'{"a": NaN}', b'"\\ud800"', b"1" * 9999,
+     b'{"prompt": "begin"', b"null", b"[]", b'"x"', b"\x00" * 10],
+)  # fmt: skip
+def test_bodies_that_are_no_requests(body: bytes, server: Running) -> None:
+    response = httpx.post(f"{server.url}/v1/plain", content=body)
+    assert response.status_code in (400, 422)
+    message = response.json()["plain"]["message"]
+    assert message.isprintable() and len(message) < 300
+
+
+def test_paths_and_methods_that_do_not_exist(server: Running) -> None:
+    response = httpx.get(f"{server.url}/v2/nothing")
+    assert response.status_code == 404
+    assert response.json()["error"]["message"] == (
+        "there is no GET '/v2/nothing'; POST to /v1/plain; GET /v1/models"
+    )
+    response = httpx.get(f"{server.url}/v1/plain")
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["plain"]["message"] == "/v1/plain takes no GET; use POST"
+
+
+# ---- models, health ----------------------------------------------------------------------------
+
+
+def test_models_are_listed(server: Running) -> None:
+    listed = httpx.get(f"{server.url}/v1/models").json()
+    assert listed["object"] == "list" and not listed["has_more"]
+    assert [m["id"] for m in listed["data"]] == ["small", "large", "auto"]
+    small = httpx.get(f"{server.url}/v1/models/small").json()
+    assert small == listed["data"][0] and small["object"] == "model"
+    assert small["kvlingo"]["context"] == 4096
+    missing = httpx.get(f"{server.url}/v1/models/none/such")
+    assert missing.status_code == 404 and "small, large" in missing.json()["error"]["message"]
+
+
+def test_models_are_loaded_and_unloaded(server: Running) -> None:
+    def loaded() -> bool:
+        return httpx.get(f"{server.url}/v1/models/large").json()["kvlingo"]["loaded"]
+
+    unloaded = httpx.post(f"{server.url}/v1/models/large/unload")
+    assert unloaded.status_code == 200 and unloaded.json()["kvlingo"]["loaded"] is False
+    server.until(lambda: not loaded())
+    assert httpx.post(f"{server.url}/v1/models/large/load").status_code == 200
+    server.until(loaded)
+    for name in ("auto", "none"):
+        assert httpx.post(f"{server.url}/v1/models/{name}/load").status_code == 404
+
+
+def test_tokens_are_counted(server: Running) -> None:
+    url = f"{server.url}/v1/plain/count"
+    assert httpx.post(url, json={"prompt": "four"}).json() == {"input_tokens": 4}
+    assert httpx.post(url, json={"prompt": "four", "model": "none"}).status_code == 404
+    assert "plain" in httpx.post(url, json={}).json()
+
+
+def test_health_and_status(server: Running) -> None:
+    for path in ("/health", "/health/live"):
+        response = httpx.get(f"{server.url}{path}")
+        assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    status = httpx.get(f"{server.url}/v1/status").json()
+    assert status["ready"] and status["worker"]["lines_bytes"] == 5_000
+    assert status["worker"]["pairs"] == [["small", "large", "translate", "receipt 0.95"]]
+
+
+# ---- crashes, starts, ends ---------------------------------------------------------------------
+
+
+def test_a_crash_is_told_and_survived(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        response = server.ask("wait 0;signal SIGABRT")
+        assert response.status_code == 503 and "SIGABRT" in response.json()["plain"]["message"]
+        assert response.headers["x-should-retry"] == "false"
+        server.ready()
+        streamed = server.ask("begin;say a;signal SIGKILL", stream=True)
+        assert lines(streamed) == ["data: a", "data: failed crashed"]
+        server.ready()
+        assert server.ask("begin;say a").json() == {"text": "a"}
+        numbers = httpx.get(f"{server.url}/metrics").text
+        assert "kvlingo_worker_restarts_total 2.0" in numbers
+
+
+def test_not_ready_is_not_healthy_but_alive(tmp_path: Path) -> None:
+    (tmp_path / "first").write_text("wait 600")
+    settings: dict[str, Any] = {"stop_timeout": 0.5}
+    context = running(tmp_path, **settings)
+    ready, Running.ready = Running.ready, lambda self: self  # type: ignore[method-assign]
+    try:
+        with context as server:
+            assert httpx.get(f"{server.url}/health/live").status_code == 200
+            health = httpx.get(f"{server.url}/health")
+            assert health.status_code == 503 and "retry-after" in health.headers
+            refused = server.ask("begin")
+            assert refused.status_code == 503 and "retry-after" in refused.headers
+            assert "is being started" in refused.json()["plain"]["message"]
+            assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "small"
+            assert server.ask("begin", model="none").status_code == 404
+    finally:
+        Running.ready = ready  # type: ignore[method-assign]
+
+
+def test_a_server_without_a_worker_ends_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "first").write_text("fatal /models/a does not exist, so give another")
+    with running(tmp_path) as server:
+        server.thread.join(60)
+        assert str(server.error) == "/models/a does not exist, so give another"
+
+
+def test_a_stop_lets_answers_end_or_cuts_them(tmp_path: Path) -> None:
+    with running(tmp_path, stop_timeout=2.0) as server:
+        short, long = (
+            httpx.stream("POST", f"{server.url}/plain", timeout=30,
+                         json={"model": "small", "prompt": script, "stream": True})
+            for script in ("begin;say a;wait 0.5;say b", "begin;say a;wait 600")
+        )  # fmt: skip
+        with short as first, long as second:
+            server.server.should_exit = True
+            assert "data: b" in first.read().decode() and "[DONE]" in first.text
+            assert second.read().decode().endswith("data: failed busy\n\n")
+        server.thread.join(30)
+    assert server.told()[-1] == ["stop"]
+
+
+def test_stopping_refuses_new_requests_on_old_connections(tmp_path: Path) -> None:
+    with running(tmp_path) as server, httpx.Client() as client:
+        assert client.get(f"{server.url}/health").status_code == 200
+        server.link._stopping = True
+        refused = client.post(f"{server.url}/plain", json={"prompt": "begin"})
+        assert refused.status_code == 503 and "is stopping" in refused.text
+
+
+# ---- numbers -----------------------------------------------------------------------------------
+
+
+def test_metrics(tmp_path: Path) -> None:
+    with running(tmp_path) as server:
+        server.ask("begin translate;say a")
+        server.ask("fallback too long;say a", model="large")
+        server.ask("begin", model="none-of-them")
+        httpx.get(f"{server.url}/v1/models/small")
+        httpx.get(f"{server.url}/a/path/of/a/client")
+        text = httpx.get(f"{server.url}/metrics").text
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    expected = {
+        'requests_total{endpoint="/v1/plain",model="small",status="200"}': 1,
+        'requests_total{endpoint="/v1/plain",model="large",status="200"}': 1,
+        'requests_total{endpoint="/v1/plain",model="-",status="404"}': 1,
+        'requests_total{endpoint="/v1/models/{id}",model="-",status="200"}': 1,
+        'requests_total{endpoint="other",model="-",status="404"}': 1,
+        'switches_total{model="small",strategy="translate"}': 1,
+        'switches_total{model="large",strategy="reread"}': 1,
+        'fallbacks_total{model="large"}': 1,
+        'prompt_tokens_total{model="small",source="translated"}': 30,
+        'prompt_tokens_total{model="small",source="cached"}': 60,
+        'completion_tokens_total{model="small"}': 5,
+        'time_to_first_token_seconds_count{model="small",strategy="translate"}': 1,
+        'time_per_token_seconds_count{model="small"}': 1,
+        'memory_bytes{kind="weights"}': 2_000_000,
+        'memory_bytes{kind="lines"}': 5_000,
+        'conversations{place="disk"}': 1,
+        "worker_ready": 1,
+        "worker_restarts_total": 0,
+        "waiting": 0,
+    }
+    assert {k: float(found[f"kvlingo_{k}"]) for k in expected} == expected
+    assert "none-of-them" not in text and "/a/path" not in text
+
+
+def test_texts_are_never_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of prompts nor of answers, also when we make a mistake."""
+    from kvlingo_mlx.serving import front
+    from tests.support import serving
+
+    read, counter = serving.PlainApi.read, itertools.count()
+
+    def fails_once(self: Any, body: Any) -> Any:
+        if next(counter) == 1:
+            raise KeyError(f"a fault that quotes {body}")
+        return read(self, body)
+
+    monkeypatch.setattr(serving.PlainApi, "read", fails_once)
+    caplog.set_level("DEBUG")
+    caplog.handler.addFilter(front.NoContents())
+    with running(tmp_path) as server:
+        assert server.ask("begin;say SECRET").status_code == 200
+        broken = server.ask("begin;say SECRET")
+        assert broken.status_code == 500 and "KeyError" in broken.json()["plain"]["message"]
+        assert "SECRET" not in broken.text
+        time.sleep(0.2)
+    assert "30 translated" in caplog.text and "KeyError at " in caplog.text
+    assert "SECRET" not in caplog.text

@@ -1,0 +1,399 @@
+"""The engine's answers beside the library's: the same tokens, whoever else asks meanwhile."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+pytest.importorskip("pydantic")
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.serving.engine import Engine
+from kvlingo_mlx.serving.messages import Ask, Piece, Sampling
+from kvlingo_mlx.serving.settings import Settings
+from tests.support.engines import Clients, Told, asked
+from tests.support.identity import identity_of
+
+NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe", "small": "tiny-qwen3-s"}
+WORDS = "Anna Oscar Maria Iris Rome Oslo Dallas code friend home lives works".split()
+TIE = 1e-3  # nats between two first choices below which rounding may decide
+
+
+def settings(tmp_path: Path, **facts: Any) -> Settings:
+    models = {name: str(zoo(folder)) for name, folder in NAMES.items()}
+    return Settings(**{"models": models, "conversations": str(tmp_path / "kept"), **facts})
+
+
+@pytest.fixture
+def clients(tmp_path: Path) -> Iterator[Clients]:
+    yield Clients(Engine(settings(tmp_path)))
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def said(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def question(rng: random.Random, client: int) -> str:
+    """A question that no other client asks, so that no two of them share more than a header."""
+    return f"{WORDS[client]} " + " ".join(rng.choices(WORDS, k=rng.randint(3, 12))) + "?"
+
+
+class Reference:
+    """One client's history in a conversation of the library."""
+
+    def __init__(self) -> None:
+        self.talk = kv.Conversation(
+            {name: zoo(folder) for name, folder in NAMES.items()}, enable_thinking=False
+        )
+
+    def answer(self, model: str, messages: list[dict[str, Any]]) -> str:
+        return self.talk.reply(model, messages=messages, max_tokens=12)
+
+
+def test_answers_are_the_conversations_own(clients: Clients) -> None:
+    rng = random.Random(5)
+    count = 4
+    references = [Reference() for _ in range(count)]
+    histories: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+    for _ in range(5):
+        asks = []
+        for client, history in enumerate(histories):
+            act = rng.random() if history else 1.0
+            if act < 0.2:  # the last answer again, by whichever model
+                history = history[:-1]
+            elif act < 0.4 and len(history) > 2:  # an edited question; the first begins anew
+                history = [*history[:-2], user(question(rng, client))]
+            else:
+                history = [*history, user(question(rng, client))]
+            histories[client] = history
+            asks.append(asked(rng.choice(list(NAMES)), history))
+        for client, (ask, told) in enumerate(zip(asks, clients.together(asks), strict=True)):
+            expected = references[client].answer(ask.model, histories[client])
+            assert told.text.strip() == expected.strip()
+            histories[client] = [*histories[client], said(told.text)]
+
+
+def test_a_switch_reads_the_question_alone(clients: Clients) -> None:
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    first = clients.one("large", history)
+    assert first.usage.strategy == "read" and first.usage.cached_tokens == 0
+    again = clients.one("moe", [*history, said(first.text), user("And Bob?")])
+    assert again.usage.strategy == "translate" and again.usage.fallback is None
+    assert again.usage.translated_tokens >= first.usage.prompt_tokens - 5
+    assert again.usage.read_tokens < 40
+    assert again.usage.translator and "large" not in again.usage.translator
+
+
+def test_a_request_may_ask_to_read_anew(clients: Clients) -> None:
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    first = clients.one("large", history)
+    again = clients.one("moe", [*history, said(first.text), user("And Bob?")], strategy="reread")
+    assert again.usage.strategy == "reread" and again.usage.translated_tokens == 0
+    assert again.usage.fallback == "the request asked for it"
+    assert again.usage.read_tokens == again.usage.prompt_tokens
+
+
+def test_identity_translators_change_nothing(tmp_path: Path) -> None:
+    model = kv.load(zoo("tiny-qwen3-l"))
+    identity_of(model).save(tmp_path / "same")
+    folder = str(zoo("tiny-qwen3-l"))
+    copy = tmp_path / "copy"
+    copy.symlink_to(folder)
+    facts = {"models": {"a": folder, "b": str(copy)}, "translators": (str(tmp_path / "same"),)}
+    clients = Clients(Engine(settings(tmp_path, **facts)))
+    alone = kv.Conversation({"a": model}, enable_thinking=False)
+    history: list[dict[str, Any]] = []
+    for turn, text in enumerate(["Anna lives in Rome.", "Where?", "And Oscar?", "Who is Iris?"]):
+        history.append(user(text))
+        told = clients.one("ab"[turn % 2], history)
+        assert told.text.strip() == alone.reply("a", text, max_tokens=12).strip()
+        history.append(said(told.text))
+
+
+def test_a_batch_is_the_single_answer_within_rounding(clients: Clients) -> None:
+    rng = random.Random(3)
+    asks = [
+        asked("large", [user(question(rng, client) * (client + 1))], max_tokens=40, logprobs=0)
+        for client in range(6)
+    ]
+    together = clients.together(asks)
+    model = kv.load(zoo("tiny-qwen3-l"))
+    for ask, told in zip(asks, together, strict=True):
+        check_greedy(model, ask, told)
+
+
+def check_greedy(model: LanguageModel, ask: Ask, told: Told) -> None:
+    """Every token is the model's first choice after those before it, read by plain mlx-lm."""
+    logprobs = [each for e in told.events if isinstance(e, Piece) for each in e.logprobs]
+    tokens = [each.token for each in logprobs]
+    prompt = model.tokenizer.apply_chat_template(
+        [dict(m) for m in ask.messages or ()], add_generation_prompt=True, **ask.template
+    )
+    logits = model.model(mx.array([prompt + tokens]), cache=make_prompt_cache(model.model))
+    rows = logits[0, len(prompt) - 1 : -1]
+    rows = rows - mx.logsumexp(rows, axis=-1, keepdims=True)
+    assert len(tokens) > 5
+    for row, token, each in zip(rows, tokens, logprobs, strict=True):
+        assert row.max().item() - row[token].item() < TIE
+        assert abs(row[token].item() - each.logprob) < 1e-3
+
+
+def test_seeds_are_an_answers_own(clients: Clients) -> None:
+    history = [user("Anna lives in Rome. Where?")]
+    seeded = Sampling(temperature=1.0, seed=7)
+    alone = clients.one("large", history, sampling=seeded, max_tokens=20).text
+    other = clients.one("large", history, sampling=Sampling(temperature=1.0, seed=8)).text
+    free = asked("large", [user("Oscar?")], sampling=Sampling(temperature=1.0), max_tokens=20)
+    beside = clients.together([free, asked("large", history, sampling=seeded, max_tokens=20)])
+    assert beside[1].text == alone and other != alone
+
+
+def test_cancelled_work_is_kept(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path, prefill_step_size=16)))
+    history = [user("Anna lives in Rome. " * 30)]
+    number, told = clients.send(asked("large", history))
+    for _ in range(8):
+        clients.engine.work()
+    clients.engine.cancel(number)
+    assert not clients.engine.busy and not told.begun
+    again = clients.one("large", history)
+    assert again.usage.cached_tokens >= 4 * 16
+    assert again.text.strip() == Reference().answer("large", history).strip()
+
+
+def test_a_cancelled_answer_leaves_its_neighbours(clients: Clients) -> None:
+    rng = random.Random(1)
+    asks = [asked("large", [user(question(rng, n))], max_tokens=30) for n in range(3)]
+    alone = [clients.one("large", list(a.messages or ()), max_tokens=30).text for a in asks]
+    fresh = Clients(clients.engine)
+    sent = [fresh.send(ask) for ask in asks]
+    while not all(told.begun for _, told in sent):
+        fresh.engine.work()
+    fresh.engine.cancel(sent[1][0])
+    fresh.work()
+    assert sent[0][1].text == alone[0] and sent[2][1].text == alone[2]
+    assert alone[1].startswith(sent[1][1].text)
+
+
+def test_a_prefix_that_is_in_use_is_shared(clients: Clients) -> None:
+    system = {"role": "system", "content": "Anna lives in Rome. " * 30}
+    asks = [asked("large", [system, user(f"{name}?")], max_tokens=8) for name in WORDS[:3]]
+    _, told = clients.send(asks[0])
+    while not told.begun:
+        clients.engine.work()
+    rest = clients.together(asks[1:])
+    for other in rest:
+        assert other.usage.cached_tokens > 200
+    alone = [Reference().answer("large", list(ask.messages or ())) for ask in asks]
+    for other, expected in zip((told, *rest), alone, strict=True):
+        assert expected.startswith(other.text.strip()) and other.text
+
+
+def test_conversations_survive_a_restart(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path)))
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    told = clients.one("large", history)
+    history += [said(told.text), user("And Oscar?")]
+    clients.engine.close()
+    clients.engine.keeper.release()
+    again = Clients(Engine(settings(tmp_path)))
+    found = again.one("moe", history)
+    expected = clients.one("moe", history)
+    assert found.text == expected.text
+    assert found.usage.translated_tokens == expected.usage.translated_tokens > 100
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+    first = Engine(settings(tmp_path))
+    with pytest.raises(ValueError, match="another server keeps its conversations in"):
+        Engine(settings(tmp_path))
+    first.keeper.release()
+    Engine(settings(tmp_path))
+
+
+def test_refusals(clients: Clients) -> None:
+    failed = clients.one("none", [user("Hello")]).failed
+    assert "there is no model 'none'; there are large, moe, small" in failed.message
+    failed = clients.one("large", [user("Anna " * 3000)]).failed
+    assert failed.kind == "too_long"
+    failed = clients.one("large", [user("x")], sampling=Sampling(logit_bias={10**7: 1.0})).failed
+    assert "logit_bias names token 10000000" in failed.message
+    assert not clients.engine.busy
+
+
+# ---- plain texts and grammars ---------------------------------------------------------------
+
+
+def completed(clients: Clients, model: str, prompt: Any, **facts: Any) -> Told:
+    return clients.together([Ask(model=model, prompt=prompt, max_tokens=12, **facts)])[0]
+
+
+def test_a_plain_text_is_gone_on_with(clients: Clients) -> None:
+    model = kv.load(zoo("tiny-qwen3-l"))
+    text = "The home of Anna is Rome. " * 8 + "The home of Oscar is Oslo. The home of Anna"
+    tokens = model.tokenizer.encode(text)
+    first = completed(clients, "large", text, echo=True)
+    assert first.text.startswith(text)
+    assert completed(clients, "large", tuple(tokens)).text == first.text[len(text) :]
+    check_completion(model, tokens, completed(clients, "large", text, logprobs=0))
+    again = completed(clients, "large", text)
+    assert again.usage.cached_tokens == len(tokens) - 1 and again.usage.read_tokens == 1
+    switched = completed(clients, "moe", text)
+    assert switched.usage.translated_tokens == len(tokens) - 1
+    assert switched.usage.strategy == "translate"
+
+
+def check_completion(model: LanguageModel, tokens: list[int], told: Told) -> None:
+    ids = [each.token for e in told.events if isinstance(e, Piece) for each in e.logprobs]
+    logits = model.model(mx.array([tokens + ids]), cache=make_prompt_cache(model.model))[0]
+    assert ids and ids == mx.argmax(logits[len(tokens) - 1 : -1], axis=-1).tolist()
+
+
+def test_an_answer_fits_a_schema(clients: Clients) -> None:
+    pytest.importorskip("llguidance")
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["Anna", "Oscar"]}, "at_home": {"type": "boolean"}},
+        "required": ["name", "at_home"],
+        "additionalProperties": False,
+    }
+    ask = asked("large", [user("Where is Anna?")], schema=schema, max_tokens=60)
+    free = asked("large", [user("Where is Anna?")], max_tokens=60)
+    told, beside = clients.together([ask, free])
+    found = json.loads(told.text)
+    assert found["name"] in ("Anna", "Oscar") and isinstance(found["at_home"], bool)
+    assert told.end.reason == "stop"
+    assert beside.text == clients.one("large", [user("Where is Anna?")], max_tokens=60).text
+    bad = asked("large", [user("x")], schema={"type": "nonsense"})
+    assert "response_format's schema is refused" in clients.together([bad])[0].failed.message
+
+
+# ---- memory and models ----------------------------------------------------------------------
+
+
+def test_conversations_go_to_8_bits_and_to_disk_and_come_back(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path)))
+    histories = [[user(f"{name} lives in Rome. " * 20)] for name in WORDS[:4]]
+    first = [clients.one("large", history) for history in histories]
+    keeper = clients.engine.keeper
+    assert clients.engine.status().conversations == (4, 0)
+    keeper.budget = keeper.used - 1
+    assert keeper.make_room()
+    oldest = keeper.talks[0].conversation
+    assert oldest is not None and oldest.lines["large"].where == "8bit"
+    keeper.budget = clients.engine.residents.weights + clients.engine.policy.nbytes + 1
+    keeper.make_room()
+    assert clients.engine.status().conversations == (0, 4)
+    assert clients.engine.status().lines_bytes == 0
+    keeper.budget = 10**12
+    for history, told in zip(histories, first, strict=True):
+        again = clients.one("large", [*history, said(told.text), user("Where?")])
+        assert again.usage.cached_tokens >= told.usage.prompt_tokens - 5
+
+
+def test_what_is_pinned_stays(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path, keep_conversations=False)))
+    clients.one("large", [user("Anna lives in Rome.")], pin=True)
+    clients.one("large", [user("Oscar lives in Oslo.")])
+    keeper = clients.engine.keeper
+    keeper.budget = 1
+    assert not keeper.make_room()
+    (left,) = keeper.talks
+    assert left.pinned and left.exchange is not None
+
+
+def test_models_come_and_go_within_the_memory(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path)))
+    engine, residents = clients.engine, clients.engine.residents
+    history = [user("Anna lives in Rome. Where?")]
+    first = clients.one("large", history)
+    assert residents["large"].loaded and not residents["moe"].loaded
+    engine.keeper.budget = engine.keeper.used + residents["moe"].weights - 1
+    history += [said(first.text), user("And Oscar?")]
+    answered = clients.one("moe", history)
+    assert residents["moe"].loaded and not residents["large"].loaded
+    assert answered.usage.translated_tokens > 0
+    engine.load("large")
+    assert not residents["moe"].loaded
+    engine.unload("large")
+    assert not residents["large"].loaded and clients.one("large", history).text
+    engine.keeper.budget = 1000
+    engine.unload("large")
+    assert clients.one("large", history).failed.kind == "memory"
+    with pytest.raises(kv.NotEnoughMemoryError, match="do not fit into the server's memory"):
+        engine.load("large")
+
+
+def test_a_model_that_answers_is_not_unloaded(clients: Clients) -> None:
+    _, told = clients.send(asked("large", [user("Anna?")]))
+    while not told.begun:
+        clients.engine.work()
+    with pytest.raises(ValueError, match="large is answering a request"):
+        clients.engine.unload("large")
+    clients.work()
+
+
+def test_a_damaged_conversation_is_read_anew(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path)))
+    history = [user("Anna lives in Rome. " * 20)]
+    told = clients.one("large", history)
+    clients.engine.close()
+    clients.engine.keeper.release()
+    (file,) = (tmp_path / "kept").glob("*/line-0.cache.*")
+    blob = bytearray(file.read_bytes())
+    blob[-9] ^= 1
+    file.write_bytes(bytes(blob))
+    again = Clients(Engine(settings(tmp_path)))
+    assert again.one("large", history).text == told.text
+    assert not list((tmp_path / "kept").glob("*/line-0.cache.*"))
+
+
+def test_volatile_lines_do_not_break_a_prefix(clients: Clients) -> None:
+    def system(number: int) -> dict[str, Any]:
+        header = f"x-anthropic-billing-header: cc_version=2; cch={number:05x};"
+        return {"role": "system", "content": header + "\nAnna lives in Rome. " * 10}
+
+    first = clients.one("large", [system(1), user("Where?")])
+    again = clients.one("large", [system(2), user("Where?"), said(first.text), user("Who?")])
+    assert again.usage.cached_tokens >= first.usage.prompt_tokens - 5
+    other = [{"role": "system", "content": "Oscar lives in Oslo. " * 10}, user("Where?")]
+    assert clients.one("large", other).usage.cached_tokens == 0
+
+
+def test_the_oldest_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlingo_mlx.serving.keeping.MOST_HERE", 2)
+    monkeypatch.setattr("kvlingo_mlx.serving.keeping.MOST_KEPT", 3)
+    clients = Clients(Engine(settings(tmp_path)))
+    for name in WORDS[:5]:
+        clients.one("large", [user(f"{name} lives in Rome.")], max_tokens=2)
+    here, away = clients.engine.status().conversations
+    assert (here, away) == (2, 1)
+    assert len(list((tmp_path / "kept").glob("*.json"))) == 1
+
+
+def test_a_fault_ends_one_request(
+    clients: Clients, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise LookupError("SECRET")
+
+    monkeypatch.setattr("kvlingo_mlx.serving.engine.sampler_of", broken)
+    failed = clients.one("large", [user("SECRET")]).failed
+    assert failed.kind == "internal" and "SECRET" not in failed.message + caplog.text
+    assert "LookupError" in caplog.text and "test_engine.py" in caplog.text
+    monkeypatch.undo()
+    assert clients.one("large", [user("SECRET")]).text

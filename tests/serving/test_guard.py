@@ -1,0 +1,240 @@
+"""Keys, hosts, origins, sizes of bodies, and clients that are slow."""
+
+from __future__ import annotations
+
+import json
+import re
+import select
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+httpx = pytest.importorskip("httpx")
+
+from tests.support.serving import Running, running  # noqa: E402
+
+BODY = {"model": "small", "prompt": "begin;say a"}
+OPEN = ("/", "/page/chat.js", "/page/chat.css", "/health", "/health/live")
+CLOSED = ("/v1/models", "/v1/models/small", "/v1/status", "/metrics", "/nothing")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(
+        tmp_path_factory.mktemp("told"), body_limit=10_000, body_timeout=1.0, header_timeout=1.0,
+        write_timeout=1.0, cors=("http://listed:3000",),
+    ) as found:  # fmt: skip
+        yield found
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    with running(tmp_path_factory.mktemp("told"), api_key="right-key") as found:
+        yield found
+
+
+def post(server: Running, **more: Any) -> Any:
+    return httpx.post(f"{server.url}/v1/plain", **{"json": BODY, "timeout": 30, **more})
+
+
+# ---- keys --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"authorization": "Bearer right-key"},
+        {"authorization": "bearer  right-key"},
+        {"x-api-key": "right-key"},
+    ],
+)
+def test_a_key_lets_in(headers: dict[str, str], locked: Running) -> None:
+    assert post(locked, headers=headers).json() == {"text": "a"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Bearer right-key2"},
+        {"authorization": "Basic right-key"},
+        {"authorization": "right-key"},
+        {"x-api-key": ""},
+        {"x-api-key": b"right-ke\xff"},
+    ],
+)
+def test_no_key_lets_nobody_in(headers: dict[str, Any], locked: Running) -> None:
+    refused = post(locked, headers=headers)
+    assert refused.status_code == 401 and "right-key" not in refused.text
+    assert "`x-api-key: KEY`" in refused.json()["plain"]["message"]
+    assert refused.headers["www-authenticate"] == "Bearer"
+
+
+def test_what_needs_no_key(locked: Running) -> None:
+    for path in OPEN:
+        assert httpx.get(f"{locked.url}{path}").status_code == 200, path
+    for path in CLOSED:
+        assert httpx.get(f"{locked.url}{path}").status_code == 401, path
+
+
+# ---- browsers that were led here ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:8080", "[::1]:8080", "LOCALHOST"])
+def test_this_machines_names(host: str, server: Running) -> None:
+    assert post(server, headers={"host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "[", ""])
+def test_other_names_are_refused(host: str, server: Running) -> None:
+    refused = post(server, headers={"host": host})
+    assert refused.status_code == 403 and "--api-key" in refused.json()["plain"]["message"]
+
+
+def test_pages_of_other_sites_are_refused(server: Running) -> None:
+    for origin in ("http://evil.example", "null", f"http://127.0.0.1:{server.port + 1}"):
+        refused = post(server, headers={"origin": origin})
+        assert refused.status_code == 403 and "--cors" in refused.text
+        assert "access-control-allow-origin" not in refused.headers
+    for origin in (server.url, "http://listed:3000"):
+        assert post(server, headers={"origin": origin}).status_code == 200
+
+
+def test_cors(server: Running) -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "x-api-key"}
+    url = f"{server.url}/v1/plain"
+    allowed = httpx.options(url, headers={"origin": "http://listed:3000", **asked})
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "http://listed:3000"
+    assert "x-api-key" in allowed.headers["access-control-allow-headers"]
+    refused = httpx.options(url, headers={"origin": "http://evil.example", **asked})
+    assert refused.status_code >= 400 and "access-control-allow-origin" not in refused.headers
+    exposed = post(server, headers={"origin": "http://listed:3000"}).headers
+    assert "x-kvlingo-strategy" in exposed["access-control-expose-headers"]
+
+
+# ---- bodies ------------------------------------------------------------------------------------
+
+
+def test_a_body_that_says_it_is_too_large(server: Running) -> None:
+    refused = post(server, json={**BODY, "prompt": "x" * 20_000})
+    assert refused.status_code == 413 and "10,000 bytes" in refused.json()["plain"]["message"]
+
+
+def test_a_body_that_does_not_say_how_large_it_is(server: Running) -> None:
+    def parts() -> Iterator[bytes]:
+        for _ in range(30):
+            yield b" " * 1000
+
+    refused = post(server, json=None, content=parts())
+    assert refused.status_code == 413
+    whole = json.dumps(BODY).encode()
+    accepted = post(server, json=None, content=iter([whole[:9], whole[9:], b" " * 5000]))
+    assert accepted.json() == {"text": "a"}
+
+
+def test_a_body_of_the_very_limit(server: Running) -> None:
+    whole = json.dumps(BODY).encode()
+    assert post(server, json=None, content=whole.ljust(10_000)).status_code == 200
+    assert post(server, json=None, content=whole.ljust(10_001)).status_code == 413
+
+
+# ---- slow clients ------------------------------------------------------------------------------
+
+
+def connect(server: Running, data: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=30)
+    client.sendall(data)
+    return client
+
+
+def answered(client: socket.socket) -> bytes:
+    """One whole answer, in however many packets it comes."""
+    data = b""
+    while not (found := re.search(rb"content-length: (\d+).*?\r\n\r\n(.*)", data, re.S)) or len(
+        found[2]
+    ) < int(found[1]):
+        more = client.recv(1000)
+        assert more, data
+        data += more
+    return data
+
+
+HEAD = b"POST /v1/plain HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n"
+
+
+def test_a_body_that_does_not_come(server: Running) -> None:
+    with connect(server, HEAD + b"{") as client:
+        answer = answered(client)
+        assert b" 408 " in answer.split(b"\r\n")[0] and b"did not arrive within 1 s" in answer
+        assert client.recv(1000) == b""
+
+
+def test_a_body_that_comes_by_drops(server: Running) -> None:
+    with connect(server, HEAD) as client:
+        for _ in range(50):
+            client.sendall(b" ")
+            if select.select([client], [], [], 0.2)[0]:
+                break
+        assert b" 408 " in answered(client)
+
+
+@pytest.mark.parametrize("data", [b"", b"POST /v1/pl", HEAD[:-4]])
+def test_headers_that_do_not_come(data: bytes, server: Running) -> None:
+    with connect(server, data) as client:
+        assert ended(client)
+
+
+def test_second_headers_that_do_not_come(server: Running) -> None:
+    get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with connect(server, get) as client:
+        assert answered(client).endswith(b'{"status":"ok"}')
+        client.sendall(get[:10])
+        assert ended(client)
+
+
+def test_a_connection_may_rest_between_requests(server: Running) -> None:
+    get = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with connect(server, get) as client:
+        answered(client)
+        time.sleep(1.5)
+        client.sendall(get)
+        assert b" 200 " in answered(client)
+
+
+def ended(client: socket.socket) -> bool:
+    try:
+        return client.recv(1000) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_reader_that_takes_nothing_is_cut(server: Running) -> None:
+    cancels = server.told().count(["cancel"])
+    body = json.dumps(
+        {"model": "small", "prompt": "begin;flood 20000;wait 600", "stream": True}
+    ).encode()
+    head = b"POST /v1/plain HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+    with connect(server, head % len(body) + body):
+        server.until(lambda: server.told().count(["cancel"]) == cancels + 1)
+
+
+def test_a_reader_that_takes_all_is_not(server: Running) -> None:
+    prompt = "begin;flood 5000;wait 1.5;say end"
+    got = httpx.post(f"{server.url}/plain", json={**BODY, "prompt": prompt, "stream": True},
+                     timeout=60)  # fmt: skip
+    assert got.text.count("x" * 1000) == 5000 and got.text.endswith("data: end\n\ndata: [DONE]\n\n")
+
+
+def test_hosts_are_not_asked_of_who_has_a_key(locked: Running, tmp_path: Path) -> None:
+    key = {"x-api-key": "right-key"}
+    assert post(locked, headers={"host": "box.example", **key}).status_code == 200
+    with running(tmp_path, allow_anyone=True) as anyone:
+        assert post(anyone, headers={"host": "box.example"}).status_code == 200
+        assert post(anyone, headers={"origin": "http://evil.example"}).status_code == 403

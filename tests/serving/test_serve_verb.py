@@ -1,0 +1,184 @@
+"""`kvlingo-mlx serve` as a program: its lines, its errors, its end."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+httpx = pytest.importorskip("httpx")
+
+from kvlingo_mlx.cli import run, serve  # noqa: E402
+from kvlingo_mlx.serving.settings import NAMES, OPTIONS  # noqa: E402
+from tests.support import ROOT  # noqa: E402
+from tests.support.command_line import fails  # noqa: E402
+from tests.support.scripted_worker import TOLD  # noqa: E402
+
+MODELS = ["--model", "small=/a", "--model", "large=/b"]
+PROGRAM = (
+    "import functools, sys\n"
+    "from kvlingo_mlx import cli\n"
+    "from kvlingo_mlx.serving import front\n"
+    "from tests.support.scripted_worker import WORKER\n"
+    "front.serve = functools.partial(front.serve, entry=WORKER)\n"
+    "if __name__ == '__main__':\n"
+    "    sys.argv[0] = 'kvlingo-mlx'\n"
+    "    cli.main()\n"
+)
+
+
+@contextmanager
+def program(folder: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """The verb in a process of its own, over a worker that runs scripts."""
+    script = folder / "program.py"
+    script.write_text(PROGRAM)
+    command = [sys.executable, str(script), "serve", *MODELS, "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--conversations", str(folder), *options],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ready(process: subprocess.Popen[str]) -> str:
+    """The address, as soon as the worker is ready."""
+    assert process.stdout is not None and process.stderr is not None
+    line = process.stdout.readline()
+    assert line.startswith("small, large at http://127.0.0.1:")
+    assert "the worker is ready: small, large" in process.stderr.readline()
+    return re.findall(r"a chat at (http://\S+)/ ", line)[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 128 + signal.SIGTERM)]
+)
+def test_it_serves_until_a_signal_and_saves(number: int, status: int, tmp_path: Path) -> None:
+    with program(tmp_path) as process:
+        url = ready(process)
+        body = {"model": "small", "messages": [{"role": "user", "content": "begin;say SECRET"}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+        assert answer["choices"][0]["message"]["content"] == "SECRET"
+        missing = {"model": "none", "prompt": "SECRET"}
+        assert httpx.post(f"{url}/v1/completions", json=missing).status_code == 404
+        process.send_signal(number)
+        out, error = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert "Traceback" not in error and "SECRET" not in out + error
+    assert (
+        "small: 200, translate; 100 tokens of prompt (60 cached, 30 translated, 10 read)" in error
+    )
+    assert "POST /v1/completions was refused: 404" in error and "GET " not in error
+    assert json.loads((tmp_path / TOLD).read_text().splitlines()[-1]) == ["stop"]
+
+
+def test_ctrl_c_of_a_terminal_reaches_the_front_alone(tmp_path: Path) -> None:
+    """A terminal's Ctrl-C goes to all processes; the worker saves all the same."""
+    with program(tmp_path, "--log-level", "info") as process:
+        ready(process)
+        children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+        for pid in [*map(int, children.stdout.split()), process.pid]:
+            os.kill(pid, signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads((tmp_path / TOLD).read_text().splitlines()[-1]) == ["stop"]
+
+
+def test_a_worker_that_cannot_begin_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "first").write_text("fatal there is no model /a, name another")
+    with program(tmp_path) as process:
+        _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (2, "error: there is no model /a, name another\n")
+
+
+# ---- errors of the command line ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ([], "no model is given; give --model NAME=MODEL"),
+        (["--model", "a=x", "--model", "a=y"], "the name 'a' is taken"),
+        ([*MODELS, "--port", "70000"], "--port is 70000; expected less than or equal to 65535"),
+        ([*MODELS, "--host", "0.0.0.0"], "give --api-key (or KVLINGO_API_KEY), or --allow-anyone"),
+        ([*MODELS, "--host", "no.such.host.invalid", "--api-key", "k"], "which is not known"),
+        ([*MODELS, "--body-limit", "some"], "--body-limit is 'some'; "),
+        ([*MODELS, "--volatile", "("], "--volatile[0] is '('; expected a regular expression"),
+        ([*MODELS, "--log-level", "loud"], "--log-level is 'loud'; expected 'debug', 'info'"),
+        ([*MODELS, "--config", "/none.toml"], "--config /none.toml cannot be read"),
+        ([*MODELS, "--keep-alive", "-1"], "--keep-alive is -1.0; expected greater than 0"),
+    ],
+)
+def test_wrong_settings(
+    options: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    monkeypatch.delenv("KVLINGO_API_KEY", raising=False)
+    fails(["serve", *options], told, capsys)
+
+
+def test_a_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = f"port {port} of 127.0.0.1 is in use; give another --port"
+        fails(["serve", *MODELS, "--port", str(port)], told, capsys)
+
+
+def test_without_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("kvlingo_mlx.serving")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(sys.modules["kvlingo_mlx"], "serving", raising=False)
+    found = builtins.__import__
+
+    def without(name: str, *rest: Any) -> Any:
+        if name.split(".")[0] == "starlette":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        return found(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    told = 'a server needs starlette and others (starlette.applications is missing): pip install "'
+    fails(["serve", *MODELS], told, capsys)
+
+
+def test_every_setting_is_an_option() -> None:
+    options = {OPTIONS.get(name, name) for name in NAMES}
+    fields = set(serve.ServeOptions.__dataclass_fields__)
+    assert fields == options | {"config", "json_file"}
+
+
+def test_options_override_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvlingo_mlx.serving import front
+
+    got: list[Any] = []
+
+    def noted(settings: Any, listening: Any) -> None:
+        got.append(settings)
+        listening("http://localhost:1")
+
+    monkeypatch.setattr(front, "serve", noted)
+    monkeypatch.setattr(front, "log_to_stderr", lambda level: None)
+    config, record = tmp_path / "server.toml", tmp_path / "record.jsonl"
+    config.write_text('port = 1\nmax_tokens = 2\nroutes = "r.toml"\n[models]\na = "x"\n')
+    options = ["--config", str(config), "--max-tokens", "3", "--memory-limit", "1GB"]
+    assert run(["serve", *options, "--api-key", "hidden", "--json", str(record)]) == 0
+    assert (got[0].port, got[0].max_tokens, got[0].memory_limit) == (1, 3, 10**9)
+    assert got[0].models == {"a": "x"} and got[0].names == ("a", "auto")
+    written = record.read_text()
+    assert "hidden" not in written and json.loads(written)["results"]["url"] == "http://localhost:1"

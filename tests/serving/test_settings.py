@@ -1,0 +1,145 @@
+"""Settings from a file and from options: what is taken, and how what is wrong is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from kvlingo_mlx.serving import settings
+from kvlingo_mlx.serving.settings import Settings, named, read
+
+MODELS = {"small": "a", "large": "b"}
+FILE = """
+port = 9000
+translators = ["t1", "t2"]
+cors = ["http://localhost:3000"]
+memory_limit = "24GB"
+keep_alive = 5
+[models]
+small = "a"
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(settings.API_KEY, raising=False)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "server.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_options_override_the_file(tmp_path: Path) -> None:
+    found = read(write(tmp_path, FILE), {"port": 9001, "host": None, "max_tokens": 7})
+    assert found == Settings(
+        models={"small": "a"}, port=9001, translators=("t1", "t2"), max_tokens=7,
+        cors=("http://localhost:3000",), memory_limit=24_000_000_000, keep_alive=5.0,
+    )  # fmt: skip
+    assert isinstance(found.keep_alive, float) and type(found.memory_limit) is int
+    assert pickle.loads(pickle.dumps(found)) == found
+
+
+def test_options_alone() -> None:
+    assert read(None, {"models": MODELS}) == Settings(models=MODELS)
+    assert Settings(models=MODELS).names == ("small", "large")
+    assert Settings(models=MODELS, routes="r.toml").names == ("small", "large", "auto")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[models]\na='x'\n[prot]", "unknown setting 'prot'; did you mean port?"),
+        ("max-token=3\n[models]\na='x'", "unknown setting 'max-token'; did you mean max_tokens?"),
+        ("zzz=3\n[models]\na='x'", "unknown setting 'zzz'; known are models, "),
+        ("port=70000\n[models]\na='x'", "port is 70000; expected less than or equal to 65"),
+        ("port=true\n[models]\na='x'", "port is True; expected a valid integer"),
+        ("port='80'\n[models]\na='x'", "port is '80'; expected a valid integer"),
+        ("allow_anyone=1\n[models]\na='x'", "allow_anyone is 1; expected a valid boolean"),
+        ("memory_limit='much'\n[models]\na='x'", "memory_limit is 'much'; "),
+        ("keep_alive=0\n[models]\na='x'", "keep_alive is 0; expected greater than 0"),
+        ("keep_alive=inf\n[models]\na='x'", "keep_alive is inf; expected a finite number"),
+        ("volatile=['(']\n[models]\na='x'", "volatile[0] is '('; expected a regular expression"),
+        ("cors='http://a'\n[models]\na='x'", "cors is 'http://a'; expected a valid tuple"),
+        ("log_level='loud'\n[models]\na='x'", "log_level is 'loud'; expected 'debug'"),
+        ("models=3", "models is 3; expected a valid dictionary"),
+        ("[models]\na=3", "models['a'] is 3; expected a valid string"),
+        ("[models]\nauto='x'", "a model is named 'auto'"),
+        ("", "no model is given; give --model NAME=MODEL"),
+        ("port=", "is not valid TOML: "),
+        ("host='0.0.0.0'\n[models]\na='x'", "and no key is set; give --api-key (or KVLINGO_API_K"),
+    ],
+)
+def test_what_is_wrong_is_told(text: str, told: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(told)) as raised:
+        read(write(tmp_path, text), {})
+    assert "\n" not in str(raised.value)
+
+
+def test_a_wrong_option_is_spelt_as_one() -> None:
+    with pytest.raises(ValueError, match="^--queue-limit is 0; "):
+        read(None, {"models": MODELS, "queue_limit": 0})
+    with pytest.raises(ValueError, match="--config /none cannot be read"):
+        read("/none", {})
+
+
+def test_a_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError) as raised:
+        read(None, {"models": MODELS, "api_key": "two words"})
+    assert "two words" not in str(raised.value)
+    monkeypatch.setenv(settings.API_KEY, "from-env")
+    found = read(None, {"models": MODELS, "host": "0.0.0.0"})
+    assert found.api_key == "from-env" and "from-env" not in repr(found)
+    assert read(None, {"models": MODELS, "api_key": "typed"}).api_key == "typed"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "[::1]", "localhost"])
+def test_this_machine_alone_needs_no_key(host: str) -> None:
+    assert Settings(models=MODELS, host=host).host == host
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org", "localhost.evil"])
+def test_other_hosts_need_a_key(host: str) -> None:
+    with pytest.raises(ValueError, match="which others can reach"):
+        Settings(models=MODELS, host=host)
+    assert Settings(models=MODELS, host=host, api_key="k").host == host
+    assert Settings(models=MODELS, host=host, allow_anyone=True).host == host
+
+
+def test_models_are_named() -> None:
+    assert named(["small=Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "./here/"]) == {
+        "small": "Qwen/Qwen3-4B", "Qwen3-8B": "Qwen/Qwen3-8B", "here": "./here/",
+    }  # fmt: skip
+    for texts in (["=x"], ["a="], ["a=x", "a=y"], ["q/a", "p/a"]):
+        with pytest.raises(ValueError, match="NAME=MODEL"):
+            named(texts)
+
+
+def test_every_setting_is_described() -> None:
+    described = re.findall(r"^        (\w+): ", Settings.__doc__ or "", re.MULTILINE)
+    assert described == [field.name for field in dataclasses.fields(Settings)]
+
+
+def test_the_usual_volatile_lines() -> None:
+    patterns = [re.compile(pattern) for pattern in Settings(models=MODELS).volatile]
+
+    def volatile(line: str) -> bool:
+        return any(pattern.search(line) for pattern in patterns)
+
+    assert volatile("x-anthropic-billing-header: cc_version=2; cch=abc12;")
+    assert volatile(" - You are powered by the model named Opus.")
+    assert not volatile("Set the x-anthropic-billing-header: here")
+
+
+def test_a_setting_of_each_kind_is_frozen() -> None:
+    found: Any = Settings(models=MODELS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        found.port = 1

@@ -1,0 +1,417 @@
+"""The clients that OpenAI and Anthropic publish, against planted answers of all APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from tests.support.wire_app import CALL, CALL_2, TOOL, Planted, planted_server  # noqa: E402
+
+HI = [{"role": "user", "content": "hi"}]
+PLAIN = "Grüß Gott,\n\ndata: 世界 \u2028🌍."
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Planted]:
+    with planted_server() as planted:
+        yield planted
+
+
+@pytest.fixture(scope="module")
+def client(server: Planted) -> Any:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def claude(server: Planted) -> Any:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+class City(BaseModel):
+    city: str
+
+
+# ---- chat completions ---------------------------------------------------------------------------
+
+
+def test_chat_whole(client: Any) -> None:
+    answer = client.chat.completions.create(model="plain", messages=HI)
+    assert answer.choices[0].message.content == PLAIN
+    assert answer.choices[0].finish_reason == "stop" and answer.model == "large"
+    assert answer.usage.total_tokens == 127
+    assert answer.usage.prompt_tokens_details.cached_tokens == 100
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 2
+    assert answer.usage.kvlingo["translated_tokens"] == 15
+    assert answer.usage.kvlingo["translator"] == "small-to-large"
+
+
+def test_chat_stream(client: Any) -> None:
+    chunks = list(client.chat.completions.create(model="plain", messages=HI, stream=True))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == PLAIN
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len({c.id for c in chunks}) == 1 and all(c.usage is None for c in chunks)
+
+
+def test_chat_stream_with_usage(client: Any) -> None:
+    asked = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(client.chat.completions.create(model="plain", messages=HI, **asked))
+    assert chunks[-1].choices == [] and chunks[-1].usage.prompt_tokens == 120
+    assert all(c.usage is None for c in chunks[:-1])
+
+
+def test_chat_accumulates_reasoning_and_calls(client: Any, server: Planted) -> None:
+    tools = [{"type": "function", "function": TOOL}]
+    with client.chat.completions.stream(model="calls", messages=HI, tools=tools) as stream:
+        seen = [event.type for event in stream]
+        answer = stream.get_final_completion()
+    assert "tool_calls.function.arguments.delta" in seen
+    message = answer.choices[0].message
+    assert message.content == "One moment." and message.reasoning_content == "Ask."
+    assert [c.function.name for c in message.tool_calls] == ["weather", "now"]
+    assert message.tool_calls[0].function.arguments == CALL["function"]["arguments"]
+    assert answer.choices[0].finish_reason == "tool_calls"
+    assert server.asks[-1].tools == ({"type": "function", "function": TOOL},)
+
+
+def test_chat_parses_into_a_class(client: Any, server: Planted) -> None:
+    answer = client.chat.completions.parse(model="json", messages=HI, response_format=City)
+    assert answer.choices[0].message.parsed == City(city="Malmö")
+    assert server.asks[-1].schema["properties"]["city"]["type"] == "string"
+
+
+def test_chat_history_comes_back_as_it_went(client: Any, server: Planted) -> None:
+    answer = client.chat.completions.create(model="calls", messages=HI)
+    message = answer.choices[0].message
+    results = [
+        {"role": "tool", "tool_call_id": call.id, "content": "9"} for call in message.tool_calls
+    ]
+    client.chat.completions.create(model="plain", messages=[*HI, message, *results])
+    dumped = message.model_dump()
+    client.chat.completions.create(model="plain", messages=[*HI, dumped, *results])
+    told = {"role": "assistant", "content": "One moment.", "reasoning_content": "Ask."}
+    for ask in server.asks[-2:]:
+        assert ask.messages[1] == told | {"tool_calls": [CALL, CALL_2]}
+        assert ask.messages[2] == {"role": "tool", "content": "9", "tool_call_id": "call_1"}
+
+
+def test_chat_logprobs(client: Any, server: Planted) -> None:
+    asked = {"logprobs": True, "top_logprobs": 2}
+    answer = client.chat.completions.create(model="logprobs", messages=HI, **asked)
+    first = answer.choices[0].logprobs.content[0]
+    assert (first.token, first.logprob, first.bytes) == ("Hej", -0.5, [72, 101, 106])
+    assert first.top_logprobs[1].logprob == -9999.0
+    assert server.asks[-1].logprobs == 2
+    (chunk,) = [
+        c
+        for c in client.chat.completions.create(model="logprobs", messages=HI, stream=True, **asked)
+        if c.choices[0].logprobs
+    ]
+    assert [t.token for t in chunk.choices[0].logprobs.content] == ["Hej", " då"]
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+def test_chat_history_of_helpers_comes_back(client: Any, server: Planted) -> None:
+    """What the client's own helpers add to a message does no harm."""
+    tools = [openai.pydantic_function_tool(City, name="weather")]
+    with client.chat.completions.stream(model="one_call", messages=HI, tools=tools) as stream:
+        message = stream.get_final_completion().choices[0].message
+    parsed = client.chat.completions.parse(model="json", messages=HI, response_format=City)
+    history = [*HI, message, *HI, parsed.choices[0].message]
+    client.chat.completions.create(model="plain", messages=history)
+    dumped = [m if isinstance(m, dict) else m.model_dump() for m in history]
+    client.chat.completions.create(model="plain", messages=dumped)
+    for ask in server.asks[-2:]:
+        assert ask.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+        assert ask.messages[3] == {"role": "assistant", "content": '{"city": "Malmö"}'}
+
+
+# ---- completions --------------------------------------------------------------------------------
+
+
+def test_completions(client: Any, server: Planted) -> None:
+    answer = client.completions.create(model="plain", prompt=[1, 2, 3], max_tokens=9)
+    assert answer.choices[0].text == PLAIN and answer.usage.completion_tokens == 7
+    assert server.asks[-1].prompt == (1, 2, 3) and server.asks[-1].messages is None
+    chunks = list(client.completions.create(model="cut", prompt="x", stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == "Once upon a"
+    assert chunks[-1].choices[0].finish_reason == "length"
+
+
+def test_completions_logprobs(client: Any) -> None:
+    found = client.completions.create(model="logprobs", prompt="x", logprobs=2).choices[0].logprobs
+    assert found.tokens == ["Hej", " då"] and found.text_offset == [0, 3]
+    assert found.token_logprobs == [-0.5, -1.0]
+    assert found.top_logprobs[0] == {"Hej": -0.5, "Hallå": -9999.0}
+
+
+# ---- responses ----------------------------------------------------------------------------------
+
+
+def test_responses_whole(client: Any) -> None:
+    answer = client.responses.create(model="thinks", input="2 + 2?", metadata={"a": "b"})
+    assert answer.output_text == "Four" and answer.status == "completed"
+    assert (
+        answer.output[0].type == "reasoning" and answer.output[0].content[0].text == "Let me see."
+    )
+    assert answer.usage.input_tokens_details.cached_tokens == 100
+    assert answer.usage.output_tokens_details.reasoning_tokens == 2
+    assert answer.usage.kvlingo["strategy"] == "translate" and answer.metadata == {"a": "b"}
+
+
+def test_responses_stream(client: Any) -> None:
+    seen = list(client.responses.create(model="calls", input="hi", stream=True))
+    assert [e.sequence_number for e in seen] == list(range(len(seen)))
+    kinds = [e.type for e in seen if e.type != "response.in_progress"]
+    assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    assert "".join(e.delta for e in seen if e.type == "response.output_text.delta") == "One moment."
+    final = seen[-1].response
+    assert [item.type for item in final.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    done = [e.item for e in seen if e.type == "response.output_item.done"]
+    assert [item.model_dump() for item in done] == [item.model_dump() for item in final.output]
+
+
+def test_responses_accumulate(client: Any, server: Planted) -> None:
+    tools = [{"type": "function", **TOOL, "strict": True}]
+    with client.responses.stream(model="one_call", input="hi", tools=tools) as stream:
+        list(stream)
+        answer = stream.get_final_response()
+    (called,) = answer.output
+    assert (called.name, called.call_id) == ("weather", "call_1")
+    assert called.arguments == CALL["function"]["arguments"]
+    assert server.asks[-1].tools[0]["function"]["strict"] is True
+
+
+def test_responses_parse_into_a_class(client: Any, server: Planted) -> None:
+    answer = client.responses.parse(model="json", input="hi", text_format=City)
+    assert answer.output_parsed == City(city="Malmö")
+    assert server.asks[-1].schema["properties"]["city"]["type"] == "string"
+
+
+def test_responses_history_comes_back_as_it_went(client: Any, server: Planted) -> None:
+    answer = client.responses.create(model="calls", input="hi")
+    results = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "9"}
+        for item in answer.output
+        if item.type == "function_call"
+    ]
+    history = [*HI, *answer.output, *results]
+    client.responses.create(model="plain", input=history, instructions="Be kind.", store=False)
+    told = {"role": "assistant", "content": "One moment.", "reasoning_content": "Ask."}
+    assert server.asks[-1].messages == (
+        {"role": "system", "content": "Be kind."},
+        HI[0],
+        told | {"tool_calls": [CALL, CALL_2]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "9"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "9"},
+    )
+
+
+def test_responses_history_of_helpers_comes_back(client: Any, server: Planted) -> None:
+    parsed = client.responses.parse(model="json", input="hi", text_format=City)
+    tools = [openai.pydantic_function_tool(City, name="weather")["function"]]
+    tools = [{"type": "function", **tool} for tool in tools]
+    with client.responses.stream(model="one_call", input="hi", tools=tools) as stream:
+        called = stream.get_final_response()
+    client.responses.create(model="plain", input=[*HI, *parsed.output, *HI, *called.output])
+    dumped = [item.model_dump() for item in (*parsed.output, *called.output)]
+    client.responses.create(model="plain", input=[*HI, dumped[0], *HI, dumped[1]])
+    for ask in server.asks[-2:]:
+        assert ask.messages[1] == {"role": "assistant", "content": '{"city": "Malmö"}'}
+        assert ask.messages[3] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def test_responses_that_are_cut(client: Any) -> None:
+    answer = client.responses.create(model="cut", input="hi", max_output_tokens=3)
+    assert answer.status == "incomplete"
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    last = list(client.responses.create(model="cut", input="hi", stream=True))[-1]
+    assert last.type == "response.incomplete" and last.response.output_text == "Once upon a"
+
+
+# ---- messages -----------------------------------------------------------------------------------
+
+
+def test_messages_whole(claude: Any) -> None:
+    answer = claude.messages.create(model="thinks", max_tokens=9, messages=HI)
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    assert answer.content[0].thinking == "Let me see." and answer.content[1].text == "Four"
+    assert answer.stop_reason == "end_turn" and answer.model == "large"
+    assert (answer.usage.input_tokens, answer.usage.cache_read_input_tokens) == (20, 100)
+    assert answer.usage.output_tokens == 7 and answer.usage.kvlingo["read_tokens"] == 5
+
+
+@pytest.mark.parametrize("name", ["plain", "thinks", "calls", "cut", "stopped", "empty"])
+def test_messages_stream_is_the_whole(claude: Any, name: str) -> None:
+    whole = claude.messages.create(model=name, max_tokens=9, messages=HI)
+    with claude.messages.stream(model=name, max_tokens=9, messages=HI) as stream:
+        list(stream)
+        streamed = stream.get_final_message()
+    told = {"content", "stop_reason", "stop_sequence", "model"}
+    own = {"content": {"__all__": {"parsed_output"}}}
+    assert streamed.model_dump(include=told, exclude=own) == whole.model_dump(include=told)
+    assert streamed.usage.output_tokens == whole.usage.output_tokens
+
+
+def test_messages_call_tools_and_history_comes_back(claude: Any, server: Planted) -> None:
+    tool = {"name": "weather", "description": "d", "input_schema": {"type": "object"}}
+    answer = claude.messages.create(model="calls", max_tokens=9, messages=HI, tools=[tool])
+    assert answer.stop_reason == "tool_use"
+    assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert answer.content[2].input == {"city": "Malmö", "days": 2}
+    results = [
+        {"type": "tool_result", "tool_use_id": block.id, "content": "9"}
+        for block in answer.content
+        if block.type == "tool_use"
+    ]
+    history = [
+        *HI,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]},
+    ]
+    claude.messages.create(model="plain", max_tokens=9, messages=history, system="Be kind.")
+    told = {"role": "assistant", "content": "One moment.", "reasoning_content": "Ask."}
+    assert server.asks[-1].messages == (
+        {"role": "system", "content": "Be kind."},
+        HI[0],
+        told | {"tool_calls": [CALL, CALL_2]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "9"},
+        {"role": "tool", "tool_call_id": "call_2", "content": "9"},
+        {"role": "user", "content": "Go on."},
+    )
+
+
+def test_messages_history_of_helpers_comes_back(claude: Any, server: Planted) -> None:
+    with claude.messages.stream(model="calls", max_tokens=9, messages=HI) as stream:
+        message = stream.get_final_message()
+    answered = [
+        {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "9"}]}
+    ]
+    for content in (message.content, [block.model_dump() for block in message.content]):
+        history = [
+            *HI,
+            {"role": "assistant", "content": content},
+            {"role": "user", "content": answered},
+        ]
+        claude.messages.create(model="plain", max_tokens=9, messages=history)
+        told = {"role": "assistant", "content": "One moment.", "reasoning_content": "Ask."}
+        assert server.asks[-1].messages[1] == told | {"tool_calls": [CALL, CALL_2]}
+
+
+def test_messages_parse_into_a_class(claude: Any, server: Planted) -> None:
+    asked: dict[str, Any] = {"max_tokens": 9, "messages": HI, "output_format": City}
+    assert claude.messages.parse(model="json", **asked).parsed_output == City(city="Malmö")
+    assert server.asks[-1].schema["properties"]["city"]["type"] == "string"
+
+
+def test_messages_stop_reasons(claude: Any, server: Planted) -> None:
+    asked: dict[str, Any] = {"max_tokens": 9, "messages": HI}
+    stopped = claude.messages.create(model="stopped", stop_sequences=["three"], **asked)
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "three")
+    assert server.asks[-1].stop == ("three",) and server.asks[-1].max_tokens == 9
+    assert claude.messages.create(model="cut", **asked).stop_reason == "max_tokens"
+
+
+def test_tokens_are_counted(claude: Any, server: Planted) -> None:
+    tools = [{"name": "f", "input_schema": {"type": "object"}}]
+    counted = claude.messages.count_tokens(model="plain", messages=HI, system="s", tools=tools)
+    assert counted.input_tokens == 321
+    assert server.asks[-1].messages == ({"role": "system", "content": "s"}, HI[0])
+    with pytest.raises(anthropic.BadRequestError, match="messages is missing"):
+        claude.messages.with_raw_response.count_tokens(model="plain", messages=anthropic.NOT_GIVEN)
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "status"),
+    [
+        ("missing", "NotFoundError", 404),
+        ("busy", "RateLimitError", 429),
+        ("long", "BadRequestError", 400),
+        ("breaks", "InternalServerError", 503),
+        ("broken", "InternalServerError", 500),
+    ],
+)
+def test_failures_before_an_answer(
+    client: Any, claude: Any, model: str, kind: str, status: int
+) -> None:
+    for call in (
+        lambda: client.chat.completions.create(model=model, messages=HI),
+        lambda: client.completions.create(model=model, prompt="x"),
+        lambda: client.responses.create(model=model, input="x"),
+    ):
+        with pytest.raises(getattr(openai, kind)) as raised:
+            call()
+        assert raised.value.status_code == status
+    assert raised.value.body["message"] in str(raised.value)
+    with pytest.raises(anthropic.APIStatusError) as refused:
+        claude.messages.create(model=model, max_tokens=3, messages=HI)
+    assert refused.value.status_code == status and refused.value.body["type"] == "error"
+
+
+def test_failures_in_the_middle_of_a_stream(client: Any, claude: Any) -> None:
+    said = []
+    with pytest.raises(openai.APIError, match="the worker stopped"):
+        for chunk in client.chat.completions.create(model="breaks", messages=HI, stream=True):
+            said.append(chunk.choices[0].delta.content)
+    assert said[-1] == "Well"
+    with pytest.raises(openai.APIError, match="the worker stopped"):
+        list(client.completions.create(model="breaks", prompt="x", stream=True))
+    with pytest.raises(anthropic.APIStatusError, match="the worker stopped"):
+        list(claude.messages.create(model="breaks", messages=HI, max_tokens=3, stream=True))
+    last = list(client.responses.create(model="breaks", input="x", stream=True))[-1]
+    assert last.type == "response.failed" and last.response.status == "failed"
+    assert last.response.error.message.startswith("the worker stopped")
+    assert last.response.output_text == "Well"
+
+
+def test_refusals_name_the_field(client: Any, claude: Any) -> None:
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model="plain", messages=image)
+    assert refused.value.param == "messages.0.content.0.type"
+    assert "read text alone" in refused.value.message
+    with pytest.raises(openai.BadRequestError, match="n is 2, expected 1") as refused:
+        client.chat.completions.create(model="plain", messages=HI, n=2)
+    assert refused.value.param == "n" and refused.value.type == "invalid_request_error"
+    with pytest.raises(openai.BadRequestError, match="previous_response_id is not supported"):
+        client.responses.create(model="plain", input="x", previous_response_id="resp_1")
+    with pytest.raises(anthropic.BadRequestError, match="tools.0.type is .web_search_20250305"):
+        claude.messages.create(
+            model="plain",
+            max_tokens=3,
+            messages=HI,
+            tools=[{"type": "web_search_20250305", "name": "web_search"}],
+        )
+
+
+async def _cut_short(server: Planted) -> list[str]:
+    client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    async with client:
+        stream = await client.chat.completions.create(model="plain", messages=HI, stream=True)
+        async for chunk in stream:
+            if chunk.choices[0].delta.content:
+                await stream.close()
+                return [chunk.choices[0].delta.content]
+    return []
+
+
+def test_an_async_client_may_leave(server: Planted) -> None:
+    import asyncio
+
+    assert asyncio.run(_cut_short(server)) == ["Grüß "]

@@ -1,0 +1,215 @@
+"""Whatever JSON comes, a request is read or refused in one clear line; nothing else happens."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("pydantic")
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from kvlingo_mlx.serving.messages import Ask, Count, Failed, Piece
+from kvlingo_mlx.serving.wire import (
+    BadRequest,
+    Incoming,
+    anthropic,
+    chat,
+    completions,
+    responses,
+)
+from tests.support.wire_app import PLANTED, frames_of
+from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES
+
+FULL: list[tuple[Any, dict[str, Any]]] = [
+    (chat.API, CHAT),
+    (completions.API, COMPLETION),
+    (anthropic.API, MESSAGES),
+    (anthropic.COUNT, {k: v for k, v in MESSAGES.items() if k not in ("max_tokens", "stream")}),
+    (responses.API, RESPONSES),
+]
+FULL[3][1].pop("stop_sequences")
+SETTINGS = settings(
+    max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), print_blob=False
+)
+# Words that mean something somewhere, so that changed bodies come close to right ones.
+WORDS = st.sampled_from(
+    "text user assistant system tool function auto none required json_schema message reasoning"
+    " tool_use tool_result image_url any name type role content weather -1 {} [] null".split()
+)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([0, -1, 2**31, 2**63, 2**64, 10**30, -(10**400), 1e308])
+    | st.floats()
+    | st.text()
+    | st.text(st.characters(codec=None), max_size=5)
+    | WORDS
+)
+JSON = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text() | WORDS, inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+
+
+def check(api: Any, body: Any) -> Any:
+    """What the API makes of a body, which must be one of two things; left as it was."""
+    before = repr(body)
+    try:
+        read = api.read(body)
+    except BadRequest as bad:
+        check_refusal(api, bad)
+        return None
+    finally:
+        assert repr(body) == before
+    if isinstance(read, Count):
+        check_ask(read.ask)
+        return read
+    assert isinstance(read, Incoming)
+    check_ask(read.ask)
+    check_answer(read)
+    return read
+
+
+def check_refusal(api: Any, bad: BadRequest) -> None:
+    """One clear line, that any client can be told."""
+    assert bad.status == 400 and 10 < len(bad.message) < 900
+    assert bad.message.isprintable() and "Traceback" not in bad.message
+    assert bad.param is None or (bad.param and bad.param.isprintable())
+    status, body = api.error(Failed("invalid", bad.message, bad.param))
+    assert status == 400 and json.dumps(body, ensure_ascii=False).encode()
+
+
+def check_ask(ask: Ask) -> None:
+    """That a worker can get it, and find what it expects."""
+    assert pickle.loads(pickle.dumps(ask)) == ask
+    told = (ask.messages, ask.tools, dict(ask.template), ask.prompt, ask.stop, ask.schema)
+    json.dumps(told, ensure_ascii=False, allow_nan=False).encode()
+    assert (ask.messages is None) != (ask.prompt is None)
+    for message in ask.messages or ():
+        assert message["role"] in ("system", "user", "assistant", "tool")
+        assert isinstance(message["content"], str)
+        for call in message.get("tool_calls", ()):
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+    assert ask.sampling.seed is None or 0 <= ask.sampling.seed < 2**64
+
+
+def check_answer(read: Incoming) -> None:
+    """That an answer can be given to it."""
+    frames = [read.answer.keep_alive()]
+    for event in PLANTED["calls"]:
+        frames += read.answer.take(event)
+    assert frames_of("".join(frames).encode().decode())
+    assert json.dumps(read.answer.body(), ensure_ascii=False, allow_nan=False).encode()
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a body."""
+    inner: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        inner = list(value.items())
+    if isinstance(value, list):
+        inner = list(enumerate(value))
+    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
+
+
+def changed(body: Any, path: tuple[Any, ...], new: Any, how: str) -> Any:
+    """A body in which one place is replaced, gone, doubled, or has one thing more."""
+    body = copy.deepcopy(body)
+    if not path:
+        return new
+    here = body
+    for key in path[:-1]:
+        here = here[key]
+    if how == "replaced":
+        here[path[-1]] = new
+    elif how == "gone":
+        del here[path[-1]]
+    elif isinstance(here, list):
+        here.insert(0, copy.deepcopy(here[path[-1]]) if how == "doubled" else new)
+    else:
+        here[str(new)] = new
+    return body
+
+
+@pytest.mark.parametrize(("api", "body"), FULL)
+def test_full_bodies_are_read(api: Any, body: dict[str, Any]) -> None:
+    """Else the tests below would only see refusals."""
+    assert check(api, body) is not None
+
+
+@pytest.mark.parametrize(("api", "_"), FULL)
+@SETTINGS
+@given(body=JSON)
+def test_any_json(api: Any, _: Any, body: Any) -> None:
+    check(api, body)
+
+
+@pytest.mark.parametrize(("api", "full"), FULL)
+@SETTINGS
+@given(data=st.data())
+def test_any_change_of_a_full_body(api: Any, full: dict[str, Any], data: st.DataObject) -> None:
+    body = full
+    for _ in range(data.draw(st.integers(1, 3))):
+        path = data.draw(st.sampled_from(places(body)))
+        how = data.draw(st.sampled_from(["replaced", "gone", "doubled", "more"]))
+        body = changed(body, path, data.draw(JSON), how)
+    check(api, body)
+
+
+@pytest.mark.parametrize(("api", "full"), FULL)
+def test_each_place_with_each_kind_of_value(api: Any, full: dict[str, Any]) -> None:
+    odd = [None, True, 0, -1, 1.5, 10**30, float("nan"), "", "x", "\ud800", [], [[]], {}, {"a": 1}]
+    for path in places(full):
+        for value in odd:
+            check(api, changed(full, path, value, "replaced"))
+        if path:
+            check(api, changed(full, path, None, "gone"))
+
+
+@pytest.mark.parametrize(("api", "full"), FULL)
+def test_deep_and_long_bodies(api: Any, full: dict[str, Any]) -> None:
+    deep: Any = []
+    for _ in range(50_000):
+        deep = [deep]
+    for body in (deep, {**full, "metadata": deep}, {**full, "x" * 10**6: 1}):
+        with pytest.raises(BadRequest) as refused:
+            api.read(body)
+        assert len(refused.value.message) < 300 and len(refused.value.param or "") < 300
+
+
+def test_arguments_that_hide_what_json_may_not() -> None:
+    """A call's arguments are a text, which holds JSON of its own."""
+    for hidden in (
+        "[" * 100_000,
+        '{"a": ' * 100 + "1" + "}" * 100,
+        '{"a": "\\ud800"}',
+        '{"a": NaN}',
+    ):
+        message = {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "f", "arguments": hidden}}],
+        }
+        assert check(chat.API, {"messages": [message]}) is None
+
+
+@pytest.mark.parametrize(("api", "body"), FULL[:3] + FULL[4:])
+def test_answers_with_odd_arguments_can_be_told(api: Any, body: dict[str, Any]) -> None:
+    """What a model writes as arguments is not always what JSON may hold."""
+    odd = ("{", "[1]", '{"a": NaN}', '{"a": "\\ud800"}', '{"a": "\ud800"}', "[" * 10_000)
+    for text in odd:
+        answer = api.read(body).answer
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
+        told = "".join(answer.take(Piece(tool_calls=(call,))))
+        assert frames_of(told.encode().decode()) or api is completions.API
+        assert json.dumps(answer.body(), ensure_ascii=False, allow_nan=False).encode()

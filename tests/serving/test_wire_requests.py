@@ -1,0 +1,564 @@
+"""What requests of each API ask for, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pydantic")
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+
+from kvlingo_mlx.serving.messages import Ask, Sampling
+from kvlingo_mlx.serving.wire import BadRequest, anthropic, chat, completions, responses
+from kvlingo_mlx.serving.wire.reading import Body
+from kvlingo_mlx.serving.wire.sampling import Sampled
+from tests.support.wire_app import CALL, TOOL
+from tests.support.wire_bodies import CHAT, COMPLETION, MESSAGES, RESPONSES, SAMPLED, SCHEMA
+
+HI = [{"role": "user", "content": "hi"}]
+SHORT: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chat": (chat.API, {"model": "m", "messages": HI}),
+    "completions": (completions.API, {"model": "m", "prompt": "hi"}),
+    "messages": (anthropic.API, {"model": "m", "messages": HI, "max_tokens": 5}),
+    "responses": (responses.API, {"model": "m", "input": "hi"}),
+}
+CHATS = [name for name in SHORT if name != "completions"]
+TOOL_CALL = {"type": "function", "function": TOOL}
+
+
+def ask(api: str, **fields: Any) -> Ask:
+    reader, body = SHORT[api]
+    return reader.read({**body, **fields}).ask
+
+
+def refusal(api: str, **fields: Any) -> BadRequest:
+    with pytest.raises(BadRequest) as refused:
+        ask(api, **fields)
+    return refused.value
+
+
+# ---- what a body asks for -----------------------------------------------------------------------
+
+
+def test_a_full_chat_request() -> None:
+    read = chat.API.read(CHAT)
+    assert read.stream and read.ask == Ask(
+        model="large",
+        messages=(
+            {"role": "system", "content": "Be kind.", "name": "boss"},
+            {"role": "user", "content": "Hej!"},
+            {
+                "role": "assistant",
+                "content": "Let me see.",
+                "reasoning_content": "Hm.",
+                "tool_calls": [CALL],
+            },
+            {"role": "tool", "content": "9", "tool_call_id": "call_1", "name": "weather"},
+            {"role": "assistant", "content": "It is"},
+        ),
+        tools=({"type": "function", "function": {**TOOL, "strict": True}},),
+        tool_choice="weather",
+        parallel_tool_calls=False,
+        schema=SCHEMA,
+        max_tokens=20,
+        stop=("END", "\n\n"),
+        sampling=Sampling(**{**SAMPLED, "logit_bias": {42: -1.5}}),
+        logprobs=3,
+        template={"reasoning_effort": "low", "enable_thinking": False},
+        prefill=True,
+        strategy="reread",
+        pin=True,
+    )
+
+
+def test_a_full_completion_request() -> None:
+    read = completions.API.read(COMPLETION)
+    assert not read.stream and read.ask == Ask(
+        model="large",
+        prompt=(1, 2, 3),
+        max_tokens=5,
+        stop=("END",),
+        sampling=Sampling(**{**SAMPLED, "logit_bias": {42: -1.5}}),
+        logprobs=2,
+        echo=True,
+        pin=True,
+    )
+
+
+def test_a_full_messages_request() -> None:
+    told = anthropic.API.read(MESSAGES).ask
+    called = {"id": "t1", "type": "function"}
+    called["function"] = {"name": "weather", "arguments": '{"city": "Malmö"}'}
+    assert told.messages == (
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Hej"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [called],
+        },
+        {"role": "tool", "tool_call_id": "t1", "content": "Error: 9"},
+        {"role": "user", "content": "Well?"},
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "It is"},
+    )
+    function = {"name": "weather", "description": "Tells the weather.", "parameters": SCHEMA}
+    assert told.tools == ({"type": "function", "function": function},)
+    assert (told.tool_choice, told.parallel_tool_calls, told.schema) == ("weather", False, SCHEMA)
+    assert told.template == {"reasoning_effort": "high", "enable_thinking": False}
+    assert told.prefill and told.max_tokens == 30 and told.stop == ("END",)
+
+
+def test_a_full_responses_request() -> None:
+    told = responses.API.read(RESPONSES).ask
+    assert told.messages == (
+        {"role": "system", "content": "Be kind."},
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hej"},
+        {
+            "role": "assistant",
+            "content": "Let me see.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [
+                {**CALL, "function": {"name": "weather", "arguments": '{"city": "Malmö"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "call_1", "content": "9"},
+    )
+    assert (told.tool_choice, told.schema, told.logprobs) == ("weather", SCHEMA, 2)
+    assert told.template == {"reasoning_effort": "medium", "enable_thinking": False}
+
+
+@pytest.mark.parametrize("api", SHORT)
+def test_short_requests_leave_the_rest_to_the_server(api: str) -> None:
+    told = ask(api)
+    assert told.sampling == Sampling() and told.template == {} and told.schema is None
+    assert (told.tool_choice, told.logprobs, told.strategy, told.pin) == ("auto", None, None, False)
+    assert told.max_tokens == (5 if api == "messages" else None)
+    said = told.prompt if api == "completions" else told.messages
+    assert said == ("hi" if api == "completions" else tuple(HI))
+
+
+@pytest.mark.parametrize("api", SHORT)
+def test_null_is_as_if_it_were_not_there(api: str) -> None:
+    reader, body = SHORT[api]
+    kinds = {
+        "chat": chat._Chat,
+        "completions": completions._Completion,
+        "messages": anthropic._Request,
+        "responses": responses._Request,
+    }
+    optional = {name for name, field in kinds[api].model_fields.items() if field.default is None}
+    nulls: dict[str, Any] = dict.fromkeys([*optional, *kinds[api].rules, "of_tomorrow"])
+    assert len(nulls) > 25
+    assert reader.read({**nulls, **body}).ask == reader.read(body).ask
+
+
+def test_answers_of_one_go_are_one_message() -> None:
+    """Reasoning, text and calls come as items of their own; the next reasoning begins anew."""
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": ""}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]}
+    said = {"role": "assistant", "content": "t"}
+    told = ask("responses", input=[thought, said, call, call, thought, call, said, said]).messages
+    assert told is not None
+    empty = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    whole = {"role": "assistant", "content": "t", "reasoning_content": "s"}
+    assert told == (
+        whole | {"tool_calls": [empty, empty]},
+        whole | {"tool_calls": [empty]},
+        {"role": "assistant", "content": "t"},
+    )
+
+
+def test_texts_between_tool_results_keep_their_order() -> None:
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "r"}
+    content = [{"type": "text", "text": "a"}, result, {"type": "text", "text": "b"}, result]
+    told = ask("messages", messages=[{"role": "user", "content": content}]).messages
+    assert told is not None
+    assert [(m["role"], m["content"]) for m in told] == [
+        ("user", "a"),
+        ("tool", "r"),
+        ("user", "b"),
+        ("tool", "r"),
+    ]
+
+
+def test_each_block_of_a_system_prompt_is_a_line() -> None:
+    """So that a line which changes with every request can be told from the rest."""
+    blocks = [{"type": "text", "text": t} for t in ("x-anthropic-billing-header: 1", "You are")]
+    told = ask("messages", system=blocks).messages
+    assert told is not None and told[0]["content"] == "x-anthropic-billing-header: 1\nYou are"
+    assert ask("messages", system="").messages == tuple(HI)
+
+
+@pytest.mark.parametrize("api", CHATS)
+def test_choices_of_tools(api: str) -> None:
+    tool: dict[str, Any] = TOOL_CALL
+    words = {"auto": "auto", "none": "none", "required": "required"}
+    if api == "messages":
+        tool = {"name": "weather", "input_schema": SCHEMA}
+        words = {"auto": {"type": "auto"}, "none": {"type": "none"}, "required": {"type": "any"}}
+    if api == "responses":
+        tool = {"type": "function", **TOOL}
+    for meant, word in words.items():
+        assert ask(api, tools=[tool], tool_choice=word).tool_choice == meant
+    assert "no tools" in refusal(api, tool_choice=words["required"]).message
+    assert refusal(api, tools=[tool, tool]).param == "tools"
+    named: dict[str, Any] = {"type": "tool" if api == "messages" else "function", "name": "rain"}
+    if api == "chat":
+        named = {"type": "function", "function": {"name": "rain"}}
+    assert "is not in tools" in refusal(api, tools=[tool], tool_choice=named).message
+
+
+def test_thinking_is_switched_by_the_template() -> None:
+    assert ask("messages", thinking={"type": "disabled"}).template == {"enable_thinking": False}
+    assert ask("messages", thinking={"type": "adaptive"}).template == {}
+    assert ask("chat", reasoning_effort="none").template == {
+        "reasoning_effort": "none",
+        "enable_thinking": False,
+    }
+    given = {"reasoning_effort": "high"}
+    assert ask("chat", reasoning_effort="low", chat_template_kwargs=given).template == given
+
+
+def test_formats() -> None:
+    assert ask("chat", response_format={"type": "text"}).schema is None
+    assert ask("chat", response_format={"type": "json_object"}).schema == {}
+    assert ask("responses", text={"format": {"type": "json_object"}}).schema == {}
+    assert ask("messages", output_format={"type": "json_schema", "schema": SCHEMA}).schema == SCHEMA
+
+
+def test_the_last_message_may_be_begun() -> None:
+    begun = [*HI, {"role": "assistant", "content": "So"}]
+    assert not ask("chat", messages=begun).prefill
+    assert ask("chat", messages=begun, continue_final_message=True).prefill
+    assert ask("messages", messages=begun).prefill and not ask("messages").prefill
+    assert "assistant" in refusal("chat", continue_final_message=True).message
+    assert refusal("chat", add_generation_prompt=False).param == "add_generation_prompt"
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    asked = refusal("messages", messages=[*HI, {"role": "assistant", "content": [use]}])
+    assert asked.param == "messages.1.content" and "tool_result" in asked.message
+
+
+# ---- as agents send them ------------------------------------------------------------------------
+
+
+def test_a_request_as_codex_sends_it() -> None:
+    body = {
+        "model": "m",
+        "instructions": "You are a coding agent.",
+        "input": [
+            {
+                "type": "message",
+                "role": "developer",
+                "content": [{"type": "input_text", "text": "a"}],
+            },
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "name": "shell",
+                "description": "d",
+                "strict": False,
+                "parameters": SCHEMA,
+            }
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "stream": True,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "x",
+        "client_metadata": {"x-id": "y"},
+    }
+    told = responses.API.read(body).ask
+    assert told.messages is not None and len(told.messages) == 3 and not told.parallel_tool_calls
+    assert told.tools[0]["function"].keys() == {"name", "description", "parameters"}
+    with pytest.raises(BadRequest, match='set web_search = "disabled"') as refused:
+        responses.API.read({**body, "tools": [{"type": "web_search", "external_web_access": True}]})
+    assert refused.value.param == "tools.0.type"
+
+
+def test_a_request_as_claude_code_sends_it() -> None:
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    tool = {
+        "name": "Bash",
+        "description": "d",
+        "input_schema": SCHEMA,
+        "eager_input_streaming": True,
+    }
+    body = {
+        "model": "m",
+        "max_tokens": 32000,
+        "system": [
+            {"type": "text", "text": "x-anthropic-billing-header: cch=1;"},
+            {"type": "text", "text": "You are an agent.", **cached},
+        ],
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **cached}]}],
+        "tools": [tool],
+        "thinking": {"type": "adaptive"},
+        "output_config": {"effort": "high"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+        "metadata": {"user_id": "u"},
+        "diagnostics": {"previous_message_id": None},
+        "temperature": 1,
+        "stream": True,
+    }
+    told = anthropic.API.read(body).ask
+    assert told.messages is not None and told.messages[0]["content"].split("\n")[1:] == [
+        "You are an agent."
+    ]
+    assert told.template == {"reasoning_effort": "high"} and told.sampling.temperature == 1.0
+
+
+# ---- as mlx-lm's server takes them ---------------------------------------------------------------
+
+
+def test_requests_of_mlx_lms_server() -> None:
+    """Its own tests' shapes of requests, written anew."""
+    told = chat.API.read({"messages": HI, "max_tokens": 10, "top_logprobs": -1, "seed": None}).ask
+    assert told.model == "default_model" and told.logprobs is None
+    assert ask("chat", top_logprobs=3, logprobs=False).logprobs == 3
+    assert ask("chat", logprobs=True).logprobs == 0
+    assert ask("completions", logprobs=True, top_logprobs=4).logprobs == 4
+    assert ask("completions", logprobs=False).logprobs is None
+    assert ask("completions", prompt="x", stop="a").stop == ("a",)
+    assert ask("chat", stop=[]).stop == () and ask("chat", stop="").stop == ()
+    assert ask("chat", xtc_probability=0.5, xtc_threshold=0.2).sampling.xtc_threshold == 0.2
+    assert ask("chat", max_completion_tokens=3, max_tokens=9).max_tokens == 3
+    assert ask("chat", logit_bias={"5": 2}).sampling.logit_bias == {5: 2.0}
+    assert ask("chat", messages=[{"role": "user", "content": None}]).messages == (
+        {"role": "user", "content": ""},
+    )
+    fragments = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    told = ask("chat", messages=[{"role": "user", "content": fragments}])
+    assert told.messages == ({"role": "user", "content": "ab"},)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream": "yes"},
+        {"max_tokens": 0},
+        {"max_tokens": 1.5},
+        {"temperature": -0.1},
+        {"top_p": 1.1},
+        {"top_k": -1},
+        {"min_p": 2},
+        {"repetition_penalty": -1},
+        {"repetition_context_size": -1},
+        {"presence_context_size": -1},
+        {"frequency_context_size": -1},
+        {"xtc_probability": 1.5},
+        {"xtc_threshold": -1},
+        {"logprobs": "x"},
+        {"top_logprobs": 21},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"1": "a"}},
+        {"logit_bias": [1]},
+        {"seed": 1.5},
+        {"seed": True},
+        {"adapters": "a"},
+        {"draft_model": "other"},
+        {"role_mapping": {}},
+        {"model": 3},
+        {"model": ""},
+    ],
+)
+@pytest.mark.parametrize("api", ["chat", "completions"])
+def test_ranges_of_mlx_lms_server(api: str, fields: dict[str, Any]) -> None:
+    bad = refusal(api, **fields)
+    (name,) = fields
+    assert (bad.param or "").split(".")[0] == name and bad.message.count("\n") == 0
+
+
+def test_negative_seeds_are_seeds() -> None:
+    assert ask("chat", seed=-1).sampling.seed == 2**64 - 1
+    assert ask("chat", seed=0).sampling.seed == 0
+
+
+# ---- what is refused -----------------------------------------------------------------------------
+
+
+def _bodies(kind: type[Body]) -> list[type[Body]]:
+    return [kind, *(inner for sub in kind.__subclasses__() for inner in _bodies(sub))]
+
+
+REQUESTS = {
+    "chat": chat._Chat,
+    "completions": completions._Completion,
+    "messages": anthropic._Request,
+    "responses": responses._Request,
+}
+
+
+@pytest.mark.parametrize(
+    ("api", "name"), [(api, name) for api, kind in REQUESTS.items() for name in kind.rules]
+)
+def test_known_fields_are_harmless_or_refused_by_name(api: str, name: str) -> None:
+    rule = REQUESTS[api].rules[name]
+    odd = {"surely": ["nothing"]}
+    if rule.accepted is None:
+        assert ask(api, **{name: odd}) == ask(api)
+        return
+    bad = refusal(api, **{name: odd})
+    assert bad.param == name and name in bad.message and rule.why in bad.message
+    for value in rule.accepted:
+        assert ask(api, **{name: value}) == ask(api)
+
+
+def test_every_rule_has_its_reason() -> None:
+    for kind in _bodies(Body):
+        for name, rule in kind.rules.items():
+            assert len(rule.why) > 10 and not rule.why.endswith("."), f"{kind}.{name}"
+            assert rule.why[0].islower() or rule.why.split()[0].isupper() or rule.why[0] == "_"
+
+
+@pytest.mark.parametrize("api", SHORT)
+def test_unknown_fields_are_refused(api: str) -> None:
+    bad = refusal(api, temprature=0.5)
+    assert bad.param == "temprature" and "did you mean temperature?" in bad.message
+    assert refusal(api, of_tomorrow=1).param == "of_tomorrow"
+    assert refusal(api, **{"a\nb": 1}).message.isprintable()
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "param", "said"),
+    [
+        ("chat", {"messages": []}, "messages", "at least 1"),
+        ("chat", {"messages": "hi"}, "messages", "a list"),
+        ("chat", {"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
+        ("chat", {"messages": [{"content": "x"}]}, "messages.0.role", "role"),
+        ("chat", {"messages": [{"role": "function", "content": "x"}]}, "messages.0.role", "tool"),
+        ("chat", {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a text"),
+        (
+            "chat",
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
+            "messages.0.content.0.type",
+            "text alone",
+        ),
+        (
+            "chat",
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    }
+                ]
+            },
+            "messages.0.tool_calls.0.function.arguments",
+            "JSON text of an object",
+        ),
+        ("chat", {"tools": [{"type": "custom", "custom": {}}]}, "tools.0.type", "JSON"),
+        ("chat", {"tool_choice": "often"}, "tool_choice", '"often"'),
+        ("chat", {"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", "send"),
+        ("chat", {"response_format": {"type": "grammar"}}, "response_format.type", "JSON schema"),
+        (
+            "chat",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            "response_format.json_schema.schema",
+            "missing",
+        ),
+        ("chat", {"kvlingo": {"strategy": "guess"}}, "kvlingo.strategy", "'translate'"),
+        ("chat", {"chat_template_kwargs": {"tokenize": 1}}, "chat_template_kwargs", "tokenize"),
+        ("completions", {"prompt": ["a", "b"]}, "prompt", "one prompt"),
+        ("completions", {"prompt": ""}, "prompt", "not empty"),
+        ("completions", {"prompt": [1, -1]}, "prompt", "token ids"),
+        ("completions", {"prompt": [True]}, "prompt", "token ids"),
+        ("completions", {"messages": HI}, "messages", "not a field"),
+        ("messages", {"max_tokens": None}, "max_tokens", "a whole number"),
+        ("messages", {"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", "'user'"),
+        (
+            "messages",
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages.0.content.0.type",
+            "text alone",
+        ),
+        ("messages", {"thinking": {"type": "maybe"}}, "thinking.type", "'enabled'"),
+        ("messages", {"mcp_servers": [{"url": "x"}]}, "mcp_servers", "tools"),
+        (
+            "messages",
+            {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
+            "context_management.edits.0.type",
+            "clear_thinking",
+        ),
+        ("responses", {"store": True}, "store", "false"),
+        ("responses", {"background": True}, "background", "false"),
+        ("responses", {"previous_response_id": "r"}, "previous_response_id", "whole conversation"),
+        ("responses", {"tools": [{"type": "web_search"}]}, "tools.0.type", "runs no tools"),
+        ("responses", {"input": []}, "input", "at least 1"),
+        (
+            "responses",
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input.0.type",
+            "keeps no",
+        ),
+        ("responses", {"include": ["file_search_call.results"]}, "include.0", "expected"),
+    ],
+)
+def test_what_is_wrong_is_named(api: str, fields: dict[str, Any], param: str, said: str) -> None:
+    bad = refusal(api, **fields)
+    assert bad.param == param
+    assert said.lower() in bad.message.lower(), bad.message
+
+
+@pytest.mark.parametrize("api", SHORT)
+def test_bodies_that_are_no_objects(api: str) -> None:
+    for body in (None, [], "x", 3, True):
+        with pytest.raises(BadRequest, match="expected a JSON object"):
+            SHORT[api][0].read(body)
+
+
+def test_every_sampling_field_is_taken_by_every_api() -> None:
+    for api in SHORT:
+        told = ask(api, **SAMPLED).sampling
+        assert told == Sampling(**{**SAMPLED, "logit_bias": {42: -1.5}})
+    assert SAMPLED.keys() == Sampling.__dataclass_fields__.keys()
+    assert Sampled.model_fields.keys() > SAMPLED.keys()
+    assert all(SAMPLED[name] != getattr(Sampling(), name) for name in SAMPLED)  # else: no test
+
+
+def test_a_body_is_not_changed() -> None:
+    for api, body in ((chat.API, CHAT), (anthropic.API, MESSAGES), (responses.API, RESPONSES)):
+        before = copy.deepcopy(body)
+        api.read(body)
+        assert body == before
+
+
+def test_every_field_of_the_clients_is_known() -> None:
+    """That it is taken, or refused for a reason of its own."""
+    openai = pytest.importorskip("openai")
+    claude = pytest.importorskip("anthropic")
+    of_chat = openai.types.chat.completion_create_params.CompletionCreateParamsBase
+    of_text = openai.types.completion_create_params.CompletionCreateParamsBase
+    of_responses = openai.types.responses.response_create_params.ResponseCreateParamsBase
+    of_messages = claude.types.message_create_params.MessageCreateParamsBase
+    of_beta = claude.types.beta.message_create_params.MessageCreateParamsBase
+    for theirs, ours in (
+        (of_chat, REQUESTS["chat"]),
+        (of_text, REQUESTS["completions"]),
+        (of_responses, REQUESTS["responses"]),
+        (of_messages, REQUESTS["messages"]),
+        (of_beta, REQUESTS["messages"]),
+    ):
+        names = theirs.__annotations__.keys()
+        assert len(names) > 15
+        assert not names - ours.known - ours.rules.keys() - {"stream"}
+
+
+def test_the_front_needs_no_mlx() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "from kvlingo_mlx.serving.wire import anthropic, chat, completions, responses; import sys; "
+        "sys.exit(any(m.split('.')[0] in ('mlx', 'mlx_lm', 'transformers') for m in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,70 @@
+"""A server's engine without HTTP: requests in, whole answers out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlingo_mlx.serving.engine import Engine
+from kvlingo_mlx.serving.messages import Ask, Begun, Ended, Event, Failed, Piece, Usage
+
+
+@dataclass
+class Told:
+    """What a client was told."""
+
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(event.content for event in self.events if isinstance(event, Piece))
+
+    @property
+    def end(self) -> Ended:
+        assert isinstance(self.events[-1], Ended), self.events[-1]
+        return self.events[-1]
+
+    @property
+    def usage(self) -> Usage:
+        return self.end.usage
+
+    @property
+    def failed(self) -> Failed:
+        assert isinstance(self.events[-1], Failed), self.events[-1]
+        return self.events[-1]
+
+    @property
+    def begun(self) -> bool:
+        return any(isinstance(event, Begun) for event in self.events)
+
+
+class Clients:
+    """Sends requests to an engine, and works until they are answered."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self._sent = engine, 0
+
+    def send(self, ask: Ask) -> tuple[int, Told]:
+        told, self._sent = Told(), self._sent + 1
+        self.engine.ask(self._sent, ask, told.events.append)
+        return self._sent, told
+
+    def together(self, asks: Sequence[Ask]) -> list[Told]:
+        """The answers to requests that come at once."""
+        sent = [self.send(ask)[1] for ask in asks]
+        self.work()
+        return sent
+
+    def one(self, model: str, messages: Sequence[dict[str, Any]], **facts: Any) -> Told:
+        """The answer to one request."""
+        return self.together([asked(model, messages, **facts)])[0]
+
+    def work(self) -> None:
+        while self.engine.busy:
+            self.engine.work()
+
+
+def asked(model: str, messages: Sequence[dict[str, Any]], **facts: Any) -> Ask:
+    facts = {"max_tokens": 12, "template": {"enable_thinking": False}, **facts}
+    return Ask(model=model, messages=tuple(messages), **facts)

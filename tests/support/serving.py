@@ -1,0 +1,166 @@
+"""A server whose worker runs scripts instead of models, and an API that is only for tests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvlingo_mlx.serving import front
+from kvlingo_mlx.serving.app import Wires
+from kvlingo_mlx.serving.link import Link
+from kvlingo_mlx.serving.messages import Ask, Count, Counted, Ended, Event, Failed, Piece
+from kvlingo_mlx.serving.settings import Settings
+from kvlingo_mlx.serving.wire import Answer, BadRequest, Incoming, openai_error
+from tests.support.scripted_worker import TOLD, WORKER
+
+# ---- an API ------------------------------------------------------------------------------------
+
+
+class PlainAnswer:
+    """Texts as frames."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def take(self, event: Event) -> list[str]:
+        self.events.append(event)
+        match event:
+            case Piece(content):
+                return [f"data: {content}\n\n"]
+            case Failed(kind):
+                return [f"data: failed {kind}\n\n"]
+            case Ended():
+                return ["data: [DONE]\n\n"]
+        return []
+
+    def keep_alive(self) -> str:
+        return ": still here\n\n"
+
+    def body(self) -> dict[str, Any]:
+        return {"text": "".join(e.content for e in self.events if isinstance(e, Piece))}
+
+
+class PlainApi:
+    """A body of model, prompt and stream."""
+
+    paths = ("/v1/plain", "/plain")
+
+    def read(self, body: Any) -> Incoming:
+        if not isinstance(body, dict) or not isinstance(body.get("prompt"), str):
+            raise BadRequest("prompt is no text; give one", "prompt", 422)
+        ask = Ask(str(body.get("model", "small")), prompt=body["prompt"])
+        answer: Answer = PlainAnswer()
+        return Incoming(ask, bool(body.get("stream")), answer)
+
+    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
+        status, body = openai_error(failed)
+        return status, {"plain": body["error"]}
+
+
+class PlainCount:
+    """Counts a prompt."""
+
+    paths = ("/v1/plain/count",)
+
+    def read(self, body: Any) -> Count:
+        return Count(PlainApi().read(body).ask)
+
+    def body(self, counted: Counted) -> dict[str, Any]:
+        return {"input_tokens": counted.tokens}
+
+    def error(self, failed: Failed) -> tuple[int, dict[str, Any]]:
+        return API.error(failed)
+
+
+API = PlainApi()
+PLAIN = Wires((API,), (PlainCount(),))
+
+
+# ---- the server --------------------------------------------------------------------------------
+
+
+class Running:
+    """A server in a thread of the test's process, over a scripted worker in a process of its own.
+
+    Attributes:
+        url: Where it listens.
+        link: Its worker; use it through :meth:`later` alone.
+        error: What it ended with.
+    """
+
+    def __init__(self, settings: Settings, spoken: Wires, entry: str = WORKER) -> None:
+        self.settings = settings
+        self.link = Link(settings, entry, 0.05)
+        self.server = front.Served(settings, self.link, spoken)
+        self.listener = front.bind(settings.host, settings.port)
+        self.url, self.port = "", self.listener.getsockname()[1]
+        self.error: BaseException | None = None
+        self.began = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self.server.until_stopped(self.listener, self._listening))
+        except front.WorkerError as error:
+            self.error = error
+        finally:
+            self.began.set()
+            self.listener.close()
+
+    def _listening(self, url: str) -> None:
+        self.url = url
+        self.began.set()
+
+    def told(self) -> list[list[Any]]:
+        """What the worker was told, so far."""
+        file = Path(self.settings.conversations or "") / TOLD
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    def ask(self, script: str, **more: Any) -> httpx.Response:
+        """A request of the plain API."""
+        body = {"model": "small", "prompt": script, **more}
+        return httpx.post(f"{self.url}/v1/plain", json=body, timeout=60)
+
+    def until(self, true: Any, seconds: float = 30.0) -> Any:
+        """What a function returns as soon as it is true."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if found := true():
+                return found
+            time.sleep(0.02)
+        raise AssertionError("did not come true in time")
+
+    def ready(self) -> Running:
+        """Wait until the worker answers."""
+        self.until(lambda: self.link.ready or self.error)
+        return self
+
+    def stop(self) -> None:
+        """As a signal does."""
+        self.server.should_exit = True
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def running(folder: Path, spoken: Wires = PLAIN, **more: Any) -> Iterator[Running]:
+    """A server with short times, which is ready; its worker notes what it is told in a folder."""
+    given: dict[str, Any] = {
+        "models": {"small": "/models/a", "large": "/models/b"},
+        "port": 0, "conversations": str(folder), "keep_alive": 0.3, "stop_timeout": 5.0,
+    }  # fmt: skip
+    server = Running(Settings(**{**given, **more}), spoken)
+    server.thread.start()
+    assert server.began.wait(60)
+    try:
+        yield server.ready()
+    finally:
+        server.stop()

@@ -14,8 +14,8 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.messages import Ask
 
 NEEDED = (
-    "response_format and a demanded tool call need llguidance; install the server with it "
-    "(pip install llguidance), or ask for JSON in words"
+    "response_format and a demanded tool call need llguidance, which is not installed where the "
+    "server runs; install it there (pip install llguidance), or ask for JSON in words"
 )
 
 # Without white space that a grammar would allow: a small model can go on with it for ever.

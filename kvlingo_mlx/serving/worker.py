@@ -33,6 +33,8 @@ def main(connection: Connection, settings: Settings) -> None:
     except (KVLingoError, ValueError, OSError) as error:
         connection.send(("fatal", str(error)))
         return
+    for (source, target), way in engine.policy.ways.items():
+        log.info("%s to %s: %s (%s)", source, target, way.strategy, way.why)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _Worker(connection, engine).run()
     engine.close()

@@ -21,8 +21,10 @@ from kvlingo_mlx.evaluation import conditions, droidspeak, lineup, probes, teach
 from kvlingo_mlx.evaluation.compare import Scored, evaluate, summarise
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.translators import build
 from tests.support import tiny
 from tests.support.identity import identity_of
 
@@ -118,7 +120,9 @@ def test_another_translator_or_item_is_another_run(
 ) -> None:
     model, journal, calls = models["dense"], tmp_path / "scores.jsonl", []
     same = identity_of(model)
-    other = kv.fit(model, model, [Sample(tuple(tiny.random_tokens(90)), ())])
+    weights = same.to_weights()
+    halved = {name: array / 2 for name, array in weights.arrays.items()}
+    other = build(same.config, Weights(weights.dtype, halved))
 
     def scores(translator: Any, asked: probes.Task) -> list[float]:
         condition = counted(lineup.translated("same", model, model, [translator]), calls)

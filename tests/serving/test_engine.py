@@ -64,29 +64,6 @@ class Reference:
         return self.talk.reply(model, messages=messages, max_tokens=12)
 
 
-def test_answers_are_the_conversations_own(clients: Clients) -> None:
-    rng = random.Random(5)
-    count = 4
-    references = [Reference() for _ in range(count)]
-    histories: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-    for _ in range(5):
-        asks = []
-        for client, history in enumerate(histories):
-            act = rng.random() if history else 1.0
-            if act < 0.2:  # the last answer again, by whichever model
-                history = history[:-1]
-            elif act < 0.4 and len(history) > 2:  # an edited question; the first begins anew
-                history = [*history[:-2], user(question(rng, client))]
-            else:
-                history = [*history, user(question(rng, client))]
-            histories[client] = history
-            asks.append(asked(rng.choice(list(NAMES)), history))
-        for client, (ask, told) in enumerate(zip(asks, clients.together(asks), strict=True)):
-            expected = references[client].answer(ask.model, histories[client])
-            assert told.text.strip() == expected.strip()
-            histories[client] = [*histories[client], said(told.text)]
-
-
 def test_a_switch_reads_the_question_alone(clients: Clients) -> None:
     history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
     first = clients.one("large", history)

@@ -327,6 +327,19 @@ def shared(cache: Any) -> Any:
     return made
 
 
+def give_back(caches: Sequence[Any]) -> None:
+    """Let go of what caches do not fill, where that is half of them or more; rings stay."""
+    moved: list[mx.array] = []
+    for cache in caches:
+        if cache.keys is None or is_ring(cache):
+            continue
+        room = (getattr(cache, "entries", cache.offset) // GROW + 1) * GROW
+        if cache.keys.shape[2] >= 2 * room:  # a slice alone would keep the whole array in memory
+            cache.keys, cache.values = (a[..., :room, :] * 1 for a in (cache.keys, cache.values))
+            moved += [cache.keys, cache.values]
+    mx.eval(moved)
+
+
 def nbytes(caches: Sequence[Any]) -> int:
     """The bytes that caches hold."""
     return sum(cache.nbytes for cache in caches)

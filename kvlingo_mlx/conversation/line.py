@@ -228,6 +228,7 @@ class Line:
         self.tokens = self.tokens[:length]
         self.spans = cut(self.spans, length)
         self.native.trim(length)
+        caches.give_back(self._caches)
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[None]:

@@ -345,6 +345,23 @@ def test_stats_tell_what_a_branch_shares(models: dict[str, LanguageModel]) -> No
     assert shared(talk) == {"a": 0, "b": 0}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_branch_of_a_short_beginning_is_small(
+    models: dict[str, LanguageModel], family: str
+) -> None:
+    model = models[family]
+    tokens = tiny.random_tokens(700)
+    talk, fresh = (talk_of(model, eager=False) for _ in range(2))
+    finished(talk.exchange.bring("a", tokens))
+    before = talk.stats().lines[0].cache_bytes
+    branch = talk.branch()
+    finished(branch.exchange.bring("a", [*tokens[:10], *tokens[:10]]))
+    finished(fresh.exchange.bring("a", [*tokens[:10], *tokens[:10]]))
+    assert branch.stats().lines[0].cache_bytes == fresh.stats().lines[0].cache_bytes < before
+    for ours, theirs in zip(held(branch, "a"), held(fresh, "a"), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
 def test_branches_of_a_line_that_is_still_being_written_are_apart(
     models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -163,17 +163,21 @@ def test_what_runs_on_cuda_needs_no_mlx(benchmark: str) -> None:
 
 @pytest.mark.parametrize(
     ("code", "most"),
-    [("import kvlingo_mlx", 40), ("from kvlingo_mlx.cli import run; run(['--help'])", 200)],
+    [("import kvlingo_mlx", 20), ("from kvlingo_mlx.cli import run; run(['--help'])", 170)],
 )
 def test_import_and_help_load_few_modules(code: str, most: int) -> None:
-    """Of anybody's, beside those of a bare interpreter: what they take to start is these."""
+    """Of anybody's: what they take to start is these.
+
+    What every import of ours needs of the standard library is left out, since some virtual
+    environments load it with the interpreter.
+    """
 
     def modules(script: str) -> int:
         script += "\nimport sys; sys.stderr.write(str(len(sys.modules)))"
         command = [sys.executable, "-c", script]
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stderr)
 
-    bare = modules("")
+    bare = modules("import ctypes, mmap, platform, typing")
     assert bare < modules(code) < bare + most
     assert modules("import numpy") > bare + 40  # negative control
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,60 +12,20 @@ import pytest
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
-httpx = pytest.importorskip("httpx")
+pytest.importorskip("httpx")
 
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.embedded import zoo  # noqa: E402
-from tests.support import ROOT  # noqa: E402
+from tests.support.served import PLAIN, Server, served  # noqa: E402
 
 NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe"}
-PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
-
-
-@dataclass
-class Server:
-    url: str
-    process: subprocess.Popen[str]
-
-    @property
-    def openai(self) -> Any:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    def ready(self) -> None:
-        """Wait until the models can answer."""
-        for _ in range(600):
-            if httpx.get(f"{self.url}/health").json().get("status") == "ok":
-                return
-            time.sleep(0.1)
-        raise AssertionError("the server did not become ready")
-
-    def worker(self) -> int:
-        """The process that owns the models."""
-        command = ["pgrep", "-f", "-P", str(self.process.pid), "spawn_main"]
-        (line,) = subprocess.run(command, capture_output=True, text=True).stdout.split()
-        return int(line)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    models = [part for n, f in NAMES.items() for part in ("--model", f"{n}={zoo(f)}")]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "kvlingo_mlx.cli", "serve", *models, "--port", "0"],
-        cwd=ROOT,
-        env={**os.environ, "KVLINGO_HOME": str(folder)},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    found = Server(re.findall(r"a chat at (http://\S+?)/ ", line)[0], process)
-    try:
-        found.ready()
+    models = {name: zoo(folder) for name, folder in NAMES.items()}
+    with served(tmp_path_factory.mktemp("server"), models) as found:
         yield found
-    finally:
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
 
 
 def test_a_client_switches_models_in_mid_conversation(server: Server) -> None:

@@ -27,7 +27,7 @@ from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import choice_of
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
-from kvlingo_mlx.serving.keeping import Keeper
+from kvlingo_mlx.serving.keeping import Keeper, conversing
 from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.residents import Resident, Residents
@@ -56,9 +56,7 @@ class Engine:
         self.residents = Residents(settings.models)
         models = self.residents.models
         self.policy = Policy(models, settings.translators)
-        self._blank = Conversation(
-            models, on_missing="reprefill", prefill_step_size=settings.prefill_step_size
-        )
+        self._blank = Conversation(models, **conversing(len(models), settings))
         self._blank.exchange.directions = self.policy.directions
         self._route: Route | None = None
         if settings.routes is not None:

@@ -1,4 +1,4 @@
-"""Models that call tools as Qwen3 does: its marks are single tokens, a call is JSON between them."""
+"""Models that call tools as Qwen3 does: single tokens mark a call, which is JSON."""
 
 from __future__ import annotations
 

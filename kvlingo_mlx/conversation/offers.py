@@ -118,11 +118,13 @@ def read_again(line: Line, begun: int, source: Line, known: Known | None) -> int
     if line.model.tokenizer_fingerprint == source.model.tokenizer_fingerprint:
         shared = source.common(line.tokens)
         runs = [(start, min(stop, shared)) for start, stop in wrote_itself(source)]
+    elif known is None:
+        runs = []
     else:
-        key = source.model.tokenizer_fingerprint
+        target = known.target.rendering(len(line))
         given = (
-            offered(source, reading, known.target.rendering(len(line)), begun, wrote_itself(source))
-            for reading in (known.others.get(key, ()) if known is not None else ())
+            offered(source, reading, target, begun, wrote_itself(source))
+            for reading in known.others.get(source.model.tokenizer_fingerprint, ())
         )
         runs = [(first, last) for o in itertools.chain(*given) for *_, first, last in o.groups]
     for start, stop in runs:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.conversation.cross_transcript import CrossTranscript
-from kvlingo_mlx.conversation.exchange import Exchange, Step, no_translator
+from kvlingo_mlx.conversation.exchange import Exchange, Step, Switch, no_translator
 from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.offers import (
     Known,
@@ -37,7 +37,12 @@ class CrossExchange(Exchange):
 
     Lines of one tokenizer exchange whole tokens. Lines of two tokenizers share the messages'
     contents: each keeps its own model's rendering, whose boilerplate that model reads itself.
+
+    Attributes:
+        known: The readings with which a line was last brought up to date.
     """
+
+    known: Known | None = None
 
     def _open(self, name: str, model: LanguageModel, records: bool) -> Line:
         try:
@@ -66,6 +71,12 @@ class CrossExchange(Exchange):
         return a.model.tokenizer_fingerprint == b.model.tokenizer_fingerprint
 
     # ---- switching ------------------------------------------------------------------------
+
+    def bring(
+        self, name: str, tokens: Sequence[int], mark: int | None = None, known: Known | None = None
+    ) -> Generator[None, None, Switch]:
+        self.known = known
+        return super().bring(name, tokens, mark, known)
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
         return [other for other in super()._sources(line, origin) if self._alike(line, other)]

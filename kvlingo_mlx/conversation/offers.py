@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,6 +105,31 @@ def recorded(line: Line) -> list[Run]:
 def wrote_itself(line: Line) -> list[Run]:
     """The positions that a line's own model ran."""
     return [(span.start, span.stop) for span in line.spans if not span.passes]
+
+
+def read_again(line: Line, begun: int, source: Line, known: Known | None) -> int:
+    """The number of tokens from ``begun`` on that a line's model ran, and another's had run too.
+
+    Between two tokenizers only messages' contents count, which alone they have in common.
+    """
+    ran, held = np.zeros((2, len(line)), bool)
+    for start, stop in wrote_itself(line):
+        ran[max(start, begun) : stop] = True
+    if line.model.tokenizer_fingerprint == source.model.tokenizer_fingerprint:
+        shared = source.common(line.tokens)
+        runs = [(start, min(stop, shared)) for start, stop in wrote_itself(source)]
+    elif known is None:
+        runs = []
+    else:
+        target = known.target.rendering(len(line))
+        given = (
+            offered(source, reading, target, begun, wrote_itself(source))
+            for reading in known.others.get(source.model.tokenizer_fingerprint, ())
+        )
+        runs = [(first, last) for o in itertools.chain(*given) for *_, first, last in o.groups]
+    for start, stop in runs:
+        held[start:stop] = True
+    return int((ran & held).sum())
 
 
 def best(offers: Sequence[Offer], position: int) -> tuple[Offer, TokenAlignment] | None:

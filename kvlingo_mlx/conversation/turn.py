@@ -76,7 +76,7 @@ class Turn:
     """An answer in progress.
 
     Attributes:
-        messages: The messages that it answers.
+        messages: The messages that it answers; none where it goes on with a plain text.
         prompt: The tokens up to the end of the answer's header.
         mark: The number of prompt tokens before the header, or None if it is unknown.
         answer: The answer's tokens so far.
@@ -163,7 +163,7 @@ class Turn:
             if response is None:
                 yield None
                 continue
-            if begun and not text:
+            if not text and (begun or not self.messages):  # it goes on with a text
                 before = [tokens[-1], *self.answer[begun:]]
                 response = _joined(response, line.model.tokenizer, before)
             text += response.text

@@ -27,7 +27,7 @@ from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import choice_of
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
-from kvlingo_mlx.serving.keeping import Keeper
+from kvlingo_mlx.serving.keeping import Keeper, conversing
 from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.residents import Resident, Residents
@@ -56,9 +56,7 @@ class Engine:
         self.residents = Residents(settings.models)
         models = self.residents.models
         self.policy = Policy(models, settings.translators)
-        self._blank = Conversation(
-            models, on_missing="reprefill", prefill_step_size=settings.prefill_step_size
-        )
+        self._blank = Conversation(models, **conversing(len(models), settings))
         self._blank.exchange.directions = self.policy.directions
         self._route: Route | None = None
         if settings.routes is not None:
@@ -156,6 +154,7 @@ class Engine:
             yield False
         resident.running += 1
         talk.busy, job.queued = True, time.perf_counter() - job.arrived
+        before = talk.tokens()
         try:
             if job.ask.messages is None:
                 yield from self._completed(job, talk, resident)
@@ -164,7 +163,9 @@ class Engine:
         finally:
             talk.busy = talk.ending = False
             talk.used = resident.used = time.time()
+            talk.lost(before)
             resident.running -= 1
+        talk.told[resident.name] = len(talk.line(resident.name))
         self.keeper.make_room()
 
     def _loaded(self, resident: Resident, job: Job) -> Steps:
@@ -199,7 +200,8 @@ class Engine:
         assert talk.conversation is not None
         messages = talk.taken_over(job.ask, found.common)
         if found.apart:
-            talk = self.keeper.new(talk.conversation.snapshot(), job.ask)
+            talk, told = self.keeper.new(talk.conversation.snapshot(), job.ask), talk.told
+            talk.told = dict(told)
         talk.messages = messages
         talk.pinned |= job.ask.pin
         return talk
@@ -236,15 +238,15 @@ class Engine:
         turn = Turn(exchange, [], job.tokens, None, most, Decoding(choice, batch=job.seat))
         check_room({resident.name: len(job.tokens)}, exchange.lines)
         if job.ask.echo:
-            job.before = model.tokenizer.decode(job.tokens)
-        line, begun = exchange.lines[resident.name], talk.told.get(resident.name, 0)
+            given = job.ask.prompt
+            job.before = given if isinstance(given, str) else model.tokenizer.decode(job.tokens)
+        line, begun = talk.line(resident.name), talk.told.get(resident.name, 0)
 
         def follow(_: str) -> LineSteps:
             return exchange.follow([*job.tokens, *turn.answer])
 
         for response in turn.answer_by([Part(resident.name)], None, follow):
             yield self._tell(job, response, exchange, begun, len(line))
-        talk.told[resident.name] = len(line)
 
     def _prepare(self, exchange: Exchange, ask: Ask) -> None:
         """Say between which models is translated, and whose lines follow the answer."""
@@ -283,7 +285,7 @@ class Engine:
         exchange = conversation.exchange
         talk.keys = keys
         self._prepare(exchange, job.ask)
-        line, begun = exchange.lines[resident.name], talk.told.get(resident.name, 0)
+        line, begun = talk.line(resident.name), talk.told.get(resident.name, 0)
         steps = conversation.reply_in_steps(resident.name, self._request(job, talk))
         for response in steps:
             at_once = self._tell(job, response, exchange, begun, len(line))
@@ -295,7 +297,6 @@ class Engine:
             if job.ended and not job.complete:
                 steps.close()  # the answer as it is joins the conversation
         talk.messages = [dict(message) for message in conversation.messages]
-        talk.told[resident.name] = len(line)
 
     def _request(self, job: Job, talk: Talk) -> Request:
         """What the conversation is asked."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 import numpy as np
+from mlx_lm.tool_parsers import json_tools
 
 from kvlingo_mlx.handover.answers import begins_in_reasoning
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -20,6 +22,10 @@ NEEDED = (
 
 # Without white space that a grammar would allow: a small model can go on with it for ever.
 COMPACT = {"x-guidance": {"whitespace_flexible": False}}
+# Tool calls have that of chat templates, in which models have seen all others.
+SPACED = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
 
 
 def guided(ask: Ask, model: LanguageModel) -> list[Any]:
@@ -37,53 +43,45 @@ def guided(ask: Ask, model: LanguageModel) -> list[Any]:
     except ImportError:
         raise ValueError(NEEDED) from None
     if demanded:
-        grammar = _call_grammar(ask, model)
+        what, grammar = "the parameters of a tool are", _call_grammar(ask, model)
     else:
-        schema = json.dumps({**(ask.schema or {"type": "object"}), **COMPACT})
-        try:
-            grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-        except ValueError as error:
-            raise ValueError(f"response_format's schema is refused: {_line(error)}") from None
+        what, grammar = "response_format's schema is", f"start: {_json(ask.schema, COMPACT)}"
     matcher = llguidance.LLMatcher(_tokenizer(model), grammar)
     if matcher.is_error():
-        raise ValueError(f"response_format's schema is refused: {_line(matcher.get_error())}")
+        raise ValueError(f"{what} refused: {_line(matcher.get_error())}")
     return [_Guide(matcher, model)]
 
 
 def _call_grammar(ask: Ask, model: LanguageModel) -> str:
-    """The grammar of one call of the demanded tool, or of any."""
+    """The grammar of one call of the demanded tool, or of any.
+
+    Each tool's parameters are a schema of their own, in which references find their definitions.
+    """
     tokenizer = model.tokenizer
-    kind = getattr(tokenizer, "tool_parser_type", None)
-    if kind != "json_tools":
+    if tokenizer.tool_parser is not json_tools.parse_tool_call:
         raise ValueError(
             f"tool_choice is {ask.tool_choice!r}, which can be demanded of models that call tools "
             f"in JSON, and {model.name} does not; give 'auto'"
         )
     names = {tool["function"]["name"]: tool["function"] for tool in ask.tools}
-    wanted: dict[str, Any] = names
-    if ask.tool_choice != "required":
-        wanted = {ask.tool_choice: names.get(ask.tool_choice)}
-    if None in wanted.values():
+    wanted = list(names) if ask.tool_choice == "required" else [ask.tool_choice]
+    if not set(wanted) <= set(names):
         raise ValueError(
             f"tool_choice names {ask.tool_choice!r}, but the tools are {', '.join(names)}"
         )
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": name},
-                "arguments": (function or {}).get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name, function in wanted.items()
-    ]
     start, end = (
         _marked(tokenizer, mark) for mark in (tokenizer.tool_call_start, tokenizer.tool_call_end)
     )
-    schema = json.dumps({"anyOf": calls, **COMPACT})
-    return f'start: {start} "\\n" call "\\n" {end}\ncall: %json {schema}\n'
+    calls = []
+    for name in wanted:
+        begun = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+        calls.append(f'{begun} {_json(names[name].get("parameters"), SPACED)} "}}"')
+    return f'start: {start} "\\n" call "\\n" {end}\ncall: {" | ".join(calls)}\n'
+
+
+def _json(schema: Mapping[str, Any] | None, options: Mapping[str, Any]) -> str:
+    """JSON of a schema in a grammar; none or an empty one: any object."""
+    return f"%json {json.dumps({**(schema or {'type': 'object'}), **options})}"
 
 
 def _marked(tokenizer: Any, mark: str) -> str:

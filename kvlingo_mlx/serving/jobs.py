@@ -12,6 +12,7 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.conversation.offers import read_again
 from kvlingo_mlx.handover.batches import Batch, Row
 from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor, Sampler
@@ -29,7 +30,7 @@ from kvlingo_mlx.serving.messages import (
     Usage,
     Waiting,
 )
-from kvlingo_mlx.serving.policy import Policy
+from kvlingo_mlx.serving.policy import Policy, Way
 from kvlingo_mlx.serving.residents import Resident
 
 Tell = Callable[[Event], None]
@@ -251,20 +252,13 @@ def usage_of(
     length, own = response.prompt_tokens, min(begun, switch.kept)
     foreign = [span for span in line.spans if span.passes and own < span.stop <= length]
     translated = sum(span.stop - max(span.start, own) for span in foreign)
-    others = [
-        other
-        for other in exchange.lines.values()
-        if other is not line
-        and other.model.tokenizer_fingerprint == line.model.tokenizer_fingerprint
-    ]
-    knowing = max(others, key=lambda other: other.common(line.tokens), default=None)
-    lacked = 0 if knowing is None else min(knowing.common(line.tokens), length - 1) - own
-    strategy, fallback = ("kept" if switch.kept else "read"), None
+    strategy = "kept" if switch.kept else "read"
+    again, fallback = _again(job, exchange, switch.kept), None
+    if again is not None:
+        strategy, way = "reread", policy.ways[again, job.name]
+        fallback = _reason(job, way)
     if translated:
         strategy = policy.ways[foreign[-1].writer, job.name].strategy
-    elif lacked > 0 and knowing is not None and switch.read >= lacked:
-        strategy, way = "reread", policy.ways[knowing.name, job.name]
-        fallback = "the request asked for it" if job.ask.strategy == "reread" else way.why
     speed = resident.read_s
     return Usage(
         prompt_tokens=length,
@@ -278,3 +272,24 @@ def usage_of(
         queue_s=job.queued,
         reread_s=None if speed is None else speed * length,
     )
+
+
+def _again(job: Job, exchange: Exchange, kept: int) -> str | None:
+    """The model that had read most of what the answering one reads again now, if any had."""
+    line, known = exchange.lines[job.name], getattr(exchange, "known", None)
+    counts = {
+        name: read_again(line, kept, other, known)
+        for name, other in exchange.lines.items()
+        if other is not line
+    }
+    most = max(counts, key=counts.__getitem__, default=None)
+    return most if most is not None and counts[most] else None
+
+
+def _reason(job: Job, way: Way) -> str:
+    """Why a model reads again what another one had read."""
+    if job.ask.strategy == "reread":
+        return "the request asked for it"
+    if way.strategy == "reread":
+        return way.why
+    return "the other model no longer keeps what can be translated"

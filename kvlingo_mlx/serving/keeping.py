@@ -17,7 +17,7 @@ import shutil
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from kvlingo_mlx.backend import mx
 
@@ -35,6 +35,19 @@ log = logging.getLogger("kvlingo_mlx.serving")
 MOST_HERE, MOST_KEPT = 200, 1000  # conversations in memory, and in all; the oldest go first
 IDLE_S = 30.0  # an idle conversation is written to disk after so long, in case the process crashes
 LOST = (KVLingoError, OSError, ValueError, RuntimeError)
+
+
+class Conversing(TypedDict, total=False):
+    """A conversation's options that the server sets."""
+
+    prefill_step_size: int
+    on_missing: str
+
+
+def conversing(models: int, settings: Settings) -> Conversing:
+    """These options; what one model alone lacks, no other one has."""
+    given = Conversing(prefill_step_size=settings.prefill_step_size)
+    return Conversing(**given, on_missing="reprefill") if models > 1 else given
 
 
 class Keeper:
@@ -58,7 +71,7 @@ class Keeper:
         self.budget = math.inf if free is None else free
         self.talks: list[Talk] = []
         self._residents, self._blank, self._translators = residents, blank, translators
-        self._step_size = settings.prefill_step_size
+        self._options = conversing(len(residents.all), settings)
         self._folder: Path | None = None
         if settings.keep_conversations:
             given = settings.conversations
@@ -202,8 +215,7 @@ class Keeper:
                 talk.folder,
                 self._residents.models,
                 list(directions.loaded.values()),
-                on_missing="reprefill",
-                prefill_step_size=self._step_size,
+                **self._options,
             )
         except LOST as error:
             log.warning("a conversation on disk is lost (%s); it will be read anew", error)

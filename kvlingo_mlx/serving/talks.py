@@ -20,6 +20,7 @@ from typing import Any
 
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.exchange import Exchange
+from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.serving.messages import Ask, Message
 
 REDONE = 2  # a request that changes no more than so many last messages goes on with the same talk
@@ -85,7 +86,8 @@ class Talk:
         pinned: Whether it stays in memory.
         used: When it was last used, in seconds since the epoch.
         saved_at: ``used`` of the state that is in ``folder``.
-        told: The length of each model's line after its last answer here.
+        told: The length of each model's line after its last answer here, without what it has had
+            to drop since then.
         number: Tells it from all others of this process.
     """
 
@@ -107,6 +109,22 @@ class Talk:
         """Bytes of its caches in memory, and of what it keeps for lines that lack it."""
         lines = () if self.exchange is None else self.exchange.lines.values()
         return sum(line.cache_bytes + line.native.nbytes for line in lines)
+
+    def line(self, name: str) -> Line:
+        """A model's line, while it is in memory."""
+        assert self.exchange is not None
+        return self.exchange.lines[name]
+
+    def tokens(self) -> dict[str, list[int]]:
+        """What the models' lines hold now."""
+        lines = {} if self.exchange is None else self.exchange.lines
+        return {name: list(line.tokens) for name, line in lines.items()}
+
+    def lost(self, before: Mapping[str, Sequence[int]]) -> None:
+        """Forget what the lines have dropped of the tokens that they held before."""
+        lines = {} if self.exchange is None else self.exchange.lines
+        for name, line in lines.items():
+            self.told[name] = min(self.told.get(name, 0), line.common(before[name]))
 
     @property
     def exchange(self) -> Exchange | None:

@@ -1,0 +1,172 @@
+"""A conversation between models of two tokenizers through HTTP, beside the library's own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+pytest.importorskip("starlette")
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("openai")
+
+import kvlingo_mlx as kv  # noqa: E402
+from kvlingo_mlx.conversation.spans import translated  # noqa: E402
+from kvlingo_mlx.embedded import zoo  # noqa: E402
+from tests.support import TESTS  # noqa: E402
+from tests.support.served import PLAIN, Server, served  # noqa: E402
+
+ZOO = TESTS / "zoo"
+TRANSLATORS = [
+    str(ZOO / "translators" / name)
+    for name in ("tiny-qwen3-s--tiny-mistral", "tiny-mistral--tiny-qwen3-s")
+]
+LACKS = "there is no translator for this pair"
+TEXT = "The home of Anna is Rome. " * 6 + "The home of Oscar is Oslo. The home of Anna"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models of one tokenizer, and one whose tokenizer puts <s> in front of a text."""
+    mistral = tmp_path_factory.mktemp("models") / "mistral"
+    shutil.copytree(ZOO / "models" / "tiny-mistral", mistral)
+    path = mistral / "tokenizer.json"
+    facts = json.loads(path.read_text())
+    facts["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
+    bos = facts["model"]["vocab"]["<s>"]
+    facts["post_processor"]["special_tokens"] = {
+        "<s>": {"id": "<s>", "ids": [bos], "tokens": ["<s>"]}
+    }
+    path.write_text(json.dumps(facts))
+    return {"small": zoo("tiny-qwen3-s"), "mistral": mistral, "moe": zoo("tiny-qwen3-moe")}
+
+
+@pytest.fixture(scope="module")
+def server(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    named = [part for path in TRANSLATORS for part in ("--translator", path)]
+    with served(tmp_path_factory.mktemp("home"), models, *named) as found:
+        for name in models:  # so that all lines follow every answer, as in the library
+            assert httpx.post(f"{found.url}/v1/models/{name}/load").is_success
+        yield found
+
+
+def ask(server: Server, model: str, messages: list[Any], **extra: Any) -> tuple[str, Any]:
+    """A model's answer, and its usage with what ``usage.kvlingo`` adds."""
+    answer = server.openai.chat.completions.create(
+        model=model, messages=messages, max_tokens=12, extra_body={**PLAIN, **extra}
+    )
+    usage = answer.usage.model_dump()
+    usage |= usage["kvlingo"] | usage["prompt_tokens_details"]
+    return answer.choices[0].message.content, usage
+
+
+def test_a_conversation_is_the_librarys_own(server: Server, models: dict[str, Path]) -> None:
+    talk = kv.Conversation(models, TRANSLATORS, enable_thinking=False, on_missing="reprefill")
+    history: list[Any] = []
+    held = dict.fromkeys(models, 0)  # translated tokens of each line after its last answer
+    for name, strategy, fallback in (
+        ("small", "read", None),
+        ("mistral", "translate", None),
+        ("moe", "translate", LACKS),  # what small wrote, but not what mistral wrote
+        ("small", "translate", None),
+        ("mistral", "translate", LACKS),
+        ("mistral", "kept", None),
+        ("moe", "translate", LACKS),
+    ):
+        question = f"Anna lives in Rome. Oscar lives in Oslo. Where does {name} live?"
+        history.append({"role": "user", "content": question})
+        text, usage = ask(server, name, history)
+        assert text.strip() == talk.reply(name, question, max_tokens=12).strip()
+        history.append({"role": "assistant", "content": text})
+        switch, line = talk.last_switch, talk.lines[name]
+        assert switch is not None
+        assert usage["prompt_tokens"] == switch.kept + switch.translated + switch.read + 1
+        assert usage["cached_tokens"] == switch.kept
+        assert usage["read_tokens"] == switch.read + 1
+        assert usage["translated_tokens"] == translated(line.spans) - held[name]
+        held[name] = translated(line.spans)
+        assert (usage["strategy"], usage["fallback"]) == (strategy, fallback)
+
+
+def test_reading_again_has_its_reason(server: Server) -> None:
+    """The third model's line does not follow while its weights are not in memory."""
+    question = {"role": "user", "content": "Maria lives in Vienna. Where does Maria live?"}
+    for first, second, extra, why in (
+        ("mistral", "moe", {}, LACKS),
+        ("small", "mistral", {"kvlingo": {"strategy": "reread"}}, "the request asked for it"),
+    ):
+        for name in ("small", "mistral", "moe"):
+            httpx.post(f"{server.url}/v1/models/{name}/unload")
+        asked = [{**question, "content": f"{question['content']} {why}"}]
+        text, _ = ask(server, first, asked)
+        history = [*asked, {"role": "assistant", "content": text}, question]
+        body = {"model": second, "messages": history, "max_tokens": 4, **PLAIN, **extra}
+        response = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+        assert response.headers["x-kvlingo-strategy"] == "reread"
+        assert response.headers["x-kvlingo-fallback"] == why
+        usage = response.json()["usage"]
+        assert usage["kvlingo"]["read_tokens"] == usage["prompt_tokens"]
+        assert not usage["kvlingo"]["translated_tokens"]
+
+
+# ---- plain texts ----------------------------------------------------------------------------
+
+
+def completed(server: Server, model: str, prompt: Any, **more: Any) -> tuple[str, Any]:
+    answer = server.openai.completions.create(model=model, prompt=prompt, max_tokens=8, **more)
+    usage = answer.usage.model_dump()
+    return answer.choices[0].text, usage | usage["kvlingo"] | usage["prompt_tokens_details"]
+
+
+def continued(path: Path, tokens: list[int], most: int) -> str:
+    """The text that a model's likeliest tokens add, by plain mlx-lm without a cache."""
+    model = kv.load(path)
+    ids = list(tokens)
+    for _ in range(most):
+        logits = model.model(mx.array([ids]), cache=make_prompt_cache(model.model))
+        ids.append(int(mx.argmax(logits[0, -1]).item()))
+    decode = model.tokenizer.decode
+    return str(decode(ids)[len(decode(tokens)) :])
+
+
+@pytest.mark.parametrize("name", ["small", "mistral"])
+def test_a_plain_text_is_gone_on_with(server: Server, models: dict[str, Path], name: str) -> None:
+    """With one <s> in front where the tokenizer has one, and the spaces that belong to it."""
+    tokenizer = kv.load(models[name], lazy=True).tokenizer
+    tokens = tokenizer.encode(TEXT)
+    assert (tokens[0] == tokenizer.bos_token_id) is (name == "mistral")
+    expected = continued(models[name], tokens, 8)
+    text, usage = completed(server, name, TEXT)
+    assert text == expected and text.startswith(" ")
+    assert usage["prompt_tokens"] == len(tokens) and usage["strategy"] == "read"
+    assert completed(server, name, TEXT, echo=True)[0] == TEXT + expected
+    text, usage = completed(server, name, tokens)
+    assert text == expected and usage["cached_tokens"] == len(tokens) - 1
+    if name == "mistral":
+        text, usage = completed(server, name, "<s>" + TEXT)
+        assert usage["prompt_tokens"] == len(tokens) and text == expected
+    else:
+        _, usage = completed(server, "moe", TEXT)
+        assert usage["translated_tokens"] == len(tokens) - 1 and usage["strategy"] == "translate"
+
+
+def test_each_models_own_tokens_are_counted(server: Server, models: dict[str, Path]) -> None:
+    messages = [{"role": "user", "content": "Anna lives in Rome. Where does Anna live?"}]
+    for name, path in models.items():
+        tokenizer = kv.load(path, lazy=True).tokenizer
+        ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, enable_thinking=False
+        )
+        body = {"model": name, "messages": messages, **PLAIN}
+        counted = httpx.post(f"{server.url}/v1/messages/count_tokens", json=body).json()
+        assert (
+            counted["input_tokens"] == len(ids) == ask(server, name, messages)[1]["prompt_tokens"]
+        )
+        assert ids.count(tokenizer.bos_token_id) == (name == "mistral")

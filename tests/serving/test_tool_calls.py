@@ -1,0 +1,240 @@
+"""Tool calls by models whose marks and template are Qwen3's, asked by the published clients.
+
+The models are random: what makes an answer a call is the grammar alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("llguidance")
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+
+from pydantic import BaseModel, ConfigDict, Field  # noqa: E402
+
+import kvlingo_mlx as kv  # noqa: E402
+from kvlingo_mlx.serving.engine import Engine  # noqa: E402
+from kvlingo_mlx.serving.settings import Settings  # noqa: E402
+from tests.support import tiny  # noqa: E402
+from tests.support.engines import Clients, asked  # noqa: E402
+from tests.support.served import Server, served  # noqa: E402
+from tests.support.tool_callers import write_caller  # noqa: E402
+
+ASKED = [{"role": "user", "content": "Will it rain?"}]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Place(Strict):
+    city: Literal["Oslo", "Rome", 'the "Hague"']
+
+
+class Weather(Strict):
+    """A tool whose parameters refer to a definition."""
+
+    place: Place
+    days: int = Field(ge=1, le=9)
+
+
+class Now(Strict):
+    """A tool without parameters."""
+
+
+TOOLS: dict[str, type[BaseModel]] = {"weather": Weather, "now": Now}
+CHAT = [openai.pydantic_function_tool(cls, name=name) for name, cls in TOOLS.items()]
+FLAT = [{"type": "function", **tool["function"]} for tool in CHAT]
+CLAUDE = [{"name": n, "input_schema": c.model_json_schema()} for n, c in TOOLS.items()]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of one tokenizer, and a translator for one direction."""
+    root = tmp_path_factory.mktemp("callers")
+    write_caller(root / "a"), write_caller(root / "b", seed=9, layers=4)
+    tiny.write_random_translator(root / "a-b", root / "a", root / "b", nu=3, seed=7)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Server]:
+    models = {name: root / name for name in "ab"}
+    with served(root / "home", models, "--translator", str(root / "a-b")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def claude(server: Server) -> Any:
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def check(name: str, arguments: str) -> None:
+    """The call is one of an existing tool, as its class reads it."""
+    TOOLS[name].model_validate_json(arguments)
+
+
+def chat(server: Server, messages: list[Any], **more: Any) -> Any:
+    facts = {"model": "a", "max_tokens": 150, "tools": CHAT, **more}
+    return server.openai.chat.completions.create(messages=messages, **facts)
+
+
+# ---- demanded -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", ["required", "weather", "now"])
+def test_chat(server: Server, choice: str) -> None:
+    named = {"type": "function", "function": {"name": choice}}
+    wanted = choice if choice == "required" else named
+    drawn = set()
+    for seed in range(3):
+        answer = chat(server, ASKED, tool_choice=wanted, temperature=1.0, seed=seed).choices[0]
+        (call,) = answer.message.tool_calls
+        assert choice in ("required", call.function.name) and answer.finish_reason == "tool_calls"
+        assert answer.message.content is None
+        check(call.function.name, call.function.arguments)
+        drawn.add(call.function.arguments)
+    assert len(drawn) > 1 or choice != "weather"  # seeds are heeded within the grammar
+    with server.openai.chat.completions.stream(
+        model="a", messages=ASKED, tools=CHAT, tool_choice=wanted, seed=2, temperature=1.0,
+        max_tokens=150,
+    ) as stream:  # fmt: skip
+        (streamed,) = stream.get_final_completion().choices[0].message.tool_calls
+    assert (streamed.function.name, streamed.function.arguments) == (
+        call.function.name,
+        call.function.arguments,
+    )
+
+
+def test_the_other_apis(server: Server, claude: Any) -> None:
+    more: dict[str, Any] = {"model": "a"}
+    for choice in ({"type": "any"}, {"type": "tool", "name": "weather"}):
+        answer = claude.messages.create(
+            messages=ASKED, tools=CLAUDE, tool_choice=choice, max_tokens=150, **more
+        )
+        (block,) = answer.content
+        assert block.type == "tool_use" and answer.stop_reason == "tool_use"
+        assert choice.get("name") in (None, block.name)
+        check(block.name, json.dumps(block.input))
+    for wanted in ("required", {"type": "function", "name": "now"}):
+        response = server.openai.responses.create(
+            input="Will it rain?", tools=FLAT, tool_choice=wanted, max_output_tokens=150, **more
+        )
+        (item,) = response.output
+        assert item.type == "function_call" and response.status == "completed"
+        check(item.name, item.arguments)
+    assert item.name == "now"
+
+
+def test_calls_that_cannot_be_demanded(server: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match="names .nobody., which is not in tools"):
+        chat(server, ASKED, tool_choice={"type": "function", "function": {"name": "nobody"}})
+    broken = [{"type": "function", "function": {"name": "f", "parameters": {"type": "no"}}}]
+    with pytest.raises(openai.BadRequestError, match="parameters of a tool are refused"):
+        chat(server, ASKED, tools=broken, tool_choice="required")
+
+
+def test_none_forbids_what_auto_allows(server: Server, root: Path) -> None:
+    """The mark of a call is made the likeliest token."""
+    tokenizer = kv.load(root / "a", lazy=True).tokenizer
+    (mark,) = tokenizer.encode("<tool_call>", add_special_tokens=False)
+    bias = {str(mark): 100.0}
+    for choice, begun in (("auto", True), ("none", False)):
+        answer = chat(server, ASKED, tool_choice=choice, logit_bias=bias, max_tokens=3).choices[0]
+        assert answer.message.content.startswith("<tool_call>") is begun
+        assert answer.message.tool_calls is None and answer.finish_reason == "length"
+
+
+# ---- results --------------------------------------------------------------------------------
+
+
+def result(call: Any) -> dict[str, Any]:
+    return {"role": "tool", "tool_call_id": call.id, "content": "rain all day"}
+
+
+def test_a_chat_with_results_goes_on_from_its_line(server: Server) -> None:
+    """Also when another model goes on, and when the result's message is sent twice."""
+    question = [{"role": "user", "content": "And in Rome, if it is not too much to ask?"}]
+    first = chat(server, question, tool_choice="required")
+    message = first.choices[0].message
+    held = first.usage.total_tokens
+    history = [*question, message, result(message.tool_calls[0])]
+    again = chat(server, history, max_tokens=5).usage
+    assert held - 1 <= again.prompt_tokens_details.cached_tokens <= held
+    assert again.model_dump()["kvlingo"]["strategy"] == "kept"
+    other = chat(server, history, model="b", max_tokens=5).usage
+    told = other.model_dump()["kvlingo"]
+    assert told["strategy"] == "translate" and told["translated_tokens"] >= held - 1
+    edited = [*history[:-1], {**history[-1], "content": "sun"}]
+    least = chat(server, edited, max_tokens=5).usage.prompt_tokens_details.cached_tokens
+    assert least >= held - 1
+    changed = message.model_dump()
+    changed["tool_calls"][0]["function"]["arguments"] = '{"place": {"city": "Rome"}, "days": 9.5}'
+    lost = chat(server, [*question, changed, history[-1]], max_tokens=5).usage
+    assert lost.prompt_tokens_details.cached_tokens < held - 1
+
+
+def test_messages_and_responses_with_results_go_on_from_their_line(
+    server: Server, claude: Any
+) -> None:
+    question: list[Any] = [{"role": "user", "content": "And in Oslo, please?"}]
+    facts: dict[str, Any] = {"model": "a"}
+    asked: dict[str, Any] = {"tools": CLAUDE, "max_tokens": 150, **facts}
+    first = claude.messages.create(messages=question, tool_choice={"type": "any"}, **asked)
+    held = first.usage.input_tokens + first.usage.cache_read_input_tokens
+    held += first.usage.output_tokens
+    told = {"type": "tool_result", "tool_use_id": first.content[0].id, "content": "rain"}
+    history = [
+        *question,
+        {"role": "assistant", "content": first.content},
+        {"role": "user", "content": [told]},
+    ]
+    again = claude.messages.create(messages=history, **{**asked, "max_tokens": 5})
+    assert held - 1 <= again.usage.cache_read_input_tokens <= held
+    asked = {"tools": FLAT, "max_output_tokens": 150, **facts}
+    answer = server.openai.responses.create(input=question, tool_choice="required", **asked)
+    held = answer.usage.total_tokens
+    item = answer.output[0]
+    told = {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}
+    usage = server.openai.responses.create(input=[*question, item, told], **asked).usage
+    assert held - 1 <= usage.input_tokens_details.cached_tokens <= held
+
+
+# ---- several calls --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_an_answer_of_two_calls(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: bool
+) -> None:
+    """With ``parallel_tool_calls`` false it ends after the first one, and is gone on with there."""
+    tokenizer = kv.load(root / "a", lazy=True).tokenizer
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    ids = tokenizer.encode(f"{call}\n{call}", add_special_tokens=False)
+    script = itertools.chain(ids, itertools.repeat(tokenizer.eos_token_id))
+    monkeypatch.setattr(
+        "kvlingo_mlx.serving.engine.sampler_of", lambda _: lambda _: mx.array([next(script)])
+    )
+    settings = Settings(models={"a": str(root / "a")}, conversations=str(tmp_path / "kept"))
+    clients = Clients(Engine(settings))
+    facts: dict[str, Any] = {"tools": tuple(CHAT), "parallel_tool_calls": parallel, "template": {}}
+    told = clients.together([asked("a", ASKED, max_tokens=200, **facts)])[0]
+    calls = [call for event in told.events for call in getattr(event, "tool_calls", ())]
+    assert [call["function"]["name"] for call in calls] == ["now"] * (2 if parallel else 1)
+    assert told.end.reason == "tool_calls"
+    monkeypatch.undo()
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [{"role": "tool", "tool_call_id": each["id"], "content": "noon"} for each in calls]
+    again = clients.one("a", [*ASKED, said, *results], max_tokens=3, **facts).usage
+    held = told.usage.prompt_tokens + told.usage.completion_tokens
+    assert held - 1 <= again.cached_tokens <= held

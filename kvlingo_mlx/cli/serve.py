@@ -28,6 +28,9 @@ class ServeOptions(Options):
         None, "Listen at other hosts without a key.", "--allow-anyone"
     )
     cors: list[str] | None = option(None, "An origin whose web pages may ask; * for all.")
+    max_kl: float | None = option(
+        None, "Do not use translators whose receipt tells more than this many nats a token."
+    )
     route: str | None = option(None, "A TOML file of rules; the model `auto` goes by them.")
     memory_limit: str | None = option(
         None, "Memory of weights, lines and translators together: 24GB; default: all there is."
@@ -83,7 +86,7 @@ def command(options: ServeOptions) -> None:
         ) from None
 
     spelled = {name: settings.OPTIONS.get(name, name) for name in settings.NAMES}
-    given = {name: getattr(options, option) for name, option in spelled.items()}
+    given = {name: getattr(options, option, None) for name, option in spelled.items()}
     given["models"] = settings.named(options.model) if options.model else None
     told = settings.read(options.config, given)
     front.log_to_stderr(told.log_level)

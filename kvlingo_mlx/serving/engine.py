@@ -55,7 +55,7 @@ class Engine:
         self._settings = settings
         self.residents = Residents(settings.models)
         models = self.residents.models
-        self.policy = Policy(models, settings.translators)
+        self.policy = Policy(models, settings)
         self._blank = Conversation(models, **conversing(len(models), settings))
         self._blank.exchange.directions = self.policy.directions
         self._route: Route | None = None
@@ -231,7 +231,7 @@ class Engine:
         """Go on with a plain text."""
         exchange, model = talk.texts, resident.model
         assert exchange is not None
-        self._prepare(exchange, job.ask)
+        self._prepare(exchange, job)
         request = self._request(job, talk)
         most = request.max_tokens
         choice = choice_of(request.options, request.sampler, request.logits_processors)
@@ -248,9 +248,14 @@ class Engine:
         for response in turn.answer_by([Part(resident.name)], None, follow):
             yield self._tell(job, response, exchange, begun, len(line))
 
-    def _prepare(self, exchange: Exchange, ask: Ask) -> None:
+    def _prepare(self, exchange: Exchange, job: Job) -> None:
         """Say between which models is translated, and whose lines follow the answer."""
-        exchange.barred = self._barred(ask)
+        lengths = [len(line.tokens) for line in exchange.lines.values()]
+        job.ways = self.policy.ways_of(job.ask.strategy, max(lengths))
+        exchange.barred = frozenset(p for p, way in job.ways.items() if way.strategy == "reread")
+        if job.ask.strategy == "reread":  # what was translated before is read now
+            line = exchange.lines[job.name]
+            line.trim(next((s.start for s in line.spans if s.passes), len(line)))
         exchange.unfollowing = frozenset(
             name for name, each in self.residents.all.items() if not each.loaded
         )
@@ -273,7 +278,7 @@ class Engine:
             return False
         resident = self.residents[job.name]
         if not job.told:
-            job.usage = usage_of(job, exchange, self.policy, resident, response, begun)
+            job.usage = usage_of(job, exchange, resident, response, begun)
             self._learn(resident, exchange)
         job.take(response, resident.model.tokenizer)
         return job.ended or job.ready
@@ -284,7 +289,7 @@ class Engine:
         assert conversation is not None
         exchange = conversation.exchange
         talk.keys = keys
-        self._prepare(exchange, job.ask)
+        self._prepare(exchange, job)
         line, begun = talk.line(resident.name), talk.told.get(resident.name, 0)
         steps = conversation.reply_in_steps(resident.name, self._request(job, talk))
         for response in steps:
@@ -318,14 +323,6 @@ class Engine:
             template=dict(ask.template),
             batch=job.seat,
         )
-
-    def _barred(self, ask: Ask) -> frozenset[tuple[str, str]]:
-        """The pairs of models between which nothing is to be translated for this request."""
-        if ask.strategy == "reread":
-            return frozenset(self.policy.ways)
-        if ask.strategy == "translate":
-            return frozenset()
-        return self.policy.barred
 
     def _learn(self, resident: Resident, exchange: Exchange) -> None:
         """Note how fast a model reads its prompts."""

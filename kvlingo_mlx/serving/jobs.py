@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from kvlingo_mlx.serving.messages import (
     Usage,
     Waiting,
 )
-from kvlingo_mlx.serving.policy import Policy, Way
+from kvlingo_mlx.serving.policy import Way
 from kvlingo_mlx.serving.residents import Resident
 
 Tell = Callable[[Event], None]
@@ -84,6 +84,7 @@ class Job:
         complete: Whether the model has ended it too; else the rest of it is not wanted.
         tokens: The prompt, where it is a plain text.
         before: What is told before the answer's own text.
+        ways: How each model takes over from each other one, for this request.
         queued: Seconds that it waited for its turn, a model or another answer.
     """
 
@@ -101,6 +102,7 @@ class Job:
     complete: bool = False
     tokens: list[int] = field(default_factory=list)
     before: str = ""
+    ways: Mapping[tuple[str, str], Way] = field(default_factory=dict)
     queued: float = 0.0
     _quiet: float = field(default_factory=time.perf_counter)
 
@@ -232,7 +234,6 @@ def _forbidden(ask: Ask, model: LanguageModel) -> list[int]:
 def usage_of(
     job: Job,
     exchange: Exchange,
-    policy: Policy,
     resident: Resident,
     response: GenerationResponse,
     begun: int,
@@ -242,7 +243,6 @@ def usage_of(
     Args:
         job: The request.
         exchange: The conversation's lines, the answering model's brought up to date.
-        policy: How each model takes over from each other one.
         resident: The answering model.
         response: The first token's.
         begun: The length of the answering model's line after its last answer.
@@ -255,10 +255,12 @@ def usage_of(
     strategy = "kept" if switch.kept else "read"
     again, fallback = _again(job, exchange, switch.kept), None
     if again is not None:
-        strategy, way = "reread", policy.ways[again, job.name]
-        fallback = _reason(job, way)
+        strategy, way = "reread", job.ways[again, job.name]
+        barred = way.strategy == "reread"
+        fallback = way.why if barred else "the other model no longer keeps what can be translated"
     if translated:
-        strategy = policy.ways[foreign[-1].writer, job.name].strategy
+        way = job.ways[foreign[-1].writer, job.name]
+        strategy = "hybrid" if way.strategy == "hybrid" else "translate"
     speed = resident.read_s
     return Usage(
         prompt_tokens=length,
@@ -284,12 +286,3 @@ def _again(job: Job, exchange: Exchange, kept: int) -> str | None:
     }
     most = max(counts, key=counts.__getitem__, default=None)
     return most if most is not None and counts[most] else None
-
-
-def _reason(job: Job, way: Way) -> str:
-    """Why a model reads again what another one had read."""
-    if job.ask.strategy == "reread":
-        return "the request asked for it"
-    if way.strategy == "reread":
-        return way.why
-    return "the other model no longer keeps what can be translated"

@@ -10,9 +10,17 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import BeforeValidator, ByteSize, Field, Strict, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 
 API_KEY = "KVLINGO_API_KEY"  # the environment variable, which other users' `ps` does not show
 AUTO = "auto"  # the model's name by which a client lets the rules choose
@@ -34,10 +42,29 @@ def _pattern(value: Any) -> Any:
 Text = Annotated[str, Strict(), Field(min_length=1)]
 Whole = Annotated[int, Strict(), Field(ge=1)]
 Seconds = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Strict(), Field(ge=0, allow_inf_nan=False)]
 Switch = Annotated[bool, Strict()]
 Size = Annotated[int, Strict(), Field(ge=1), BeforeValidator(_bytes)]
 Pattern = Annotated[Text, BeforeValidator(_pattern)]
 Key = Annotated[str, Strict(), Field(min_length=1, pattern=r"^[!-~]+$")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairRule:
+    """What is told of one model taking over from another one.
+
+    Attributes:
+        strategy: ``reread`` translates nothing; ``translate`` asks no receipt.
+        max_kl: As in :class:`Settings`, for this pair.
+        shortest: The fewest tokens that a conversation must have for anything to be translated.
+        longest: The most tokens that it may have.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
+    strategy: Literal["translate", "reread"] | None = None
+    max_kl: Share | None = None
+    shortest: Annotated[int, Strict(), Field(ge=0)] = 0
+    longest: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +74,9 @@ class Settings:
     Attributes:
         models: The models that are offered, a folder or Hub id by the name that clients give.
         translators: Folders or Hub ids of translators; none: those of the local store.
+        max_kl: The most that a translator's receipt may tell as KL in nats a token; others, and
+            translators without a receipt, are not used. None: all but useless ones are used.
+        pairs: Rules for single pairs, by ``SOURCE:TARGET``.
         routes: A TOML file of rules by which the model ``auto`` chooses who answers.
         host: The address to listen at. Others than this machine's own need a key.
         port: The port to listen at; 0 takes a free one.
@@ -76,6 +106,8 @@ class Settings:
 
     models: Annotated[dict[Text, Text], Field(min_length=1)]
     translators: tuple[Text, ...] = ()
+    max_kl: Share | None = None
+    pairs: dict[Text, PairRule] = field(default_factory=dict)
     routes: Text | None = None
     host: Text = "127.0.0.1"
     port: Annotated[int, Strict(), Field(ge=0, le=65535)] = 8080
@@ -110,6 +142,12 @@ class Settings:
             )
         if AUTO in self.models:
             raise ValueError(f"a model is named {AUTO!r}, the name of routing; give another name")
+        for pair in self.pairs:
+            source, _, target = pair.partition(":")
+            if source == target or not {source, target} <= set(self.models):
+                raise ValueError(
+                    f"pairs names {pair!r}; expected SOURCE:TARGET, two of {', '.join(self.models)}"
+                )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -198,8 +236,10 @@ def _checked(name: str, value: Any, where: str) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
     spelled = OPTIONS.get(name, name).replace("_", "-") if where == "--" else name
-    at = "".join(f"[{part!r}]" for part in first["loc"] if not isinstance(part, str) or part in
-                 (value if isinstance(value, dict) else ()))  # fmt: skip
+    at, inner = "", value
+    for part in first["loc"]:  # pydantic's own parts, such as a union's branch, are left out
+        if isinstance(part, int) or (isinstance(inner, dict) and part in inner):
+            at, inner = f"{at}[{part!r}]", inner[part]
     shown = "not what it can be" if name == "api_key" else f"{first['input']!r:.80}"
     raise ValueError(f"{where}{spelled}{at} is {shown}; {_told(first['msg'])}")
 
@@ -207,4 +247,5 @@ def _checked(name: str, value: Any, where: str) -> Any:
 def _told(message: str) -> str:
     """pydantic's message as the end of one of ours."""
     message = message.removeprefix("Value error, ").replace("Input should be", "expected")
+    message = message.replace("Unexpected keyword argument", "expected no such setting")
     return message[:1].lower() + message[1:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Piece, Sampling
-from kvlingo_mlx.serving.settings import Settings
+from kvlingo_mlx.serving.settings import PairRule, Settings
 from tests.support.engines import Clients, Told, asked
 from tests.support.identity import identity_of
 
 NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe", "small": "tiny-qwen3-s"}
 WORDS = "Anna Oscar Maria Iris Rome Oslo Dallas code friend home lives works".split()
+ALWAYS = PairRule(strategy="translate")
 TIE = 1e-3  # nats between two first choices below which rounding may decide
 
 
@@ -82,6 +84,44 @@ def test_a_request_may_ask_to_read_anew(clients: Clients) -> None:
     assert again.usage.strategy == "reread" and again.usage.translated_tokens == 0
     assert again.usage.fallback == "the request asked for it"
     assert again.usage.read_tokens == again.usage.prompt_tokens
+
+
+def test_reading_anew_drops_what_was_translated(clients: Clients) -> None:
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    first = clients.one("large", history)
+    history += [said(first.text), user("And Bob?")]
+    assert clients.one("moe", history).usage.translated_tokens > 0
+    again = clients.one("moe", history, strategy="reread")
+    assert again.usage.translated_tokens == 0
+    assert again.usage.read_tokens == again.usage.prompt_tokens
+    assert clients.one("moe", history).usage.cached_tokens == again.usage.prompt_tokens - 1
+
+
+@pytest.mark.parametrize(
+    ("facts", "strategy", "why"),
+    [
+        ({}, "translate", None),
+        ({"max_kl": 9.0}, "translate", None),
+        ({"max_kl": 0.0}, "reread", "the translator's KL of 0.* is above max_kl 0.0"),
+        ({"pairs": {"large:moe": PairRule(strategy="reread")}}, "reread", "the settings say so"),
+        ({"pairs": {"moe:large": PairRule(strategy="reread")}}, "translate", None),
+        ({"max_kl": 0.0, "pairs": {"large:moe": PairRule(max_kl=9.0)}}, "translate", None),
+        ({"max_kl": 0.0, "pairs": {"large:moe": ALWAYS}}, "translate", None),
+        ({"pairs": {"large:moe": PairRule(shortest=900)}}, "reread", "shorter than 900 tokens"),
+        ({"pairs": {"large:moe": PairRule(shortest=60)}}, "translate", None),
+        ({"pairs": {"large:moe": PairRule(longest=60)}}, "reread", "longer than 60 tokens"),
+    ],
+)  # fmt: skip
+def test_rules_of_pairs(tmp_path: Path, facts: Any, strategy: str, why: str | None) -> None:
+    clients = Clients(Engine(settings(tmp_path, **facts)))
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    history += [said(clients.one("large", history).text), user("And Bob?")]
+    usage = clients.one("moe", history).usage
+    assert usage.strategy == strategy and (usage.translated_tokens > 0) == (strategy != "reread")
+    assert usage.fallback is None if why is None else re.search(why, usage.fallback or "")
+    if strategy == "reread":
+        asked_for = clients.one("small", history, strategy="translate").usage
+        assert asked_for.strategy == "translate"
 
 
 def test_identity_translators_change_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("pydantic")
 
 from kvlingo_mlx.serving import settings
-from kvlingo_mlx.serving.settings import Settings, named, read
+from kvlingo_mlx.serving.settings import PairRule, Settings, named, read
 
 MODELS = {"small": "a", "large": "b"}
 FILE = """
@@ -48,6 +48,12 @@ def test_options_override_the_file(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(found)) == found
 
 
+def test_pairs_have_rules_of_their_own(tmp_path: Path) -> None:
+    text = "max_kl=0.5\n[models]\na='x'\nb='y'\n[pairs.'a:b']\nmax_kl=0.2\nshortest=64"
+    found = read(write(tmp_path, text), {})
+    assert found.max_kl == 0.5 and found.pairs == {"a:b": PairRule(max_kl=0.2, shortest=64)}
+
+
 def test_options_alone() -> None:
     assert read(None, {"models": MODELS}) == Settings(models=MODELS)
     assert Settings(models=MODELS).names == ("small", "large")
@@ -73,6 +79,12 @@ def test_options_alone() -> None:
         ("models=3", "models is 3; expected a valid dictionary"),
         ("[models]\na=3", "models['a'] is 3; expected a valid string"),
         ("[models]\nauto='x'", "a model is named 'auto'"),
+        ("[models]\na='x'\n[pairs.'a:b']", "pairs names 'a:b'; expected SOURCE:TARGET, two of a"),
+        (
+            "[models]\na='x'\n[pairs.'a:b']\nmaxkl=1",
+            "pairs['a:b']['maxkl'] is 1; expected no such",
+        ),
+        ("[models]\na='x'\n[pairs.'a:b']\nmax_kl=-1", "pairs['a:b']['max_kl'] is -1; expected "),
         ("", "no model is given; give --model NAME=MODEL"),
         ("port=", "is not valid TOML: "),
         ("host='0.0.0.0'\n[models]\na='x'", "and no key is set; give --api-key (or KVLINGO_API_K"),

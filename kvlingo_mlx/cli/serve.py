@@ -38,6 +38,9 @@ class ServeOptions(Options):
     max_tokens: int | None = option(
         None, "Longest answer where a request gives none; default: 4096."
     )
+    verbatim: bool | None = option(
+        None, "Go on from the tokens as written, even where a template changes earlier turns."
+    )
     prefill_step_size: int | None = option(None, "Tokens per prefill chunk; default: 2048.")
     max_concurrent: int | None = option(None, "Answers that a model writes at once; default: 16.")
     queue_limit: int | None = option(

@@ -56,7 +56,9 @@ class Engine:
         self.residents = Residents(settings.models)
         models = self.residents.models
         self.policy = Policy(models, settings)
-        self._blank = Conversation(models, **conversing(len(models), settings))
+        self._blank = Conversation(
+            models, verbatim=settings.verbatim, **conversing(len(models), settings)
+        )
         self._blank.exchange.directions = self.policy.directions
         self._route: Route | None = None
         if settings.routes is not None:
@@ -79,7 +81,7 @@ class Engine:
                 )
             job = Job(ask, tell, self._chosen(ask))
         except REFUSED as error:
-            tell(_failed(error))
+            tell(self._failed(error))
             return
         job.steps = self._answer(job)
         self._jobs[number] = job
@@ -93,12 +95,29 @@ class Engine:
                 prompt = encode(model, prompt, **_switches(ask))
             tell(Counted(len(prompt)))
         except REFUSED as error:
-            tell(_failed(error))
+            tell(self._failed(error))
 
     def cancel(self, number: int) -> None:
         """End a request; what was read and written of it stays in its conversation."""
         if (job := self._jobs.pop(number, None)) is not None:
             job.end()
+
+    def _failed(self, error: BaseException) -> Failed:
+        """An error as it is told to the client, in one line, models by the names it knows."""
+        if not isinstance(error, REFUSED):
+            told = f"the server failed ({type(error).__name__}); its log says where"
+            return Failed("internal", told)
+        line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
+        for name, resident in self.residents.all.items():
+            line = line.replace(resident.model.name, name)
+        kinds = (
+            (NotEnoughMemoryError, "memory"),
+            (MemoryError, "memory"),
+            (KVLingoError, "internal"),
+            (ValueError, "invalid"),
+        )
+        kind = next((kind for cls, kind in kinds if isinstance(error, cls)), "internal")
+        return Failed("too_long" if "context" in line and kind == "invalid" else kind, line)
 
     def _chosen(self, ask: Ask) -> str:
         """The name of the model that is to answer."""
@@ -139,7 +158,7 @@ class Engine:
         except Exception as error:  # a fault of ours ends this request, not those beside it
             if not isinstance(error, REFUSED):
                 log.error("%s, %s: a request could not be answered", *_place(error))
-            job.tell(_failed(error))
+            job.tell(self._failed(error))
         job.end()
         self._jobs.pop(number, None)
 
@@ -379,15 +398,3 @@ def _place(error: BaseException) -> tuple[str, str]:
     """What a fault is and where it happened; its text may hold a prompt, which is never logged."""
     where = traceback.extract_tb(error.__traceback__)[-1]
     return type(error).__name__, f"{where.filename}:{where.lineno}"
-
-
-def _failed(error: BaseException) -> Failed:
-    """An error as it is told to the client, in one line."""
-    if not isinstance(error, REFUSED):
-        return Failed("internal", f"the server failed ({type(error).__name__}); its log says where")
-    line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
-    kinds = ((NotEnoughMemoryError, "memory"), (MemoryError, "memory"), (KVLingoError, "internal"))
-    kind = next((kind for cls, kind in kinds if isinstance(error, cls)), None)
-    if kind is None:
-        kind = "invalid" if isinstance(error, ValueError) else "internal"
-    return Failed("too_long" if "context" in line and kind == "invalid" else kind, line)

@@ -72,6 +72,9 @@ class Keeper:
         self.talks: list[Talk] = []
         self._residents, self._blank, self._translators = residents, blank, translators
         self._options = conversing(len(residents.all), settings)
+        # Conversations on disk are found again by servers that are told the same of these.
+        paths = {name: each.path for name, each in residents.all.items()}
+        self._mine = {"models": paths, "verbatim": settings.verbatim}
         self._folder: Path | None = None
         if settings.keep_conversations:
             given = settings.conversations
@@ -168,10 +171,13 @@ class Keeper:
         for path in folder.iterdir():
             if path.is_dir() and not path.with_suffix(".json").exists():
                 shutil.rmtree(path, ignore_errors=True)
-        for file in folder.glob("*.json"):
+        files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
+        for old in files[:-MOST_KEPT]:  # of other models, too
+            _remove(old.with_suffix(""))
+        for file in files[-MOST_KEPT:]:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 facts: dict[str, Any] = json.loads(file.read_text("utf-8"))
-                if facts["models"] == {n: r.path for n, r in self._residents.all.items()}:
+                if all(facts[name] == mine for name, mine in self._mine.items()):
                     keys, told = list(map(str, facts["keys"])), dict(facts["told"])
                     found = Talk(keys, folder=file.with_suffix(""), used=float(facts["used"]))
                     found.told = told
@@ -188,7 +194,7 @@ class Keeper:
             "keys": talk.keys,
             "told": talk.told,
             "used": talk.used,
-            "models": {name: each.path for name, each in self._residents.all.items()},
+            **self._mine,
         }
         try:
             talk.conversation.save(path)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvlingo_mlx.conversation.directions import Directions
 from kvlingo_mlx.conversation.rules import Rules
+from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.loading.grading import SOME, receipt_of, said_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.settings import PairRule, Settings
@@ -36,7 +38,10 @@ class Policy:
     """
 
     def __init__(self, models: Mapping[str, LanguageModel], settings: Settings) -> None:
-        self.directions = Directions(models, settings.translators, Rules(on_missing="reprefill"))
+        with warnings.catch_warnings():  # how good they are is in the reasons below
+            warnings.simplefilter("ignore", KVLingoWarning)
+            rules = Rules(on_missing="reprefill")
+            self.directions = Directions(models, settings.translators, rules)
         given = set(self.directions.loaded)
         told = {tuple(pair.split(":", 1)): rule for pair, rule in settings.pairs.items()}
         self._rules = {

@@ -86,6 +86,8 @@ class Settings:
         memory_limit: What weights, lines and translators may take together; None: what the
             machine has.
         max_tokens: The longest answer where a request gives no ``max_tokens``.
+        verbatim: Whether conversations go on from the tokens as written, even where a chat
+            template changes earlier turns, as Qwen's does, which drops their reasoning.
         prefill_step_size: Tokens that are read at once; answers of others go on in between.
         max_concurrent: Answers that one model writes at once.
         queue_limit: Requests that may wait for their first token; more are told 429.
@@ -116,6 +118,7 @@ class Settings:
     cors: tuple[Text, ...] = ()
     memory_limit: Size | None = None
     max_tokens: Whole = 4096
+    verbatim: Switch = False
     prefill_step_size: Whole = 2048
     max_concurrent: Whole = 16
     queue_limit: Whole = 64

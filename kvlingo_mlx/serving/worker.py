@@ -6,6 +6,7 @@ import contextlib
 import logging
 import signal
 import time
+import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,6 +29,7 @@ def main(connection: Connection, settings: Settings) -> None:
     """Serve the front over a pipe until it says stop, or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front decides when the worker stops
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(message)s")
+    warnings.showwarning = _log_warning
     try:
         engine = Engine(settings)
     except (KVLingoError, ValueError, OSError) as error:
@@ -38,6 +40,11 @@ def main(connection: Connection, settings: Settings) -> None:
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         _Worker(connection, engine).run()
     engine.close()
+
+
+def _log_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning as one line of the log, without the place in our code."""
+    log.warning("%s", message)
 
 
 class _Worker:

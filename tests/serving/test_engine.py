@@ -124,6 +124,19 @@ def test_rules_of_pairs(tmp_path: Path, facts: Any, strategy: str, why: str | No
         assert asked_for.strategy == "translate"
 
 
+@pytest.mark.parametrize("verbatim", [False, True])
+def test_what_was_written_is_read_again_where_the_template_drops_a_part(
+    tmp_path: Path, verbatim: bool
+) -> None:
+    """Without thinking the header of an answer has a think block, which earlier turns lack."""
+    clients = Clients(Engine(settings(tmp_path, verbatim=verbatim)))
+    history = [user("Anna lives in Rome. Where does Anna live?")]
+    first = clients.one("large", history)
+    again = clients.one("large", [*history, said(first.text), user("And Bob?")])
+    written = first.usage.prompt_tokens + first.usage.completion_tokens
+    assert (again.usage.cached_tokens >= written - 1) == verbatim
+
+
 def test_identity_translators_change_nothing(tmp_path: Path) -> None:
     model = kv.load(zoo("tiny-qwen3-l"))
     identity_of(model).save(tmp_path / "same")
@@ -246,7 +259,7 @@ def test_refusals(clients: Clients) -> None:
     failed = clients.one("none", [user("Hello")]).failed
     assert "there is no model 'none'; there are large, moe, small" in failed.message
     failed = clients.one("large", [user("Anna " * 3000)]).failed
-    assert failed.kind == "too_long"
+    assert failed.kind == "too_long" and "the context of large is" in failed.message
     failed = clients.one("large", [user("x")], sampling=Sampling(logit_bias={10**7: 1.0})).failed
     assert "logit_bias names token 10000000" in failed.message
     assert not clients.engine.busy

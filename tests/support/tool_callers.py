@@ -41,16 +41,16 @@ TEMPLATE = (
 )
 
 
-def write_caller(folder: Path, **options: Any) -> Path:
+def write_caller(folder: Path, *, context: int = 8192, **options: Any) -> Path:
     """A random Qwen3 with these marks and this template; returns the folder."""
     facts = {"seed": 5, "layers": 3, "kv_heads": 2, "head_dim": 32} | options
-    tiny.write_tiny_model(folder, "qwen3", max_position_embeddings=8192, **facts)
+    tiny.write_tiny_model(folder, "qwen3", max_position_embeddings=context, **facts)
     path = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
     assert tokenizer.get_vocab_size() <= tiny.VOCAB
     tokenizer.save(str(path))
     path = folder / "tokenizer_config.json"
-    facts = {"chat_template": TEMPLATE, "model_max_length": 8192}
+    facts = {"chat_template": TEMPLATE, "model_max_length": context}
     path.write_text(json.dumps(json.loads(path.read_text()) | facts))
     return folder

@@ -26,7 +26,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def test_what_is_new_is_read_alone(client: Any) -> None:
-    rows = agent.session(client, 800)
+    rows = agent.session(client, 400)
     assert {row["strategy"] for row in rows} == {"read", "kept", "translate"}
     for before, row in itertools.pairwise(rows):
         new = row["prompt"] - before["prompt"] - before["answer"]
@@ -42,5 +42,5 @@ def test_what_is_new_is_read_alone(client: Any) -> None:
 
 def test_another_line_that_changes_is_read_anew(client: Any) -> None:
     """The server's settings do not know it, so nothing behind it can be kept."""
-    rows = agent.session(client, 800, order="aa", header="x-other-header")
-    assert rows[1]["cached"] < 200 and rows[1]["read"] > 800
+    rows = agent.session(client, 400, order="aa", header="x-other-header")
+    assert rows[1]["cached"] < 200 and rows[1]["read"] > 400

@@ -154,7 +154,7 @@ class Link:
         for number in list(self._asked):
             self._send(("cancel", number))
             self._asked.pop(number).put(
-                Failed("busy", "the server is stopping; send the request again when it is back")
+                Failed("unready", "the server is stopping; send the request again when it is back")
             )
 
     # ---- requests ------------------------------------------------------------------------------
@@ -187,12 +187,14 @@ class Link:
     def unready(self) -> Failed | None:
         """Why nothing can be asked now; None if it can."""
         if self._stopping:
-            return Failed("busy", "the server is stopping; send the request again when it is back")
+            return Failed(
+                "unready", "the server is stopping; send the request again when it is back"
+            )
         if self.given_up.done():
             return Failed("crashed", self.given_up.result())
         if self.status is None:
             crashed = "crashed and is started again" if self._crashes else "is being started"
-            return Failed("busy", f"the worker that runs the models {crashed}; try again soon")
+            return Failed("unready", f"the worker that runs the models {crashed}; try again soon")
         return None
 
     def _forget(self, number: int) -> None:

@@ -32,6 +32,7 @@ log = logging.getLogger("kvlingo_mlx.serving")
 WORKER = "kvlingo_mlx.serving.worker:main"
 LAST = (Ended, Counted, Failed)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a crashed worker is started again
+ENDING_S = 5.0  # that a process whose pipe is closed has to end
 CRASHES = 6  # in a row, without an answer between them: then the server gives up
 # What reading a dead or dying process's pipe can raise.
 BROKEN = (EOFError, OSError, pickle.UnpicklingError, AttributeError, ImportError, ValueError)
@@ -347,7 +348,7 @@ class _Process:
             except BROKEN:
                 break
             self._tell(self, message)
-        self._child.join(5)  # a pipe that is closed comes a little before the end
+        self._child.join(ENDING_S)  # a pipe that is closed comes a little before the end
         self._child.kill()
         self._child.join()
         self._outbox.put(None)

@@ -38,6 +38,20 @@ def test_a_client_switches_models_in_mid_conversation(zoo_server: Server) -> Non
         messages.append(message)
 
 
+def test_a_branch_takes_nothing_over_twice(zoo_server: Server) -> None:
+    """A request that leaves several messages out goes on with a copy."""
+    messages: list[Any] = []
+    create = zoo_server.openai.chat.completions.create
+    for turn, name in enumerate(("large", "moe", "moe", "moe")):
+        messages.append({"role": "user", "content": f"Paul lives in Oslo. Where? {turn}"})
+        facts: dict[str, Any] = {"model": name, "max_tokens": 8, "extra_body": PLAIN}
+        answer = create(messages=messages, **facts)
+        messages.append(answer.choices[0].message)
+    branch = [*messages[:4], {"role": "user", "content": "And where is Emma's home?"}]
+    told = create(messages=branch, **facts).usage.model_dump()["kvlingo"]
+    assert (told["strategy"], told["translated_tokens"]) == ("kept", 0)
+
+
 def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:
     messages = [{"role": "user", "content": "Maria lives in Vienna. Where does Maria live?"}]
     chunks = list(

@@ -189,10 +189,10 @@ class _Front:
         _check_name(ask.model, names)
         outcome.model = ask.model
         if why := self.link.unready():
-            raise Refused(why, {"retry-after": RETRY_S}, 503)
+            raise Refused(why, retry_headers(why))
         if (waiting := self.link.waiting) >= self.settings.queue_limit:
             message = f"{waiting} requests wait already, as many as may; try again later"
-            raise Refused(Failed("busy", message), {"retry-after": RETRY_S}, 429)
+            raise Refused(Failed("busy", message), {"retry-after": RETRY_S})
         return ask
 
     async def _last(self, asked: Asked, receive: Receive | None = None) -> Event:
@@ -242,7 +242,7 @@ class _Front:
         _check_name(name, tuple(n for n in self._names() if n != AUTO))
         Outcome.of(request.scope).model = name
         if why := self.link.unready():
-            raise Refused(why, {"retry-after": RETRY_S}, 503)
+            raise Refused(why, retry_headers(why))
         await self._last(self.link.load(name) if verb == "load" else self.link.unload(name))
         info = self._infos().get(name)  # a status may still be on its way
         info = info and dataclasses.replace(info, loaded=verb == "load")

@@ -17,7 +17,7 @@ import shutil
 import time
 import uuid
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -37,17 +37,10 @@ IDLE_S = 30.0  # an idle conversation is written to disk after so long, in case 
 LOST = (KVLingoError, OSError, ValueError, RuntimeError)
 
 
-class Conversing(TypedDict, total=False):
-    """A conversation's options that the server sets."""
-
-    prefill_step_size: int
-    on_missing: str
-
-
-def conversing(models: int, settings: Settings) -> Conversing:
-    """These options; what one model alone lacks, no other one has."""
-    given = Conversing(prefill_step_size=settings.prefill_step_size)
-    return Conversing(**given, on_missing="reprefill") if models > 1 else given
+def conversing(models: int, settings: Settings) -> dict[str, Any]:
+    """A conversation's options; one model alone takes none that concern several."""
+    several = {"on_missing": "reprefill"} if models > 1 else {}
+    return {"prefill_step_size": settings.prefill_step_size, **several}
 
 
 class Keeper:
@@ -216,13 +209,11 @@ class Keeper:
         assert talk.folder is not None
         asleep = [name for name, each in self._residents.all.items() if not each.loaded]
         directions = self._blank.exchange.directions
+        options = dict(self._options)
+        if directions.loaded:
+            options["translators"] = list(directions.loaded.values())
         try:
-            talk.conversation = Conversation.resume(
-                talk.folder,
-                self._residents.models,
-                list(directions.loaded.values()),
-                **self._options,
-            )
+            talk.conversation = Conversation.resume(talk.folder, self._residents.models, **options)
         except LOST as error:
             log.warning("a conversation on disk is lost (%s); it will be read anew", error)
             self._drop(talk)

@@ -32,6 +32,7 @@ log = logging.getLogger("kvlingo_mlx.serving")
 WORKER = "kvlingo_mlx.serving.worker:main"
 LAST = (Ended, Counted, Failed)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a crashed worker is started again
+ENDING_S = 5.0  # that a process whose pipe is closed has to end
 CRASHES = 6  # in a row, without an answer between them: then the server gives up
 # What reading a dead or dying process's pipe can raise.
 BROKEN = (EOFError, OSError, pickle.UnpicklingError, AttributeError, ImportError, ValueError)
@@ -154,7 +155,7 @@ class Link:
         for number in list(self._asked):
             self._send(("cancel", number))
             self._asked.pop(number).put(
-                Failed("busy", "the server is stopping; send the request again when it is back")
+                Failed("unready", "the server is stopping; send the request again when it is back")
             )
 
     # ---- requests ------------------------------------------------------------------------------
@@ -187,12 +188,14 @@ class Link:
     def unready(self) -> Failed | None:
         """Why nothing can be asked now; None if it can."""
         if self._stopping:
-            return Failed("busy", "the server is stopping; send the request again when it is back")
+            return Failed(
+                "unready", "the server is stopping; send the request again when it is back"
+            )
         if self.given_up.done():
             return Failed("crashed", self.given_up.result())
         if self.status is None:
             crashed = "crashed and is started again" if self._crashes else "is being started"
-            return Failed("busy", f"the worker that runs the models {crashed}; try again soon")
+            return Failed("unready", f"the worker that runs the models {crashed}; try again soon")
         return None
 
     def _forget(self, number: int) -> None:
@@ -345,7 +348,7 @@ class _Process:
             except BROKEN:
                 break
             self._tell(self, message)
-        self._child.join(5)  # a pipe that is closed comes a little before the end
+        self._child.join(ENDING_S)  # a pipe that is closed comes a little before the end
         self._child.kill()
         self._child.join()
         self._outbox.put(None)

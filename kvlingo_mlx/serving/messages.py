@@ -229,8 +229,8 @@ class Failed:
     """No answer, or no more of it. It is the last event of a request.
 
     Attributes:
-        kind: "invalid" (400), "not_found" (404), "too_long" (400), "busy" (429 or 503),
-            "memory" (503), "crashed" (503) or "internal" (500).
+        kind: "invalid" (400), "not_found" (404), "too_long" (400), "busy" (429),
+            "unready" (503), "memory" (503), "crashed" (503) or "internal" (500).
         message: One line: what was found, what was expected, what to do.
         param: The request's field that is wrong, or None.
     """

@@ -114,7 +114,7 @@ def retry_headers(failed: Failed) -> dict[str, str]:
     """
     if failed.kind == "crashed":
         return {"x-should-retry": "false"}
-    return {"retry-after": RETRY_S} if failed.kind in ("busy", "memory") else {}
+    return {"retry-after": RETRY_S} if failed.kind in ("busy", "unready", "memory") else {}
 
 
 def told_headers(usage: Usage | None) -> dict[str, str]:

@@ -288,7 +288,7 @@ def test_a_stop_lets_answers_end_or_cuts_them(tmp_path: Path) -> None:
         with short as first, long as second:
             server.server.should_exit = True
             assert "data: b" in first.read().decode() and "[DONE]" in first.text
-            assert second.read().decode().endswith("data: failed busy\n\n")
+            assert second.read().decode().endswith("data: failed unready\n\n")
         server.thread.join(30)
     assert server.told()[-1] == ["stop"]
 

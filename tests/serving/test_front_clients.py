@@ -125,18 +125,26 @@ def test_keys(server: Running) -> None:
     assert refused.value.body["error"]["type"] == "authentication_error"
 
 
-def test_a_stream_that_is_closed_is_cancelled(chat: Any, server: Running) -> None:
-    before = server.told().count(["cancel"])
-    stream = chat.chat.completions.create(
-        model="small", messages=user("begin;say one;wait 600"), stream=True
-    )
-    assert "one" in [next(stream).choices[0].delta.content for _ in range(2)]
-    stream.close()
-    server.until(lambda: server.told().count(["cancel"]) == before + 1)
+def test_a_stream_that_is_closed_is_cancelled(chat: Any, claude: Any, server: Running) -> None:
+    asked: dict[str, Any] = {"model": "small", "stream": True}
+    script = "begin;say one;wait 600"
+    for create, more in (
+        (chat.chat.completions.create, {"messages": user(script)}),
+        (chat.completions.create, {"prompt": script}),
+        (chat.responses.create, {"input": script}),
+        (claude.messages.create, {"messages": user(script), "max_tokens": 9}),
+    ):
+        before = server.told().count(["cancel"])
+        stream = create(**asked, **more)
+        assert any("one" in event.model_dump_json() for event in stream)
+        stream.close()
+        server.until(lambda before=before: server.told().count(["cancel"]) == before + 1)
 
 
 def test_a_client_asks_again_where_all_places_are_taken(server: Running) -> None:
     """As often as it was told to; it waits as long as the header says."""
+    once = openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+    claude = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
     held = [
         httpx.stream(
             "POST", f"{server.url}/v1/completions", headers={"x-api-key": KEY}, timeout=30,
@@ -146,11 +154,12 @@ def test_a_client_asks_again_where_all_places_are_taken(server: Running) -> None
     ]  # fmt: skip
     for response in held:
         response.__enter__()  # a keep-alive has come
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as once:
-        with pytest.raises(openai.RateLimitError, match="2 requests wait already"):
-            once.completions.create(model="small", prompt="begin;say x")
-        patient = once.with_options(max_retries=3)
-        assert patient.completions.create(model="small", prompt="begin;say x").choices
+    with pytest.raises(openai.RateLimitError, match="2 requests wait already"):
+        once.completions.create(model="small", prompt="begin;say x")
+    with pytest.raises(anthropic.RateLimitError, match="2 requests wait already"):
+        claude.messages.create(model="small", max_tokens=9, messages=user("begin;say x"))
+    patient = once.with_options(max_retries=3)
+    assert patient.completions.create(model="small", prompt="begin;say x").choices
     for response in held:
         response.__exit__(None, None, None)
 

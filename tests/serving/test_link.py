@@ -163,6 +163,7 @@ def test_a_crash_ends_requests_and_starts_anew(death: str, how: str, tmp_path: P
 
 def test_a_pipe_that_is_closed_is_a_crash(tmp_path: Path, monkeypatch: Any) -> None:
     """Though the process lives on."""
+    monkeypatch.setattr("kvlingo_mlx.serving.link.ENDING_S", 0.1)
 
     async def use(link: Link) -> None:
         failed = await ask(link, "begin;close;wait 60").last()

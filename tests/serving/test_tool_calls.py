@@ -238,3 +238,14 @@ def test_an_answer_of_two_calls(
     again = clients.one("a", [*ASKED, said, *results], max_tokens=3, **facts).usage
     held = told.usage.prompt_tokens + told.usage.completion_tokens
     assert held - 1 <= again.cached_tokens <= held
+
+
+def test_one_model_alone_is_served(root: Path, tmp_path: Path) -> None:
+    """Also after a restart; what concerns several models is left out."""
+    settings = Settings(models={"a": str(root / "a")}, conversations=str(tmp_path / "kept"))
+    first = Clients(Engine(settings))
+    held = first.one("a", ASKED, max_tokens=3).usage.prompt_tokens
+    first.engine.close()
+    first.engine.keeper.release()
+    again = Clients(Engine(settings)).one("a", ASKED, max_tokens=3).usage
+    assert again.cached_tokens == held - 1 and again.strategy == "kept"

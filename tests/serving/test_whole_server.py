@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,25 +17,16 @@ pytest.importorskip("httpx")
 
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.embedded import zoo  # noqa: E402
-from tests.support.served import PLAIN, Server, served  # noqa: E402
-
-NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe"}
+from tests.support.served import PLAIN, ZOO, Server  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    models = {name: zoo(folder) for name, folder in NAMES.items()}
-    with served(tmp_path_factory.mktemp("server"), models) as found:
-        yield found
-
-
-def test_a_client_switches_models_in_mid_conversation(server: Server) -> None:
-    talk = kv.Conversation({n: zoo(f) for n, f in NAMES.items()}, enable_thinking=False)
+def test_a_client_switches_models_in_mid_conversation(zoo_server: Server) -> None:
+    talk = kv.Conversation({n: zoo(f) for n, f in ZOO.items()}, enable_thinking=False)
     messages: list[Any] = []
     for turn, name in enumerate(("large", "moe", "large", "moe")):
         question = f"Anna lives in Rome. Oscar lives in Oslo. Where does Oscar live? {turn}"
         messages.append({"role": "user", "content": question})
-        answer = server.openai.chat.completions.create(
+        answer = zoo_server.openai.chat.completions.create(
             model=name, messages=messages, max_tokens=16, extra_body=PLAIN
         )
         message = answer.choices[0].message
@@ -46,10 +38,24 @@ def test_a_client_switches_models_in_mid_conversation(server: Server) -> None:
         messages.append(message)
 
 
-def test_streams_and_the_other_api_say_the_same(server: Server) -> None:
+def test_a_branch_takes_nothing_over_twice(zoo_server: Server) -> None:
+    """A request that leaves several messages out goes on with a copy."""
+    messages: list[Any] = []
+    create = zoo_server.openai.chat.completions.create
+    for turn, name in enumerate(("large", "moe", "moe", "moe")):
+        messages.append({"role": "user", "content": f"Paul lives in Oslo. Where? {turn}"})
+        facts: dict[str, Any] = {"model": name, "max_tokens": 8, "extra_body": PLAIN}
+        answer = create(messages=messages, **facts)
+        messages.append(answer.choices[0].message)
+    branch = [*messages[:4], {"role": "user", "content": "And where is Emma's home?"}]
+    told = create(messages=branch, **facts).usage.model_dump()["kvlingo"]
+    assert (told["strategy"], told["translated_tokens"]) == ("kept", 0)
+
+
+def test_streams_and_the_other_api_say_the_same(zoo_server: Server) -> None:
     messages = [{"role": "user", "content": "Maria lives in Vienna. Where does Maria live?"}]
     chunks = list(
-        server.openai.chat.completions.create(
+        zoo_server.openai.chat.completions.create(
             model="large",
             messages=messages,
             max_tokens=16,
@@ -60,7 +66,7 @@ def test_streams_and_the_other_api_say_the_same(server: Server) -> None:
     )
     streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert streamed and chunks[-1].usage.completion_tokens > 3
-    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    client = anthropic.Anthropic(base_url=zoo_server.url, api_key="none", max_retries=0)
     with client.messages.stream(
         model="large", messages=messages, max_tokens=16, extra_body=PLAIN
     ) as stream:
@@ -71,30 +77,108 @@ def test_streams_and_the_other_api_say_the_same(server: Server) -> None:
     assert counted.input_tokens == (final.usage.input_tokens + final.usage.cache_read_input_tokens)
 
 
-def test_errors_are_the_clients_own(server: Server) -> None:
-    with pytest.raises(openai.NotFoundError, match="large, moe"):
-        server.openai.chat.completions.create(
-            model="none", messages=[{"role": "user", "content": "x"}]
-        )
-    with pytest.raises(openai.BadRequestError, match="context"):
-        server.openai.chat.completions.create(
-            model="large", messages=[{"role": "user", "content": "Anna " * 4000}]
-        )
+def test_anthropics_client_switches_models(zoo_server: Server) -> None:
+    """Streamed and not, with what the library answers."""
+    client = claude(zoo_server)
+    talk = kv.Conversation({n: zoo(f) for n, f in ZOO.items()}, enable_thinking=False)
+    messages: list[Any] = []
+    for turn, name in enumerate(("moe", "large", "moe")):
+        question = f"Emma lives in Oslo. Maria lives in Rome. Where does Maria live? {turn}"
+        messages.append({"role": "user", "content": question})
+        asked: dict[str, Any] = {"model": name, "messages": messages, "max_tokens": 16}
+        if turn == 1:
+            with client.messages.stream(**asked, extra_body=PLAIN) as stream:
+                answer = stream.get_final_message()
+        else:
+            answer = client.messages.create(**asked, extra_body=PLAIN)
+        expected = talk.reply(name, question, max_tokens=16)
+        assert answer.content[0].text.strip() == expected.strip()
+        told = answer.usage.model_dump()["kvlingo"]
+        assert told["strategy"] == ("translate" if turn else "read")
+        messages.append({"role": "assistant", "content": answer.content})
 
 
-def test_a_killed_worker_is_told_and_comes_back(server: Server) -> None:
-    messages: list[Any] = [{"role": "user", "content": "Iris lives in Dallas. Where?"}]
-    ask = {"model": "large", "messages": messages, "max_tokens": 400, "extra_body": PLAIN}
-    stream = server.openai.chat.completions.create(
-        stream=True, **{**ask, "extra_body": {**PLAIN, "logit_bias": stops()}}
-    )
+def test_errors_are_the_clients_own(zoo_server: Server) -> None:
+    for none, long in (
+        (openai.NotFoundError, openai.BadRequestError),
+        (anthropic.NotFoundError, anthropic.BadRequestError),
+    ):
+        ask = chat if none is openai.NotFoundError else message
+        with pytest.raises(none, match="large, moe"):
+            ask(zoo_server, "x", model="none")
+        with pytest.raises(long, match="context"):
+            ask(zoo_server, "Anna " * 4000)
+    with pytest.raises(openai.BadRequestError, match="does not announce tools"):
+        tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+        chat(zoo_server, "x", tools=[tool])
+
+
+@pytest.mark.parametrize("client", ["openai", "anthropic"])
+def test_a_client_that_leaves_stops_its_answer(zoo_server: Server, client: str) -> None:
+    """What was read for it is kept. It leaves a stream, or runs out of patience without one."""
+    ask: Callable[..., Any] = {"openai": chat, "anthropic": message}[client]
+    endless = {"max_tokens": 1900, "extra_body": {**PLAIN, "logit_bias": stops()}}
+    question = f"The code of {client} is 4711. " * 9 + "What is the code?"
+    left = zoo_server.left()
+    stream = ask(zoo_server, question, stream=True, **endless)
+    for _ in range(5):
+        next(iter(stream))
+    stream.close()
+    zoo_server.until(lambda: zoo_server.left() == left + 1)
+    usage = ask(zoo_server, question).usage.model_dump()["kvlingo"]
+    assert (usage["strategy"], usage["read_tokens"]) == ("kept", 1)
+    asyncio.run(cancelled(zoo_server, client, [{"role": "user", "content": question}], endless))
+    zoo_server.until(lambda: zoo_server.left() == left + 2)
+    zoo_server.until(lambda: not zoo_server.status()["running"])
+
+
+async def cancelled(server: Server, client: str, messages: list[Any], facts: Any) -> None:
+    """Let an asynchronous client's task be cancelled while its answer is being written."""
+    made = {"openai": openai.AsyncOpenAI, "anthropic": anthropic.AsyncAnthropic}[client]
+    base = server.url + {"openai": "/v1", "anthropic": ""}[client]
+    async with made(base_url=base, api_key="none", max_retries=0) as alone:
+        asked = alone.chat.completions if client == "openai" else alone.messages
+        answer = asyncio.create_task(asked.create(model="large", messages=messages, **facts))
+        await asyncio.to_thread(server.until, lambda: server.status()["running"])
+        answer.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+
+
+def test_a_killed_worker_is_told_and_comes_back(zoo_server: Server) -> None:
+    """A client that tries again gets its answer when the next worker is ready."""
+    biased = {**PLAIN, "logit_bias": stops()}
+    stream = chat(zoo_server, "Iris?", stream=True, max_tokens=400, extra_body=biased)
     next(stream)
-    os.kill(server.worker(), signal.SIGKILL)
+    os.kill(zoo_server.worker(), signal.SIGKILL)
     with pytest.raises(openai.APIError, match="crashed .SIGKILL."):
         for _ in stream:
             pass
-    server.ready()
-    assert server.openai.chat.completions.create(**{**ask, "max_tokens": 8}).choices
+    with pytest.raises(anthropic.InternalServerError, match="is started again") as refused:
+        message(zoo_server, "Iris?")
+    assert refused.value.body["error"]["type"] == "overloaded_error"
+    patient = claude(zoo_server).with_options(max_retries=30)
+    asked: dict[str, Any] = {"model": "large", "messages": [{"role": "user", "content": "Iris?"}]}
+    assert patient.messages.create(**asked, max_tokens=8).content
+    assert chat(zoo_server, "Iris?", max_tokens=8).choices
+
+
+def claude(server: Server) -> Any:
+    """Anthropic's client of a server."""
+    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def chat(server: Server, text: str, **more: Any) -> Any:
+    """What OpenAI's client gets for one message."""
+    facts = {"model": "large", "max_tokens": 8, "extra_body": PLAIN, **more}
+    messages = [{"role": "user", "content": text}]
+    return server.openai.chat.completions.create(messages=messages, **facts)
+
+
+def message(server: Server, text: str, **more: Any) -> Any:
+    """What Anthropic's client gets for one message."""
+    facts = {"model": "large", "max_tokens": 8, "extra_body": PLAIN, **more}
+    return claude(server).messages.create(messages=[{"role": "user", "content": text}], **facts)
 
 
 def stops() -> dict[str, float]:

@@ -300,6 +300,7 @@ def test_failures_in_streams() -> None:
         ("not_found", 404, "not_found_error"),
         ("too_large", 413, "request_too_large"),
         ("busy", 429, "rate_limit_error"),
+        ("unready", 503, "overloaded_error"),
         ("memory", 503, "overloaded_error"),
         ("crashed", 503, "api_error"),
         ("internal", 500, "api_error"),

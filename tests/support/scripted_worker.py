@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -140,7 +141,9 @@ class Scripted:
         elif word == "exit":
             os._exit(int(rest))
         elif word == "close":
-            self.pipe.close()
+            # Not close(): that would wait while the other thread reads.
+            with socket.socket(fileno=os.dup(self.pipe.fileno())) as end:
+                end.shutdown(socket.SHUT_WR)
         elif word == "fatal":
             self.send("fatal", rest)
             os._exit(1)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ import openai
 
 from tests.support import ROOT
 
+ZOO = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe"}  # what ``zoo_server`` offers
 # The zoo's models begin no reasoning trace then.
 PLAIN = {"chat_template_kwargs": {"enable_thinking": False}}
 
@@ -36,16 +37,25 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def status(self) -> Any:
-        """What the worker holds."""
-        return httpx.get(f"{self.url}/v1/status").json()
+        """What the worker holds and does."""
+        return httpx.get(f"{self.url}/v1/status").json()["worker"]
+
+    def left(self) -> int:
+        """The requests whose client has left, so far."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        counts = (line for line in lines if line.startswith("kvlingo_requests_total{"))
+        return sum(int(float(line.split()[-1])) for line in counts if 'status="499"' in line)
+
+    def until(self, true: Callable[[], Any]) -> None:
+        """Wait until something is so."""
+        end = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < end, "it did not come true"
+            time.sleep(0.05)
 
     def ready(self) -> None:
         """Wait until the models can answer."""
-        for _ in range(600):
-            if httpx.get(f"{self.url}/health").json().get("status") == "ok":
-                return
-            time.sleep(0.1)
-        raise AssertionError("the server did not become ready")
+        self.until(lambda: httpx.get(f"{self.url}/health").is_success)
 
     def worker(self) -> int:
         """The process that owns the models."""

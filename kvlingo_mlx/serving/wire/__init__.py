@@ -92,6 +92,7 @@ _KINDS = {
     "timeout": _Kind(408, "invalid_request_error", "timeout", "invalid_request_error"),
     "too_large": _Kind(413, "invalid_request_error", "request_too_large", "request_too_large"),
     "busy": _Kind(429, "rate_limit_error", "rate_limit_exceeded", "rate_limit_error"),
+    "unready": _Kind(503, "server_error", "server_unready", "overloaded_error"),
     "memory": _Kind(503, "server_error", "out_of_memory", "overloaded_error"),
     "crashed": _Kind(503, "server_error", "worker_crashed", "api_error"),
     "internal": _Kind(500, "server_error", None, "api_error"),

@@ -25,6 +25,7 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.handover.batches import Batch
 from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import choice_of
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
 from kvlingo_mlx.serving.keeping import Keeper
@@ -89,11 +90,7 @@ class Engine:
     def count(self, ask: Ask, tell: Tell) -> None:
         """Tell the number of a prompt's tokens."""
         try:
-            model = self.residents[self._chosen(ask)].model
-            prompt: Any = ask.prompt if ask.messages is None else list(map(dict, ask.messages))
-            if not isinstance(prompt, tuple):
-                prompt = encode(model, prompt, **_switches(ask))
-            tell(Counted(len(prompt)))
+            tell(Counted(_length(ask, self.residents[self._chosen(ask)].model)))
         except REFUSED as error:
             tell(_failed(error))
 
@@ -175,7 +172,7 @@ class Engine:
             elif not any(r.running for r in self.residents.all.values()):
                 raise self._too_large(resident)
             else:
-                job.waits(0, 0)
+                job.waits(0)
             yield False
 
     def _too_large(self, resident: Resident) -> NotEnoughMemoryError:
@@ -267,7 +264,7 @@ class Engine:
         """
         if response is None:
             if not job.told and job.row is None:
-                job.waits(done, 0)
+                job.waits(done, lambda: _length(job.ask, self.residents[job.name].model))
             return False
         resident = self.residents[job.name]
         if not job.told:
@@ -370,6 +367,12 @@ class Engine:
         for number in list(self._jobs):
             self.cancel(number)
         self.keeper.close()
+
+
+def _length(ask: Ask, model: LanguageModel) -> int:
+    """The number of a prompt's tokens."""
+    prompt: Any = ask.prompt if ask.messages is None else list(map(dict, ask.messages))
+    return len(prompt if isinstance(prompt, tuple) else encode(model, prompt, **_switches(ask)))
 
 
 def _switches(ask: Ask) -> dict[str, Any]:

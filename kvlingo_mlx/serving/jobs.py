@@ -84,6 +84,7 @@ class Job:
         tokens: The prompt, where it is a plain text.
         before: What is told before the answer's own text.
         queued: Seconds that it waited for its turn, a model or another answer.
+        total: The number of the prompt's tokens, once somebody has waited for them.
     """
 
     ask: Ask
@@ -101,6 +102,7 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     before: str = ""
     queued: float = 0.0
+    total: int = 0
     _quiet: float = field(default_factory=time.perf_counter)
 
     @property
@@ -118,11 +120,13 @@ class Job:
         if self.steps is not None:
             self.steps.close()
 
-    def waits(self, done: int, total: int) -> None:
-        """Tell, now and then, how far the prompt has been read."""
+    def waits(self, done: int, length: Callable[[], int] | None = None) -> None:
+        """Tell, now and then, how far the prompt has been read; ``length`` counts its tokens."""
         if time.perf_counter() - self._quiet >= PROGRESS_S:
             self._quiet = time.perf_counter()
-            self.tell(Waiting(done, total))
+            if length is not None and not self.total:
+                self.total = length()  # a few may differ from those that a model wrote
+            self.tell(Waiting(min(done, self.total), self.total))
 
     def take(self, response: GenerationResponse, tokenizer: Any) -> None:
         """Tell the client what one token brought.

@@ -276,15 +276,15 @@ class Pinned(Client):
         while not until.is_set():
             length = 0 if self.last is None else self.last.usage["prompt_tokens"]
             what = 0.0 if tie or length > LONGEST else self.chance.random()
-            if what < 0.3 and len(self.history) > 1:
+            if what < 0.3 and len(self.history) > 2:
                 del self.history[-2:]
+            elif tie:  # the server would begin anew for another first question; so do both
+                self.begin()
+                self.model, replay = "any", Replay()
             self.history.append(user(self.chance, self.name()))
             body = self.body(stream=self.chance.random() < 0.5, kvlingo={"pin": True})
-            answer = await self.answered(body)
-            if answer is None:  # too many waited
-                self.history.pop()
+            while (answer := await self.answered(body)) is None:  # too many wait
                 await asyncio.sleep(self.pause)
-                continue
             differs = await asyncio.to_thread(replay.differs, answer, MOST)
             tie = differs == "tie"
             self.told.counts["ties" if tie else "replayed"] += 1

@@ -52,10 +52,20 @@ async def _soak(server: Server, users: list[Client], minutes: float) -> list[dic
         end = time.monotonic() + 60 * minutes
         while time.monotonic() < end and not any(task.done() for task in running):
             await asyncio.sleep(EVERY_S)
-            looks.append(await asyncio.to_thread(server.memory))
+            looks.append(await asyncio.to_thread(_look, server))
+            if len(looks) % 30 == 1:
+                print(
+                    {name: f"{size / 1e6:.0f} MB" for name, size in looks[-1].items()}, flush=True
+                )
         until.set()
         await asyncio.gather(*running)
     return looks
+
+
+def _look(server: Server) -> dict[str, int]:
+    """The bytes of both processes, and of the lines that the worker tells of."""
+    worker = server.status()["worker"] or {}
+    return {**server.memory(), "lines": worker.get("lines_bytes", 0)}
 
 
 def _http(server: Server) -> httpx.AsyncClient:
@@ -78,13 +88,14 @@ async def _survived(server: Server, users: list[Client], told: Findings) -> None
 def _memory(looks: list[dict[str, int]]) -> dict[str, float]:
     """Both processes' mean memory in the second and the last quarter, and what it grew by."""
     quarter, found = max(1, len(looks) // 4), {}
-    for name in ("front", "worker"):
+    for name in ("front", "worker", "lines"):
         sizes = [look[name] / 1e6 for look in looks if name in look]
         early, late = sizes[quarter : 2 * quarter], sizes[-quarter:]
         found[f"{name}_mb_second_quarter"] = sum(early) / max(1, len(early))
         found[f"{name}_mb_last_quarter"] = sum(late) / max(1, len(late))
         found[f"{name}_mb_most"] = max(sizes)
-        found[f"{name}_grew"] = sum(late) / len(late) / (sum(early) / max(1, len(early))) - 1
+        if name != "lines":
+            found[f"{name}_grew"] = sum(late) / len(late) / (sum(early) / len(early)) - 1
     return found
 
 

@@ -27,6 +27,7 @@ from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import choice_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.serving.admission import Admission, too_large
 from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
 from kvlingo_mlx.serving.keeping import Keeper
 from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
@@ -68,6 +69,7 @@ class Engine:
         self._keys = Keys(settings.volatile)
         self._batches: dict[int, Batch] = {}
         self._jobs: dict[int, Job] = {}
+        self._admission = Admission(self.keeper, self.residents, self._jobs.values())
         self._turn = 0
 
     # ---- requests ---------------------------------------------------------------------------
@@ -147,10 +149,14 @@ class Engine:
     def _answer(self, job: Job) -> Steps:
         """The work of one request; each step says whether the next one must follow at once."""
         resident = self.residents[job.name]
-        yield from self._loaded(resident, job)
-        keys = self._keys.of(job.ask)
-        while (talk := self._talk(keys, job)) is None:
-            yield False
+        keys, talk = self._keys.of(job.ask), None
+        while talk is None:
+            while not self._admission.admits(job, find(self.keeper.talks, keys)):
+                job.waits(0)
+                yield False
+            if (talk := self._talk(keys, job)) is None:
+                yield False
+        talk.expected = self._admission.expected(job.ask)
         resident.running += 1
         talk.busy, job.queued = True, time.perf_counter() - job.arrived
         try:
@@ -159,27 +165,10 @@ class Engine:
             else:
                 yield from self._written(job, talk, keys, resident)
         finally:
-            talk.busy = talk.ending = False
+            talk.busy, talk.ending, talk.expected = False, False, 0
             talk.used = resident.used = time.time()
             resident.running -= 1
         self.keeper.make_room()
-
-    def _loaded(self, resident: Resident, job: Job) -> Steps:
-        """Read a model's weights, once there is room for them beside what is running."""
-        while not resident.loaded:
-            if self.keeper.room_for_model(resident.name):
-                self.residents.read(resident.name)
-            elif not any(r.running for r in self.residents.all.values()):
-                raise self._too_large(resident)
-            else:
-                job.waits(0)
-            yield False
-
-    def _too_large(self, resident: Resident) -> NotEnoughMemoryError:
-        return NotEnoughMemoryError(
-            f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
-            "server's memory; raise --memory-limit, or offer a smaller model"
-        )
 
     def _talk(self, keys: list[str], job: Job) -> Talk | None:
         """The talk to go on with, perhaps a new one; None where one is about to be free."""
@@ -337,7 +326,7 @@ class Engine:
             NotEnoughMemoryError: There is no room for them beside what is running.
         """
         if not self.keeper.room_for_model(name):
-            raise self._too_large(self.residents[name])
+            raise too_large(self.residents[name])
         self.residents.read(name)
 
     def unload(self, name: str) -> None:

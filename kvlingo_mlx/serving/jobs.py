@@ -84,6 +84,7 @@ class Job:
         tokens: The prompt, where it is a plain text.
         before: What is told before the answer's own text.
         queued: Seconds that it waited for its turn, a model or another answer.
+        lacking: When it first lacked room for its model or its lines; None while it does not.
         total: The number of the prompt's tokens, once somebody has waited for them.
     """
 
@@ -102,6 +103,7 @@ class Job:
     tokens: list[int] = field(default_factory=list)
     before: str = ""
     queued: float = 0.0
+    lacking: float | None = None
     total: int = 0
     _quiet: float = field(default_factory=time.perf_counter)
 

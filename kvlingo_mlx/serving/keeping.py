@@ -94,10 +94,11 @@ class Keeper:
         lines = sum(talk.nbytes for talk in self.talks)
         return self._residents.weights + self._translators + lines
 
-    def make_room(self, needed: int = 0) -> bool:
+    def make_room(self, needed: int = 0, spared: Talk | None = None) -> bool:
         """Put idle conversations away until so many bytes are free; return whether they are."""
+        idle = [talk for talk in self.talks if self._may_go(talk) and talk is not spared]
         for step in (self._to_8bit, self._away):
-            for talk in sorted(filter(self._may_go, self.talks), key=lambda talk: talk.used):
+            for talk in sorted(idle, key=lambda talk: talk.used):
                 if self.used + needed <= self.budget:
                     return True
                 step(talk)

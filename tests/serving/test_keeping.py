@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("pydantic")
 
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.serving import jobs
+from kvlingo_mlx.serving import admission, jobs
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Waiting
 from kvlingo_mlx.serving.settings import Settings
@@ -88,3 +88,46 @@ def test_who_waits_is_told_how_much_is_read(
         assert {each.total for each in waited} == {told.usage.prompt_tokens}
         done = [each.done for each in waited]
         assert len(done) > 3 and done == sorted(set(done)) and done[-1] <= waited[0].total
+
+
+def test_requests_wait_until_there_is_room_for_their_lines(tmp_path: Path) -> None:
+    clients = clients_of(tmp_path)
+    asks = [asked("large", [{"role": "user", "content": f"{n} lives. " * 60}]) for n in range(6)]
+    alone = [clients.together([ask])[0].text for ask in asks]
+    one = max(talk.nbytes for talk in clients.engine.keeper.talks)
+    clients.engine.close()
+    clients.engine.keeper.release()
+    clients = clients_of(tmp_path, conversations=str(tmp_path / "others"))
+    keeper = clients.engine.keeper
+    clients.one("large", HISTORY, max_tokens=2)
+    keeper.budget = keeper.used + int(2.5 * one)
+    told = [clients.send(ask)[1] for ask in asks]
+    most = 0
+    while clients.engine.busy:
+        clients.engine.work()
+        most = max(most, keeper.used)
+    assert [each.text for each in told] == alone
+    assert most < keeper.budget + one  # the length of a prompt in tokens is a guess
+
+
+def test_a_model_without_room_is_not_kept_waiting_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others ask for the one in memory again and again."""
+    monkeypatch.setattr(admission, "PATIENCE_S", 0.0)
+    clients = clients_of(tmp_path)
+    engine = clients.engine
+    clients.one("large", HISTORY, max_tokens=2)
+    engine.keeper.budget = engine.keeper.used + engine.residents["moe"].weights // 2
+    others = [clients.send(asked("large", [{"role": "user", "content": "0"}]))[1]]
+    _, waiting = clients.send(asked("moe", [{"role": "user", "content": "Anna?"}]))
+    for number in range(1, 40):
+        question = [{"role": "user", "content": str(number)}]
+        others.append(clients.send(asked("large", question))[1])
+        while engine.busy and not any(told.events for told in others[-2:]):
+            engine.work()
+        if waiting.begun:
+            break
+    assert waiting.begun
+    clients.work()
+    assert waiting.text and all(told.text for told in others)

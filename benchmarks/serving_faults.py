@@ -11,7 +11,7 @@ The real verb runs with the three embedded models; 0 of a thing leaves it out.
   rubbish and too much, load and unload, within a memory in which lines go to 8 bits and to disk and
   models come and go. Greedy answers are compared with plain mlx-lm reading the same prompt: exactly
   (up to ties) where the model had read it all itself, and within what 8 bits change where the
-  conversation had one model. Four clients pin their conversations, so those stay exact, and the
+  conversation had one model. Two clients pin their conversations, so those stay exact, and the
   library's `Conversation` does the same beside it, token for token. The memory of both processes in
   the last quarter of the time is told against that in the second. After a stop and a start, all go
   on with their conversations.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from kvlingo_mlx.backend import mx
@@ -66,6 +66,7 @@ class Residents:
 
     def __init__(self, models: Mapping[str, str]) -> None:
         self.all: dict[str, Resident] = {}
+        self.between: Callable[[], None] = lambda: None
         opened: dict[str, LanguageModel] = {}
         for name, path in models.items():
             model = opened.get(path) or replace(load(path, lazy=True), described={})
@@ -94,7 +95,7 @@ class Residents:
         """
         resident = self.all[name]
         if not resident.loaded:
-            read_weights(resident.model)
+            read_weights(resident.model, self.between)
             describe(resident.model)  # what is saved later need not read it again
             self._mark(resident, loaded=True)
         resident.used = time.monotonic()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("pydantic")
 
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.serving import admission, jobs
+from kvlingo_mlx.serving import admission, jobs, worker
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Waiting
 from kvlingo_mlx.serving.settings import Settings
@@ -131,3 +132,25 @@ def test_a_model_without_room_is_not_kept_waiting_for_ever(
     assert waiting.begun
     clients.work()
     assert waiting.text and all(told.text for told in others)
+
+
+def test_the_front_hears_of_a_worker_that_loads_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kills one that is silent."""
+    monkeypatch.setattr(worker, "STATUS_S", 0.0)
+    engine = clients_of(tmp_path).engine
+    ours, theirs = multiprocessing.Pipe()
+    running = worker._Worker(theirs, engine)
+    before, sizes = weights_here(), list[float]()
+
+    def told() -> None:
+        running._tell_now_and_then()
+        while ours.poll():
+            sizes.append((weights_here() - before) / engine.residents["large"].weights)
+            ours.recv()
+
+    engine.residents.between = told
+    engine.load("large")
+    assert len(sizes) > 20 and sizes[0] < 0.2 and sizes[-1] > 0.9
+    assert sum(0.3 < size < 0.7 for size in sizes) > 5  # while it goes on, not at the end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from kvlingo_mlx.backend import mx
 
@@ -120,15 +120,20 @@ def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> La
     return open_model(path, name, commit)
 
 
-def read_weights(model: LanguageModel) -> None:
+def read_weights(model: LanguageModel, between: Callable[[], None] = lambda: None) -> None:
     """Read the weights that are still in the model's files.
+
+    Args:
+        model: The model.
+        between: Called again and again meanwhile.
 
     Raises:
         MissingModelError: The files are missing or damaged.
     """
-    modules = model.model.modules()
     with damage_told(model.path), working():
-        mx.eval([dict(module) for module in modules])  # also RoPE, which has no parameters
+        for module in reversed(model.model.modules()):  # the inner ones first
+            mx.eval(dict(module))  # also RoPE, which has no parameters
+            between()
 
 
 def at_hand(name: str, revision: str | None = None) -> LanguageModel:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class LanguageModel:
         name: The path or Hub id from which it was loaded.
         revision: The commit hash if known.
         path: The folder from which it was loaded, or None.
+        described: What saved conversations say of the weights, kept for an owner who never changes
+            them; None where it is to be found anew each time.
     """
 
     model: nn.Module
@@ -50,6 +52,7 @@ class LanguageModel:
     name: str
     revision: str | None = None
     path: Path | None = None
+    described: dict[str, Any] | None = field(default=None, repr=False, compare=False)
 
     @cached_property
     def family(self) -> Family:

@@ -25,7 +25,9 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.handover.batches import Batch
 from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import choice_of
+from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.serving.admission import Admission, too_large
 from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
 from kvlingo_mlx.serving.keeping import Keeper, conversing
 from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
@@ -67,6 +69,7 @@ class Engine:
         self._keys = Keys(settings.volatile)
         self._batches: dict[int, Batch] = {}
         self._jobs: dict[int, Job] = {}
+        self._admission = Admission(self.keeper, self.residents, self._jobs.values())
         self._turn = 0
 
     # ---- requests ---------------------------------------------------------------------------
@@ -89,11 +92,7 @@ class Engine:
     def count(self, ask: Ask, tell: Tell) -> None:
         """Tell the number of a prompt's tokens."""
         try:
-            model = self.residents[self._chosen(ask)].model
-            prompt: Any = ask.prompt if ask.messages is None else list(map(dict, ask.messages))
-            if not isinstance(prompt, tuple):
-                prompt = encode(model, prompt, **_switches(ask))
-            tell(Counted(len(prompt)))
+            tell(Counted(_length(ask, self.residents[self._chosen(ask)].model)))
         except REFUSED as error:
             tell(self._failed(error))
 
@@ -167,10 +166,14 @@ class Engine:
     def _answer(self, job: Job) -> Steps:
         """The work of one request; each step says whether the next one must follow at once."""
         resident = self.residents[job.name]
-        yield from self._loaded(resident, job)
-        keys = self._keys.of(job.ask)
-        while (talk := self._talk(keys, job)) is None:
-            yield False
+        keys, talk = self._keys.of(job.ask), None
+        while talk is None:
+            while not self._admission.admits(job, find(self.keeper.talks, keys)):
+                job.waits(0)
+                yield False
+            if (talk := self._talk(keys, job)) is None:
+                yield False
+        talk.expected = self._admission.expected(job.ask)
         resident.running += 1
         talk.busy, job.queued = True, time.perf_counter() - job.arrived
         before = talk.tokens()
@@ -180,29 +183,12 @@ class Engine:
             else:
                 yield from self._written(job, talk, keys, resident)
         finally:
-            talk.busy = talk.ending = False
+            talk.busy, talk.ending, talk.expected = False, False, 0
             talk.used = resident.used = time.time()
             talk.lost(before)
             resident.running -= 1
         talk.told[resident.name] = len(talk.line(resident.name))
         self.keeper.make_room()
-
-    def _loaded(self, resident: Resident, job: Job) -> Steps:
-        """Read a model's weights, once there is room for them beside what is running."""
-        while not resident.loaded:
-            if self.keeper.room_for_model(resident.name):
-                self.residents.read(resident.name)
-            elif not any(r.running for r in self.residents.all.values()):
-                raise self._too_large(resident)
-            else:
-                job.waits(0, 0)
-            yield False
-
-    def _too_large(self, resident: Resident) -> NotEnoughMemoryError:
-        return NotEnoughMemoryError(
-            f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
-            "server's memory; raise --memory-limit, or offer a smaller model"
-        )
 
     def _talk(self, keys: list[str], job: Job) -> Talk | None:
         """The talk to go on with, perhaps a new one; None where one is about to be free."""
@@ -293,7 +279,7 @@ class Engine:
         """
         if response is None:
             if not job.told and job.row is None:
-                job.waits(done, 0)
+                job.waits(done, lambda: _length(job.ask, self.residents[job.name].model))
             return False
         resident = self.residents[job.name]
         if not job.told:
@@ -357,7 +343,7 @@ class Engine:
             NotEnoughMemoryError: There is no room for them beside what is running.
         """
         if not self.keeper.room_for_model(name):
-            raise self._too_large(self.residents[name])
+            raise too_large(self.residents[name])
         self.residents.read(name)
 
     def unload(self, name: str) -> None:
@@ -387,6 +373,12 @@ class Engine:
         for number in list(self._jobs):
             self.cancel(number)
         self.keeper.close()
+
+
+def _length(ask: Ask, model: LanguageModel) -> int:
+    """The number of a prompt's tokens."""
+    prompt: Any = ask.prompt if ask.messages is None else list(map(dict, ask.messages))
+    return len(prompt if isinstance(prompt, tuple) else encode(model, prompt, **_switches(ask)))
 
 
 def _switches(ask: Ask) -> dict[str, Any]:

@@ -86,6 +86,8 @@ class Job:
         before: What is told before the answer's own text.
         ways: How each model takes over from each other one, for this request.
         queued: Seconds that it waited for its turn, a model or another answer.
+        lacking: When it first lacked room for its model or its lines; None while it does not.
+        total: The number of the prompt's tokens, once somebody has waited for them.
     """
 
     ask: Ask
@@ -104,6 +106,8 @@ class Job:
     before: str = ""
     ways: Mapping[tuple[str, str], Way] = field(default_factory=dict)
     queued: float = 0.0
+    lacking: float | None = None
+    total: int = 0
     _quiet: float = field(default_factory=time.perf_counter)
 
     @property
@@ -121,11 +125,13 @@ class Job:
         if self.steps is not None:
             self.steps.close()
 
-    def waits(self, done: int, total: int) -> None:
-        """Tell, now and then, how far the prompt has been read."""
+    def waits(self, done: int, length: Callable[[], int] | None = None) -> None:
+        """Tell, now and then, how far the prompt has been read; ``length`` counts its tokens."""
         if time.perf_counter() - self._quiet >= PROGRESS_S:
             self._quiet = time.perf_counter()
-            self.tell(Waiting(done, total))
+            if length is not None and not self.total:
+                self.total = length()  # a few may differ from those that a model wrote
+            self.tell(Waiting(min(done, self.total), self.total))
 
     def take(self, response: GenerationResponse, tokenizer: Any) -> None:
         """Tell the client what one token brought.

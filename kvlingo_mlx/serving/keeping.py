@@ -34,6 +34,7 @@ log = logging.getLogger("kvlingo_mlx.serving")
 
 MOST_HERE, MOST_KEPT = 200, 1000  # conversations in memory, and in all; the oldest go first
 IDLE_S = 30.0  # an idle conversation is written to disk after so long, in case the process crashes
+DRAFT = ".tmp"  # the ending of keys that are being written
 LOST = (KVLingoError, OSError, ValueError, RuntimeError)
 
 
@@ -72,7 +73,7 @@ class Keeper:
         if settings.keep_conversations:
             given = settings.conversations
             self._folder = home() / "conversations" if given is None else Path(given).expanduser()
-            self._open(self._folder)
+            self._open(self._folder, settings.stop_timeout)
 
     def new(self, conversation: Conversation, ask: Ask) -> Talk:
         """A new talk, which goes on from a conversation."""
@@ -102,14 +103,14 @@ class Keeper:
         lines = sum(talk.nbytes for talk in self.talks)
         return self._residents.weights + self._translators + lines
 
-    def make_room(self, needed: int = 0) -> bool:
+    def make_room(self, needed: int = 0, spared: Talk | None = None) -> bool:
         """Put idle conversations away until so many bytes are free; return whether they are."""
+        idle = [talk for talk in self.talks if self._may_go(talk) and talk is not spared]
         for step in (self._to_8bit, self._away):
-            for talk in sorted(self.talks, key=lambda talk: talk.used):
+            for talk in sorted(idle, key=lambda talk: talk.used):
                 if self.used + needed <= self.budget:
                     return True
-                if self._may_go(talk):
-                    step(talk)
+                step(talk)
         return self.used + needed <= self.budget
 
     def room_for_model(self, name: str) -> bool:
@@ -150,19 +151,15 @@ class Keeper:
 
     # ---- disk -------------------------------------------------------------------------------
 
-    def _open(self, folder: Path) -> None:
+    def _open(self, folder: Path, patience: float) -> None:
         """Take a folder for this server alone, and find what a former one left there."""
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = (folder / "lock").open("w")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(
-                f"another server keeps its conversations in {folder}; give --conversations "
-                "another folder, or --no-keep-conversations"
-            ) from None
+        self._take_lock(folder, patience)
         for path in folder.iterdir():
-            if path.is_dir() and not path.with_suffix(".json").exists():
+            if path.suffix == DRAFT:
+                path.unlink()
+            elif path.is_dir() and not path.with_suffix(".json").exists():
                 shutil.rmtree(path, ignore_errors=True)
         files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime)
         for old in files[:-MOST_KEPT]:  # of other models, too
@@ -175,6 +172,22 @@ class Keeper:
                     found = Talk(keys, folder=file.with_suffix(""), used=float(facts["used"]))
                     found.told = told
                     self.talks.append(found)
+
+    def _take_lock(self, folder: Path, patience: float) -> None:
+        """Take the folder; the worker of a server that was killed may still be saving into it."""
+        until = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > until:
+                    self._lock.close()
+                    raise ValueError(
+                        f"another server keeps its conversations in {folder}; give "
+                        "--conversations another folder, or --no-keep-conversations"
+                    ) from None
+            time.sleep(0.1)
 
     def save(self, talk: Talk) -> bool:
         """Write an idle talk to disk, unless it is there as it is; return whether it is there."""
@@ -190,8 +203,9 @@ class Keeper:
             **self._mine,
         }
         try:
-            talk.conversation.save(path)
-            draft = path.with_suffix(".tmp")
+            with self._residents.asleep():
+                talk.conversation.save(path)
+            draft = path.with_suffix(DRAFT)
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
                 json.dump(facts, file)
             draft.replace(path.with_suffix(".json"))
@@ -207,20 +221,19 @@ class Keeper:
     def back(self, talk: Talk) -> bool:
         """Bring a talk back from disk; False, and it is forgotten, if it is lost or out of date."""
         assert talk.folder is not None
-        asleep = [name for name, each in self._residents.all.items() if not each.loaded]
         directions = self._blank.exchange.directions
         options = dict(self._options)
         if directions.loaded:
             options["translators"] = list(directions.loaded.values())
         try:
-            talk.conversation = Conversation.resume(talk.folder, self._residents.models, **options)
+            with self._residents.asleep():
+                talk.conversation = Conversation.resume(
+                    talk.folder, self._residents.models, **options
+                )
         except LOST as error:
             log.warning("a conversation on disk is lost (%s); it will be read anew", error)
             self._drop(talk)
             return False
-        finally:
-            for name in asleep:  # to compare it, some of its weights were read
-                self._residents.forget(name)
         talk.conversation.exchange.directions = directions
         talk.messages = [dict(message) for message in talk.conversation.messages]
         talk.saved_at = talk.used

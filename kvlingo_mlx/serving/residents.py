@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
+from kvlingo_mlx.conversation.folder import describe
 from kvlingo_mlx.loading.models import load, read_weights
 from kvlingo_mlx.loading.opening import let_go
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -64,9 +66,11 @@ class Residents:
 
     def __init__(self, models: Mapping[str, str]) -> None:
         self.all: dict[str, Resident] = {}
+        self.between: Callable[[], None] = lambda: None
         opened: dict[str, LanguageModel] = {}
         for name, path in models.items():
-            model = opened.setdefault(path, load(path, lazy=True))
+            model = opened.get(path) or replace(load(path, lazy=True), described={})
+            opened[path] = model
             self.all[name] = Resident(name, path, model, memory.weights_bytes(model))
 
     def __getitem__(self, name: str) -> Resident:
@@ -91,7 +95,8 @@ class Residents:
         """
         resident = self.all[name]
         if not resident.loaded:
-            read_weights(resident.model)
+            read_weights(resident.model, self.between)
+            describe(resident.model)  # what is saved later need not read it again
             self._mark(resident, loaded=True)
         resident.used = time.monotonic()
 
@@ -105,10 +110,16 @@ class Residents:
         mx.clear_cache()
         return resident.weights
 
-    def forget(self, name: str) -> None:
-        """Let go of whatever was read of a model that counts as not loaded."""
-        if not self.all[name].loaded:
-            let_go(self.all[name].model)
+    @contextlib.contextmanager
+    def asleep(self) -> Iterator[None]:
+        """Let go of what is read meanwhile of models that are not loaded, to compare them."""
+        unknown = [r.model for r in self.all.values() if not (r.loaded or r.model.described)]
+        try:
+            yield
+        finally:
+            for model in unknown:
+                if model.described:
+                    let_go(model)
 
     def idle(self, beside: str) -> list[str]:
         """Models whose weights could be let go of for ``beside``, least recently used first."""

@@ -82,6 +82,7 @@ class Talk:
         texts: The lines of a plain text, which no chat template has rendered; else None.
         folder: Where it is saved, as it is now; None if it is not.
         busy: Whether an answer is being written.
+        expected: The bytes that its lines will take at least, while an answer is being written.
         ending: Whether that answer is complete, and other lines are following it.
         pinned: Whether it stays in memory.
         used: When it was last used, in seconds since the epoch.
@@ -97,6 +98,7 @@ class Talk:
     texts: Exchange | None = None
     folder: Path | None = None
     busy: bool = False
+    expected: int = 0
     ending: bool = False
     pinned: bool = False
     used: float = field(default_factory=time.time)
@@ -106,9 +108,9 @@ class Talk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its caches in memory, and of what it keeps for lines that lack it."""
+        """Bytes of its caches in memory, or soon, and of what it keeps for lines that lack it."""
         lines = () if self.exchange is None else self.exchange.lines.values()
-        return sum(line.cache_bytes + line.native.nbytes for line in lines)
+        return max(self.expected, sum(line.cache_bytes + line.native.nbytes for line in lines))
 
     def line(self, name: str) -> Line:
         """A model's line, while it is in memory."""

@@ -51,6 +51,7 @@ class _Worker:
     def __init__(self, connection: Connection, engine: Engine) -> None:
         self._pipe, self._engine = connection, engine
         self._told = 0.0
+        engine.residents.between = self._tell_now_and_then  # else a long load looks like a hang
 
     def run(self) -> None:
         """Take what the front sends, and work in between."""
@@ -64,7 +65,9 @@ class _Worker:
                 self._engine.work()
             else:
                 self._engine.keeper.tidy()
-            if time.monotonic() - self._told > STATUS_S or not self._engine.busy:
+            if self._engine.busy:
+                self._tell_now_and_then()
+            else:
                 self._tell_status()
 
     def _take(self, what: str, *rest: Any) -> bool:
@@ -92,6 +95,10 @@ class _Worker:
                 tell(Failed("memory", str(error)))
             self._tell_status()
         return True
+
+    def _tell_now_and_then(self) -> None:
+        if time.monotonic() - self._told > STATUS_S:
+            self._tell_status()
 
     def _tell_status(self) -> None:
         self._told = time.monotonic()

@@ -250,7 +250,7 @@ def test_conversations_survive_a_restart(tmp_path: Path) -> None:
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     first = Engine(settings(tmp_path))
     with pytest.raises(ValueError, match="another server keeps its conversations in"):
-        Engine(settings(tmp_path))
+        Engine(settings(tmp_path, stop_timeout=0.1))
     first.keeper.release()
     Engine(settings(tmp_path))
 

@@ -473,6 +473,7 @@ def test_unknown_fields_are_refused(api: str) -> None:
         ("completions", {"prompt": [1, -1]}, "prompt", "token ids"),
         ("completions", {"prompt": [True]}, "prompt", "token ids"),
         ("completions", {"messages": HI}, "messages", "not a field"),
+        ("completions", {" ": 1}, " ", "' ' is not a field"),
         ("messages", {"max_tokens": None}, "max_tokens", "a whole number"),
         ("messages", {"messages": [{"role": "tool", "content": ""}]}, "messages.0.role", "'user'"),
         (

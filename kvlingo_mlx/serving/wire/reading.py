@@ -209,7 +209,10 @@ def _missing(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str
 def _unknown(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:
     near = difflib.get_close_matches(path, [*kind.model_fields, *kind.rules], 1)
     hint = f"did you mean {near[0]}?" if near else "leave it out"
-    return f"{path} is not a field that the server knows; {hint}", ""
+    return (
+        f"{path if path.strip() else repr(path)} is not a field that the server knows; {hint}",
+        "",
+    )
 
 
 def _other_kind(error: ErrorDetails, path: str, kind: type[Body]) -> tuple[str, str]:

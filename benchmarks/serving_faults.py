@@ -1,0 +1,71 @@
+"""Does `kvlingo-mlx serve` stay right under fuzzed bodies, clients of all kinds, and kills?
+
+    python benchmarks/serving_faults.py [--bodies 10000] [--minutes 30] [--clients 32] [--kills 200]
+        [--seed 0] [--json FILE]
+
+The real verb runs with the three embedded models; 0 of a thing leaves it out.
+
+- Bodies: right requests to all endpoints, changed by chance, and bytes that are no JSON. Each is
+  answered with 200, or with 4xx in the API's own form and one line; no traceback in the log.
+- Soak: clients switch models, edit, branch, leave before and in mid-answer, read slowly, send
+  rubbish and too much, load and unload, within a memory in which lines go to 8 bits and to disk and
+  models come and go. Greedy answers are compared with plain mlx-lm reading the same prompt: exactly
+  (up to ties) where the model had read it all itself, and within what 8 bits change where the
+  conversation had one model. Two clients pin their conversations, so those stay exact, and the
+  library's `Conversation` does the same beside it, token for token. The memory of both processes in
+  the last quarter of the time is told against that in the second. After a stop and a start, all go
+  on with their conversations.
+- Kills: the worker, the front, or both, by SIGKILL at random moments of loading, answering, saving.
+  Clients hear why, or lose the connection; then all go on, what was saved is not read anew, answers
+  are right as above, and nothing but whole conversations lies in the folder.
+
+What is wrong is printed and counted; the exit status is 1 then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from faults import fuzz, kills, soak
+
+from kvlingo_mlx.reporting import measure
+
+GROWTH = 0.05  # of either process's memory, from the second quarter to the last
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--bodies", type=int, default=10_000)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="append the record to this file")
+    args = parser.parse_args()
+    found, seed = {}, args.seed
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        for name in ("fuzz", "soak", "kills"):
+            (folder / name).mkdir()
+        if args.bodies:
+            found["fuzz"] = fuzz.run(folder / "fuzz", args.bodies, seed)
+        if args.minutes:
+            found["soak"] = soak.run(folder / "soak", args.minutes, args.clients, seed)
+        if args.kills:
+            found["kills"] = kills.run(folder / "kills", args.kills, seed)
+    print(json.dumps(found, indent=1))
+    print(measure.machine_line())
+    if args.json:
+        config = {k: v for k, v in vars(args).items() if k != "json"}
+        measure.append_json(args.json, measure.record("serving_faults", config, found))
+    grew = max((v for k, v in found.get("soak", {}).items() if k.endswith("grew")), default=0.0)
+    faults = sum(each["wrong"] + each["tracebacks"] for each in found.values())
+    sys.exit(1 if faults or grew > GROWTH else 0)
+
+
+if __name__ == "__main__":
+    main()

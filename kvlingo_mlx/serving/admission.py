@@ -1,0 +1,83 @@
+"""Who may begin: a request waits until there is room for its model and its lines."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+
+from kvlingo_mlx.caches import memory
+from kvlingo_mlx.errors import NotEnoughMemoryError
+from kvlingo_mlx.serving.jobs import Job
+from kvlingo_mlx.serving.keeping import Keeper
+from kvlingo_mlx.serving.messages import Ask
+from kvlingo_mlx.serving.residents import Resident, Residents
+from kvlingo_mlx.serving.talks import Found
+
+PATIENCE_S = 5.0  # a request that has lacked room for so long goes before those that do not
+STEP = 256  # tokens by which mlx-lm's caches grow
+
+
+class Admission:
+    """Lets requests begin.
+
+    Args:
+        keeper: Makes room among the idle conversations.
+        residents: The models.
+        jobs: All requests, in the order in which they came.
+    """
+
+    def __init__(self, keeper: Keeper, residents: Residents, jobs: Iterable[Job]) -> None:
+        self._keeper, self._residents, self._jobs = keeper, residents, jobs
+
+    def admits(self, job: Job, found: Found | None) -> bool:
+        """Whether a request can begin now: its model is loaded, and its lines have room.
+
+        One that has lacked room for a while lets none begin that came later, so that what runs
+        comes to an end. Where nothing runs, lines may take more than there is room for.
+
+        Args:
+            job: The request.
+            found: The conversation that it goes on with, which stays as it is.
+
+        Raises:
+            NotEnoughMemoryError: There will never be room for its model.
+        """
+        now, resident = time.perf_counter(), self._residents[job.name]
+        before = itertools.takewhile(lambda other: other is not job, self._jobs)
+        if any(o.lacking is not None and now - o.lacking > PATIENCE_S for o in before):
+            return False
+        idle = not any(r.running for r in self._residents.all.values())
+        if not resident.loaded:
+            if self._keeper.room_for_model(job.name):
+                self._residents.read(job.name)
+            elif idle:
+                raise too_large(resident)
+        if resident.loaded and (self._room(job.ask, found) or idle):
+            job.lacking = None
+            return True
+        job.lacking = job.lacking or now
+        return False
+
+    def _room(self, ask: Ask, found: Found | None) -> bool:
+        if found is None or found.apart:
+            return self._keeper.make_room(self.expected(ask))
+        needed = self.expected(ask) - found.talk.nbytes
+        return self._keeper.make_room(max(0, needed), spared=found.talk)
+
+    def expected(self, ask: Ask) -> int:
+        """About the bytes that a prompt's lines will take; its tokens are a guess by its length."""
+        texts = [str(message.get("content")) for message in ask.messages or ()]
+        texts += [ask.prompt] if isinstance(ask.prompt, str) else []
+        given = len(ask.prompt) if isinstance(ask.prompt, tuple) else 0
+        tokens = given + sum(map(len, texts)) // 3
+        loaded = (each.model for each in self._residents.all.values() if each.loaded)
+        return sum(memory.cache_bytes(model, tokens + STEP) for model in loaded)
+
+
+def too_large(resident: Resident) -> NotEnoughMemoryError:
+    """The error of a model for which there is no room."""
+    return NotEnoughMemoryError(
+        f"the weights of {resident.name} ({resident.weights / 1e9:.1f} GB) do not fit into the "
+        "server's memory; raise --memory-limit, or offer a smaller model"
+    )

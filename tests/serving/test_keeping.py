@@ -1,0 +1,156 @@
+"""What a server keeps of its conversations, on disk and of the models they need."""
+
+from __future__ import annotations
+
+import multiprocessing
+import threading
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import pytest
+
+pytest.importorskip("pydantic")
+
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.serving import admission, jobs, worker
+from kvlingo_mlx.serving.engine import Engine
+from kvlingo_mlx.serving.messages import Ask, Waiting
+from kvlingo_mlx.serving.settings import Settings
+from tests.support.engines import Clients, asked
+
+NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe"}
+HISTORY = [{"role": "user", "content": "Anna lives in Rome. " * 20}]
+
+
+def clients_of(tmp_path: Path, **facts: Any) -> Clients:
+    models = {name: str(zoo(folder)) for name, folder in NAMES.items()}
+    given = {"models": models, "conversations": str(tmp_path / "kept"), "stop_timeout": 0.1}
+    return Clients(Engine(Settings(**{**given, **facts})))
+
+
+def weights_here() -> int:
+    mx.clear_cache()
+    return mx.get_active_memory()
+
+
+def test_saving_brings_no_weights_into_memory(tmp_path: Path) -> None:
+    """What says which model a conversation was held with is found once, while it is loaded."""
+    clients = clients_of(tmp_path)
+    engine = clients.engine
+    clients.one("large", HISTORY)
+    (talk,) = engine.keeper.talks
+    smallest = min(each.weights for each in engine.residents.all.values())
+    before = weights_here()
+    assert engine.keeper.save(talk)  # moe has never been read
+    assert weights_here() < before + smallest / 10
+    engine.unload("large")
+    assert weights_here() < before - smallest / 2  # negative control: weights can be seen here
+    talk.saved_at, before = None, weights_here()
+    assert engine.keeper.save(talk)
+    assert weights_here() < before + smallest / 10
+
+
+def test_keys_that_were_not_written_whole_go(tmp_path: Path) -> None:
+    """The process was killed while it wrote them."""
+    clients = clients_of(tmp_path)
+    told = clients.one("large", HISTORY)
+    clients.engine.close()
+    clients.engine.keeper.release()
+    whole = {path.name for path in (tmp_path / "kept").iterdir()}
+    (tmp_path / "kept" / "0123.tmp").write_text("{")
+    (tmp_path / "kept" / "0123").mkdir()
+    again = clients_of(tmp_path)
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == whole and len(whole) == 3
+    said = {"role": "assistant", "content": told.text}
+    question = {"role": "user", "content": "Where?"}
+    assert again.one("large", [*HISTORY, said, question]).usage.cached_tokens > 0
+
+
+def test_a_worker_that_lost_its_front_may_still_save(tmp_path: Path) -> None:
+    """A server that is started at once waits for it."""
+    first = clients_of(tmp_path).engine
+    timer = threading.Timer(0.5, first.keeper.release)
+    timer.start()
+    clients_of(tmp_path, stop_timeout=30.0)
+    timer.join()
+
+
+def test_who_waits_is_told_how_much_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "PROGRESS_S", 0.0)
+    clients = clients_of(tmp_path, prefill_step_size=16)
+    text = Ask("large", prompt="Anna lives in Rome. " * 20, max_tokens=2)
+    for ask in (asked("large", HISTORY, max_tokens=2), text):
+        (told,) = clients.together([ask])
+        waited = [event for event in told.events if isinstance(event, Waiting) and event.total]
+        assert {each.total for each in waited} == {told.usage.prompt_tokens}
+        done = [each.done for each in waited]
+        assert len(done) > 3 and done == sorted(set(done)) and done[-1] <= waited[0].total
+
+
+def test_requests_wait_until_there_is_room_for_their_lines(tmp_path: Path) -> None:
+    clients = clients_of(tmp_path)
+    asks = [asked("large", [{"role": "user", "content": f"{n} lives. " * 60}]) for n in range(6)]
+    alone = [clients.together([ask])[0].text for ask in asks]
+    one = max(talk.nbytes for talk in clients.engine.keeper.talks)
+    clients.engine.close()
+    clients.engine.keeper.release()
+    clients = clients_of(tmp_path, conversations=str(tmp_path / "others"))
+    keeper = clients.engine.keeper
+    clients.one("large", HISTORY, max_tokens=2)
+    keeper.budget = keeper.used + int(2.5 * one)
+    told = [clients.send(ask)[1] for ask in asks]
+    most = 0
+    while clients.engine.busy:
+        clients.engine.work()
+        most = max(most, keeper.used)
+    assert [each.text for each in told] == alone
+    assert most < keeper.budget + one  # the length of a prompt in tokens is a guess
+
+
+def test_a_model_without_room_is_not_kept_waiting_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others ask for the one in memory again and again."""
+    monkeypatch.setattr(admission, "PATIENCE_S", 0.0)
+    clients = clients_of(tmp_path)
+    engine = clients.engine
+    clients.one("large", HISTORY, max_tokens=2)
+    engine.keeper.budget = engine.keeper.used + engine.residents["moe"].weights // 2
+    others = [clients.send(asked("large", [{"role": "user", "content": "0"}]))[1]]
+    _, waiting = clients.send(asked("moe", [{"role": "user", "content": "Anna?"}]))
+    for number in range(1, 40):
+        question = [{"role": "user", "content": str(number)}]
+        others.append(clients.send(asked("large", question))[1])
+        while engine.busy and not any(told.events for told in others[-2:]):
+            engine.work()
+        if waiting.begun:
+            break
+    assert waiting.begun
+    clients.work()
+    assert waiting.text and all(told.text for told in others)
+
+
+def test_the_front_hears_of_a_worker_that_loads_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It kills one that is silent."""
+    monkeypatch.setattr(worker, "STATUS_S", 0.0)
+    engine = clients_of(tmp_path).engine
+    ours, theirs = multiprocessing.Pipe()
+    running = worker._Worker(theirs, engine)
+    before, sizes = weights_here(), list[float]()
+
+    def told() -> None:
+        running._tell_now_and_then()
+        while ours.poll():
+            sizes.append((weights_here() - before) / engine.residents["large"].weights)
+            ours.recv()
+
+    engine.residents.between = told
+    engine.load("large")
+    assert len(sizes) > 20 and sizes[0] < 0.2 and sizes[-1] > 0.9
+    assert sum(0.3 < size < 0.7 for size in sizes) > 5  # while it goes on, not at the end

@@ -43,7 +43,7 @@ def test_the_engine_answers_as_a_conversation(
     def answers(asks: Asks) -> list[str]:
         return [told.text for told in clients.together([asked(*ask) for ask in asks])]
 
-    assert histories.compare(answers, models, seed, rounds=8) <= 1
+    assert histories.compare(answers, models, seed, rounds=5) <= 1
 
 
 def test_a_forgotten_message_is_noticed(models: dict[str, LanguageModel], tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_forgotten_message_is_noticed(models: dict[str, LanguageModel], tmp_pa
         return [told.text for told in clients.together([asked(n, m[-1:]) for n, m in asks])]
 
     with pytest.raises(AssertionError, match="said .*, not "):
-        histories.compare(answers, models, 0, rounds=8)
+        histories.compare(answers, models, 0, rounds=5)
 
 
 def test_the_server_answers_as_a_conversation(
@@ -68,7 +68,7 @@ def test_the_server_answers_as_a_conversation(
             jobs = [pool.submit(answer, server, rng.randrange(3), *ask) for ask in asks]
             return [job.result() for job in jobs]
 
-        assert histories.compare(answers, models, 100, rounds=3 * EXAMPLES) <= 1
+        assert histories.compare(answers, models, 100, rounds=2 * EXAMPLES) <= 1
 
 
 def answer(server: Server, way: int, model: str, messages: list[histories.Message]) -> str:

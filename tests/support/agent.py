@@ -52,7 +52,11 @@ def tools(rng: random.Random, tokens: int) -> list[dict[str, Any]]:
 
 
 def session(
-    client: anthropic.Anthropic, tokens: int, order: str = ORDER, header: str = HEADER
+    client: anthropic.Anthropic,
+    tokens: int,
+    order: str = ORDER,
+    cleared: int = CLEARED,
+    header: str = HEADER,
 ) -> list[Row]:
     """All requests of one session, whose first prompt has about ``tokens``."""
     rng = random.Random(0)
@@ -60,7 +64,7 @@ def session(
     messages: list[Any] = [{"role": "user", "content": "Mend the test of the river."}]
     rows: list[Row] = []
     for number, model in enumerate(order):
-        if number == CLEARED:
+        if number == cleared:
             result = next(m for m in messages if isinstance(m["content"], list) and
                           m["content"][0]["type"] == "tool_result")  # fmt: skip
             result["content"][0]["content"] = "[cleared]"

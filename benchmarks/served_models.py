@@ -1,0 +1,75 @@
+"""Model folders for benchmarks of servers: released widths, random weights, words as tokens."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from kvlingo_mlx.backend import mx
+
+from mlx.utils import tree_flatten
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.timing.geometries import random_model, random_translators
+
+CONTEXT, VOCABULARY = 40960, 151936
+TURN = "{{ '<|start|> ' + m.role + ' ' + m.content + ' <|end|> ' }}"
+TEMPLATE = (
+    f"{{% for m in messages %}}{TURN}{{% endfor %}}"
+    "{% if add_generation_prompt %}{{ '<|start|> assistant' }}{% endif %}"
+)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """As many words as Qwen3 has tokens: any text of them is read as it was written."""
+    words = ["<|start|>", "<|end|>", "system", "user", "assistant"]
+    words += [f"w{n}" for n in range(VOCABULARY - len(words))]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|end|>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words[:2]])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONTEXT,
+        "chat_template": TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+
+
+def write_model(folder: Path, geometry: str, layers: int, precision: str, seed: int) -> Path:
+    """A model's folder as users have them."""
+    folder.mkdir()
+    write_tokenizer(folder)
+    model = random_model(geometry, layers, precision, seed)
+    config = {**model.config, "max_position_embeddings": CONTEXT, "eos_token_id": 1}
+    if precision.endswith("bit"):
+        config["quantization"] = {"group_size": 64, "bits": int(precision[0])}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = dict(tree_flatten(model.model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder
+
+
+def write_pair(room: Path, geometry: str, layers: int, precision: str) -> list[str]:
+    """Models `a` and `b` and translators both ways; returns the options of `serve`."""
+    options = []
+    for seed, name in enumerate("ab"):
+        write_model(room / name, geometry, layers, precision, seed)
+        options += ["--model", f"{name}={room / name}"]
+    ends = [load(room / name) for name in "ab"]
+    for number, (source, target) in enumerate((ends, ends[::-1])):
+        (made,) = random_translators(source, target, 1, {"float32": ("float32", None)}).values()
+        made.save(room / f"t{number}")
+        options += ["--translator", str(room / f"t{number}")]
+    return options
+
+
+def words(count: int, seed: int) -> str:
+    """A text of so many tokens, which no other seed has."""
+    rng = random.Random(seed)
+    return " ".join(f"w{rng.randrange(VOCABULARY - 5)}" for _ in range(count))

@@ -21,6 +21,7 @@ from rendering.quality import (
     objectives,
 )
 from rendering.records import HERE
+from rendering.serving import faults, recalls, served
 from rendering.speed import gpu_switches, switches, throughput, windows
 
 PAGE = HERE / "RESULTS.md"
@@ -46,6 +47,9 @@ def main() -> None:
         windows(),
         conversations(),
         switches(),
+        served(),
+        recalls(),
+        faults(),
         benches(),
         gpu_switches(),
         folded(),

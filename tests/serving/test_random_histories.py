@@ -21,7 +21,7 @@ from kvlingo_mlx.serving.engine import Engine  # noqa: E402
 from kvlingo_mlx.serving.settings import Settings  # noqa: E402
 from tests.support import histories  # noqa: E402
 from tests.support.engines import Clients, asked  # noqa: E402
-from tests.support.served import PLAIN, Server, served  # noqa: E402
+from tests.support.served import PLAIN, ZOO, Server  # noqa: E402
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "1"))  # more of them by hand
 NAMES = {"large": "tiny-qwen3-l", "moe": "tiny-qwen3-moe", "small": "tiny-qwen3-s"}
@@ -58,17 +58,16 @@ def test_a_forgotten_message_is_noticed(models: dict[str, LanguageModel], tmp_pa
 
 
 def test_the_server_answers_as_a_conversation(
-    models: dict[str, LanguageModel], tmp_path: Path
+    models: dict[str, LanguageModel], zoo_server: Server
 ) -> None:
-    rng = random.Random(0)
-    folders = {name: zoo(folder) for name, folder in NAMES.items()}
-    with served(tmp_path, folders) as server, ThreadPoolExecutor(4) as pool:
+    rng, two = random.Random(0), {name: models[name] for name in ZOO}
+    with ThreadPoolExecutor(4) as pool:
 
         def answers(asks: Asks) -> list[str]:
-            jobs = [pool.submit(answer, server, rng.randrange(3), *ask) for ask in asks]
+            jobs = [pool.submit(answer, zoo_server, rng.randrange(3), *ask) for ask in asks]
             return [job.result() for job in jobs]
 
-        assert histories.compare(answers, models, 100, rounds=2 * EXAMPLES) <= 1
+        assert histories.compare(answers, two, 100, rounds=2 * EXAMPLES) <= 1
 
 
 def answer(server: Server, way: int, model: str, messages: list[histories.Message]) -> str:

@@ -150,12 +150,11 @@ def test_import_and_help_are_light() -> None:
     assert not loaded_after("from kvlingo_mlx.cli import run; run(['--help'])") & heavy
 
 
-@pytest.mark.parametrize("benchmark", ["cuda_switch", "training_throughput"])
-def test_what_runs_on_cuda_needs_no_mlx(benchmark: str) -> None:
-    """Its records, too."""
+def test_what_runs_on_cuda_needs_no_mlx() -> None:
+    """Benchmarks and their records; in one process, since PyTorch takes seconds to load."""
     pytest.importorskip("torch")
     here = PACKAGE.parent / "benchmarks"
-    code = f"import sys; sys.path.insert(0, {str(here)!r}); import {benchmark}"
+    code = f"import sys; sys.path.insert(0, {str(here)!r}); import cuda_switch, training_throughput"
     record = "measure.record('x', {}, {}); measure.machine_line()"
     loaded = loaded_after(f"{code}\nfrom kvlingo_mlx.reporting import measure; {record}")
     assert "torch" in loaded and not loaded & {"mlx", "mlx_lm"}

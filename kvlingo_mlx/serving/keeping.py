@@ -129,7 +129,7 @@ class Keeper:
             return
         assert talk.conversation is not None
         talk.conversation.close()
-        talk.conversation = None
+        talk.conversation, talk.messages = None, []  # they are in the folder
         mx.clear_cache()
 
     def _drop(self, talk: Talk) -> None:

@@ -17,7 +17,7 @@ The real verb runs with the three embedded models; 0 of a thing leaves it out.
   on with their conversations.
 - Kills: the worker, the front, or both, by SIGKILL at random moments of loading, answering, saving.
   Clients hear why, or lose the connection; then all go on, what was saved is not read anew, answers
-  are right as above, and nothing but whole conversations lies in the folder.
+  are right as above, and nothing but whole conversations lies in the folder. Ctrl-C ends it early.
 
 What is wrong is printed and counted; the exit status is 1 then.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import string
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -37,7 +38,7 @@ class Findings:
     def fault(self, text: str) -> None:
         """Note what must not be."""
         self.wrong.append(text)
-        print(text[:1500], flush=True)
+        print(text[:6000], flush=True)
 
     async def judge(self, answer: Answer, *, one_model: bool) -> None:
         """Compare an answer with its model's own first choices, where they are comparable."""
@@ -266,6 +267,15 @@ class Client:
 
 class Pinned(Client):
     """A client whose conversation is pinned, so exact, and replayed by the library."""
+
+    def name(self) -> str:
+        """No two questions begin alike.
+
+        The line of a model that is not loaded does not follow, so it may still hold a question that
+        was replaced. What the next one shares with it is translated, which the library, whose lines
+        all follow, would let the answering model read: another answer, and as right.
+        """
+        return "".join(self.chance.choices(string.ascii_lowercase, k=3)) + " " + super().name()
 
     async def use(self, http: httpx.AsyncClient, until: asyncio.Event) -> None:
         """Ask, again and again; nothing else, so that the library can do the same."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -83,12 +84,13 @@ def run(folder: Path, kills: int, seed: int) -> dict[str, Any]:
     users = [Struck(number, seed, told) for number in range(CLIENTS)]
     killed: Counter[str] = Counter()
     try:
-        while sum(killed.values()) < kills:
-            what = chance.choice(["worker", "worker", "front", "both"])
-            asyncio.run(_round(server, users, what, chance, killed))
-            saved = _saved(server)
-            _tidy(server, told)
-            asyncio.run(_after(server, users, saved, what, told))
+        with contextlib.suppress(KeyboardInterrupt):  # the figures until then are told
+            while sum(killed.values()) < kills:
+                what = chance.choice(["worker", "worker", "front", "both"])
+                asyncio.run(_round(server, users, what, chance, killed))
+                saved = _saved(server)
+                _tidy(server, told)
+                asyncio.run(_after(server, users, saved, what, told))
         found = {"tracebacks": server.tracebacks(), "starts": server.starts}
     finally:
         server.stop()

@@ -1,8 +1,9 @@
 """Conversations between their answers: in memory, rounded to 8 bits, on disk, and away.
 
 What is used least recently goes first, and what is pinned never goes. On disk a conversation is a
-folder, exact, and a file of the same name with the keys by which it is found: so it is found again
-after a restart. The file is written last and removed first, so a folder without one is rubbish.
+folder, as it was in memory, and a file of the same name with the keys by which it is found: so it
+is found again after a restart. The file is written last and removed first, so a folder without one
+is rubbish.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Keeper:
             return
         assert talk.conversation is not None
         talk.conversation.close()
-        talk.conversation = None
+        talk.conversation, talk.messages = None, []  # they are in the folder
         mx.clear_cache()
 
     def _drop(self, talk: Talk) -> None:

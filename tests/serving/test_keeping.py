@@ -52,6 +52,20 @@ def test_saving_brings_no_weights_into_memory(tmp_path: Path) -> None:
     assert weights_here() < before + smallest / 10
 
 
+def test_nothing_but_keys_is_in_memory_of_what_is_on_disk(tmp_path: Path) -> None:
+    clients = clients_of(tmp_path)
+    told = clients.one("large", HISTORY)
+    keeper = clients.engine.keeper
+    (talk,) = keeper.talks
+    keeper.budget = 1
+    keeper.make_room()
+    assert talk.exchange is None and not talk.messages and talk.keys
+    keeper.budget = 10**12
+    history = [*HISTORY, {"role": "assistant", "content": told.text}, HISTORY[0]]
+    assert clients.one("large", history).usage.cached_tokens > 0
+    assert len(talk.messages) == 4
+
+
 def test_keys_that_were_not_written_whole_go(tmp_path: Path) -> None:
     """The process was killed while it wrote them."""
     clients = clients_of(tmp_path)

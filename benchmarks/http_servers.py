@@ -40,7 +40,7 @@ class Server:
     def __init__(self, command: Sequence[str], port: int, log: Path) -> None:
         self.url = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--port", str(port), "--prefill-step-size", "2048"],
+            [sys.executable, *command, "--port", str(port), "--prefill-step-size", "2048"],
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
         )

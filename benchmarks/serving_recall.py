@@ -45,7 +45,7 @@ def served(room: Path, names: Sequence[str], port: int, folders: Sequence[Path])
     options += [part for folder in folders for part in ("--translator", str(folder))]
     log = room / f"{port}.log"
     kept = ["--conversations", str(room / f"kept-{port}")]
-    server = Server(["kvlingo_mlx.cli", "serve", *options, *kept], port, log)
+    server = Server(["-m", "kvlingo_mlx.cli", "serve", *options, *kept], port, log)
     try:
         server.ready()
         yield server

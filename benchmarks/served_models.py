@@ -70,6 +70,6 @@ def write_pair(room: Path, geometry: str, layers: int, precision: str) -> list[s
 
 
 def words(count: int, seed: int) -> str:
-    """A text of so many tokens, which no other seed has."""
-    rng = random.Random(seed)
+    """A text of so many tokens, of which no other seed or length has the beginning."""
+    rng = random.Random(f"{count}/{seed}")
     return " ".join(f"w{rng.randrange(VOCABULARY - 5)}" for _ in range(count))

@@ -42,9 +42,9 @@ ALWAYS = {
                 "prefill_step_size kv_bits memory_budget verbose json_file",
     "chat": "model on_full resume save max_tokens temp prefill_step_size keep_history json_file",
     "serve": "model translator config host port api_key cors route memory_limit max_tokens "
-             "prefill_step_size max_concurrent queue_limit body_limit header_timeout body_timeout "
-             "write_timeout keep_alive worker_timeout stop_timeout conversations "
-             "keep_conversations allow_anyone volatile log_level json_file",
+             "max_kl verbatim prefill_step_size max_concurrent queue_limit body_limit "
+             "header_timeout body_timeout write_timeout keep_alive worker_timeout stop_timeout "
+             "conversations keep_conversations allow_anyone volatile log_level json_file",
     "demo": "every_pair json_file",
     "fit": "source target data out norm capture assignment head_mixing memory_gb force json_file",
     "train": "source target data plain_text seed histogram steps json_file",

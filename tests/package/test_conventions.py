@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -49,9 +50,15 @@ def room(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """A file's syntax tree; four tests look at each."""
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path, *, top_level: bool = False) -> list[str]:
     """Modules that a file imports, in order; all of them or those of its top level."""
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     found = (n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom))
     nodes = tree.body if top_level else sorted(found, key=lambda node: node.lineno)
     names = []
@@ -101,7 +108,7 @@ def test_owners(path: Path) -> None:
         assert "matplotlib" not in names
     if own != "cli":
         assert not names & {"typer", "rich"}
-        calls = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+        calls = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Call)]
         assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"]
     if own in NO_MLX or file.startswith(WITHOUT):
         assert not names & {"mlx", "mlx_lm"}
@@ -213,7 +220,7 @@ MANY = {  # functions of more parameters, by the reason
 
 
 def functions(path: Path) -> list[ast.FunctionDef]:
-    return [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)]
+    return [n for n in ast.walk(parsed(path)) if isinstance(n, ast.FunctionDef)]
 
 
 def lines_of(function: ast.FunctionDef) -> int:

@@ -7,6 +7,7 @@ written one more piece of its prompt: so a long prompt holds nobody up for longe
 from __future__ import annotations
 
 import logging
+import re
 import time
 import traceback
 from collections.abc import Callable
@@ -108,7 +109,10 @@ class Engine:
             return Failed("internal", told)
         line = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         for name, resident in self.residents.all.items():
-            line = line.replace(resident.model.name, name)
+            known = resident.model.name
+            if re.search(r"\W", known):  # a plain word could be any word of the line
+                whole = rf"(?<![\w/.-]){re.escape(known)}(?![\w/-])"
+                line = re.sub(whole, name.replace("\\", r"\\"), line)
         kinds = (
             (NotEnoughMemoryError, "memory"),
             (MemoryError, "memory"),

@@ -272,6 +272,21 @@ def completed(clients: Clients, model: str, prompt: Any, **facts: Any) -> Told:
     return clients.together([Ask(model=model, prompt=prompt, max_tokens=12, **facts)])[0]
 
 
+def test_errors_name_models_by_whole_paths_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder named like a word of the message, and two of which one begins like the other."""
+    for folder in ("the", "x/the", "x/the-large"):
+        (tmp_path / folder).parent.mkdir(exist_ok=True)
+        (tmp_path / folder).symlink_to(zoo("tiny-qwen3-l"))
+    monkeypatch.chdir(tmp_path)
+    models = {"word": "the", "short": "x/the", "long": "x/the-large"}
+    clients = Clients(Engine(settings(tmp_path, models=models)))
+    for name, shown in {"word": "the", "short": "short", "long": "long"}.items():
+        message = clients.one(name, [user("Anna " * 3000)]).failed.message
+        assert message.startswith("the prompt has ") and f"context of {shown} is " in message
+
+
 def test_a_plain_text_is_gone_on_with(clients: Clients) -> None:
     model = kv.load(zoo("tiny-qwen3-l"))
     text = "The home of Anna is Rome. " * 8 + "The home of Oscar is Oslo. The home of Anna"

@@ -14,6 +14,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from kvlingo_mlx.errors import (
     printable,
 )
 from kvlingo_mlx.format.atomic import sync_file
+from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
@@ -80,51 +82,107 @@ def _bytes(array: mx.array) -> bytes:
 # ---- writing ----------------------------------------------------------------------------
 
 
-@unit
-def write(folder: str | os.PathLike[str], exchange: Exchange, transcript: Transcript) -> Path:
-    """Write a conversation to a folder, in place of an older one there.
+@dataclass(frozen=True)
+class Draft:
+    """A conversation as it was at one moment, ready to be written.
 
-    Raises:
-        ValueError: ``folder`` exists and is not a saved conversation.
+    Attributes:
+        facts: What becomes ``conversation.json``, without the names of the files with arrays; as
+            text, since the conversation changes its own lists as it goes on.
+        lines: The arrays of each model's line, by the kind of file (``cache``, ``native``).
     """
-    folder = Path(folder)
-    check_destination(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    written: list[Path] = []
-    try:
-        lines = {
-            name: {"facts": line.facts(), "files": _write_line(folder, index, line, written)}
-            for index, (name, line) in enumerate(exchange.lines.items())
-        }
-        facts = {
-            "format": FORMAT,
-            "version": VERSION,
-            "software": f"kvlingo-mlx {__version__}",
-            "strategy": exchange.rules.switching,
-            "active": exchange.active,
-            "models": {
-                name: describe(line.model) if lines[name]["files"] else {"name": line.model.name}
-                for name, line in exchange.lines.items()
-            },
-            "translators": [
-                {"source": source, "target": target, "sha256": translator.digest}
-                for (source, target), translator in sorted(exchange.directions.loaded.items())
-            ],
-            "transcript": transcript.to_json(),
-            "lines": lines,
-        }
-        _replace(folder / FACTS, json.dumps(facts, indent=1) + "\n")
-    except BaseException:
-        for path in written:
-            path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            folder.rmdir()  # fails unless it is empty, so unless it was made here
-        raise
-    named = {entry["file"] for line in lines.values() for entry in line["files"].values()}
-    for path in folder.iterdir():
-        if OURS.fullmatch(path.name) and path.name not in named:
-            path.unlink()
-    return folder
+
+    facts: str
+    lines: Mapping[str, Mapping[str, Drafted]]
+
+    def write(self, folder: str | os.PathLike[str]) -> Path:
+        """Write it to a folder, in place of an older conversation there.
+
+        Any thread may do that while the conversation goes on; it touches no MLX array.
+
+        Raises:
+            ValueError: ``folder`` exists and is not a saved conversation.
+        """
+        folder = Path(folder)
+        check_destination(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        written: list[Path] = []
+        facts = json.loads(self.facts)
+        lines: dict[str, dict[str, Any]] = facts["lines"]
+        try:
+            for index, (name, entry) in enumerate(lines.items()):
+                entry["files"] = self._write_line(folder, index, name, written)
+            _replace(folder / FACTS, json.dumps(facts) + "\n")
+        except BaseException:
+            for path in written:
+                path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # fails unless it is empty, so unless it was made here
+            raise
+        named = {entry["file"] for line in lines.values() for entry in line["files"].values()}
+        for path in folder.iterdir():
+            if OURS.fullmatch(path.name) and path.name not in named:
+                path.unlink()
+        return folder
+
+    def _write_line(
+        self, folder: Path, index: int, name: str, written: list[Path]
+    ) -> dict[str, Any]:
+        files = {}
+        for what, drafted in self.lines[name].items():
+            temporary = folder / f"line-{index}.{what}.{os.urandom(8).hex()}.safetensors.tmp"
+            written.append(temporary)
+            digest = write_file(temporary, drafted.weights)
+            path = folder / f"line-{index}.{what}.{digest[:16]}.safetensors"
+            if not path.exists():
+                written.append(path)
+            os.replace(temporary, path)
+            files[what] = {"file": path.name, "sha256": digest, "shapes": drafted.shapes}
+        return files
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Arrays of one file, with two axes each, and their true shapes."""
+
+    weights: Weights
+    shapes: Mapping[str, list[int]]
+
+
+@unit
+def draft(exchange: Exchange, transcript: Transcript) -> Draft:
+    """A conversation as it is now; its arrays are shared, not copied."""
+    lines = {name: _drafted(line) for name, line in exchange.lines.items()}
+    facts = {
+        "format": FORMAT,
+        "version": VERSION,
+        "software": f"kvlingo-mlx {__version__}",
+        "strategy": exchange.rules.switching,
+        "active": exchange.active,
+        "models": {
+            name: describe(line.model) if lines[name] else {"name": line.model.name}
+            for name, line in exchange.lines.items()
+        },
+        "translators": [
+            {"source": source, "target": target, "sha256": translator.digest}
+            for (source, target), translator in sorted(exchange.directions.loaded.items())
+        ],
+        "transcript": transcript.to_json(),
+        "lines": {name: {"facts": line.facts()} for name, line in exchange.lines.items()},
+    }
+    return Draft(json.dumps(facts), lines)
+
+
+def _drafted(line: Line) -> dict[str, Drafted]:
+    made = {}
+    for what, arrays in (("cache", line.arrays()), ("native", line.native.arrays())):
+        # Separate array objects, since a cache changes its own in place.
+        own = {name: array[...] for name, array in arrays.items()}
+        mx.eval(list(own.values()))
+        if own:
+            shapes = {name: list(array.shape) for name, array in own.items()}
+            made[what] = Drafted(to_weights(own), shapes)
+    return made
 
 
 def check_destination(folder: Path) -> None:
@@ -137,23 +195,6 @@ def check_destination(folder: Path) -> None:
         raise ValueError(
             f"{folder} exists and is not a saved conversation; choose another name, or remove it"
         )
-
-
-def _write_line(folder: Path, index: int, line: Line, written: list[Path]) -> dict[str, Any]:
-    files = {}
-    for what, arrays in (("cache", line.arrays()), ("native", line.native.arrays())):
-        if arrays:
-            mx.eval(list(arrays.values()))
-            temporary = folder / f"line-{index}.{what}.{os.urandom(8).hex()}.safetensors.tmp"
-            written.append(temporary)
-            digest = write_file(temporary, to_weights(arrays))
-            path = folder / f"line-{index}.{what}.{digest[:16]}.safetensors"
-            if not path.exists():
-                written.append(path)
-            os.replace(temporary, path)
-            shapes = {name: list(array.shape) for name, array in arrays.items()}
-            files[what] = {"file": path.name, "sha256": digest, "shapes": shapes}
-    return files
 
 
 def _replace(path: Path, text: str) -> None:

@@ -12,7 +12,7 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.conversation.accounting import Stats, stats_of
 from kvlingo_mlx.conversation.asking import history_of
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
-from kvlingo_mlx.conversation.folder import write
+from kvlingo_mlx.conversation.folder import Draft, check_destination, draft
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.rules import by_tokenizer
 from kvlingo_mlx.conversation.transcript import Transcript, same_message
@@ -180,4 +180,9 @@ class State:
                 being written.
         """
         with self._use.claimed():
-            return write(folder, self.exchange, self.transcript)
+            check_destination(Path(folder))
+            return self.draft().write(folder)
+
+    def draft(self) -> Draft:
+        """What :meth:`save` would write now; another thread may write it meanwhile."""
+        return draft(self.exchange, self.transcript)

@@ -121,7 +121,7 @@ class File:
         mx.eval(list(arrays.values()))
         self._here: Arrays | None = arrays  # until the file is written
         self.path = _folder() / f"{id(self):x}-{os.urandom(4).hex()}.safetensors"
-        self._digest = _worker().submit(self._write, to_weights(arrays))
+        self._digest = worker().submit(self._write, to_weights(arrays))
         self._read: Future[Weights] | None = None
         self._shapes = {name: array.shape for name, array in arrays.items()}
         weakref.finalize(self, self.path.unlink, missing_ok=True)
@@ -157,7 +157,7 @@ class File:
 
     def recall(self) -> None:
         if self._read is None and self.where == "disk":
-            self._read = _worker().submit(read_file, self.path, self._digest.result())
+            self._read = worker().submit(read_file, self.path, self._digest.result())
 
     def take(self) -> dict[str, mx.array]:
         if (here := self._here) is not None:
@@ -225,7 +225,7 @@ def _sha256(path: Path) -> str:
 
 
 @functools.cache
-def _worker() -> ThreadPoolExecutor:
+def worker() -> ThreadPoolExecutor:
     """The one thread for all files; more would only wait for the same disk.
 
     It touches no MLX array, because MLX evaluates in the thread that made the graph.
@@ -242,7 +242,7 @@ def _folder() -> Path:
         if not _runs(left.name.split("-")[0]):
             shutil.rmtree(left, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root))
-    weakref.finalize(_worker(), shutil.rmtree, made, ignore_errors=True)
+    weakref.finalize(worker(), shutil.rmtree, made, ignore_errors=True)
     return made
 
 

@@ -35,7 +35,7 @@ from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.residents import Resident, Residents
 from kvlingo_mlx.serving.settings import AUTO, Settings
-from kvlingo_mlx.serving.talks import Keys, Talk, find, longest
+from kvlingo_mlx.serving.talks import Key, Keys, Talk, find, longest
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -194,7 +194,7 @@ class Engine:
         talk.told[resident.name] = len(talk.line(resident.name))
         self.keeper.make_room()
 
-    def _talk(self, keys: list[str], job: Job) -> Talk | None:
+    def _talk(self, keys: list[Key], job: Job) -> Talk | None:
         """The talk to go on with, perhaps a new one; None where one is about to be free."""
         if job.ask.messages is None:
             return self._text(job)
@@ -232,7 +232,7 @@ class Engine:
         rules = Rules(on_missing="reprefill", step_size=self._settings.prefill_step_size)
         made = Exchange(alike, (), rules)
         made.directions = self.policy.directions
-        talk = Talk(["text"], texts=made)
+        talk = Talk([("text",)], texts=made)
         self.keeper.add(talk)
         return talk
 
@@ -292,7 +292,7 @@ class Engine:
         job.take(response, resident.model.tokenizer)
         return job.ended or job.ready
 
-    def _written(self, job: Job, talk: Talk, keys: list[str], resident: Resident) -> Steps:
+    def _written(self, job: Job, talk: Talk, keys: list[Key], resident: Resident) -> Steps:
         """Let the conversation answer, and keep what it says."""
         conversation = talk.conversation
         assert conversation is not None

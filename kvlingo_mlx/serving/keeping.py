@@ -17,6 +17,8 @@ import os
 import shutil
 import time
 import uuid
+from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.conversation.folder import Draft
+from kvlingo_mlx.conversation.storage import worker as files
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.loading.translators import home
 from kvlingo_mlx.serving.messages import Ask, Status
@@ -70,6 +74,7 @@ class Keeper:
         # Conversations on disk are found again by servers that are told the same of these.
         paths = {name: each.path for name, each in residents.all.items()}
         self._mine = {"models": paths, "verbatim": settings.verbatim}
+        self._writing: _Writing | None = None
         self._folder: Path | None = None
         if settings.keep_conversations:
             given = settings.conversations
@@ -142,6 +147,8 @@ class Keeper:
         mx.clear_cache()
 
     def _drop(self, talk: Talk) -> None:
+        if self._writing is not None and self._writing.talk is talk:
+            self._settle()
         self.talks.remove(talk)
         if talk.exchange is not None:
             for line in talk.exchange.lines.values():
@@ -169,7 +176,10 @@ class Keeper:
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 facts: dict[str, Any] = json.loads(file.read_text("utf-8"))
                 if all(facts[name] == mine for name, mine in self._mine.items()):
-                    keys, told = list(map(str, facts["keys"])), dict(facts["told"])
+                    keys, told = (
+                        [tuple(map(str, key)) for key in facts["keys"]],
+                        dict(facts["told"]),
+                    )
                     found = Talk(keys, folder=file.with_suffix(""), used=float(facts["used"]))
                     found.told = told
                     self.talks.append(found)
@@ -192,32 +202,46 @@ class Keeper:
 
     def save(self, talk: Talk) -> bool:
         """Write an idle talk to disk, unless it is there as it is; return whether it is there."""
+        self._settle()
         if self._folder is None or talk.conversation is None:
             return talk.folder is not None
-        if talk.saved_at == talk.used:
-            return True
-        path, before = self._folder / uuid.uuid4().hex, talk.folder
-        facts = {
-            "keys": talk.keys,
-            "told": talk.told,
-            "used": talk.used,
-            **self._mine,
-        }
+        if talk.saved_at != talk.used:
+            self._begin(self._folder, talk)
+            self._settle()
+        return talk.folder is not None and talk.saved_at == talk.used
+
+    def _begin(self, folder: Path, talk: Talk) -> None:
+        """Let another thread write an idle talk to disk; it may go on meanwhile."""
+        assert talk.conversation is not None
+        path = folder / uuid.uuid4().hex
+        facts = {"keys": talk.keys, "told": talk.told, "used": talk.used, **self._mine}
         try:
             with self._residents.asleep():
-                talk.conversation.save(path)
-            draft = path.with_suffix(DRAFT)
-            with open(os.open(draft, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
-                json.dump(facts, file)
-            draft.replace(path.with_suffix(".json"))
+                draft = talk.conversation.draft()
         except LOST as error:
-            log.warning("a conversation cannot be kept on disk (%s)", error)
-            shutil.rmtree(path, ignore_errors=True)
-            return False
-        talk.folder, talk.saved_at = path, talk.used
+            self._unsaved(talk, talk.used, error)
+            return
+        written = files().submit(_write, draft, path, json.dumps(facts))
+        self._writing = _Writing(talk, talk.used, path, written)
+
+    def _settle(self) -> None:
+        """Wait until what is being written is on disk, if anything is."""
+        if self._writing is None:
+            return
+        done, self._writing = self._writing, None
+        try:
+            done.written.result()
+        except LOST as error:
+            self._unsaved(done.talk, done.used, error)
+            return
+        before, done.talk.folder = done.talk.folder, done.path
+        done.talk.saved_at = done.used
         if before is not None:
             _remove(before)
-        return True
+
+    def _unsaved(self, talk: Talk, used: float, error: BaseException) -> None:
+        log.warning("a conversation cannot be kept on disk (%s)", error)
+        talk.unsaved_at = used
 
     def back(self, talk: Talk) -> bool:
         """Bring a talk back from disk; False, and it is forgotten, if it is lost or out of date."""
@@ -241,13 +265,16 @@ class Keeper:
         return True
 
     def tidy(self) -> None:
-        """Write one talk that has been idle for a while to disk, in case the process crashes."""
+        """Begin to write one talk that has been idle for a while, in case the process crashes."""
+        if self._writing is not None and not self._writing.written.done():
+            return
+        self._settle()
         late = time.time() - IDLE_S
         for talk in self.talks:
             idle = not talk.busy and talk.conversation is not None and talk.used < late
-            if idle and self._folder is not None and talk.saved_at != talk.used:
-                if not self.save(talk):
-                    talk.saved_at = talk.used  # not again before it changes
+            new = talk.used not in (talk.saved_at, talk.unsaved_at)
+            if idle and new and self._folder is not None:
+                self._begin(self._folder, talk)
                 return
 
     def close(self) -> None:
@@ -268,6 +295,30 @@ class Keeper:
             lines_bytes=sum(talk.nbytes for talk in here),
             budget_bytes=0 if math.isinf(self.budget) else int(self.budget),
         )
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """A talk that another thread writes to disk, as it was when it was used last."""
+
+    talk: Talk
+    used: float
+    path: Path
+    written: Future[None]
+
+
+def _write(draft: Draft, path: Path, facts: str) -> None:
+    """Write a conversation, then its keys; nothing of it is left where that fails."""
+    keys = path.with_suffix(DRAFT)
+    try:
+        draft.write(path)
+        with open(os.open(keys, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
+            file.write(facts)
+        keys.replace(path.with_suffix(".json"))
+    except BaseException:
+        keys.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def _remove(path: Path) -> None:

@@ -2,7 +2,8 @@
 
 Clients send the whole history with every request. A talk knows the keys of the messages that it
 has read and written; the talk that shares the longest beginning with a request is the one to go on
-with. What really need not be read anew is decided token by token, by its lines.
+with. A long message that begins like another one (a document, and another question about it) counts
+by its parts. What really need not be read anew is decided token by token, by its lines.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,15 @@ from typing import Any
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.serving.messages import Ask, Message
 
-REDONE = 2  # a request that changes no more than so many last messages goes on with the same talk
+PART = 1000  # characters of a message's parts
+# A request that leaves out no more than so many last messages, and parts of them, goes on with the
+# same talk.
+REDONE, REDONE_PARTS = 2, 3
 ids = itertools.count()
+Key = tuple[str, ...]  # of a whole message, and of its beginnings, each one part longer
 
 
 class Keys:
@@ -37,18 +43,20 @@ class Keys:
     def __init__(self, patterns: Sequence[str] = ()) -> None:
         self._patterns = [re.compile(pattern) for pattern in patterns]
 
-    def of(self, ask: Ask) -> list[str]:
+    def of(self, ask: Ask) -> list[Key]:
         """The keys of what stands before the messages, and of each message."""
-        head = _key([ask.tools, sorted(ask.template.items())])
-        return [head, *map(self.message, ask.messages or ())]
+        tools = _json(ask.tools)
+        head = _digest(_json([tools, sorted(ask.template.items())]))
+        return [(head, *_beginnings("tools", tools)), *map(self.message, ask.messages or ())]
 
-    def message(self, message: Message) -> str:
+    def message(self, message: Message) -> Key:
         """A message's key: its role, content and tool calls, white space around them apart."""
-        lines = str(message.get("content") or "").split("\n")
+        role, content = message.get("role"), str(message.get("content") or "")
+        lines = content.split("\n")
         kept = [line for line in lines if not any(p.search(line) for p in self._patterns)]
-        content = "\n".join(kept)
         calls = [_call(call) for call in message.get("tool_calls") or ()]
-        return _key([message.get("role"), content.strip(), calls])
+        whole = _digest(_json([role, "\n".join(kept).strip(), calls]))
+        return (whole, *_beginnings(str(role), content))
 
 
 def _call(call: Mapping[str, Any]) -> list[Any]:
@@ -60,15 +68,29 @@ def _call(call: Mapping[str, Any]) -> list[Any]:
     return [function.get("name"), arguments]
 
 
-def _key(data: Any) -> str:
-    text = json.dumps(data, sort_keys=True, ensure_ascii=False, default=str)
+def _json(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def shared(one: Sequence[str], other: Sequence[str]) -> int:
-    """The number of leading keys that two lists have in common."""
-    pairs = zip(one, other, strict=False)
-    return next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _beginnings(what: str, text: str) -> Iterator[str]:
+    """The digests of a text's first part, of its first two parts, and so on."""
+    made = hashlib.blake2b(what.encode(), digest_size=8)
+    for start in range(0, len(text) - PART + 1, PART):
+        made.update(text[start : start + PART].encode("utf-8", "surrogatepass"))
+        yield made.hexdigest()
+
+
+def shared(one: Sequence[Key], other: Sequence[Key]) -> tuple[int, int]:
+    """The number of leading messages that two lists share, and of parts of the next message."""
+    pairs = list(zip(one, other, strict=False))
+    whole = next((n for n, (a, b) in enumerate(pairs) if a[0] != b[0]), len(pairs))
+    if whole == len(pairs):
+        return whole, 0
+    return whole, common_prefix(pairs[whole][0][1:], pairs[whole][1][1:])
 
 
 @dataclass(eq=False)
@@ -87,12 +109,13 @@ class Talk:
         pinned: Whether it stays in memory.
         used: When it was last used, in seconds since the epoch.
         saved_at: ``used`` of the state that is in ``folder``.
+        unsaved_at: ``used`` of the state that could not be saved.
         told: The length of each model's line after its last answer here, without what it has had
             to drop since then.
         number: Tells it from all others of this process.
     """
 
-    keys: list[str]
+    keys: list[Key]
     messages: list[dict[str, Any]] = field(default_factory=list)
     conversation: Conversation | None = None
     texts: Exchange | None = None
@@ -103,6 +126,7 @@ class Talk:
     pinned: bool = False
     used: float = field(default_factory=time.time)
     saved_at: float | None = None
+    unsaved_at: float | None = None
     told: dict[str, int] = field(default_factory=dict)
     number: int = field(default_factory=ids.__next__)
 
@@ -136,7 +160,7 @@ class Talk:
     def taken_over(self, ask: Ask, common: int) -> list[dict[str, Any]]:
         """The request's messages, those it shares with this talk as this talk has read them.
 
-        ``common`` counts shared keys, of which the first is no message's.
+        ``common`` counts shared keys of whole messages, of which the first is no message's.
         """
         own = self.messages[: max(0, common - 1)]
         return [*own, *(dict(m) for m in (ask.messages or ())[len(own) :])]
@@ -144,7 +168,7 @@ class Talk:
 
 @dataclass(frozen=True)
 class Found:
-    """The talk to go on with, how many keys it shares, and whether a copy of it is to go on."""
+    """The talk to go on with, how many whole messages it shares, and whether a copy goes on."""
 
     talk: Talk
     common: int
@@ -163,19 +187,25 @@ def longest(talks: Iterable[Talk], name: str, tokens: Sequence[int]) -> Talk | N
     return None if best is None else best[1]
 
 
-def find(talks: Iterable[Talk], keys: Sequence[str]) -> Found | None:
+def find(talks: Iterable[Talk], keys: Sequence[Key]) -> Found | None:
     """The talk that shares the longest beginning with a request; None if it would be a new one.
 
-    What shares nothing but the head (tools) has nothing to give. Among equals an idle talk is
-    preferred, then the one used last. A copy goes on where the talk is busy, or where the request
-    leaves more of it out than the last exchange: then another client is likely to go on with that.
+    What shares nothing but a short head (tools) has nothing to give. Among equals one in memory
+    is preferred, then an idle one, then the one used last. A copy goes on where the talk is busy,
+    or where the request leaves more of it out than a last exchange of a usual length: then
+    another client is likely to go on with that.
     """
-    best: tuple[tuple[int, bool, float], Talk] | None = None
+    best: tuple[tuple[int, int, bool, bool, float], Talk] | None = None
     for talk in talks:
-        rank = shared(talk.keys, keys), not talk.busy, talk.used
-        if rank[0] > 1 and (best is None or rank > best[0]):
+        whole, parts = shared(talk.keys, keys)
+        gives = whole > 1 or parts or (whole and len(keys[0]) > 1)
+        rank = whole, parts, talk.exchange is not None, not talk.busy, talk.used
+        if gives and (best is None or rank > best[0]):
             best = rank, talk
     if best is None:
         return None
-    (common, idle, _), talk = best
-    return Found(talk, common, apart=not idle or len(talk.keys) - common > REDONE)
+    (common, parts, _, idle, _), talk = best
+    out = talk.keys[common:]
+    lost = sum(len(key) - 1 for key in out) - parts
+    apart = not idle or len(out) > REDONE or lost > REDONE_PARTS
+    return Found(talk, common, apart)

@@ -233,6 +233,39 @@ def test_a_prefix_that_is_in_use_is_shared(clients: Clients) -> None:
         assert expected.startswith(other.text.strip()) and other.text
 
 
+def document(rng: random.Random, facts: int = 60) -> str:
+    return " ".join(f"{rng.choice(WORDS)} lives in {rng.choice(WORDS)}." for _ in range(facts))
+
+
+@pytest.mark.parametrize("model", ["large", "moe"])
+def test_another_question_about_a_long_message_reads_the_question(
+    clients: Clients, model: str
+) -> None:
+    """No message is shared; another model translates what the first has read."""
+    text = document(random.Random(1))
+    first = clients.one("large", [user(f"{text} Where does Anna live?")])
+    history = [user(f"{text} Who lives in Rome, and who does not?")]
+    second = clients.one(model, history)
+    usage = second.usage
+    assert usage.prompt_tokens > first.usage.prompt_tokens > 300
+    assert usage.read_tokens < 40
+    assert (usage.translated_tokens > 250) == (model == "moe")
+    if model == "large":
+        assert second.text.strip() == Reference().answer("large", history).strip()
+
+
+def test_long_first_messages_of_two_clients_stay_apart(clients: Clients) -> None:
+    """They share the system message; each goes on with its own conversation."""
+    system = {"role": "system", "content": document(random.Random(0), 10)}
+    histories = [[system, user(document(random.Random(n), 190))] for n in (1, 2)]
+    for history in histories:
+        history += [said(clients.one("large", history).text), user("And Oscar?")]
+    for history in histories:
+        told = clients.one("large", history)
+        assert told.usage.read_tokens < 50, told.usage
+    assert len(clients.engine.keeper.talks) == 2
+
+
 def test_conversations_survive_a_restart(tmp_path: Path) -> None:
     clients = Clients(Engine(settings(tmp_path)))
     history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]

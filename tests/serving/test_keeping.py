@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 
 pytest.importorskip("pydantic")
 
+from kvlingo_mlx.conversation import folder
 from kvlingo_mlx.embedded import zoo
-from kvlingo_mlx.serving import admission, jobs, worker
+from kvlingo_mlx.serving import admission, jobs, keeping, worker
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Waiting
 from kvlingo_mlx.serving.settings import Settings
@@ -80,6 +82,65 @@ def test_keys_that_were_not_written_whole_go(tmp_path: Path) -> None:
     said = {"role": "assistant", "content": told.text}
     question = {"role": "user", "content": "Where?"}
     assert again.one("large", [*HISTORY, said, question]).usage.cached_tokens > 0
+
+
+def test_an_idle_conversation_is_written_while_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing takes long; what is on disk is the conversation as it was when it began."""
+    monkeypatch.setattr(keeping, "IDLE_S", 0.0)
+    clients, begun, on = clients_of(tmp_path), threading.Event(), threading.Event()
+    write = folder.write_file
+
+    def slowly(*given: Any) -> str:
+        begun.set()
+        assert on.wait(60)
+        return write(*given)
+
+    monkeypatch.setattr(folder, "write_file", slowly)
+    told = clients.one("large", HISTORY)
+    keeper = clients.engine.keeper
+    (talk,) = keeper.talks
+    keeper.tidy()
+    assert begun.wait(60) and talk.folder is None
+    more = [*HISTORY, {"role": "assistant", "content": told.text}, HISTORY[0]]
+    second = clients.one("large", more)  # does not wait
+    assert second.usage.cached_tokens > 0 and talk.folder is None
+    keeper.tidy()  # one at a time
+    on.set()
+    assert keeper._writing is not None
+    keeper._writing.written.result(60)
+    shutil.copytree(tmp_path / "kept", tmp_path / "crashed")
+    again = clients_of(tmp_path, conversations=str(tmp_path / "crashed"))
+    found = again.one("large", more)
+    assert found.text == second.text
+    assert found.usage.cached_tokens == second.usage.cached_tokens
+
+
+def test_what_cannot_be_written_is_told_and_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(keeping, "IDLE_S", 0.0)
+    clients = clients_of(tmp_path)
+    clients.one("large", HISTORY)
+    keeper = clients.engine.keeper
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "write_file", full)
+        for _ in range(3):
+            keeper.tidy()
+            if keeper._writing is not None:
+                keeper._writing.written.exception(60)
+        assert caplog.text.count("cannot be kept on disk") == 1  # it is tried once
+        assert [path.name for path in (tmp_path / "kept").iterdir()] == ["lock"]
+    keeper.budget = 1
+    keeper.make_room()  # there is space again
+    keeper.budget = 10**12
+    (talk,) = keeper.talks
+    assert talk.conversation is None and talk.folder is not None
+    assert clients.one("large", HISTORY).usage.read_tokens == 1
 
 
 def test_a_worker_that_lost_its_front_may_still_save(tmp_path: Path) -> None:

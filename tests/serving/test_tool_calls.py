@@ -225,8 +225,7 @@ def test_an_answer_of_two_calls(
     monkeypatch.setattr(
         "kvlingo_mlx.serving.engine.sampler_of", lambda _: lambda _: mx.array([next(script)])
     )
-    settings = Settings(models={"a": str(root / "a")}, conversations=str(tmp_path / "kept"))
-    clients = Clients(Engine(settings))
+    clients = engine_of(root, tmp_path)
     facts: dict[str, Any] = {"tools": tuple(CHAT), "parallel_tool_calls": parallel, "template": {}}
     told = clients.together([asked("a", ASKED, max_tokens=200, **facts)])[0]
     calls = [call for event in told.events for call in getattr(event, "tool_calls", ())]
@@ -240,12 +239,36 @@ def test_an_answer_of_two_calls(
     assert held - 1 <= again.cached_tokens <= held
 
 
+def engine_of(root: Path, tmp_path: Path) -> Clients:
+    kept = str(tmp_path / "kept")
+    return Clients(Engine(Settings(models={"a": str(root / "a")}, conversations=kept)))
+
+
 def test_one_model_alone_is_served(root: Path, tmp_path: Path) -> None:
     """Also after a restart; what concerns several models is left out."""
-    settings = Settings(models={"a": str(root / "a")}, conversations=str(tmp_path / "kept"))
-    first = Clients(Engine(settings))
+    first = engine_of(root, tmp_path)
     held = first.one("a", ASKED, max_tokens=3).usage.prompt_tokens
     first.engine.close()
     first.engine.keeper.release()
-    again = Clients(Engine(settings)).one("a", ASKED, max_tokens=3).usage
+    again = engine_of(root, tmp_path).one("a", ASKED, max_tokens=3).usage
     assert again.cached_tokens == held - 1 and again.strategy == "kept"
+
+
+def test_long_tools_are_shared_without_a_message(root: Path, tmp_path: Path) -> None:
+    """What stands before the messages is long enough to be worth it."""
+    clients, other_question = engine_of(root, tmp_path), [{"role": "user", "content": "Snow?"}]
+
+    def tools(last: str) -> tuple[dict[str, Any], ...]:
+        texts = [*(f"Say whether {n} days are fine. " * 9 for n in range(9)), last]
+        return tuple(
+            {"type": "function", "function": {"name": f"f{n}", "description": text}}
+            for n, text in enumerate(texts)
+        )
+
+    clients.one("a", ASKED, tools=tools("Anna"))
+    same = clients.one("a", other_question, tools=tools("Anna"))
+    assert same.usage.read_tokens < 30 < 2000 < same.usage.cached_tokens
+    other = clients.one("a", other_question, tools=tools("Oscar"))
+    assert other.usage.cached_tokens > 2000
+    short = clients.one("a", other_question)
+    assert short.usage.cached_tokens == 0  # negative control: nothing is shared

@@ -146,13 +146,20 @@ class _Group:
         self._ear = Ear(model) if records else None
         self._heard, self._merged = 0, False
         self._batch: GenerationBatch | None = None
+        self.ahead: set[Row] = set()  # those that have a token which the model has yet to run
 
     def add(self, row: Row, cache: Sequence[Any]) -> None:
-        """Run a row's first token, alone, and let it join the others."""
+        """Run a row's first token, alone, give it what follows, and let it join the others.
+
+        mlx-lm begins the next step before it hands out a token. The first token is waited for, so
+        it is given before that.
+        """
         self._hear()  # what the others wrote until now, before the rows change
         first = _begun(self._model, row, cache, self._ear)
         if self._ear is not None:
             row.parts.append(self._ear.take(0))
+        row.give(int(first._next_tokens.item()), first._next_logprobs[0])
+        self.ahead.add(row)
         if self._batch is None:
             self._batch = first
         else:
@@ -172,7 +179,9 @@ class _Group:
                 given = self._batch.next()
             self._heard += 1
         for row, response in zip(self.rows, given, strict=True):
-            row.give(response.token, response.logprobs)
+            if row not in self.ahead:
+                row.give(response.token, response.logprobs)
+        self.ahead.clear()
 
     def remove(self, row: Row) -> list[Any]:
         """Take a row out; return its caches, which hold what it has run."""
@@ -264,14 +273,17 @@ class Batch:
         self._steps += 1
         with mx.stream(generation_stream):
             for group in list(self._groups):
-                try:
-                    group.step()
-                except (RuntimeError, MemoryError) as error:
-                    self._groups.remove(group)
-                    for row in group.rows:
-                        row.fail(KVLingoError(f"{self._model.name} cannot go on: {error}"))
+                self._advance(group)
         if self._steps % CLEARED_EVERY == 0:
             mx.clear_cache()
+
+    def _advance(self, group: _Group) -> None:
+        try:
+            group.step()
+        except (RuntimeError, MemoryError) as error:
+            self._groups.remove(group)
+            for row in group.rows:
+                row.fail(KVLingoError(f"{self._model.name} cannot go on: {error}"))
 
     @unit
     def leave(self, row: Row) -> tuple[list[Any], list[KVStates]] | None:
@@ -280,6 +292,10 @@ class Batch:
         if group is None:
             return None
         with mx.stream(generation_stream):
+            if row in group.ahead:
+                self._advance(group)
+                if group not in self._groups:
+                    return None
             cache = group.remove(row)
         if not group.rows:
             self._groups.remove(group)

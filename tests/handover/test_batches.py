@@ -199,7 +199,46 @@ def test_an_error_of_the_model_ends_all_its_answers(
     )
     batch.step()
     for row in rows:
+        assert row.take() is not None  # the first token was there before
         with pytest.raises(KVLingoError, match="cannot go on: out of memory"):
             row.take()
         assert batch.leave(row) is None
     assert not len(batch) and not batch.full
+
+
+def test_an_answer_of_one_token_that_cannot_be_run_leaves_nothing(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token is told before the model has run it, which then fails."""
+    model, tokens = models["qwen3"], prompt(9, 1)
+    batch = Batch(model, records=True, size=2)
+    cache = filled(model, tokens)
+    row = batch.join(cache, tokens, GREEDY, 1)
+    assert row.take() is not None and row.over
+    failing = lambda _: (_ for _ in ()).throw(RuntimeError("out of memory"))  # noqa: E731
+    monkeypatch.setattr("kvlingo_mlx.handover.batches.GenerationBatch.next", failing)
+    assert batch.leave(row) is None and not len(batch)
+
+
+def test_the_first_token_does_not_wait_for_the_second_step(
+    models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = models["qwen3"], prompt(9, 1)
+    calls = []
+    whole = type(model.model).__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return whole(self, *args, **kwargs)
+
+    batch, cache = Batch(model, records=False), filled(model, tokens)
+    monkeypatch.setattr(type(model.model), "__call__", counted)
+    row = batch.join(cache, tokens, GREEDY, 3)
+    assert row.take() is not None and len(calls) == 1
+    while not row.over:
+        batch.step()
+        row.take()
+    left = batch.leave(row)
+    assert (
+        left is not None and left[0][0].offset == len(tokens) - 1 + len(row.run) == len(tokens) + 3
+    )

@@ -44,17 +44,20 @@ from kvlingo_mlx.training import (  # noqa: E402
     command_line,
     distill,
     stage1,
-    torch_model,
 )
-from kvlingo_mlx.training.distributed import Group  # noqa: E402
-from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
-from kvlingo_mlx.training.objectives import loss_of, objective_named  # noqa: E402
+from kvlingo_mlx.training.group import Group  # noqa: E402
+from kvlingo_mlx.training.initial import initial  # noqa: E402
+from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
+from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
+from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.training.on_torch.losses import loss_of  # noqa: E402
+from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
+from kvlingo_mlx.training.on_torch.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, reconstruction  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runs import Best  # noqa: E402
-from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
-from kvlingo_mlx.training.translator import TorchTranslator, initial  # noqa: E402
+from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 from tests.support import ROOT  # noqa: E402
 from tests.support.trainings import (  # noqa: E402
@@ -226,7 +229,7 @@ def test_closed_form_equals_the_devices(
     device = kv.fit(*(models[n] for n in pair), data, norm=norm, nu=nu).to_weights()
     source, target = (torch_models[n] for n in pair)
     config = linear_config(source, target, nu=nu)
-    arrays, provenance = stage1.closed_form(config, source, target, data, norm=norm)
+    arrays, provenance = stage1.closed_form(config, pair_of(source, target), data, norm=norm)
     assert provenance["samples"] == 10
     assert set(arrays) == set(device.arrays)
     for name, array in arrays.items():
@@ -305,7 +308,7 @@ def test_a_joint_closed_form_equals_least_squares(torch_models: dict[str, TorchM
     source, target = torch_models["moe"], torch_models["dense"]
     config = linear_config(source, target, joint=True)
     data = [Random(60, different=99).sample(i) for i in range(10)]
-    arrays, _ = stage1.closed_form(config, source, target, data)
+    arrays, _ = stage1.closed_form(config, pair_of(source, target), data)
     read_, wanted = ([model.states(s.prefix) for s in data] for model in (source, target))
     for t, (layer,) in enumerate(config.assignment.keys):
         x = torch.cat([torch.cat([s.keys[layer], s.values[layer]], -1) for s in read_]).double()
@@ -368,7 +371,7 @@ def test_objectives_equal_plain_sums(
     monkeypatch: pytest.MonkeyPatch, name: str, weight: float
 ) -> None:
     """In float64, in blocks of three tokens, against the formulas written out."""
-    monkeypatch.setattr("kvlingo_mlx.training.objectives.BLOCK", 3)
+    monkeypatch.setattr("kvlingo_mlx.training.on_torch.losses.BLOCK", 3)
     generator = torch.Generator().manual_seed(0)
     student, teacher, head = (
         torch.randn(shape, generator=generator, dtype=torch.float64)
@@ -890,7 +893,7 @@ import torch
 sys.path.insert(0, {root!r})
 torch.set_num_threads(1)
 from tests.support.trainings import Random, Recipe, TrainingPlan, Training, torch_model
-from kvlingo_mlx.training.distributed import join, leave
+from kvlingo_mlx.training.on_torch.distributed import join, leave
 group = join("cpu")
 models = [torch_model.load(f, dtype=torch.float32) for f in {folders!r}]
 recipe = Recipe(steps=4, batch=3, learning_rates=(1e-2,), validate_every=2)

@@ -132,11 +132,11 @@ def entry(
     The first one is at position ``start``, or each at its own of ``positions`` (T,).
     """
     heads = model.geometry.layers[layer].kv_heads
-    groups = (
-        LayerGroup((layer,), start, side.reshape(1, 1, len(side), heads, -1).swapaxes(2, 3))
+    one, other = (
+        (LayerGroup((layer,), start, side.reshape(1, 1, len(side), heads, -1).swapaxes(2, 3)),)
         for side in (keys, values)
     )
-    states = TranslatedStates(*((group,) for group in groups), capture)
+    states = TranslatedStates(one, other, capture)
     ((_, _, stored),) = _stored(states, model, positions)
     return stored
 

@@ -181,7 +181,7 @@ class Checkpoints:
         Raises:
             KVLingoError: The disk is full; the previous checkpoint is still there.
         """
-        tensors = {}
+        tensors: dict[str, np.ndarray] = {}
         for index, run in enumerate(training.runs):
             tensors |= {f"{index}/{n}": a for n, a in run.translator.state().items()}
         facts = {

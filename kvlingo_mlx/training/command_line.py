@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ class Options:
         self._mixture()
         self.runtime.check_device(self.place)
 
-    @cached_property
+    @property
     def place(self) -> str:
         """The device: ``mlx``, or PyTorch's name of one."""
         place = self.device or ("cuda" if training.has_cuda() else "mlx")
@@ -53,7 +52,7 @@ class Options:
             raise ValueError(f"--device is {place!r}; it must be mlx, cuda, cuda:N or cpu")
         return place
 
-    @cached_property
+    @property
     def runtime(self) -> Any:
         """The module that opens models for the device.
 

@@ -35,6 +35,9 @@ class Model(Protocol):
     def path(self) -> Path | None: ...
 
     @property
+    def family(self) -> Any: ...
+
+    @property
     def tokenizer(self) -> Any: ...
 
     @property

@@ -249,6 +249,7 @@ def as_numpy(array: Any) -> np.ndarray:
 
 def _numpy(sums: Any) -> Moments:
     """Sums as NumPy arrays, for the solver."""
-    moments = Moments(*sums.xy.shape, sums.tokens)
+    inputs, outputs = sums.xy.shape
+    moments = Moments(inputs, outputs, sums.tokens)
     moments.xx, moments.xy, moments.yy = map(as_numpy, (sums.xx, sums.xy, sums.yy))
     return moments

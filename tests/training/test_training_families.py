@@ -29,6 +29,7 @@ from kvlingo_mlx.models import capture  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import stage1  # noqa: E402
+from kvlingo_mlx.training.forward import Maps  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
 from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402
@@ -284,16 +285,16 @@ def test_what_lies_before_a_window_has_no_part_in_a_step(
     source, target = torch_models["gemma2x32"], torch_models["gemma4x16"]
     config = linear_config(source, target, nu=2)
     reading = read(source, target, sample_of(60), "pre_norm")
-    apply, found = TorchTranslator._apply, []
+    apply, found = Maps._apply, []
     for whole in (False, True):
         rows: list[int] = []
 
-        def counted(self: Any, name: str, x: torch.Tensor, rows: list[int] = rows) -> torch.Tensor:
+        def counted(self: Maps, m: Any, tensors: Any, x: Any, rows: list[int] = rows) -> Any:
             rows.append(len(x))
-            return apply(self, name, x)
+            return apply(self, m, tensors, x)
 
         with monkeypatch.context() as patch:
-            patch.setattr(TorchTranslator, "_apply", counted)
+            patch.setattr(Maps, "_apply", counted)
             if whole:
                 patch.setattr(CacheGeometry, "first_kept", lambda self, count: [0] * 5)
             translator = TorchTranslator.from_arrays(config, random_arrays(config), "cpu")

@@ -71,7 +71,8 @@ def read(
             )
             mx.eval([c.state for c in cache])
     with working():
-        own = [tuple(array[...] for array in caches.contents(c)) for c in cache[:native_layers]]
+        held = map(caches.contents, cache[:native_layers])
+        own = [(keys[...], values[...]) for keys, values in held]
         mx.eval(own)
     parts, following = [], (prefix[-1], *continuation[:-1])
     for start in range(0, len(following), STEP):
@@ -242,9 +243,9 @@ def reconstruction_loss(
 
         with working():
             if scale == 0.0:
-                total += error(tensors).item()
+                total += float(error(tensors).item())  # type: ignore[arg-type]
                 continue
             value, gradients = mx.value_and_grad(error)(tensors)
             translator.learn({name: scale * g for name, g in gradients.items()})
-            total += value.item()
+            total += float(value.item())  # type: ignore[arg-type]
     return total

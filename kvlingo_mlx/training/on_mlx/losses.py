@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from kvlingo_mlx.backend import mx
 
@@ -20,7 +21,7 @@ def sums_of(
     *,
     with_gradient: bool = True,
 ) -> tuple[mx.array, mx.array | None]:
-    """The mean KL and cross-entropy of one continuation, (2,), and the objective's gradient, lazily.
+    """A continuation's mean KL and cross-entropy, (2,), and the objective's gradient, lazily.
 
     Args:
         objective: The objective to minimise.
@@ -58,7 +59,8 @@ def sums_of(
 
 def loss_of(objective: Objective, means: mx.array) -> Loss:
     """The loss of the mean KL and cross-entropy (2,)."""
-    kl, ce = means.tolist()  # type: ignore[misc]
+    values: Any = means.tolist()
+    kl, ce = map(float, values)
     return Loss(objective.kl * kl + objective.ce * ce, kl)
 
 

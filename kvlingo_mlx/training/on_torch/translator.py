@@ -72,7 +72,7 @@ class TorchTranslator:
 
     def state(self) -> dict[str, np.ndarray]:
         """The tensors and the optimizer's moments."""
-        found = {}
+        found: dict[str, np.ndarray] = {}
         for name, tensor in self.tensors.items():
             moments = self.optimizer.state.get(tensor, {})
             kept = {name: tensor.detach(), **{f"{name}/{m}": moments[m] for m in moments}}

@@ -47,7 +47,7 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.training.torch_model import TorchModel
+from kvlingo_mlx.training.on_torch.model import TorchModel
 
 COMMON = {
     "vocab_size": 151_936, "head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-6,

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -30,9 +31,11 @@ from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training import stage1, torch_model
+from kvlingo_mlx.training import stage1
 from kvlingo_mlx.training.distill import Distillation
-from kvlingo_mlx.training.gradients import Reading
+from kvlingo_mlx.training.on_torch import model as torch_model
+from kvlingo_mlx.training.on_torch.gradients import Reading
+from kvlingo_mlx.training.on_torch.pair import Pair
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import start_runs
 from kvlingo_mlx.translators import build
@@ -47,14 +50,15 @@ TRAINED = (
 )
 
 
-class Lockstep(Distillation):
-    """A distillation that finds its readings where an earlier one of the same step left them."""
+@dataclass(frozen=True)
+class Lockstep(Pair):
+    """A pair that finds its readings where an earlier training of the same step left them."""
 
-    shared: dict[Sample, Reading]
+    shared: dict[Sample, Reading] = field(default_factory=dict)
 
-    def read(self, sample: Sample) -> Reading:
+    def read(self, sample: Sample, config: TranslatorConfig) -> Reading:
         if sample not in self.shared:
-            self.shared[sample] = super().read(sample)
+            self.shared[sample] = super().read(sample, config)
         return self.shared[sample]
 
 
@@ -78,12 +82,12 @@ def run_seed(
     for norm in NORMS:
         started = time.perf_counter()
         samples = fit_samples(pair[1], args.fit_dialogues, seed)
-        fits[norm], _ = stage1.closed_form(config, *twins, samples, norm=norm)
+        fits[norm], _ = stage1.closed_form(config, Pair(*twins), samples, norm=norm)
         seconds[norm] = round(time.perf_counter() - started, 1)
     readings: dict[Sample, Reading] = {}
     kept = stream.held_out(args.validation)
     trainings = {}
-    starts = {norm: start_runs(config, fits[norm], (0.0,), twins[1].device) for norm in NORMS}
+    starts = {norm: start_runs(Pair(*twins), config, fits[norm], (0.0,)) for norm in NORMS}
     probe = {n: lockstep(twins, starts[n], stream, kept, Recipe(), readings) for n in NORMS}
     for norm in NORMS:
         probe[norm].validate()
@@ -96,7 +100,7 @@ def run_seed(
         recipe = Recipe(
             steps=args.steps, batch=args.batch, learning_rates=(rate,), objective=objective
         )
-        runs = start_runs(config, fits[norm or better], (rate,), twins[1].device)
+        runs = start_runs(Pair(*twins), config, fits[norm or better], (rate,))
         trainings[name] = lockstep(twins, runs, stream, kept, recipe, readings)
     curves = {name: [start_kl[norm or better]] for name, norm, _ in TRAINED if name in trainings}
     started = time.perf_counter()
@@ -125,10 +129,8 @@ def run_seed(
     }  # fmt: skip
 
 
-def lockstep(twins, runs, stream, kept, recipe, readings) -> Lockstep:
-    training = Lockstep(*twins, runs, stream, kept, recipe)
-    training.shared = readings
-    return training
+def lockstep(twins, runs, stream, kept, recipe, readings) -> Distillation:
+    return Distillation(Lockstep(*twins, readings), runs, stream, kept, recipe)
 
 
 def judge(pair, config, arrays, samples) -> dict[str, quality.Score]:

@@ -29,9 +29,10 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.distill import Distillation
+from kvlingo_mlx.training.on_torch.model import TorchModel
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import start_runs
-from kvlingo_mlx.training.torch_model import TorchModel
+from kvlingo_mlx.training.runtime import pair_of
 
 VOCABULARY = 151_936
 DENSE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -83,9 +84,10 @@ def start(source: TorchModel, target: TorchModel, args: argparse.Namespace) -> D
         shape = (m.outputs, m.inputs)
         arrays[f"{m.name}.weight"] = rng.normal(size=shape).astype(np.float32) / m.inputs**0.5
         arrays[f"{m.name}.bias"] = np.zeros(m.outputs, np.float32)
-    runs = start_runs(config, arrays, (1e-4,), target.device)
+    pair = pair_of(source, target)
+    runs = start_runs(pair, config, arrays, (1e-4,))
     stream = OneSample(random_sample(args))
-    return Distillation(source, target, runs, stream, [], Recipe(batch=1))
+    return Distillation(pair, runs, stream, [], Recipe(batch=1))
 
 
 class OneSample:

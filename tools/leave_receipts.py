@@ -15,9 +15,9 @@ import torch
 
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.training import torch_model
-from kvlingo_mlx.training.receipt import receipt
-from kvlingo_mlx.training.translator import TorchTranslator
+from kvlingo_mlx.training.on_torch import model as torch_model
+from kvlingo_mlx.training.on_torch.receipt import receipt
+from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
 
 def main() -> None:

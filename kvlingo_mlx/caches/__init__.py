@@ -118,10 +118,33 @@ def put(
         caches[layer].put(*stored)
 
 
+def entry(
+    model: LanguageModel,
+    layer: int,
+    keys: mx.array,
+    values: mx.array,
+    capture: str,
+    start: int = 0,
+    positions: mx.array | None = None,
+) -> Sides:
+    """Translated keys and values (T, width) of one layer as its cache stores them, lazily.
+
+    The first one is at position ``start``, or each at its own of ``positions`` (T,).
+    """
+    heads = model.geometry.layers[layer].kv_heads
+    one, other = (
+        (LayerGroup((layer,), start, side.reshape(1, 1, len(side), heads, -1).swapaxes(2, 3)),)
+        for side in (keys, values)
+    )
+    states = TranslatedStates(one, other, capture)
+    ((_, _, stored),) = _stored(states, model, positions)
+    return stored
+
+
 def copy(caches: Sequence[Any], into: Sequence[Any]) -> None:
     """Copy the content of caches to the same positions of longer caches, as far as these reach."""
     for cache, longer in zip(caches, into, strict=True):
-        held = _held(cache)
+        held = contents(cache)
         start = cache.offset - held[0].shape[2]
         first = longer.offset - longer._idx if is_ring(longer) else 0
         keys, values = (array[..., max(0, first - start) :, :] for array in held)
@@ -230,7 +253,7 @@ def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -
         )
     keys, values = [], []
     for cache, finish in zip(caches, model.finishes, strict=True):
-        entry, value = _held(cache)
+        entry, value = contents(cache)
         if goal != "post_rope":
             entry = rotate_back(entry, finish, cache.offset - entry.shape[2])
         keys.append(flat(entry))
@@ -257,7 +280,7 @@ def viewed(cache: Any) -> tuple[tuple[mx.array, ...], tuple[mx.array, ...], tupl
             for side in (cache.keys, cache.values)
         )
         return keys, values, (cache.group_size, cache.bits)
-    held = _held(cache)
+    held = contents(cache)
     # Each is a new array object, so later writes to the cache's own arrays do not change it.
     entry, value = (array[..., : array.shape[2], :] for array in held)
     return (entry,), (value,), None
@@ -268,7 +291,7 @@ def settle(caches: Sequence[Any]) -> None:
     for cache in caches:
         if not is_ring(cache):
             continue
-        cache.keys, cache.values = map(mx.contiguous, _held(cache))
+        cache.keys, cache.values = map(mx.contiguous, contents(cache))
         cache._idx = cache.keys.shape[2]
         mx.eval(cache.keys, cache.values)
 
@@ -286,7 +309,7 @@ def quantise(caches: list[Any], bits: int, group_size: int) -> None:
         del cache
 
 
-def _held(cache: Any) -> tuple[mx.array, mx.array]:
+def contents(cache: Any) -> tuple[mx.array, mx.array]:
     """A cache's keys and values (B, H, T, D) up to its last position, in order."""
     if type(cache) is KVCache:
         return cache.keys_and_values()

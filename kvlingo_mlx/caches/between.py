@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvlingo_mlx.backend import mx, nn
+from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import arrays
 from kvlingo_mlx.models.keys import at_positions
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.reclassed import Call, calling, reclassed
 from kvlingo_mlx.threads import working
 
 
@@ -44,32 +44,34 @@ def prefill_between(
         seen = visible[start:stop, : held + stop][None, None]
         places = mx.array(list(positions[start:stop]))
         with working():
-            with _rotated_at(model, places), _masked(cache, seen):
+            with placed(model, cache, places, seen):
                 model.model(mx.array(list(tokens[start:stop]))[None], cache=cache)
             mx.eval(arrays(cache))
             mx.clear_cache()
 
 
 @contextlib.contextmanager
-def _rotated_at(model: LanguageModel, positions: mx.array) -> Iterator[None]:
-    """Rotate each token of a forward pass at its own position, whatever the cache's length.
+def placed(
+    model: LanguageModel, cache: Sequence[Any], positions: mx.array, visible: mx.array
+) -> Iterator[None]:
+    """Let a forward pass rotate its T tokens at ``positions`` (T,) and see only ``visible``.
 
-    This applies to passes in this thread; plain mlx-lm may run the model in another thread.
+    ``visible`` is (1, 1, T, E): whether a token sees an entry, those of the pass included.
     """
-    reader = threading.get_ident()
+    with _rotated_at(model, positions), _masked(cache, visible):
+        yield
 
-    def placed(cls: type[nn.Module]) -> type[nn.Module]:
-        class Placed(cls):  # type: ignore[misc, valid-type]
-            def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-                if threading.get_ident() != reader:
-                    return super().__call__(x, *args, **kwargs)
-                return at_positions(super().__call__, x, positions)
 
-        return Placed
+def _rotated_at(
+    model: LanguageModel, positions: mx.array
+) -> contextlib.AbstractContextManager[None]:
+    """Rotate each token of a forward pass at its own position, whatever the cache's length."""
+
+    def moved(call: Call) -> Call:
+        return lambda x, *args, **kwargs: at_positions(call, x, positions)
 
     ropes = {id(r): r for r in map(model.family.rotary, model.attentions)}.values()
-    with _reclassed(ropes, placed):
-        yield
+    return calling(ropes, moved)
 
 
 @contextlib.contextmanager
@@ -83,18 +85,5 @@ def _masked(caches: Sequence[Any], visible: mx.array) -> Iterator[None]:
 
         return Masked
 
-    with _reclassed(caches, masked):
+    with reclassed(caches, masked):
         yield
-
-
-@contextlib.contextmanager
-def _reclassed(objects: Iterable[Any], derive: Callable[[type], type]) -> Iterator[None]:
-    """Give objects a class derived from their own inside the context."""
-    found = [(each, type(each)) for each in objects]
-    try:
-        for each, cls in found:
-            each.__class__ = derive(cls)
-        yield
-    finally:
-        for each, cls in found:
-            each.__class__ = cls

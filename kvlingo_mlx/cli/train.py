@@ -54,8 +54,12 @@ class TrainOptions(Options):
     plain_text: bool = option(False, "Windows of 256 + 256 tokens, for base models.")
     packed_share: float = option(0.5, "Share of samples concatenated to full length.")
     seed: int = option(0, "Seed of the data and of an MLP's start.")
-    dtype: str = option("bfloat16", "The frozen models': bfloat16 or float32.")
-    device: str | None = option(None, "cuda, cuda:N or cpu; default: cuda where it is.")
+    dtype: str | None = option(
+        None, "The frozen models': bfloat16 or float32; default: as stored, with PyTorch bfloat16."
+    )
+    device: str | None = option(
+        None, "mlx, or PyTorch's cuda, cuda:N or cpu; default: cuda where it is, else mlx."
+    )
     plot: str | None = option(None, "Draw the held-out KL into this file (the [plot] extra).")
     histogram: bool = option(False, "Train nothing; show the prefix lengths that a run would read.")
     force: bool = option(
@@ -65,16 +69,14 @@ class TrainOptions(Options):
 
 @verb(TrainOptions)
 def command(options: TrainOptions) -> None:
-    """Train a translator: closed form, then self-distillation (needs the [cuda] extra).
+    """Train a translator: closed form, then self-distillation, on MLX or PyTorch ([cuda] extra).
 
     The closed form wants 32 tokens or more for each number that a map reads: 400 conversations are
     enough. The same command resumes a stopped training; a finished one is left unchanged.
     """
-    from kvlingo_mlx import training
     from kvlingo_mlx.format import translator_folder
     from kvlingo_mlx.reporting import pictures
 
-    training.check_extra()
     if options.out is None and not options.histogram:
         raise ValueError("--out is missing; name the translator folder to write")
     rates, stage1 = _rates("--lr", options.lr), _stage1(options)

@@ -30,9 +30,9 @@ from kvlingo_mlx.cuda.tile import Tile
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.training.families import TorchFamily
-from kvlingo_mlx.training.families.llama import Llama
-from kvlingo_mlx.training.torch_model import TorchModel
+from kvlingo_mlx.training.on_torch.families import TorchFamily
+from kvlingo_mlx.training.on_torch.families.llama import Llama
+from kvlingo_mlx.training.on_torch.model import TorchModel
 
 # "torch": products, then the rest in plain PyTorch. "products": products, then one kernel for the
 # rest. "fused": one kernel per side for everything.

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.training.families import POINTS
-from kvlingo_mlx.training.torch_model import TorchModel
+from kvlingo_mlx.training.on_torch.families import POINTS
+from kvlingo_mlx.training.on_torch.model import TorchModel
 
 
 @dataclass(frozen=True)

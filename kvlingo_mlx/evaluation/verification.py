@@ -150,10 +150,10 @@ def _compared(
 
 
 def receipt(
-    source: LanguageModel, target: LanguageModel, translator: Translator
+    source: LanguageModel, target: LanguageModel, translator: Translator, native_layers: int = 0
 ) -> dict[str, Any] | None:
-    """The receipt that a fit writes into its translator's provenance; None if no prompt fits."""
-    found = agreement(source, target, translator)
+    """The receipt that goes into a new translator's provenance; None if no prompt fits."""
+    found = agreement(source, target, translator, native_layers)
     if found is None:
         return None
     dtype = str(target.cache_dtype).rsplit(".", 1)[-1]

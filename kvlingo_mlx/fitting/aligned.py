@@ -6,11 +6,9 @@ translators".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from kvlingo_mlx.backend import mx
 
-from kvlingo_mlx.models.capture import move, prefill
+from kvlingo_mlx.models.capture import whole
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
@@ -27,22 +25,12 @@ def aligned_states(
         Two spans of S tokens at the point ``capture``, with one row per translated source token.
     """
     rows = mx.array(aligned.rows)
-    read = _whole(source, aligned.source_ids[: aligned.num_read], capture).gathered(rows, 0)
-    own = _whole(target, aligned.target_ids[:-1], capture)
+    read = whole(source, aligned.source_ids[: aligned.num_read], capture).gathered(rows, 0)
+    own = whole(target, aligned.target_ids[:-1], capture)
     keys, values = (
         tuple(_means(array, aligned) for array in side) for side in (own.keys, own.values)
     )
     return read, KVStates(keys, values, capture, 0)
-
-
-def _whole(model: LanguageModel, tokens: Sequence[int], capture: str) -> KVStates:
-    """All states that a model writes of a text."""
-    spans = [move(states, model, capture) for states in prefill(model, tokens)]
-    keys, values = (
-        tuple(mx.concatenate(list(parts), axis=1) for parts in zip(*side, strict=True))
-        for side in ([span.keys for span in spans], [span.values for span in spans])
-    )
-    return KVStates(keys, values, capture, 0)
 
 
 def _means(array: mx.array, aligned: AlignedPrefix) -> mx.array:

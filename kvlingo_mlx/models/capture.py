@@ -184,6 +184,18 @@ def prefill(
         mx.clear_cache()
 
 
+def whole(model: LanguageModel, tokens: Sequence[int], capture: str) -> KVStates:
+    """All states that a model writes of a text, at the point ``capture``, evaluated."""
+    spans = [move(states, model, capture) for states in prefill(model, tokens)]
+    keys, values = (
+        tuple(mx.concatenate(list(parts), axis=1) for parts in zip(*side, strict=True))
+        for side in ([span.keys for span in spans], [span.values for span in spans])
+    )
+    with working():
+        mx.eval(keys, values)
+    return KVStates(keys, values, capture, 0)
+
+
 def move(states: KVStates, model: LanguageModel, goal: str) -> KVStates:
     """Move a span's states to the capture point ``goal`` by the model's own norms and RoPE."""
     origin = states.capture

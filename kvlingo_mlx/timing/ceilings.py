@@ -19,9 +19,9 @@ from kvlingo_mlx import caches
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Read, flops_of
+from kvlingo_mlx.models.hidden import text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting.measure import seconds
-from kvlingo_mlx.timing.paths import text_of
 from kvlingo_mlx.translators.base import Translator
 
 EXPERTS = (SwitchLinear, QuantizedSwitchLinear)

@@ -22,6 +22,7 @@ from kvlingo_mlx.handover.fill import filled, take_over, translate_span
 from kvlingo_mlx.handover.hybrid import Native, native_part
 from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.hidden import text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting.measure import seconds
@@ -163,12 +164,6 @@ class Paths:
             self._native = make_prompt_cache(self.target.model)
             first_token(self.target, self.tokens, self._native, self.step_size)
         first_token(self.target, self.tokens[-1:], again(self._native), count=DECODED)
-
-
-def text_of(model: LanguageModel) -> Any:
-    """The text model, without any model that wraps it."""
-    whole: Any = model.model
-    return whole.get("language_model", whole)  # a module is a dict of its parts
 
 
 def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:

@@ -1,7 +1,8 @@
-"""Training in PyTorch: stage 1 and self-distillation (stage 2), on a GPU or in a small CPU run.
+"""Training: stage 1 and self-distillation (stage 2), on MLX or PyTorch.
 
-This is the only room that imports torch. It needs the ``[cuda]`` extra and imports no MLX. It
-writes a translator folder, which ``kvlingo-mlx import`` copies to a Mac.
+The loop, the data, the checkpoints and the recipe are here and know neither runtime. ``on_mlx`` and
+``on_torch`` compute: the passes, the gradients, the optimizer's step. ``on_torch`` needs the
+``[cuda]`` extra and imports no MLX.
 """
 
 from __future__ import annotations
@@ -11,6 +12,15 @@ from kvlingo_mlx.errors import needs_extra
 
 def check_extra() -> None:
     """Refuse (MissingExtraError) an installation without PyTorch and transformers."""
-    with needs_extra("cuda", "training needs PyTorch"):
+    with needs_extra("cuda", "training with PyTorch needs it; --device mlx does not"):
         import torch  # noqa: F401
         import transformers  # noqa: F401
+
+
+def has_cuda() -> bool:
+    """Whether PyTorch is installed and finds a CUDA GPU."""
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.device_count())

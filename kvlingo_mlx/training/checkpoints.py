@@ -21,20 +21,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.numpy import load_file, save_file
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.atomic import sync_file
 from kvlingo_mlx.reporting.measure import plain
-from kvlingo_mlx.training.distributed import Group
+from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.runs import Best, Run
-from kvlingo_mlx.training.torch_model import TorchModel
 
 VALIDATED, LATEST, BEST = "validated.safetensors", "latest.safetensors", "best.safetensors"
 LOG, DIVERGED = "log.jsonl", "diverged"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 KEEP_EVERY = 240.0  # the most seconds of work that a kill may lose
 
 
@@ -42,7 +40,7 @@ KEEP_EVERY = 240.0  # the most seconds of work that a kill may lose
 
 
 def write_state(
-    path: Path, what: str, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]
+    path: Path, what: str, tensors: Mapping[str, np.ndarray], facts: Mapping[str, Any]
 ) -> None:
     """Replace a file of tensors and JSON facts atomically.
 
@@ -67,7 +65,7 @@ def read_facts(path: Path) -> dict[str, Any]:
         ValueError: The file is damaged, or :func:`write_state` did not write it.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             return json.loads((file.metadata() or {})["facts"])
     except (SafetensorError, KeyError, ValueError):
         raise ValueError(
@@ -107,9 +105,20 @@ def check_settings(folder: Path, kept: Mapping[str, Any], settings: Mapping[str,
 
 
 def differences(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """The settings in which two runs differ, each as a phrase."""
+    """The settings in which two runs differ, each as a phrase.
+
+    A setting with several parts differs where the parts that both have do, or where there are none:
+    what identifies a model's weights depends on the runtime, its files do not.
+    """
     current = json.loads(json.dumps(dict(settings)))
-    changed = [n for n in sorted({*kept, *current}) if kept.get(n) != current.get(n)]
+
+    def same(ours: Any, theirs: Any) -> bool:
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            both = ours.keys() & theirs.keys()
+            return bool(both) and all(ours[part] == theirs[part] for part in both)
+        return ours == theirs
+
+    changed = [n for n in sorted({*kept, *current}) if not same(kept.get(n), current.get(n))]
     return [f"{n} was {kept.get(n)!r}, is {current.get(n)!r}" for n in changed]
 
 
@@ -119,7 +128,6 @@ def differences(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> list[st
 class Training(Protocol):
     """The parts of a :class:`~kvlingo_mlx.training.distill.Distillation` that are kept."""
 
-    target: TorchModel
     group: Group
     runs: list[Run]
     best: Best | None
@@ -150,9 +158,9 @@ class Checkpoints:
         if newest is not None:
             path, facts = newest
             check_settings(self.folder, facts["settings"], self.settings)
-            tensors = load_file(path, device=str(training.target.device))
+            tensors = load_file(path)
             for index, (run, kept) in enumerate(zip(training.runs, facts["runs"], strict=True)):
-                _restore_run(run, f"{index}/", tensors)
+                run.translator.restore(_under(f"{index}/", tensors))
                 run.diverged_at = kept["diverged_at"]
                 run.held_out = math.inf if kept["held_out"] is None else kept["held_out"]
                 run.kl_sum, run.kl_steps = kept["kl_sum"], kept["kl_steps"]
@@ -173,9 +181,9 @@ class Checkpoints:
         Raises:
             KVLingoError: The disk is full; the previous checkpoint is still there.
         """
-        tensors = {}
+        tensors: dict[str, np.ndarray] = {}
         for index, run in enumerate(training.runs):
-            tensors.update(_tensors_of(run, f"{index}/"))
+            tensors |= {f"{index}/{n}": a for n, a in run.translator.state().items()}
         facts = {
             "settings": dict(self.settings),
             "step": training.step,
@@ -267,24 +275,6 @@ class Checkpoints:
         return kept
 
 
-def _tensors_of(run: Run, prefix: str) -> dict[str, torch.Tensor]:
-    out = {}
-    for name, tensor in run.translator.tensors.items():
-        out[f"{prefix}{name}"] = tensor.detach().contiguous()
-        moments = run.optimizer.state.get(tensor, {})
-        for moment in MOMENTS:
-            if moment in moments:
-                out[f"{prefix}{name}/{moment}"] = moments[moment].contiguous()
-        if "step" in moments:
-            out[f"{prefix}{name}/step"] = moments["step"].reshape(1)
-    return out
-
-
-def _restore_run(run: Run, prefix: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    with torch.no_grad():
-        for name, tensor in run.translator.tensors.items():
-            tensor.copy_(tensors[f"{prefix}{name}"])
-            if f"{prefix}{name}/step" in tensors:
-                moments = {m: tensors[f"{prefix}{name}/{m}"].clone() for m in MOMENTS}
-                step = tensors[f"{prefix}{name}/step"].reshape(()).cpu().clone()
-                run.optimizer.state[tensor] = {"step": step, **moments}
+def _under(prefix: str, tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The tensors whose names begin with ``prefix``, without it."""
+    return {n.removeprefix(prefix): a for n, a in tensors.items() if n.startswith(prefix)}

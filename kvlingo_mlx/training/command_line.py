@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -9,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from kvlingo_mlx import training
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import other_tokenizer
-from kvlingo_mlx.training import distributed, torch_model
 from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.pipeline import Progress, Training
@@ -23,7 +22,6 @@ from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.watch import lowest
 
 SHOWN = 480  # the number of samples that a run's histogram is made of
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -33,21 +31,42 @@ class Options:
     source: str
     target: str
     data: tuple[str, ...]
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     device: str | None = None
     seed: int = 0
     plain_text: bool = False
     packed_share: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(DTYPES)}")
+        known = self.runtime.DTYPES
+        if self.dtype is not None and self.dtype not in known:
+            raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(known)}")
         self._mixture()
-        self._place()
+        self.runtime.check_device(self.place)
 
-    def load(self, name: str) -> torch_model.TorchModel:
+    @property
+    def place(self) -> str:
+        """The device: ``mlx``, or PyTorch's name of one."""
+        place = self.device or ("cuda" if training.has_cuda() else "mlx")
+        if not re.fullmatch(r"mlx|cpu|cuda(:\d+)?", place):
+            raise ValueError(f"--device is {place!r}; it must be mlx, cuda, cuda:N or cpu")
+        return place
+
+    @property
+    def runtime(self) -> Any:
+        """The module that opens models for the device.
+
+        Raises:
+            MissingExtraError: The device needs PyTorch, which is not installed.
+        """
+        if self.place != "mlx":
+            training.check_extra()
+        room = "on_mlx" if self.place == "mlx" else "on_torch"
+        return importlib.import_module(f"kvlingo_mlx.training.{room}.runtime")
+
+    def load(self, name: str) -> Any:
         """Load one of the two models onto this process's device."""
-        return torch_model.load(name, dtype=DTYPES[self.dtype], device=self._place())
+        return self.runtime.load(name, self.dtype, self.place)
 
     def stream(
         self, tokenizer: Any, context_length: int, planned: int, source_tokenizer: Any = None
@@ -62,7 +81,7 @@ class Options:
 
     def settings(self, stream: Stream) -> dict[str, Any]:
         """The settings, beside plan and models, that must not change when a training is resumed."""
-        names = ("dtype", "plain_text", "packed_share")
+        names = ("plain_text", "packed_share")
         contents = {f"contents of {name}": text for name, text in stream.contents.items()}
         own = {name: getattr(self, name) for name in names}
         # The order of samples depends on their planned number.
@@ -70,20 +89,6 @@ class Options:
 
     def _mixture(self) -> Mixture | PlainText:
         return PlainText() if self.plain_text else Mixture(packed_share=self.packed_share)
-
-    def _place(self) -> str:
-        """The name of this process's device in PyTorch."""
-        gpus = torch.cuda.device_count()
-        device = self.device or ("cuda" if gpus else "cpu")
-        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-            raise ValueError(f"--device is {device!r}; it must be cuda, cuda:N or cpu")
-        place = distributed.local_device(device)
-        if place != "cpu" and int(place.removeprefix("cuda:")) >= gpus:
-            raise ValueError(
-                f"--device is {place}, but PyTorch finds {gpus} CUDA GPUs here; use --device cpu, "
-                "or a CUDA build of PyTorch where there is a GPU"
-            )
-        return place
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ def train(
         samples_of(stage2.steps, stage2.batch, whole.fit_samples),
         other_tokenizer(source.tokenizer, target.tokenizer),
     )
-    group = distributed.join(str(target.device))
+    group = options.runtime.join(options.place)
     try:
         training = Training(
             source,
@@ -154,7 +159,7 @@ def train(
         before = training.finished()
         folder = training.run()
     finally:
-        distributed.leave(group)
+        options.runtime.leave(group)
     if not group.leads:
         return None
     if before or stage2.steps == 0:
@@ -183,9 +188,10 @@ class Lengths:
 
 def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Lengths:
     """Prefix lengths of the stream that :func:`train` would read (figure "prefixhist")."""
-    source, theirs = torch_model.read_config(options.source)
-    target, tokenizer = torch_model.read_config(options.target)
-    context = min(config["max_position_embeddings"] for config in (source, target))
+    (read, theirs), (written, tokenizer) = (
+        options.runtime.facts(name) for name in (options.source, options.target)
+    )
+    context = min(read, written)
     planned = samples_of(steps, batch, fit_samples)
     stream = options.stream(tokenizer, context, planned, other_tokenizer(theirs, tokenizer))
     stage1 = prefix_histogram(stream, fit_samples)

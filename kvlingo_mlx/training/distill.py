@@ -14,24 +14,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
+import numpy as np
 
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.aligned import paired_states
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoints
-from kvlingo_mlx.training.distributed import Group
-from kvlingo_mlx.training.gradients import (
-    Reading,
-    conversation_loss,
-    read,
-    reconstruction_loss,
-)
+from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.interruption import Interruption
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import Best, Run
-from kvlingo_mlx.training.torch_model import TorchModel
+from kvlingo_mlx.training.runtime import Pair
 from kvlingo_mlx.training.watch import complaints
 
 
@@ -62,8 +56,7 @@ class Distillation:
     ``kept`` is the step last kept, and the time at which it was.
     """
 
-    source: TorchModel
-    target: TorchModel
+    pair: Pair
     runs: list[Run]
     stream: Samples
     held_out: Sequence[Sample]
@@ -126,9 +119,8 @@ class Distillation:
 
     def _heed(self) -> None:
         """Stop between two steps if any of the processes has received a signal."""
-        asked = torch.tensor([float(bool(self.stop))], device=self.target.device)
-        self.group.add([asked])  # all stop at the same step, or some would wait forever
-        if asked.item():
+        # All stop at the same step, or some would wait forever.
+        if self.group.total(np.array([float(bool(self.stop))])).item():
             if self.kept[0] != self.step:
                 self.keep()
             raise self.stop.error()
@@ -138,7 +130,7 @@ class Distillation:
         first = self.step * self.recipe.batch
         batch = [self.stream.sample(first + i) for i in range(self.recipe.batch)]
         costs = [len(s.prefix) + len(s.continuation) for s in batch]
-        sums = {id(run): torch.zeros(2, dtype=torch.float64) for run in self.live}
+        sums = {id(run): np.zeros(2) for run in self.live}
         for index in self.group.share(costs):
             self._learn(batch[index], sums)
         for run in self.live:
@@ -172,42 +164,32 @@ class Distillation:
         """The runs that have not diverged."""
         return [run for run in self.runs if run.diverged_at is None]
 
-    def _learn(self, sample: Sample, sums: dict[int, torch.Tensor]) -> None:
+    def _learn(self, sample: Sample, sums: dict[int, np.ndarray]) -> None:
         scale = 1.0 / self.recipe.batch
         if self.recipe.objective == "reconstruction":
-            capture = self.runs[0].translator.config.capture
-            states = paired_states(self.source, self.target, sample, capture)
+            states = self.pair.states(sample, self._config.capture)
             for run in self.live:
-                loss = reconstruction_loss(run.translator, *states, scale=scale)
-                sums[id(run)] += torch.tensor([loss, loss], dtype=torch.float64)
+                sums[id(run)] += self.pair.reconstruction(run.translator, states, scale)
             return
         objective = objective_named(self.recipe.objective, self.recipe.ce_weight)
-        reading = self.read(sample)
+        reading = self.pair.read(sample, self._config)
         for run in self.live:
-            found = conversation_loss(self.target, run.translator, reading, objective, scale=scale)
-            sums[id(run)] += torch.tensor([found.value, found.kl], dtype=torch.float64)
+            found = self.pair.loss(run.translator, reading, objective, scale)
+            sums[id(run)] += found.value, found.kl
 
-    def _step(self, run: Run, means: torch.Tensor) -> None:
-        for tensor in run.translator.tensors.values():
-            if tensor.grad is None:  # this process had no conversation of the batch
-                tensor.grad = torch.zeros_like(tensor)
-        gradients = [t.grad for t in run.translator.tensors.values() if t.grad is not None]
-        means = means.to(gradients[0].device)
-        self.group.add([means])
-        self.group.add(gradients)
-        run.loss, run.kl = means.tolist()
-        sound = math.isfinite(run.loss) and all(bool(g.isfinite().all()) for g in gradients)
-        if not sound:
+    @property
+    def _config(self) -> TranslatorConfig:
+        return self.runs[0].translator.config
+
+    def _step(self, run: Run, means: np.ndarray) -> None:
+        run.loss, run.kl = self.group.total(means).tolist()
+        finite = run.translator.gather(self.group)
+        if not (finite and math.isfinite(run.loss)):
             run.diverged_at = self.step + 1
-            run.optimizer.zero_grad(set_to_none=True)
+            run.translator.forget()
             return
         run.kl_sum, run.kl_steps = run.kl_sum + run.kl, run.kl_steps + 1
         run.update(self.step, self.recipe)
-
-    def read(self, sample: Sample) -> Reading:
-        """Both no-gradient passes over a conversation."""
-        config = self.runs[0].translator.config
-        return read(self.source, self.target, sample, config.capture, config.native_layers)
 
     def validate(self) -> None:
         """Measure every run's KL (or reconstruction error) on the held-out conversations.
@@ -216,27 +198,23 @@ class Distillation:
             KVLingoError: The result is not finite for any run.
         """
         mine = self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out])
-        sums = torch.zeros(len(self.runs), dtype=torch.float64, device=self.target.device)
+        sums = np.zeros(len(self.runs))
         for index in mine:
-            sums += self._held_out_losses(self.held_out[index]).to(sums.device)
-        self.group.add([sums])
+            sums += self._held_out_losses(self.held_out[index])
+        sums = self.group.total(sums)
         for run, value in zip(self.runs, (sums / len(self.held_out)).tolist(), strict=True):
             run.held_out = value if math.isfinite(value) else math.inf
             if run.held_out == math.inf and run.diverged_at is None:
                 run.diverged_at = self.step
         self._require_live()
 
-    def _held_out_losses(self, sample: Sample) -> torch.Tensor:
+    def _held_out_losses(self, sample: Sample) -> list[float]:
+        translators = [run.translator for run in self.runs]
         if self.recipe.objective == "reconstruction":
-            capture = self.runs[0].translator.config.capture
-            states = paired_states(self.source, self.target, sample, capture)
-            losses = [reconstruction_loss(r.translator, *states) for r in self.runs]
-        else:
-            reading, kl = self.read(sample), objective_named("kl")
-            losses = [
-                conversation_loss(self.target, run.translator, reading, kl).kl for run in self.runs
-            ]
-        return torch.tensor(losses, dtype=torch.float64)
+            states = self.pair.states(sample, self._config.capture)
+            return [self.pair.reconstruction(each, states) for each in translators]
+        reading, kl = self.pair.read(sample, self._config), objective_named("kl")
+        return [self.pair.loss(each, reading, kl).kl for each in translators]
 
     def leading(self) -> Run:
         """The run of lowest held-out KL among those that have not diverged."""

@@ -9,18 +9,20 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
 from kvlingo_mlx.format.geometry import canonical_json
+from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.stage1.closed_form import shortage
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.samples import Sample
@@ -34,14 +36,13 @@ from kvlingo_mlx.training.checkpoints import (
     write_state,
 )
 from kvlingo_mlx.training.distill import Distillation, Report, Samples
-from kvlingo_mlx.training.distributed import Group
+from kvlingo_mlx.training.group import Group
+from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.interruption import Interruption, postponed
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
-from kvlingo_mlx.training.receipt import receipt
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import Best, start_runs
-from kvlingo_mlx.training.torch_model import TorchModel
-from kvlingo_mlx.training.translator import TorchTranslator, initial
+from kvlingo_mlx.training.runtime import Model, Pair, pair_of
 
 
 class Data(Samples, Protocol):
@@ -62,8 +63,8 @@ class Training:
     lose none. ``notes`` are shown to the user as warnings before the work begins.
     """
 
-    source: TorchModel
-    target: TorchModel
+    source: Model
+    target: Model
     data: Data
     plan: TrainingPlan
     out: Path
@@ -138,14 +139,18 @@ class Training:
             arrays = _arrays(best)
         if self.group.leads:
             own = {"data": self.settings["data"]} if "data" in self.settings else {}
-            ends = self.source, self.target
-            facts = provenance_of(self.plan, *ends, own | provenance, best, held_out, curve)
+            facts = provenance_of(self.plan, self.pair, own | provenance, best, held_out, curve)
             self._write(config, arrays, facts)
             if best is not None:
                 stage2.finish(self.log)
             shutil.rmtree(self.partial)
         self.group.wait()
         return self.out
+
+    @cached_property
+    def pair(self) -> Pair:
+        """Both models, on their runtime."""
+        return pair_of(self.source, self.target)
 
     @property
     def partial(self) -> Path:
@@ -176,23 +181,38 @@ class Training:
         """All that stage 1 depends on: the plan, the data and both models."""
         plan = dataclasses.asdict(self.plan)
         del plan["recipe"]
+        roles = (
+            ("source", config.source, self.source),
+            ("target", config.target, self.target),
+        )
         models = {
             f"{role}'s {fact}": value
-            for role, spec, model in (
-                ("source", config.source, self.source),
-                ("target", config.target, self.target),
-            )
+            for role, spec, model in roles
             for fact, value in {
                 "name": spec.name,
                 **spec.fingerprint,
-                "weights": model.weights_fingerprint,
+                "precision": model.precision,
+                "weights": self._weights(model),
             }.items()
         }
         return {**plan, **self.settings, **models}
 
+    def _weights(self, model: Model) -> dict[str, str]:
+        """What identifies a model's weights: in its runtime and, by its files, in both."""
+        found = {self.pair.runtime: model.weights_fingerprint}
+        if model.path is not None:
+            found["files"] = files_fingerprint(model.path)
+        return found
+
     def _identity(self, config: TranslatorConfig) -> str:
-        """The sha256 of all that the result depends on; its provenance keeps it as ``run``."""
+        """The sha256 of all that the result depends on; its provenance keeps it as ``run``.
+
+        It is the same on both runtimes where the models' files are known.
+        """
         facts = {**self._settings(config), **dataclasses.asdict(self.plan.recipe)}
+        for name, value in facts.items():
+            if isinstance(value, dict) and "files" in value:
+                facts[name] = value["files"]
         return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
 
     def _is_ours(self, config: TranslatorConfig) -> bool:
@@ -231,7 +251,7 @@ class Training:
         if not ready:
             config, arrays, provenance = self._stage1(config, held_out, stop)
             if self.group.leads:
-                tensors = {n: torch.tensor(a, dtype=torch.float32) for n, a in arrays.items()}
+                tensors = {n: np.asarray(a, np.float32) for n, a in arrays.items()}
                 facts = {
                     "settings": self._settings(config),
                     "provenance": provenance,
@@ -240,7 +260,7 @@ class Training:
                 write_state(self._initial, "stage 1", tensors, facts)
                 shutil.rmtree(self.partial / "stage1", ignore_errors=True)
             self.group.wait()
-        arrays = {name: tensor.numpy() for name, tensor in load_file(self._initial).items()}
+        arrays = load_file(self._initial)
         facts = self._check(self._initial, config)
         config = dataclasses.replace(config, assignment=Assignment.from_json(facts["assignment"]))
         return config, arrays, facts["provenance"]
@@ -276,12 +296,11 @@ class Training:
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """The linear maps; the sums from which they are solved are kept while reading."""
         linear = dataclasses.replace(config, kind="linear")
-        sums = stage1.sums_of_maps(linear, self.target.device)
+        sums = stage1.sums_of_maps(linear, self.pair)
         keep = self._kept(sums, "moments", config, stop)
         return stage1.closed_form(
             linear,
-            self.source,
-            self.target,
+            self.pair,
             self._fit_samples(sums.read),
             norm=self.plan.norm,
             sums=sums,
@@ -306,8 +325,7 @@ class Training:
         keep = self._kept(sums, "tiles", config, stop)
         assignment, arrays, provenance = stage1.select(
             linear,
-            self.source,
-            self.target,
+            self.pair,
             self._fit_samples(sums.read),
             plan.assignment,
             norm=plan.norm,
@@ -326,8 +344,7 @@ class Training:
         """Restore a stopped run's sums; the result keeps them every ``keep_every`` seconds."""
         path = self.partial / "stage1" / f"{name}.safetensors"
         if path.exists():
-            tensors = load_file(path, device=str(self.target.device))
-            sums.restore(tensors, self._check(path, config)["counts"])
+            sums.restore(self.pair, load_file(path), self._check(path, config)["counts"])
         last = time.monotonic()
 
         def keep(at_once: bool = False) -> None:
@@ -354,10 +371,9 @@ class Training:
         stop: Interruption,
     ) -> tuple[Best, Sequence[Mapping[str, Any]]]:
         """The best translator of a stage, and the stage's curve."""
-        runs = start_runs(config, arrays, recipe.learning_rates, self.target.device)
+        runs = start_runs(self.pair, config, arrays, recipe.learning_rates)
         training = Distillation(
-            self.source,
-            self.target,
+            self.pair,
             runs,
             self.data,
             held_out,
@@ -379,15 +395,15 @@ class Training:
         arrays: Mapping[str, np.ndarray],
         provenance: Mapping[str, Any],
     ) -> None:
-        translator = TorchTranslator.from_arrays(config, arrays, self.target.device)
-        found = receipt(self.source, self.target, translator)
+        found = self.pair.receipt(config, arrays)
         left = {} if found is None else {"receipt": found}
         provenance = {**provenance, "run": self._identity(config), **left}
         overwrite = self.force or self._is_ours(config)
         config = dataclasses.replace(config, provenance=provenance)
         with disk_errors(f"the translator {self.out.name}", self.out.parent):
-            translator_folder.write(self.out, config, translator.to_weights(), overwrite=overwrite)
+            weights = Weights.from_float32(dict(arrays), "float32")
+            translator_folder.write(self.out, config, weights, overwrite=overwrite)
 
 
 def _arrays(best: Best) -> dict[str, np.ndarray]:
-    return {name: tensor.numpy() for name, tensor in best.tensors.items()}
+    return dict(best.tensors)

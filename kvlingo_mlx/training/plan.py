@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from kvlingo_mlx.format.assignment import by_depth, check_windows
 from kvlingo_mlx.format.kinds import KindSpec, kind_named
@@ -23,7 +20,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe, require
 from kvlingo_mlx.training.runs import Best
-from kvlingo_mlx.training.torch_model import TorchModel
+from kvlingo_mlx.training.runtime import Model, Pair
 from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
 
@@ -152,8 +149,7 @@ def default_rate(source: str, target: str) -> float:
 
 def provenance_of(
     plan: TrainingPlan,
-    source: TorchModel,
-    target: TorchModel,
+    pair: Pair,
     fitted: Mapping[str, Any],
     best: Best | None,
     held_out: Sequence[Sample],
@@ -186,17 +182,16 @@ def provenance_of(
     return {
         **found,
         "longest_prefix": max(prefixes),
-        **facts_of_models({"source": source, "target": target}),
+        **facts_of_models({"source": pair.source, "target": pair.target}),
         "assignment": plan.assignment,
         "seed": plan.seed,
         "kvlingo_mlx": __version__,
-        "torch": torch.__version__,
-        "transformers": version("transformers"),
+        **pair.versions,
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
-def make_config(source: TorchModel, target: TorchModel, plan: TrainingPlan) -> TranslatorConfig:
+def make_config(source: Model, target: Model, plan: TrainingPlan) -> TranslatorConfig:
     """The config of the translator to train.
 
     Raises:

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.translator import TorchTranslator
+from kvlingo_mlx.training.runtime import Pair, Trainable
 
 
 @dataclass
@@ -24,8 +23,7 @@ class Run:
     """
 
     rate: float
-    translator: TorchTranslator
-    optimizer: torch.optim.AdamW
+    translator: Trainable
     held_out: float = math.inf
     diverged_at: int | None = None
     loss: float = math.nan
@@ -40,39 +38,26 @@ class Run:
 
     def update(self, step: int, recipe: Recipe) -> None:
         """Take one clipped AdamW step with the current gradients."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate * recipe.rate_factor(step)
-        torch.nn.utils.clip_grad_norm_(self.translator.tensors.values(), recipe.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.translator.update(self.rate * recipe.rate_factor(step), recipe.clip)
 
 
 @dataclass(frozen=True)
 class Best:
-    """The translator of lowest held-out KL (or reconstruction error) so far, on the CPU."""
+    """The translator of lowest held-out KL (or reconstruction error) so far."""
 
     rate: float
     step: int
     held_out: float
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, np.ndarray]
 
     @classmethod
     def of(cls, run: Run, step: int) -> Best:
         """A copy of a run's current translator."""
-        copies = {n: t.detach().cpu().clone() for n, t in run.translator.tensors.items()}
-        return cls(run.rate, step, run.held_out, copies)
+        return cls(run.rate, step, run.held_out, run.translator.arrays())
 
 
 def start_runs(
-    config: TranslatorConfig,
-    arrays: Mapping[str, np.ndarray],
-    rates: Sequence[float],
-    device: torch.device,
+    pair: Pair, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], rates: Sequence[float]
 ) -> list[Run]:
     """A run for each learning rate, all from the same tensors."""
-    runs = []
-    for rate in rates:
-        translator = TorchTranslator.from_arrays(config, arrays, device)
-        optimizer = torch.optim.AdamW(list(translator.tensors.values()), lr=rate, weight_decay=0.0)
-        runs.append(Run(rate, translator, optimizer))
-    return runs
+    return [Run(rate, pair.trainable(config, arrays)) for rate in rates]

@@ -35,9 +35,9 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
 from kvlingo_mlx.handover import fill  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.models.states import KVStates  # noqa: E402
-from kvlingo_mlx.training import torch_model  # noqa: E402
+from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
+from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
-from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 from tests.support import ROOT  # noqa: E402
 

@@ -174,7 +174,7 @@ class Jobs:
 
     def _train(self, report: Report, out: str = "trained") -> None:
         from kvlingo_mlx.tokenization.samples import Sample
-        from kvlingo_mlx.training import torch_model
+        from kvlingo_mlx.training.on_torch import model as torch_model
         from kvlingo_mlx.training.pipeline import Training
         from kvlingo_mlx.training.plan import TrainingPlan
         from kvlingo_mlx.training.recipe import Recipe

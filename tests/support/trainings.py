@@ -24,14 +24,15 @@ from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
-from kvlingo_mlx.training import (  # noqa: E402
-    distill,
-    torch_model,
-)
+from kvlingo_mlx.training import distill  # noqa: E402
+from kvlingo_mlx.training.group import Group  # noqa: E402
+from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
+from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
+from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
-from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
+from kvlingo_mlx.training.runtime import Pair  # noqa: E402
 
 
 class Random:
@@ -109,6 +110,38 @@ def rms_norm(self: Any, x: Any) -> Any:
     eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
     weight = getattr(self, "weight", 1.0) + gemma3
     return weight * x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
+def learnt(
+    pair: Pair, config: TranslatorConfig, sample: Sample, objective: str = "kl"
+) -> tuple[float, dict[str, np.ndarray]]:
+    """A conversation's loss, and its gradient by tensor."""
+    made = pair.trainable(config, random_arrays(config, 3))
+    goal = objective_named(objective, 0.3)
+    loss = pair.loss(made, pair.read(sample, config), goal, 0.5)
+    assert made.gather(Group())
+    if pair.runtime == "mlx":
+        found = {name: np.array(g) for name, g in made.gradients.items()}
+    else:
+        found = {name: t.grad.numpy() for name, t in made.tensors.items()}
+    return loss.value, found
+
+
+Gradients = dict[str, np.ndarray]
+
+
+def distance(found: Gradients, expected: Gradients) -> float:
+    """The largest relative difference, by the norm over all tensors of one name."""
+    assert set(found) == set(expected)
+    norms: dict[str, list[tuple[float, float]]] = {}
+    for name, gradient in expected.items():
+        pair = np.linalg.norm(found[name] - gradient), np.linalg.norm(gradient)
+        norms.setdefault(name.rsplit(".", 1)[-1], []).append(pair)
+    # Gates before a norm hardly matter: their gradients are sums that cancel.
+    norms.get("gate", []).extend((0.0, size) for _, size in norms.get("b2", ()))
+    errors, sizes = np.array([np.linalg.norm(pairs, axis=0) for pairs in norms.values()]).T
+    assert (sizes > 0).all()
+    return float((errors / sizes).max())
 
 
 def training(

@@ -27,13 +27,15 @@ cross_reference = pytest.importorskip("tests.support.cross_reference")
 reference = pytest.importorskip("tests.support.reference")
 
 from kvlingo_mlx.handover.plan import Plan  # noqa: E402
-from kvlingo_mlx.training import stage1, torch_model  # noqa: E402
-from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.training import stage1  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
+from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
+from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.training.on_torch.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
-from kvlingo_mlx.training.translator import TorchTranslator  # noqa: E402
+from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
 
 PAIRS = (("qwen", "mistral"), ("mistral", "qwen"))
 ANSWER = {"role": "assistant", "content": "The sum is 24, and the prefix is a long river."}
@@ -139,7 +141,7 @@ def test_both_closed_forms_regress_on_group_means(
     source, target = map(loaded, pair)
     config = make_config(source, target, TrainingPlan(nu=1, recipe=Recipe(steps=0)))
     assert config.alignment == "minimal_groups"
-    arrays, facts = stage1.closed_form(config, source, target, samples(source, target)[:2])
+    arrays, facts = stage1.closed_form(config, pair_of(source, target), samples(source, target)[:2])
     assert facts["prefix_tokens"] == device.config.provenance["prefix_tokens"]
     for name in ("keys.1", "values.2"):
         side, t = name.split(".")
@@ -168,7 +170,9 @@ def test_both_closed_forms_agree_under_norms(
 ) -> None:
     source, target = map(loaded, PAIRS[0])
     config = make_config(source, target, TrainingPlan(recipe=Recipe(steps=0)))
-    arrays, _ = stage1.closed_form(config, source, target, samples(source, target)[:2], norm=norm)
+    arrays, _ = stage1.closed_form(
+        config, pair_of(source, target), samples(source, target)[:2], norm=norm
+    )
     plain = kv.fit(*map(opened, PAIRS[0]), RECORDS[:2]).to_weights().arrays
     found = kv.fit(*map(opened, PAIRS[0]), RECORDS[:2], norm=norm).to_weights().arrays
     for name, array in arrays.items():
@@ -262,7 +266,7 @@ def test_a_pair_is_trained_and_used(
     translator = kv.load_translator(folder)
     assert translator.config.alignment == "minimal_groups" and translator.config.nu == 3
     first = stage1.closed_form(
-        make_config(source, target, plan), source, target, samples(source, target)[:2]
+        make_config(source, target, plan), pair_of(source, target), samples(source, target)[:2]
     )[0]
     losses = []
     for arrays in (first, translator.to_weights().arrays):

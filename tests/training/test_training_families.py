@@ -28,17 +28,24 @@ from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
 from kvlingo_mlx.models import capture  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
-from kvlingo_mlx.training import stage1, torch_model  # noqa: E402
-from kvlingo_mlx.training.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.training import stage1  # noqa: E402
+from kvlingo_mlx.training.forward import Maps  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
-from kvlingo_mlx.training.torch_model import TorchModel  # noqa: E402
-from kvlingo_mlx.training.translator import TorchTranslator  # noqa: E402
+from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
+from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402
+from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
+from kvlingo_mlx.training.on_torch.moments import attention_mass  # noqa: E402
+from kvlingo_mlx.training.on_torch.translator import TorchTranslator  # noqa: E402
+from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
+from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 from tests.support.trainings import (  # noqa: E402
     Random,
     altered,
     device_kl,
+    distance,
     double,
+    learnt,
     linear_config,
     log_of,
     random_arrays,
@@ -193,7 +200,7 @@ def test_closed_form_equals_the_devices(
     device = kv.fit(*(models[n] for n in pair), data, norm=norm).to_weights()
     source, target = (torch_models[n] for n in pair)
     config = linear_config(source, target)
-    arrays, _ = stage1.closed_form(config, source, target, data, norm=norm)
+    arrays, _ = stage1.closed_form(config, pair_of(source, target), data, norm=norm)
     assert set(arrays) == set(device.arrays)
     for name, array in arrays.items():
         error = np.linalg.norm(array - device.as_float32(name)) / np.linalg.norm(array)
@@ -278,16 +285,16 @@ def test_what_lies_before_a_window_has_no_part_in_a_step(
     source, target = torch_models["gemma2x32"], torch_models["gemma4x16"]
     config = linear_config(source, target, nu=2)
     reading = read(source, target, sample_of(60), "pre_norm")
-    apply, found = TorchTranslator._apply, []
+    apply, found = Maps._apply, []
     for whole in (False, True):
         rows: list[int] = []
 
-        def counted(self: Any, name: str, x: torch.Tensor, rows: list[int] = rows) -> torch.Tensor:
+        def counted(self: Maps, m: Any, tensors: Any, x: Any, rows: list[int] = rows) -> Any:
             rows.append(len(x))
-            return apply(self, name, x)
+            return apply(self, m, tensors, x)
 
         with monkeypatch.context() as patch:
-            patch.setattr(TorchTranslator, "_apply", counted)
+            patch.setattr(Maps, "_apply", counted)
             if whole:
                 patch.setattr(CacheGeometry, "first_kept", lambda self, count: [0] * 5)
             translator = TorchTranslator.from_arrays(config, random_arrays(config), "cpu")
@@ -305,7 +312,7 @@ def test_what_lies_before_a_window_has_no_part_in_a_step(
 def test_attention_mass_is_what_the_model_attends_with(folders: dict[str, Path], name: str) -> None:
     """Against transformers' own attention weights."""
     target, sample = torch_model.load(str(folders[name]), dtype=torch.float32), sample_of(50)
-    found = stage1.attention_mass(target, sample)
+    found = attention_mass(target, sample)
     target.model.set_attn_implementation("eager")
     tokens = torch.tensor([[*sample.prefix, *sample.continuation]])
     attentions = target.model(tokens, output_attentions=True).attentions
@@ -464,3 +471,34 @@ def test_gemma3_by_its_layer_types_alone(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UnsupportedModelError, match="do not alternate regularly"):
         torch_model.load(str(folder), dtype=torch.float32)
+
+
+# ---- gradients on MLX --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("capture_point", ["pre_norm", "post_rope"])
+@pytest.mark.parametrize("pair", [*PAIRS, *UNLIKE_PAIRS], ids="-".join)
+def test_gradients_on_mlx_equal_pytorchs(
+    models: dict[str, LanguageModel],
+    torch_models: dict[str, TorchModel],
+    folders: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[str, str],
+    capture_point: str,
+) -> None:
+    """Windows that the prefix fills and passes, latents, shared caches, experts."""
+    latents = "latent" in pair[0] or "deepseek" in pair[0]
+    if latents and capture_point != "pre_norm":
+        pytest.skip("latents are captured at one point")
+    exact = pair_of(*(double(folders[name], monkeypatch) for name in pair))
+    ours, theirs = (pair_of(*(found[n] for n in pair)) for found in (models, torch_models))
+    plan = TrainingPlan(nu=1, capture=None if latents else capture_point)
+    config = make_config(ours.source, ours.target, plan)
+    for length in (5, 60):
+        sample = sample_of(length)
+        loss, found = learnt(ours, config, sample)
+        expected, wanted = learnt(exact, config, sample)
+        assert loss == pytest.approx(expected, rel=1e-4)
+        # Where a model multiplies its own rounding, PyTorch's float32 has it too.
+        rounding = distance(learnt(theirs, config, sample)[1], wanted)
+        assert distance(found, wanted) < max(1e-5, 3 * rounding), rounding

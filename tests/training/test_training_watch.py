@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.training.torch_model import TorchModel
+from kvlingo_mlx.training.on_torch.model import TorchModel
 from kvlingo_mlx.training.watch import complaints
 from tests.support.trainings import die_after, log_of, training
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.torch_model import States, TorchModel
+from kvlingo_mlx.training.on_torch.model import States, TorchModel
 
 
 @torch.no_grad()
@@ -16,9 +15,7 @@ def paired_states(
 ) -> tuple[States, States]:
     """The source's and the target's states of a prefix, row by row.
 
-    With one tokenizer, a row is a token. With two tokenizers, a row is a translated source token,
-    and the target's side is the mean over the target tokens of its minimal group (paper: appendix
-    "Cross-tokenizer cache translation", paragraph "Initialising the translators").
+    See :meth:`kvlingo_mlx.training.runtime.Pair.states`.
     """
     aligned = sample.aligned
     if aligned is None:
@@ -32,13 +29,6 @@ def translated_rows(source: TorchModel, aligned: AlignedPrefix, capture: str) ->
     """The source's states of the translated tokens; the sample must have at least one."""
     read = source.states(aligned.source_ids[: aligned.num_read], capture)
     return read.rows(aligned.rows)
-
-
-def paired_weights(sample: Sample, weights: np.ndarray | None) -> np.ndarray | None:
-    """Turn the weights (layers or 1, T) of a prefix's tokens into weights of its rows."""
-    if sample.aligned is None or weights is None:
-        return weights
-    return sample.aligned.spread(weights)
 
 
 def _means(array: torch.Tensor, aligned: AlignedPrefix) -> torch.Tensor:

@@ -25,9 +25,9 @@ from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, wei
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
 from kvlingo_mlx.loading.hub import MODEL_FILES, SMALL_FILES, resolve
-from kvlingo_mlx.training.agreement import check_agreement
-from kvlingo_mlx.training.families import POINTS, TorchFamily, family_of
-from kvlingo_mlx.training.families.base import Positions
+from kvlingo_mlx.training.on_torch.agreement import check_agreement
+from kvlingo_mlx.training.on_torch.families import POINTS, TorchFamily, family_of
+from kvlingo_mlx.training.on_torch.families.base import Positions
 
 # Required in a config.json; transformers would fill in its own defaults.
 NEEDED = ("model_type", "rms_norm_eps", "vocab_size", "max_position_embeddings")
@@ -63,6 +63,7 @@ class TorchModel:
     config: dict[str, Any]
     name: str
     revision: str | None = None
+    path: Path | None = None
 
     @cached_property
     def family(self) -> TorchFamily:
@@ -358,7 +359,7 @@ def load(
         family.align(model)
     model = model.to(device).eval().requires_grad_(False)
     name = path.name if path.parent == MODELS else str(path_or_hf_repo)
-    return TorchModel(model, tokenizer, config, name, commit)
+    return TorchModel(model, tokenizer, config, name, commit, path)
 
 
 @contextlib.contextmanager

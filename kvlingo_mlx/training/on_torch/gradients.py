@@ -16,10 +16,11 @@ import torch
 from transformers import DynamicCache
 
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.aligned import translated_rows
-from kvlingo_mlx.training.objectives import Loss, Objective, loss_of
-from kvlingo_mlx.training.torch_model import States, TorchModel
-from kvlingo_mlx.training.translator import TorchTranslator
+from kvlingo_mlx.training.objectives import Loss, Objective
+from kvlingo_mlx.training.on_torch.aligned import translated_rows
+from kvlingo_mlx.training.on_torch.losses import loss_of
+from kvlingo_mlx.training.on_torch.model import States, TorchModel
+from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
 
 @dataclass(frozen=True)
@@ -176,9 +177,7 @@ def reconstruction_loss(
 ) -> float:
     """The mean squared error of the target's states on a prefix, averaged over maps.
 
-    A translator without a closed form is first trained on it (appendix "Training protocol", MLP
-    translators). Each map's error is divided by the mean square of its target states, so that a
-    layer of large values does not dominate.
+    See :meth:`kvlingo_mlx.training.runtime.Pair.reconstruction`.
     """
     total = 0.0
     layers = len(translator.config.target.layers)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 
 from kvlingo_mlx.format.geometry import LayerGeometry, RopeSpec, configured_rope
-from kvlingo_mlx.training.families.base import TorchFamily
+from kvlingo_mlx.training.on_torch.families.base import TorchFamily
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ import torch
 from kvlingo_mlx.embedded.bundled import bundled, spelled
 from kvlingo_mlx.loading.grading import Receipt, recall_of
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
-from kvlingo_mlx.training.gradients import conversation_loss, read
-from kvlingo_mlx.training.objectives import Loss, loss_of, objective_named
-from kvlingo_mlx.training.torch_model import TorchModel
-from kvlingo_mlx.training.translator import TorchTranslator
+from kvlingo_mlx.training.objectives import Loss, objective_named
+from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read
+from kvlingo_mlx.training.on_torch.losses import loss_of
+from kvlingo_mlx.training.on_torch.model import TorchModel
+from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
 
 def receipt(

@@ -1,0 +1,44 @@
+"""A model's final hidden states, and the logits of hidden states.
+
+mlx-lm's models run a decoder and then their head, with whatever scale or cap belongs to it. Here
+the two run apart: the decoder's output is recorded, or given to the head in the decoder's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.reclassed import Call, calling
+
+
+def text_of(model: LanguageModel) -> Any:
+    """The text model, without any model that wraps it."""
+    whole: Any = model.model
+    return whole.get("language_model", whole)  # a module is a dict of its parts
+
+
+def hidden_states(model: LanguageModel, tokens: Sequence[int], cache: Sequence[Any]) -> mx.array:
+    """The final hidden states (T, width) of ``tokens`` after the contents of ``cache``, lazily."""
+    found: list[mx.array] = []
+
+    def recorded(call: Call) -> Call:
+        def run(*args: Any, **kwargs: Any) -> mx.array:
+            found.append(call(*args, **kwargs))
+            return found[-1]
+
+        return run
+
+    with calling([text_of(model).model], recorded):
+        model.model(mx.array([list(tokens)]), cache=cache)  # the logits are never worked out
+    return found[0][0]
+
+
+def logits_of(model: LanguageModel, hidden: mx.array) -> mx.array:
+    """The next-token logits (T, vocabulary) of hidden states (T, width), in float32, lazily."""
+    with calling([text_of(model).model], lambda call: lambda *args, **kwargs: hidden[None]):
+        logits = model.model(mx.zeros((1, len(hidden)), mx.int32))
+    return logits[0].astype(mx.float32)

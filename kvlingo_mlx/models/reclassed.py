@@ -1,0 +1,46 @@
+"""Objects and modules that act otherwise for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+Call = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def reclassed(objects: Iterable[Any], derive: Callable[[type], type]) -> Iterator[None]:
+    """Give objects a class derived from their own inside the context."""
+    found = [(each, type(each)) for each in objects]
+    try:
+        for each, cls in found:
+            each.__class__ = derive(cls)
+        yield
+    finally:
+        for each, cls in found:
+            each.__class__ = cls
+
+
+def calling(
+    modules: Iterable[Any], change: Callable[[Call], Call]
+) -> contextlib.AbstractContextManager[None]:
+    """Put ``change(call)`` in the place of each module's call, in this thread.
+
+    Plain mlx-lm may run the same modules in another thread meanwhile.
+    """
+    own = threading.get_ident()
+
+    def derive(cls: type) -> type:
+        class Changed(cls):  # type: ignore[misc, valid-type]
+            def __call__(self, *args: Any, **kwargs: Any) -> Any:
+                call = super().__call__
+                if threading.get_ident() == own:
+                    call = change(call)
+                return call(*args, **kwargs)
+
+        Changed.__name__ = cls.__name__
+        return Changed
+
+    return reclassed(modules, derive)

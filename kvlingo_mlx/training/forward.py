@@ -1,0 +1,86 @@
+"""What a translator's maps compute, on the arrays of either runtime."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kvlingo_mlx.format.maps import Map, head_map_of, maps_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+
+Read = Callable[[str, int], Any]  # a side and a source layer, to their states (T, d)
+
+
+@dataclass(frozen=True)
+class Operations:
+    """What the two runtimes spell differently.
+
+    Attributes:
+        joined: Concatenates arrays along their last axis.
+        chosen: An array's rows by their numbers.
+        cast: An array in another's dtype.
+        gelu: The exact GELU.
+        sigmoid: The logistic function.
+    """
+
+    joined: Callable[[Sequence[Any]], Any]
+    chosen: Callable[[Any, Sequence[int]], Any]
+    cast: Callable[[Any, Any], Any]
+    gelu: Callable[[Any], Any]
+    sigmoid: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Maps:
+    """The maps of a translator."""
+
+    config: TranslatorConfig
+    operations: Operations
+
+    def layer(self, tensors: Mapping[str, Any], t: int, read: Read) -> tuple[Any, Any]:
+        """The keys and values of target layer ``t``, (T, width) each."""
+        found: dict[str, Any] = {}
+        for m in self._by_layer[t]:
+            both, start = self._apply(m, tensors, self._inputs(m, read)), 0
+            for side in m.writes:
+                stop = start + self.config.target.layers[t].width(side)
+                found[side], start = both[:, start:stop], stop
+        return found["keys"], found["values"]
+
+    def names(self, t: int) -> list[str]:
+        """The beginnings of the names of a target layer's tensors."""
+        return [f"{m.name}." for m in self._by_layer[t]]
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[Map]]:
+        found: dict[int, list[Map]] = defaultdict(list)
+        for m in maps_of(self.config):
+            found[m.layer].append(m)
+        return found
+
+    def _inputs(self, m: Map, read: Read) -> Any:
+        """The states of the layers read, joined: (T, in), or for head-wise maps (H, T, in)."""
+        own = [read(side, s) for side, s in m.reads]
+        if m.heads is None:
+            return own[0] if len(own) == 1 else self.operations.joined(own)
+        heads = self.config.source.layers[0].kv_heads
+        by_head = self.operations.joined([r.reshape(len(r), heads, -1) for r in own])
+        return self.operations.chosen(by_head.swapaxes(0, 1), head_map_of(self.config))
+
+    def _apply(self, m: Map, tensors: Mapping[str, Any], x: Any) -> Any:
+        """Apply one map to (T, in) or (H, T, in); returns (T, width) in the inputs' dtype."""
+        head, do = f"{m.name}.", self.operations
+        get = {
+            name.removeprefix(head): do.cast(tensor, x)
+            for name, tensor in tensors.items()
+            if name.startswith(head)
+        }
+        y = self.config.spec.formula(get, x, do.gelu)
+        y = y if y.ndim == 2 else y.swapaxes(0, 1).flatten(1)
+        if "gate" in get:
+            gate = do.sigmoid(get["gate"])[:, None]
+            y = (y.reshape(len(y), len(gate), -1) * gate).flatten(1)
+        return y + get["bias"] if "bias" in get else y

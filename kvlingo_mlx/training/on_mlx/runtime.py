@@ -1,0 +1,50 @@
+"""How a training on MLX opens its models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx.loading import models
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.training.group import Group
+
+DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
+
+
+def load(name: str, dtype: str | None, device: str) -> LanguageModel:
+    """A model as it is stored, or its floats cast to ``dtype``.
+
+    Raises:
+        ValueError: ``dtype`` is given for a quantised model.
+        MissingModelError, UnsupportedModelError, NotEnoughMemoryError: As for ``kvlingo_mlx.load``.
+    """
+    model = models.load(name)
+    if dtype is not None:
+        if model.bits is not None:
+            raise ValueError(
+                f"--dtype is {dtype}, but {model.name} has {model.bits}-bit weights, which stay as "
+                "they are; leave it out"
+            )
+        model.model.set_dtype(DTYPES[dtype])
+    return model
+
+
+def facts(name: str) -> tuple[int, Any]:
+    """A model's context in tokens, and its tokenizer."""
+    model = models.load(name, lazy=True)
+    return model.context_length, model.tokenizer
+
+
+def check_device(device: str) -> None:
+    """MLX has one device a machine."""
+
+
+def join(device: str) -> Group:
+    """The one process of the training."""
+    return Group()
+
+
+def leave(group: Group) -> None:
+    """Nothing is left open."""

@@ -1,0 +1,127 @@
+"""Translators as trainable MLX arrays: every kind of the format, by the format's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+import numpy as np
+from mlx.optimizers import AdamW, clip_grad_norm
+
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.threads import unit
+from kvlingo_mlx.training.forward import Maps, Operations, Read
+from kvlingo_mlx.training.group import Group
+
+MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names, and those of checkpoints
+
+
+def _chosen(array: mx.array, rows: Sequence[int]) -> mx.array:
+    return array[mx.array(list(rows))]
+
+
+OPERATIONS = Operations(
+    joined=lambda arrays: mx.concatenate(list(arrays), axis=-1),
+    chosen=_chosen,
+    cast=lambda tensor, like: tensor.astype(like.dtype),
+    gelu=nn.gelu,
+    sigmoid=mx.sigmoid,
+)
+
+
+@dataclass(frozen=True)
+class MLXTranslator:
+    """A translator's float32 tensors by name, and their computation."""
+
+    config: TranslatorConfig
+    tensors: dict[str, mx.array]
+    gradients: dict[str, mx.array] = field(default_factory=dict)
+
+    @classmethod
+    def from_arrays(
+        cls, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
+    ) -> MLXTranslator:
+        """Trainable copies of ``arrays``, in float32."""
+        return cls(config, {n: mx.array(np.asarray(a, np.float32)) for n, a in arrays.items()})
+
+    def layer(
+        self, t: int, read: Read, tensors: Mapping[str, mx.array] | None = None
+    ) -> tuple[mx.array, mx.array]:
+        """The keys and values of target layer ``t``, (T, width) each, from the source's states.
+
+        ``tensors`` stand in for its own.
+        """
+        return self._maps.layer(self.tensors if tensors is None else tensors, t, read)
+
+    def of_layer(self, t: int) -> dict[str, mx.array]:
+        """The tensors of target layer ``t``."""
+        begins = tuple(self._maps.names(t))
+        return {name: a for name, a in self.tensors.items() if name.startswith(begins)}
+
+    @cached_property
+    def _maps(self) -> Maps:
+        return Maps(self.config, OPERATIONS)
+
+    # ---- learning -------------------------------------------------------------------------
+
+    @cached_property
+    def _optimizer(self) -> AdamW:
+        """PyTorch's AdamW, without weight decay."""
+        made = AdamW(0.0, weight_decay=0.0, bias_correction=True)
+        made.init(self.tensors)
+        return made
+
+    @unit
+    def learn(self, gradients: Mapping[str, mx.array]) -> None:
+        """Add to the gradients."""
+        for name, gradient in gradients.items():
+            there = self.gradients.get(name)
+            self.gradients[name] = gradient if there is None else there + gradient
+        mx.eval(self.gradients)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies of the tensors, in float32."""
+        return {name: np.array(array) for name, array in self.tensors.items()}
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The tensors and the optimizer's moments, as PyTorch has them."""
+        found, kept = self.arrays(), self._optimizer.state
+        if not self._optimizer.step.item():
+            return found
+        for name in self.tensors:
+            found |= {f"{name}/{MOMENTS[m]}": np.array(a) for m, a in kept[name].items()}
+            found[f"{name}/step"] = np.array([self._optimizer.step.item()], np.float32)
+        return found
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Become what gave :meth:`state`."""
+        kept: dict[str, Any] = self._optimizer.state
+        for name in self.tensors:
+            self.tensors[name] = mx.array(state[name])
+            if f"{name}/step" in state:
+                kept[name] = {m: mx.array(state[f"{name}/{n}"]) for m, n in MOMENTS.items()}
+                kept["step"] = mx.array(int(state[f"{name}/step"].item()), mx.uint64)
+
+    def gather(self, group: Group) -> bool:
+        """Sum the gradients over all processes; returns whether they are finite."""
+        for name, tensor in self.tensors.items():
+            self.gradients.setdefault(name, mx.zeros_like(tensor))
+        group.add(self.gradients.values())
+        return all(mx.isfinite(g).all().item() for g in self.gradients.values())
+
+    @unit
+    def update(self, rate: float, clip: float) -> None:
+        """Take one clipped AdamW step."""
+        clipped, _ = clip_grad_norm(self.gradients, clip)
+        self._optimizer.learning_rate = rate
+        self.tensors.update(self._optimizer.apply_gradients(clipped, self.tensors))
+        mx.eval(self.tensors, self._optimizer.state)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.gradients.clear()

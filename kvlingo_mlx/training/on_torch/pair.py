@@ -1,0 +1,85 @@
+"""Two PyTorch models in a training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.objectives import Loss, Objective
+from kvlingo_mlx.training.on_torch import gradients
+from kvlingo_mlx.training.on_torch.aligned import paired_states
+from kvlingo_mlx.training.on_torch.model import States, TorchModel
+from kvlingo_mlx.training.on_torch.moments import TorchMoments, attention_mass
+from kvlingo_mlx.training.on_torch.receipt import receipt
+from kvlingo_mlx.training.on_torch.translator import TorchTranslator
+
+
+@dataclass(frozen=True)
+class Pair:
+    """See :class:`kvlingo_mlx.training.runtime.Pair`."""
+
+    runtime: ClassVar[str] = "torch"
+
+    source: TorchModel
+    target: TorchModel
+
+    @property
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__, "transformers": version("transformers")}
+
+    def trainable(
+        self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
+    ) -> TorchTranslator:
+        return TorchTranslator.from_arrays(config, arrays, self.target.device)
+
+    def read(self, sample: Sample, config: TranslatorConfig) -> gradients.Reading:
+        ends = self.source, self.target
+        return gradients.read(*ends, sample, config.capture, config.native_layers)
+
+    def loss(
+        self,
+        translator: TorchTranslator,
+        reading: gradients.Reading,
+        objective: Objective,
+        scale: float = 0.0,
+    ) -> Loss:
+        return gradients.conversation_loss(self.target, translator, reading, objective, scale=scale)
+
+    @torch.no_grad()
+    def states(self, sample: Sample, capture: str) -> tuple[States, States]:
+        return paired_states(self.source, self.target, sample, capture)
+
+    def reconstruction(
+        self, translator: TorchTranslator, states: tuple[States, States], scale: float = 0.0
+    ) -> float:
+        return gradients.reconstruction_loss(translator, *states, scale=scale)
+
+    def rows(self, states: States, side: str, layer: int) -> torch.Tensor:
+        return states.side(side)[layer].to(self.target.device)
+
+    def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(list(rows), dim=-1)
+
+    def wide(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.double()
+
+    def array(self, array: np.ndarray) -> torch.Tensor:
+        return torch.tensor(array).to(self.target.device)
+
+    def moments(self, inputs: int, outputs: int) -> TorchMoments:
+        return TorchMoments(inputs, outputs, self.target.device)
+
+    def attention_mass(self, sample: Sample) -> np.ndarray:
+        return attention_mass(self.target, sample).cpu().numpy()
+
+    def receipt(
+        self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
+    ) -> dict[str, Any] | None:
+        return receipt(self.source, self.target, self.trainable(config, arrays))

@@ -1,0 +1,111 @@
+"""Translators as trainable tensors: every kind of the format, by the format's own names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.training.forward import Maps, Operations
+from kvlingo_mlx.training.group import Group
+from kvlingo_mlx.training.on_torch.model import States
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _chosen(array: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    return array[list(rows)]
+
+
+OPERATIONS = Operations(
+    joined=lambda arrays: torch.cat(list(arrays), dim=-1),
+    chosen=_chosen,
+    cast=lambda tensor, like: tensor.to(like.dtype),
+    gelu=torch.nn.functional.gelu,
+    sigmoid=torch.sigmoid,
+)
+
+
+@dataclass(frozen=True)
+class TorchTranslator:
+    """A translator's float32 tensors by name, and their computation."""
+
+    config: TranslatorConfig
+    tensors: dict[str, torch.Tensor]
+
+    @classmethod
+    def from_arrays(
+        cls, config: TranslatorConfig, arrays: Mapping[str, np.ndarray], device: torch.device | str
+    ) -> TorchTranslator:
+        """Trainable copies of ``arrays``, in float32 (float64 is kept)."""
+        tensors = {}
+        for name, array in arrays.items():
+            array = array if array.dtype == np.float64 else np.asarray(array, np.float32)
+            tensors[name] = torch.tensor(array, device=device).requires_grad_()
+        return cls(config, tensors)
+
+    def layer(self, t: int, states: States, start: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of target layer ``t``, (T, width) each, from the source's states.
+
+        Only the tokens from ``start`` on are translated.
+        """
+        return self._maps.layer(self.tensors, t, lambda side, s: states.side(side)[s][start:])
+
+    @cached_property
+    def _maps(self) -> Maps:
+        return Maps(self.config, OPERATIONS)
+
+    # ---- learning -------------------------------------------------------------------------
+
+    @cached_property
+    def optimizer(self) -> torch.optim.AdamW:
+        """The optimizer, without weight decay."""
+        return torch.optim.AdamW(list(self.tensors.values()), weight_decay=0.0)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies of the tensors, in float32."""
+        return {n: t.detach().float().cpu().numpy().copy() for n, t in self.tensors.items()}
+
+    def state(self) -> dict[str, np.ndarray]:
+        """The tensors and the optimizer's moments."""
+        found: dict[str, np.ndarray] = {}
+        for name, tensor in self.tensors.items():
+            moments = self.optimizer.state.get(tensor, {})
+            kept = {name: tensor.detach(), **{f"{name}/{m}": moments[m] for m in moments}}
+            found |= {n: np.atleast_1d(t.cpu().numpy()).copy() for n, t in kept.items()}
+        return found
+
+    @torch.no_grad()
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Become what gave :meth:`state`."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(torch.tensor(state[name]))
+            if f"{name}/step" in state:
+                moments = {m: torch.tensor(state[f"{name}/{m}"]).to(tensor) for m in MOMENTS}
+                step = torch.tensor(state[f"{name}/step"], dtype=torch.float32).reshape(())
+                self.optimizer.state[tensor] = {"step": step, **moments}
+
+    def gather(self, group: Group) -> bool:
+        """Sum the gradients over all processes; returns whether they are finite."""
+        for tensor in self.tensors.values():
+            if tensor.grad is None:  # this process had no conversation of the batch
+                tensor.grad = torch.zeros_like(tensor)
+        gradients = [t.grad for t in self.tensors.values() if t.grad is not None]
+        group.add(gradients)
+        return all(bool(g.isfinite().all()) for g in gradients)
+
+    def update(self, rate: float, clip: float) -> None:
+        """Take one clipped AdamW step."""
+        for settings in self.optimizer.param_groups:
+            settings["lr"] = rate
+        torch.nn.utils.clip_grad_norm_(self.tensors.values(), clip)
+        self.optimizer.step()
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+        self.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,190 @@
+"""What a training needs of a runtime: two frozen models, and translators that learn.
+
+MLX (``on_mlx``) and PyTorch (``on_torch``) each have a :class:`Pair`. All else of a training is the
+same code: data, recipe, stages, checkpoints, log, interruption. What crosses between the two is
+NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to the same pair only.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+
+from kvlingo_mlx.format.geometry import CacheGeometry
+from kvlingo_mlx.format.projections import Sketch
+from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.group import Group
+from kvlingo_mlx.training.objectives import Loss, Objective
+
+
+class Model(Protocol):
+    """A frozen model and its tokenizer, in either runtime."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def revision(self) -> str | None: ...
+
+    @property
+    def path(self) -> Path | None: ...
+
+    @property
+    def family(self) -> Any: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def geometry(self) -> CacheGeometry: ...
+
+    @property
+    def context_length(self) -> int: ...
+
+    @property
+    def precision(self) -> str: ...
+
+    @property
+    def projections(self) -> Sketch | None: ...
+
+    @property
+    def weights_fingerprint(self) -> str: ...
+
+    def spec(self) -> ModelSpec: ...
+
+
+class Trainable(Protocol):
+    """A translator in training, with its AdamW optimizer and the gradients so far.
+
+    Attributes:
+        config: Its config.
+    """
+
+    config: TranslatorConfig
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Copies of its tensors by name, in float32."""
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Its tensors and, as ``NAME/exp_avg``, ``/exp_avg_sq`` and ``/step``, its optimizer."""
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        """Become what gave :meth:`state`, in either runtime."""
+
+    def gather(self, group: Group) -> bool:
+        """Sum the gradients over all processes; returns whether they are finite."""
+
+    def update(self, rate: float, clip: float) -> None:
+        """Take one AdamW step, the gradients clipped to the norm ``clip``; drop the gradients."""
+
+    def forget(self) -> None:
+        """Drop the gradients."""
+
+
+class Moments(Protocol):
+    """The sums of :class:`kvlingo_mlx.stage1.closed_form.Moments`, where the pair has its rows."""
+
+    tokens: int
+    xx: Any
+    xy: Any
+    yy: Any
+
+    def add(self, x: Any, y: Any, weights: Any = None) -> None: ...
+
+
+class Pair(Protocol):
+    """Two models of one runtime, and all that a training computes with them.
+
+    Attributes:
+        source: The model whose cache is translated.
+        target: The model that decodes from it.
+        runtime: ``mlx`` or ``torch``.
+        versions: The versions of the runtime's libraries.
+    """
+
+    source: Any
+    target: Any
+    runtime: ClassVar[str]
+
+    @property
+    def versions(self) -> Mapping[str, str]: ...
+
+    def trainable(self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]) -> Trainable:
+        """A translator that begins with ``arrays``."""
+
+    # ---- stage 2 --------------------------------------------------------------------------
+
+    def read(self, sample: Sample, config: TranslatorConfig) -> Any:
+        """Both no-gradient passes over a conversation, which all translators share."""
+
+    def loss(self, translator: Any, reading: Any, objective: Objective, scale: float = 0.0) -> Loss:
+        """The loss of one conversation decoded from its translated cache (equation for L).
+
+        A ``scale`` other than 0 adds that multiple of its gradient to the translator's.
+        """
+
+    # ---- stage 1 --------------------------------------------------------------------------
+
+    def states(self, sample: Sample, capture: str) -> tuple[Any, Any]:
+        """The source's and the target's states of a prefix, row by row.
+
+        With one tokenizer, a row is a token. With two, a row is a translated source token, and the
+        target's side is the mean over the target tokens of its minimal group (paper: appendix
+        "Cross-tokenizer cache translation", paragraph "Initialising the translators").
+        """
+
+    def reconstruction(self, translator: Any, states: tuple[Any, Any], scale: float = 0.0) -> float:
+        """The mean squared error of the target's states, averaged over maps.
+
+        A translator without a closed form is first trained on it (appendix "Training protocol", MLP
+        translators). Each map's error is divided by the mean square of its target states, so that a
+        layer of large values does not dominate.
+        """
+
+    def rows(self, states: Any, side: str, layer: int) -> Any:
+        """One side of a layer's states, (T, d), as :meth:`moments` adds them."""
+
+    def joined(self, rows: Sequence[Any]) -> Any:
+        """Rows side by side, (T, sum of d)."""
+
+    def wide(self, rows: Any) -> Any:
+        """Rows in float64."""
+
+    def array(self, array: np.ndarray) -> Any:
+        """An array where the sums are."""
+
+    def moments(self, inputs: int, outputs: int) -> Moments:
+        """Empty sums of a map."""
+
+    def attention_mass(self, sample: Sample) -> np.ndarray:
+        """The attention that the continuation pays to each prefix position (eq. "attn-norm")."""
+
+    # ---- the result -----------------------------------------------------------------------
+
+    def receipt(
+        self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]
+    ) -> dict[str, Any] | None:
+        """The quality of a translator on the bundled conversations; None if none fits."""
+
+
+def pair_of(source: Model, target: Model) -> Pair:
+    """Two models for a training, on the runtime that loaded them.
+
+    Raises:
+        ValueError: They were loaded by different runtimes.
+    """
+    kinds = {type(model).__name__ for model in (source, target)}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{source.name} and {target.name} were loaded by different runtimes; load both with "
+            "kvlingo_mlx.load, or both for PyTorch"
+        )
+    room = "on_torch" if kinds == {"TorchModel"} else "on_mlx"
+    module = importlib.import_module(f"kvlingo_mlx.training.{room}.pair")
+    made: Pair = module.Pair(source, target)
+    return made

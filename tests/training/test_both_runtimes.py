@@ -1,0 +1,321 @@
+"""Training on MLX against training on PyTorch: gradients, steps, checkpoints, whole runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+import numpy as np
+import pytest
+from mlx.utils import tree_map_with_path
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import kvlingo_mlx as kv  # noqa: E402
+from kvlingo_mlx.format import translator_folder  # noqa: E402
+from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.training import stage1  # noqa: E402
+from kvlingo_mlx.training.checkpoints import Checkpoints  # noqa: E402
+from kvlingo_mlx.training.distill import Distillation  # noqa: E402
+from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
+from kvlingo_mlx.training.on_mlx import gradients  # noqa: E402
+from kvlingo_mlx.training.on_mlx.translator import MLXTranslator  # noqa: E402
+from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
+from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
+from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
+from kvlingo_mlx.training.runs import start_runs  # noqa: E402
+from kvlingo_mlx.training.runtime import Pair, pair_of  # noqa: E402
+from tests.support.trainings import (  # noqa: E402
+    Random,
+    altered,
+    die_after,
+    distance,
+    learnt,
+    random_arrays,
+    training,
+)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"nu": 2},
+    "head-wise": {"head_mixing": False, "nu": 2},
+    "joint": {"joint": True},
+    "mlp": {"kind": "mlp", "nu": 2},
+    "head-wise mlp": {"kind": "mlp", "head_mixing": False},
+    "linear_mlp": {"kind": "linear_mlp"},
+    "post_norm": {"capture": "post_norm"},
+    "post_rope": {"capture": "post_rope", "nu": 2},
+    "native": {"native_layers": 2},
+}
+Models = dict[str, LanguageModel]
+TorchModels = dict[str, TorchModel]
+
+
+def both(models: Models, torch_models: TorchModels, names: tuple[str, str]) -> tuple[Pair, Pair]:
+    return tuple(pair_of(*(found[n] for n in names)) for found in (models, torch_models))
+
+
+@pytest.mark.parametrize(
+    "names", [("dense", "wide"), ("dense", "moe"), ("moe", "dense")], ids="-".join
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_equal(
+    models: Models, torch_models: TorchModels, names: tuple[str, str], kind: str
+) -> None:
+    sample = Random(90, 20).sample(1)
+    ours, theirs = both(models, torch_models, names)
+    config = make_config(ours.source, ours.target, TrainingPlan(**KINDS[kind]))
+    objective = "mixed" if kind == "linear" else "kl"
+    loss, found = learnt(ours, config, sample, objective)
+    expected, wanted = learnt(theirs, config, sample, objective)
+    assert loss == pytest.approx(expected, rel=1e-4) and expected > 0.05
+    assert distance(found, wanted) < 1e-5
+
+
+def test_long_prefixes_are_read_in_chunks(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = pair_of(models["dense"], models["wide"])
+    config = make_config(pair.source, pair.target, TrainingPlan(native_layers=1))
+    sample = Random(90, 40).sample(1)
+    loss, whole = learnt(pair, config, sample, "kl")
+    monkeypatch.setattr(gradients, "STEP", 16)
+    monkeypatch.setattr("kvlingo_mlx.training.on_mlx.losses.BLOCK", 7)
+    again, chunked = learnt(pair, config, sample, "kl")
+    assert again == pytest.approx(loss, rel=1e-5)
+    assert distance(chunked, whole) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["wide", "moe"])
+def test_checkpointed_layers_give_the_same_gradients(models: Models, name: str) -> None:
+    pair = pair_of(models["dense"], models[name])
+    config = make_config(pair.source, pair.target, TrainingPlan())
+    reading = pair.read(Random(90, 20).sample(1), config)
+    found = []
+    for checkpoint in (True, False):
+        made = pair.trainable(config, random_arrays(config, 3))
+        gradients.conversation_loss(
+            pair.target, made, reading, objective_named("kl"), scale=1.0, checkpoint=checkpoint
+        )
+        found.append({name: np.array(g) for name, g in made.gradients.items()})
+    assert distance(*found) < 1e-5
+    assert all(np.abs(g).max() > 0 for g in found[0].values())
+
+
+def test_what_is_checkpointed_needs_less_memory(models: Models) -> None:
+    """What a layer keeps for its backward pass is there once, not once a layer."""
+    pair = pair_of(models["dense"], models["wide"])
+    config = make_config(pair.source, pair.target, TrainingPlan())
+    reading = pair.read(Random(200, 400).sample(0), config)
+    peaks = []
+    for checkpoint in (True, False):
+        made = pair.trainable(config, random_arrays(config, 3))
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        gradients.conversation_loss(
+            pair.target, made, reading, objective_named("kl"), scale=1.0, checkpoint=checkpoint
+        )
+        peaks.append(mx.get_peak_memory() - before)
+    assert peaks[0] < 0.7 * peaks[1]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("name", ["wide", "moe"])
+def test_a_quantised_model_learns_as_its_dequantised_weights(
+    folders: dict[str, Path], name: str, bits: int
+) -> None:
+    source, target, plain = (kv.load(folders[n]) for n in ("dense", name, name))
+
+    def quantised(path: str, module: nn.Module) -> bool:
+        weight = getattr(module, "weight", None)
+        return hasattr(module, "to_quantized") and weight.shape[-1] % 32 == 0
+
+    nn.quantize(target.model, group_size=32, bits=bits, class_predicate=quantised)
+    stored = dict(target.model.named_modules())
+    assert any(hasattr(m, "bits") for m in stored.values())
+
+    def dequantised(path: str, array: mx.array) -> mx.array:
+        place, _, last = path.rpartition(".")
+        module = stored[place]
+        if last != "weight" or not hasattr(module, "bits"):
+            return array
+        parts = (module.weight, module.scales, module.biases)
+        return mx.dequantize(*parts, group_size=module.group_size, bits=module.bits)
+
+    plain.model.update(tree_map_with_path(dequantised, plain.model.parameters()))
+    sample = Random(90, 20).sample(1)
+    found = []
+    for model in (target, plain):
+        pair = pair_of(source, model)
+        config = make_config(source, model, TrainingPlan(nu=2))
+        found.append(learnt(pair, config, sample, "kl"))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4)
+    assert distance(found[0][1], found[1][1]) < 1e-4
+
+
+# ---- steps ------------------------------------------------------------------------------
+
+
+def distillation(pair: Pair, steps: int, checkpoints: Checkpoints | None = None) -> Distillation:
+    config = make_config(pair.source, pair.target, TrainingPlan(nu=2))
+    runs = start_runs(pair, config, random_arrays(config, 3), (1e-3, 3e-3))
+    recipe = Recipe(steps=steps, batch=2, validate_every=10, learning_rates=(1e-3, 3e-3))
+    stream = Random(different=40)
+    return Distillation(pair, runs, stream, stream.held_out(3), recipe, checkpoints)
+
+
+def test_fifty_steps_give_the_same_losses(models: Models, torch_models: TorchModels) -> None:
+    losses = []
+    for pair in both(models, torch_models, ("dense", "wide")):
+        made, seen = distillation(pair, 50), list[float]()
+        made.run(lambda report, made=made, seen=seen: seen.extend(r.loss for r in made.runs))
+        losses.append(np.array(seen))
+    assert len(losses[0]) == 100 and losses[0][-1] < 0.8 * losses[0][0]
+    assert np.abs(losses[0] / losses[1] - 1).max() < 1e-4
+
+
+@pytest.mark.parametrize("first", ["mlx", "torch"])
+def test_one_runtime_goes_on_where_the_other_stopped(
+    models: Models, torch_models: TorchModels, tmp_path: Path, first: str
+) -> None:
+    """With the optimizer's moments, as if it had never stopped."""
+    pairs = both(models, torch_models, ("dense", "wide"))
+    one, other = pairs if first == "mlx" else pairs[::-1]
+    whole = distillation(one, 20)
+    whole.run()
+    half = distillation(one, 20, Checkpoints(tmp_path / "kept", {}))
+    for _ in range(10):
+        if not half.step:
+            half.validate()
+            half.look({"step": 0, "held_out": [run.held_out for run in half.runs]})
+        half.advance()
+    half.keep()
+    rest = distillation(other, 20, Checkpoints(tmp_path / "kept", {}))
+    rest.run()
+    assert rest.step == whole.step == 20
+    for found, expected in zip(rest.runs, whole.runs, strict=True):
+        assert found.held_out == pytest.approx(expected.held_out, rel=1e-4)
+        arrays = found.translator.arrays()
+        for name, array in expected.translator.arrays().items():
+            assert np.abs(arrays[name] - array).max() < 1e-4 * np.abs(array).max()
+
+
+def test_the_optimizer_is_pytorchs() -> None:
+    """Ten clipped AdamW steps over planted gradients."""
+    rng = np.random.default_rng(0)
+    start = rng.normal(size=(3, 4)).astype(np.float32)
+    tensor = torch.tensor(start).requires_grad_()
+    theirs = torch.optim.AdamW([tensor], weight_decay=0.0)
+    ours = MLXTranslator(None, {"w": mx.array(start)})  # type: ignore[arg-type]
+    for step in range(10):
+        gradient = rng.normal(size=(3, 4)).astype(np.float32) * 10.0 ** (step % 3 - 1)
+        tensor.grad = torch.tensor(gradient)
+        torch.nn.utils.clip_grad_norm_([tensor], 1.0)
+        theirs.param_groups[0]["lr"] = rate = 1e-2 / (step + 1)
+        theirs.step()
+        ours.learn({"w": mx.array(gradient)})
+        ours.update(rate, 1.0)
+        assert not ours.gradients
+        assert np.abs(np.array(ours.tensors["w"]) - tensor.detach().numpy()).max() < 1e-6
+
+
+# ---- whole trainings --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["linear", "joint", "mlp", "linear_mlp", "native"])
+def test_a_whole_training_on_mlx(models: Models, tmp_path: Path, kind: str) -> None:
+    first = Recipe(
+        steps=12, batch=2, learning_rates=(1e-2,), objective="reconstruction", validate_every=12
+    )
+    options = {**KINDS[kind], "hidden": 16, "stage1_recipe": first}
+    made = training(models, tmp_path / "t", steps=12, learning_rates=(1e-3,), **options)
+    out = made.run()
+    log = [json.loads(line) for line in (tmp_path / "t.log.jsonl").read_text().splitlines()]
+    assert log[-1]["held_out"][0] < log[0]["held_out"][0]
+    config = translator_folder.read_config(out)
+    assert {"mlx", "mlx_lm"} <= set(config.provenance) and "torch" not in config.provenance
+    assert config.native_layers == KINDS[kind].get("native_layers", 0)
+    assert made.finished() and made.run() == out
+    pair = models["dense"], models["wide"]
+    assert kv.generate(*pair, "hello there", translator=out, max_tokens=4)
+
+
+def test_both_runtimes_train_the_same_translator(
+    models: Models, torch_models: TorchModels, tmp_path: Path
+) -> None:
+    folders = [
+        training(found, tmp_path / name, steps=6, learning_rates=(1e-3,), nu=2).run()
+        for name, found in (("ours", models), ("theirs", torch_models))
+    ]
+    first, second = (kv.load_translator(folder).to_weights() for folder in folders)
+    for name, array in first.arrays.items():
+        assert np.abs(array - second.arrays[name]).max() < 2e-3 * np.abs(array).max(), name
+
+
+@pytest.mark.parametrize("first", ["mlx", "torch"])
+def test_a_stopped_training_goes_on_by_the_other_runtime(
+    models: Models,
+    torch_models: TorchModels,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    first: str,
+) -> None:
+    order = (models, torch_models) if first == "mlx" else (torch_models, models)
+    options: dict[str, Any] = {"steps": 6, "keep_every": 0.0}
+    with monkeypatch.context() as patched:
+        die_after(patched, 3)
+        with pytest.raises(KeyboardInterrupt):
+            training(order[0], tmp_path / "t", **options).run()
+    seen: list[int] = []
+    out = training(order[1], tmp_path / "t", seen=seen, **options).run()
+    assert seen[0] == 4
+    assert training(order[0], tmp_path / "t", **options).finished()  # whoever finished it
+    kv.load_translator(out)
+
+
+def test_other_weights_are_not_gone_on_with(
+    models: Models,
+    torch_models: TorchModels,
+    folders: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By the other runtime, which knows a model by its files."""
+
+    def fused(tensors: dict[str, np.ndarray]) -> None:
+        tensors["model.layers.1.self_attn.q_proj.weight"] += np.float32(0.01)
+
+    with monkeypatch.context() as patched:
+        die_after(patched, 3)
+        with pytest.raises(KeyboardInterrupt):
+            training(torch_models, tmp_path / "t", keep_every=0.0).run()
+    place = tmp_path / folders["wide"].name
+    changed = kv.load(altered(folders["wide"], place, weights=fused))
+    object.__setattr__(changed, "name", models["wide"].name)
+    with pytest.raises(ValueError, match="target's weights was .* is .*; give the same"):
+        training({**models, "wide": changed}, tmp_path / "t", keep_every=0.0).run()
+    assert isinstance(training(models, tmp_path / "t", keep_every=0.0).run(), Path)
+
+
+def test_models_of_two_runtimes_are_refused(
+    models: Models, torch_models: TorchModels, tmp_path: Path
+) -> None:
+    mixed = {"dense": models["dense"], "wide": torch_models["wide"]}
+    with pytest.raises(ValueError, match="were loaded by different runtimes"):
+        training(mixed, tmp_path / "t").run()
+
+
+@pytest.mark.parametrize("norm", ["frobenius", "attention_mass"])
+def test_closed_forms_equal_the_fits(models: Models, norm: str) -> None:
+    """Stage 1 of a training on MLX is what ``kv.fit`` makes."""
+    data = [Random(60, different=99).sample(i) for i in range(10)]
+    source, target = models["narrow"], models["wide"]
+    expected = kv.fit(source, target, data, norm=norm).to_weights()
+    config = make_config(source, target, TrainingPlan())
+    arrays, facts = stage1.closed_form(config, pair_of(source, target), data, norm=norm)
+    assert facts["samples"] == 10 and set(arrays) == set(expected.arrays)
+    for name, array in arrays.items():
+        error = np.linalg.norm(array - expected.as_float32(name)) / np.linalg.norm(array)
+        assert error < 1e-6, (name, error)

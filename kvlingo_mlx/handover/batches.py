@@ -158,7 +158,8 @@ class _Group:
         first = _begun(self._model, row, cache, self._ear)
         if self._ear is not None:
             row.parts.append(self._ear.take(0))
-        row.give(int(first._next_tokens.item()), first._next_logprobs[0])
+        first_token: Any = first._next_tokens.item()
+        row.give(int(first_token), first._next_logprobs[0])
         self.ahead.add(row)
         if self._batch is None:
             self._batch = first

@@ -28,8 +28,8 @@ def files_fingerprint(folder: Path) -> str:
             header = file.read(length)
             digest.update(path.name.encode() + header)
             tensors = {k: v for k, v in json.loads(header).items() if k != "__metadata__"}
-            for _, facts in sorted(tensors.items()):
-                start, stop = (8 + length + offset for offset in facts["data_offsets"])
+            for _, tensor in sorted(tensors.items()):
+                start, stop = (8 + length + offset for offset in tensor["data_offsets"])
                 middle = (start + stop - READ) // 2
                 for place in (start, max(start, middle), max(start, stop - READ)):
                     file.seek(place)

@@ -34,6 +34,18 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import Pair  # noqa: E402
 
+# What plans of every kind say; ``native_layers`` go with any of them.
+KINDS: dict[str, dict[str, Any]] = {
+    "linear": {"nu": 2},
+    "head-wise": {"head_mixing": False, "nu": 2},
+    "joint": {"joint": True},
+    "mlp": {"kind": "mlp", "nu": 2},
+    "head-wise mlp": {"kind": "mlp", "head_mixing": False},
+    "linear_mlp": {"kind": "linear_mlp"},
+    "post_norm": {"capture": "post_norm"},
+    "post_rope": {"capture": "post_rope", "nu": 2},
+}
+
 
 class Random:
     """Samples of random tokens, by number: only ``different`` ones, held out or not."""

@@ -29,6 +29,7 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runs import start_runs  # noqa: E402
 from kvlingo_mlx.training.runtime import Pair, pair_of  # noqa: E402
+from tests.support import trainings  # noqa: E402
 from tests.support.trainings import (  # noqa: E402
     Random,
     altered,
@@ -39,17 +40,7 @@ from tests.support.trainings import (  # noqa: E402
     training,
 )
 
-KINDS: dict[str, dict[str, Any]] = {
-    "linear": {"nu": 2},
-    "head-wise": {"head_mixing": False, "nu": 2},
-    "joint": {"joint": True},
-    "mlp": {"kind": "mlp", "nu": 2},
-    "head-wise mlp": {"kind": "mlp", "head_mixing": False},
-    "linear_mlp": {"kind": "linear_mlp"},
-    "post_norm": {"capture": "post_norm"},
-    "post_rope": {"capture": "post_rope", "nu": 2},
-    "native": {"native_layers": 2},
-}
+KINDS = trainings.KINDS | {"native": {"native_layers": 2}}
 Models = dict[str, LanguageModel]
 TorchModels = dict[str, TorchModel]
 

@@ -62,6 +62,7 @@ from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
 from tests.support import ROOT  # noqa: E402
 from tests.support.trainings import (  # noqa: E402
+    KINDS,
     Random,
     altered,
     device_kl,
@@ -395,18 +396,6 @@ def test_objectives_equal_plain_sums(
 def test_unknown_objective() -> None:
     with pytest.raises(ValueError, match="objective is 'mse'; it must be one of kl, ce, mixed"):
         objective_named("mse")
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "linear": {"nu": 2},
-    "head-wise": {"head_mixing": False, "nu": 2},
-    "joint": {"joint": True},
-    "mlp": {"kind": "mlp", "nu": 2},
-    "head-wise mlp": {"kind": "mlp", "head_mixing": False},
-    "linear_mlp": {"kind": "linear_mlp"},
-    "post_norm": {"capture": "post_norm"},
-    "post_rope": {"capture": "post_rope", "nu": 2},
-}
 
 
 @pytest.mark.parametrize(

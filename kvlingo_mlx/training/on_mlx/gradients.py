@@ -116,9 +116,9 @@ def conversation_loss(
     num_read = len(reading.sample.prefix) - 1
     # Positions before a layer's window are not translated.
     starts = target.geometry.first_kept(num_read) if reading.states is not None else []
-    first = len(reading.native)
+    layers = range(len(reading.native), len(starts))
     with working():
-        leaves = [_entry(target, translator, reading, t, starts[t]) for t in _layers(starts, first)]
+        leaves = [_entry(target, translator, reading, t, starts[t]) for t in layers]
         mx.eval(leaves)
     learns, labels = scale != 0.0, reading.sample.continuation
 
@@ -139,13 +139,9 @@ def conversation_loss(
             return loss_of(objective, of_leaves(leaves)[1])
         (_, means), gradients = mx.value_and_grad(of_leaves)(leaves)
         mx.eval(gradients, means)
-        for t, gradient in zip(_layers(starts, first), gradients, strict=True):
+        for t, gradient in zip(layers, gradients, strict=True):
             translator.learn(_pulled(target, translator, reading, t, starts[t], gradient, scale))
     return loss_of(objective, means)
-
-
-def _layers(starts: Sequence[int], first: int) -> range:
-    return range(first, len(starts))
 
 
 def _entry(

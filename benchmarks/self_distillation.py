@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,8 +29,9 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.stage1.norms import norm_named
+from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training import stage1
 from kvlingo_mlx.training.distill import Distillation
 from kvlingo_mlx.training.on_torch import model as torch_model
 from kvlingo_mlx.training.on_torch.gradients import Reading
@@ -62,10 +62,17 @@ class Lockstep(Pair):
         return self.shared[sample]
 
 
-def fit_samples(model: LanguageModel, count: int, seed: int) -> Iterator[Sample]:
-    for talk in dialogues.for_fitting(count, seed=seed):
-        sample = quality.recall_sample(model, talk)
-        yield Sample(sample.prefix, sample.continuation)
+def fit_samples(model: LanguageModel, count: int, seed: int) -> list[Sample]:
+    found = [quality.recall_sample(model, t) for t in dialogues.for_fitting(count, seed=seed)]
+    return [Sample(sample.prefix, sample.continuation) for sample in found]
+
+
+def fitted(
+    config: TranslatorConfig, pair: Pair, samples: list[Sample], norm: str
+) -> dict[str, np.ndarray]:
+    fit = ClosedForm(config, pair, lambda start: samples[start:], norm_named(norm))
+    fit.run()
+    return fit.weights
 
 
 def run_seed(
@@ -82,7 +89,7 @@ def run_seed(
     for norm in NORMS:
         started = time.perf_counter()
         samples = fit_samples(pair[1], args.fit_dialogues, seed)
-        fits[norm], _ = stage1.closed_form(config, Pair(*twins), samples, norm=norm)
+        fits[norm] = fitted(config, Pair(*twins), samples, norm)
         seconds[norm] = round(time.perf_counter() - started, 1)
     readings: dict[Sample, Reading] = {}
     kept = stream.held_out(args.validation)

@@ -101,7 +101,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("ce_weight", "objective", among("mixed"), "mixed"),
         Need("stage1_steps stage1_lr gated", "kind", among(*UNSOLVED), "mlp",
              "whose stage 1 is a closed form"),
-        Need("objective ce_weight lr plot", "steps", lambda steps: steps != 0,
+        Need("objective ce_weight lr plot minutes", "steps", lambda steps: steps != 0,
              5000, "which leaves stage 2 out"),
         Need("held_out batch_size val_every", "steps kind",
              lambda steps, kind: steps != 0 or kind in UNSOLVED, 5000, "which leaves stage 2 out"),

@@ -1,4 +1,4 @@
-"""kvlingo-mlx train: both stages in PyTorch, on a GPU or at small size on a CPU."""
+"""kvlingo-mlx train: both stages, on MLX or PyTorch."""
 
 from __future__ import annotations
 
@@ -47,12 +47,19 @@ class TrainOptions(Options):
     objective: str = option("kl", "kl, ce or mixed.")
     ce_weight: float = option(1.0, "Weight of the cross-entropy in mixed.")
     steps: int = option(5000, "Stage 2 steps; 0 keeps the closed form.")
+    minutes: float | None = option(
+        None, "Most minutes of stage 2; its rates fall in the time that there is."
+    )
     batch_size: int = option(8, "Conversations per step, of an MLP's stage 1 too.")
     lr: str | None = option(None, "Learning rate; several as a,b,c: the best one wins.")
     held_out: int = option(64, "Conversations that choose the learning rate.")
     val_every: int = option(250, "Steps between two scores of these.")
     plain_text: bool = option(False, "Windows of 256 + 256 tokens, for base models.")
     packed_share: float = option(0.5, "Share of samples concatenated to full length.")
+    max_prefix: int | None = option(None, "Longest prefix in tokens, default: 16384.")
+    max_continuation: int | None = option(
+        None, "Tokens to which answers are cut, default: 2048. Fewer of either need less memory."
+    )
     seed: int = option(0, "Seed of the data and of an MLP's start.")
     dtype: str | None = option(
         None, "The frozen models': bfloat16 or float32; default: as stored, with PyTorch bfloat16."
@@ -83,7 +90,7 @@ def command(options: TrainOptions) -> None:
 
     from kvlingo_mlx.training import command_line
 
-    names = "source target dtype device seed plain_text packed_share"
+    names = "source target dtype device seed plain_text packed_share max_prefix max_continuation"
     asked = command_line.Options(data=tuple(options.data), **options.some(names))
     if options.out is None or options.histogram:
         _histogram(options, asked)
@@ -94,6 +101,7 @@ def command(options: TrainOptions) -> None:
         "batch": options.batch_size,
         "learning_rates": rates,
         "validate_every": options.val_every,
+        "seconds": None if options.minutes is None else 60.0 * options.minutes,
         **options.some("steps objective ce_weight"),
     }
     plan = options.some(
@@ -107,7 +115,7 @@ def command(options: TrainOptions) -> None:
             if stage == "stage2":
                 speed = f"{report.tokens_per_second:.0f} tokens/s"
                 text = f"KL {report.kl:.4f}, held out {report.held_out:.4f}, {speed}"
-                step(report.step, text=text)
+                step(round(report.share * options.steps), text=text)
             else:
                 step(text=f"{stage}: {getattr(report, 'step', report)}")
 
@@ -170,6 +178,8 @@ def _tell(options: TrainOptions, done: command_line.Done) -> None:
         say(f"wrote {done.folder}: stage 1 alone, as --steps is 0")
     else:
         say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.best:.4f} at best")
+        if done.outlook:
+            say(done.outlook)
         say(f"the log is {done.log}")
         if options.plot:
             title = pictures.pair(options.source, options.target)

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.backend import mx
-
-import numpy as np
-
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import KVLingoError, KVLingoWarning
 from kvlingo_mlx.evaluation.verification import receipt
-from kvlingo_mlx.fitting.aligned import aligned_states
-from kvlingo_mlx.fitting.attention import attention_mass
+from kvlingo_mlx.fitting.rows import Rows
 from kvlingo_mlx.format.assignment import Assignment, by_depth, check_windows
 from kvlingo_mlx.format.config_reading import parse_assignment
-from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import check_head_ratio
 from kvlingo_mlx.format.projections import facts_of_models
@@ -32,28 +24,18 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_positions
-from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.stage1.closed_form import (
-    Moments,
-    check_tokens,
-    moment_widths,
-    shortage,
-    solve_maps,
-)
-from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, norm_named, token_weights
-from kvlingo_mlx.stage1.selection import METHODS, Candidates, Tiles, candidates, choose, tile_bytes
+from kvlingo_mlx.stage1.closed_form import shortage
+from kvlingo_mlx.stage1.norms import norm_named
+from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
+from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, read_jsonl, to_samples
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from kvlingo_mlx.version import __version__
 
-Progress = Callable[[int, int | None], None]
-# Called with both models' states of a span, and the tokens' weights (layers or 1, tokens).
-AddSpan = Callable[[KVStates, KVStates, np.ndarray | None], None]
-MEMORY = 8 * 2**30  # bytes of moments at once, which leaves room for the models in 16 GB
+Progress = Callable[[int, int], None]
 
 
 @checked
@@ -89,7 +71,7 @@ def fit(
         head_mixing: False for block-diagonal maps, one block per head.
         memory: Most bytes of moments in memory at once; where they would take more, the samples
             are read several times, for some layers at a time.
-        progress: Called with (samples done, number of samples or None).
+        progress: Called with (samples done, number of samples), over all passes.
         solving: Called with (maps solved, number of maps); with little memory some maps are solved
             before the samples are read again.
 
@@ -107,6 +89,7 @@ def fit(
     """
     if isinstance(samples, str | os.PathLike):
         samples = read_jsonl(samples)
+    records = list(samples)
     source, target = load_pair(source, target)
     norm = norm_named(norm)
     method = assignment if isinstance(assignment, str) else None
@@ -118,30 +101,34 @@ def fit(
     capture = capture_point(source, target, capture)
     explicit = assignment if isinstance(assignment, Assignment) else None
     config = _config(source, target, explicit, nu, head_mixing, capture)
-    reader = _Reader(source, target, samples, capture, norm, progress, solving)
-    weights: dict[str, np.ndarray] = {}
-    ranks: list[int] = []
-    if method in METHODS:
-        config, weights, ranks = _select(config, reader, method, nu, memory)
-    if not weights:
-        weights, ranks = _solve(config, reader, memory)
-    if short := shortage(config, reader.tokens, min(ranks)):
+    work = ClosedForm(
+        config,
+        Rows(source, target),
+        _again(records, source, target),
+        norm,
+        method,
+        nu,
+        memory,
+        _hooks(len(records), target, progress, solving),
+    )
+    work.run()
+    if short := shortage(config, work.tokens, work.lowest):
         warnings.warn(short, KVLingoWarning, stacklevel=2)
     provenance = {
         "stage": 1,
         "norm": norm,
         "assignment": method or ("explicit" if assignment else "relative_depth"),
-        **reader.facts(),
-        "lowest_rank": min(ranks),
+        **work.facts(),
         "kvlingo_mlx": __version__,
         "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
         **facts_of_models({"source": source, "target": target}),
     }
-    fitted = build(config, Weights.from_float32(weights, "float32"))
+    fitted = build(work.config, Weights.from_float32(work.weights, "float32"))
     if (left := _receipt(source, target, fitted)) is not None:
         provenance["receipt"] = left
-    return dataclasses.replace(fitted, config=dataclasses.replace(config, provenance=provenance))
+    told = dataclasses.replace(work.config, provenance=provenance)
+    return dataclasses.replace(fitted, config=told)
 
 
 def _config(
@@ -182,215 +169,22 @@ def _receipt(
         return None
 
 
-@dataclasses.dataclass
-class _Reader:
-    """Runs both models over every sample's prefix, once per pass over the samples."""
-
-    source: LanguageModel
-    target: LanguageModel
-    samples: Iterable[Mapping[str, Any] | Sample]
-    capture: str
-    norm: str
-    progress: Progress | None
-    solving: Progress | None
-    used: int = 0
-    tokens: int = 0
-    longest: int = 0
-    solved: int = 0
-
-    def facts(self) -> dict[str, int]:
-        """The facts about the samples that a provenance keeps."""
-        return {"samples": self.used, "prefix_tokens": self.tokens, "longest_prefix": self.longest}
-
-    def tell_solved(self) -> None:
-        """Report one more solved map; each target layer has one for keys and one for values."""
-        self.solved += 1
-        if self.solving is not None:
-            self.solving(self.solved, len(SIDES) * len(self.target.attentions))
-
-    def passes(self, count: int) -> None:
-        """Announce how often the samples will be read."""
-        if count > 1 and not isinstance(self.samples, Sequence):
-            self.samples = list(self.samples)
-        self.total = len(self.samples) * count if isinstance(self.samples, Sequence) else None
-        self.done = 0
-
-    def read(self, add: AddSpan, *, weighted: bool = True) -> None:
-        """Pass every span's states to ``add``, with the norm's weights if ``weighted``."""
-        norm = self.norm if weighted else "frobenius"
-        self.used = self.tokens = 0
-        context = min(self.source.context_length, self.target.context_length)
-        other = other_tokenizer(self.source.tokenizer, self.target.tokenizer)
-        for sample in to_samples(self.samples, self.target.tokenizer, context, other):
-            self._check(sample)
-            if self.norm in ATTENTION_NORMS and not sample.continuation:
-                continue  # no token attends to this prefix
-            if not sample.num_translated:
-                continue
-            mass = partial(attention_mass, self.target, sample)
-            weights = token_weights(norm, len(sample.prefix), mass)
-            self._add(sample, weights, add)
-            self.tokens += sample.num_translated
-            self.longest = max(self.longest, len(sample.prefix))
-            self.used += 1
-            self.done += 1
-            if self.progress is not None:
-                self.progress(self.done, self.total)
-        if self.used == 0:
-            raise ValueError(
-                "the data hold no usable sample: every prefix is empty or too long"
-                + (", or nothing follows it" if self.norm in ATTENTION_NORMS else "")
-            )
-
-    def _check(self, sample: Sample) -> None:
-        """Refuse tokens that a model does not know."""
-        self.target.check_tokens((*sample.prefix, *sample.continuation))
-        if sample.aligned is None:
-            self.source.check_tokens((*sample.prefix, *sample.continuation))
-        else:
-            self.source.check_tokens(sample.source_prefix)
-
-    def _add(self, sample: Sample, weights: np.ndarray | None, add: AddSpan) -> None:
-        """Pass one sample's states to ``add``, with the tokens' weights (layers or 1, T)."""
-        if sample.aligned is not None:
-            pair = aligned_states(self.source, self.target, sample.aligned, self.capture)
-            add(*pair, None if weights is None else sample.aligned.spread(weights))
-            return
-        with contextlib.closing(_spans(self.source, self.target, sample.prefix)) as spans:
-            for read, wanted in spans:
-                span = slice(read.start, read.start + read.num_tokens)
-                add(
-                    move(read, self.source, self.capture),
-                    move(wanted, self.target, self.capture),
-                    None if weights is None else weights[:, span],
-                )
+def _again(
+    records: Sequence[Mapping[str, Any] | Sample], source: LanguageModel, target: LanguageModel
+) -> Callable[[int], Iterable[Sample]]:
+    """The samples of records, from the first on, as often as they are asked for."""
+    context = min(source.context_length, target.context_length)
+    other = other_tokenizer(source.tokenizer, target.tokenizer)
+    return lambda start: to_samples(records, target.tokenizer, context, other)
 
 
-def _solve(
-    config: TranslatorConfig, reader: _Reader, memory: int
-) -> tuple[dict[str, np.ndarray], list[int]]:
-    """All maps of a config with a fixed assignment, and their ranks."""
-    widths = moment_widths(config)
-    sizes = {name: 8 * inputs * (inputs + outputs) for name, (inputs, outputs) in widths.items()}
-    weights: dict[str, np.ndarray] = {}
-    ranks: list[int] = []
-    batches = list(_batches(sizes, memory))
-    reader.passes(len(batches))
-    for names in batches:
-        moments = {name: Moments(*widths[name]) for name in names}
-        reader.read(partial(_add_maps, moments, config.assignment))
-        check_tokens(config, reader.tokens)
-        solved, found = solve_maps(config, moments, reader.tell_solved)
-        weights |= solved
-        ranks += found
-    return weights, ranks
-
-
-def _select(
-    config: TranslatorConfig, reader: _Reader, method: str, nu: int, memory: int
-) -> tuple[TranslatorConfig, dict[str, np.ndarray], list[int]]:
-    """The config with source layers chosen from data, and its maps.
-
-    The tiles of moments that serve to choose layers also serve to solve maps. Norms that weigh
-    tokens differently in each layer are the exception: their maps are left to :func:`_solve`.
-    """
-    source = config.source.layers
-    reads = candidates(source, config.target.layers)
-    lists = {side: list(config.assignment.side(side)) for side in SIDES}
-    weights: dict[str, np.ndarray] = {}
-    ranks: list[int] = []
-    parts = _parts(source, reads, memory)
-    reader.passes(len(parts))
-    weighted = reader.norm not in ATTENTION_NORMS
-    tiles: dict[str, Tiles] = {}
-    for part in parts:
-        tiles = {side: tiles.get(side, Tiles({})) for side in part}
-        for side, batch in part.items():
-            tiles[side].turn_to({t: reads[t] for t in batch})
-        reader.read(partial(_add_tiles, tiles), weighted=weighted)
-        check_tokens(config, reader.tokens)
-        for side in part:
-            for t, layers in choose(tiles[side], method, nu).items():
-                lists[side][t] = layers
-                assignment = Assignment(*(tuple(lists[s]) for s in SIDES))
-                config = dataclasses.replace(config, assignment=assignment)
-                if weighted:
-                    moments = {f"{side}.{t}": tiles[side].moments(t, layers)}
-                    solved, found = solve_maps(config, moments, reader.tell_solved)
-                    weights |= solved
-                    ranks += found
-    return config, weights, ranks
-
-
-def _parts(
-    source: Sequence[LayerGeometry], reads: Candidates, memory: int
-) -> list[dict[str, list[int]]]:
-    """The target layers, by side, of each pass over the data; one pass if memory allows."""
-    sizes = {side: tile_bytes(source, reads, side) for side in SIDES}
-    if sum(between + sum(each.values()) for between, each in sizes.values()) <= memory:
-        return [{side: list(each) for side, (_, each) in sizes.items()}]
-    return [
-        {side: batch}
-        for side, (between, each) in sizes.items()
-        for batch in _batches(each, memory - between)
-    ]
-
-
-def _batches(sizes: Mapping[Any, int], memory: int) -> Iterator[list[Any]]:
-    """Names in order, in batches that fit into ``memory``, with at least one name each."""
-    batch: list[Any] = []
-    room = memory
-    for name, size in sizes.items():
-        if batch and size > room:
-            yield batch
-            batch, room = [], memory
-        batch.append(name)
-        room -= size
-    if batch:
-        yield batch
-
-
-def _spans(
-    source: LanguageModel, target: LanguageModel, tokens: Sequence[int]
-) -> Generator[tuple[KVStates, KVStates], None, None]:
-    """Both models' states, chunk by chunk; a model fitted to itself is run only once."""
-    with contextlib.closing(prefill(source, tokens)) as read:
-        if source is target:
-            yield from ((states, states) for states in read)
-            return
-        with contextlib.closing(prefill(target, tokens)) as wanted:
-            yield from zip(read, wanted, strict=True)
-
-
-def _add_maps(
-    moments: dict[str, Moments],
-    assignment: Assignment,
-    read: KVStates,
-    wanted: KVStates,
-    weights: np.ndarray | None,
-) -> None:
-    rows: dict[tuple[str, int], np.ndarray] = {}
-    for name, sums in moments.items():
-        side, layer = name.split(".")[0], int(name.split(".")[1])
-        sources = assignment.side(side)[layer]
-        for s in sources:
-            if (side, s) not in rows:
-                rows[side, s] = _rows(read.side(side)[s])
-        x = np.concatenate([rows[side, s] for s in sources], axis=1)
-        own = None if weights is None else weights[layer % len(weights)]
-        sums.add(x, _rows(wanted.side(side)[layer]), own)
-
-
-def _add_tiles(
-    tiles: Mapping[str, Tiles], read: KVStates, wanted: KVStates, weights: np.ndarray | None
-) -> None:
-    for side, sums in tiles.items():
-        xs, ys = (
-            [_rows(a).astype(np.float64) for a in states.side(side)] for states in (read, wanted)
-        )
-        sums.add(xs, ys, None if weights is None else weights[0])
-
-
-def _rows(array: mx.array) -> np.ndarray:
-    """(B, T, d) to (B * T, d), float32."""
-    return np.array(array.astype(mx.float32)).reshape(-1, array.shape[-1])
+def _hooks(
+    samples: int, target: LanguageModel, progress: Progress | None, solving: Progress | None
+) -> Hooks:
+    """The user's functions, called with numbers and their totals."""
+    maps = len(SIDES) * len(target.attentions)
+    tell, solve = progress or (lambda *numbers: None), solving or (lambda *numbers: None)
+    return Hooks(
+        progress=lambda used, done, passes: tell(used + done * samples, passes * samples),
+        solved=lambda number: solve(number, maps),
+    )

@@ -14,9 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx.format.assignment import Assignment, attention_groups
+from kvlingo_mlx.format.assignment import attention_groups
 from kvlingo_mlx.format.geometry import LayerGeometry
-from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.stage1.closed_form import RELATIVE_TOLERANCE, Moments
 
 METHODS = ("r2", "greedy")
@@ -59,6 +58,30 @@ class Tiles:
         self.reads, self.tokens, self.xy, self.yy = reads, 0, {}, {}
         self._settled = set(self.xx)
 
+    def tensors(self) -> dict[str, Any]:
+        """All tiles by name, for a file."""
+        found = {
+            f"{'settled' if key in self._settled else 'xx'}/{key[0]}/{key[1]}": tile
+            for key, tile in self.xx.items()
+        }
+        found |= {f"xy/{i}/{t}": tile for (i, t), tile in self.xy.items()}
+        return found | {f"yy/{t}": tile for t, tile in self.yy.items()}
+
+    @classmethod
+    def restored(cls, tensors: Mapping[str, Any], tokens: int) -> Tiles:
+        """The tiles that gave :meth:`tensors`, but for what they read."""
+        made = cls({}, tokens)
+        for name, tile in tensors.items():
+            kind, *layers = name.split("/")
+            key = tuple(map(int, layers))
+            if kind == "yy":
+                made.yy[key[0]] = tile
+                continue
+            (made.xy if kind == "xy" else made.xx)[key[0], key[1]] = tile
+            if kind == "settled":
+                made._settled.add((key[0], key[1]))
+        return made
+
     def add(self, xs: Sequence[Any], ys: Sequence[Any], weights: Any = None) -> None:
         """Add tokens: (T, d) float64 of every source and target layer, weights (T,) or None."""
         self.tokens += len(xs[0])
@@ -77,11 +100,11 @@ class Tiles:
 
     def moments(self, target: int, sources: Sequence[int]) -> Moments:
         """The moments of a map to a target layer from the concatenated ``sources``."""
-        columns = [_numpy(self.xy[i, target]) for i in sources]
+        columns = [as_numpy(self.xy[i, target]) for i in sources]
         found = Moments(sum(len(c) for c in columns), columns[0].shape[1], self.tokens)
         found.xx = np.block([[self.gram(i, j) for j in sources] for i in sources])
         found.xy = np.concatenate(columns)
-        found.yy = _numpy(self.yy[target])
+        found.yy = as_numpy(self.yy[target])
         return found
 
     def whitened(self, i: int) -> np.ndarray:
@@ -94,7 +117,7 @@ class Tiles:
 
     def gram(self, i: int, j: int) -> np.ndarray:
         """The tile of two source layers, given in either order."""
-        return _numpy(self.xx[i, j]) if i <= j else _numpy(self.xx[j, i]).T
+        return as_numpy(self.xx[i, j]) if i <= j else as_numpy(self.xx[j, i]).T
 
 
 def _add(sums: dict, key: Any, part: Any) -> None:
@@ -104,7 +127,8 @@ def _add(sums: dict, key: Any, part: Any) -> None:
         sums[key] = part
 
 
-def _numpy(array: Any) -> np.ndarray:
+def as_numpy(array: Any) -> np.ndarray:
+    """Sums of either runtime as a NumPy array."""
     return array.cpu().numpy() if hasattr(array, "cpu") else array
 
 
@@ -143,19 +167,14 @@ def choose(tiles: Tiles, method: str, nu: int) -> dict[int, tuple[int, ...]]:
     return {t: tuple(sorted(sources)) for t, sources in chosen.items()}
 
 
-def assignment_of(chosen: Mapping[str, Mapping[int, tuple[int, ...]]]) -> Assignment:
-    """The layers chosen for each side, as an assignment."""
-    return Assignment(*(tuple(chosen[side][t] for t in sorted(chosen[side])) for side in SIDES))
-
-
 def r2_scores(tiles: Tiles) -> dict[tuple[int, int], float]:
     """The share of each target layer explained by each source layer alone, by (source, target)."""
     scores = {}
     for i in sorted({i for sources in tiles.reads.values() for i in sources}):
         whitened = tiles.whitened(i)
         for t in (t for t, sources in tiles.reads.items() if i in sources):
-            explained = np.square(whitened.T @ _numpy(tiles.xy[i, t])).sum()
-            total = _numpy(tiles.yy[t]).sum()
+            explained = np.square(whitened.T @ as_numpy(tiles.xy[i, t])).sum()
+            total = as_numpy(tiles.yy[t]).sum()
             scores[i, t] = float(explained / total) if total else 1.0
     return scores
 

@@ -2,7 +2,7 @@
 
 The folder ``OUT.partial`` stands beside the translator that is being made. It holds
 ``initial.safetensors`` (the result of stage 1) and a folder for each unfinished stage. A closed
-form keeps its sums in ``moments.safetensors``. A distillation keeps its state at the last
+form keeps its sums in ``sums.safetensors``. A distillation keeps its state at the last
 validation (``validated.safetensors``), its state since then (``latest.safetensors``), the best
 translator so far (``best.safetensors``) and ``log.jsonl``. A process that is killed at any point
 leaves either the previous state or the new one.
@@ -136,6 +136,7 @@ class Training(Protocol):
     step: int
     tokens: int
     seconds: float
+    validating: float
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ class Checkpoints:
                 run.kl_sum, run.kl_steps = kept["kl_sum"], kept["kl_steps"]
             training.step, training.tokens = facts["step"], facts["tokens"]
             training.seconds = facts["seconds"]
+            training.validating = facts.get("validating", 0.0)  # older files lack it
             kept_best = self.folder / BEST
             training.best = Best(tensors=load_file(kept_best), **read_facts(kept_best))
             training.curve = [json.loads(line) for line in self._log(training.step)]
@@ -189,6 +191,7 @@ class Checkpoints:
             "step": training.step,
             "tokens": training.tokens,
             "seconds": training.seconds,
+            "validating": training.validating,
             "told": sorted(training.told),
             "runs": [
                 {

@@ -13,14 +13,15 @@ from typing import Any
 from kvlingo_mlx import training
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.reporting import pictures
-from kvlingo_mlx.tokenization.samples import other_tokenizer
+from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
 from kvlingo_mlx.training.mixture import Mixture, PlainText
 from kvlingo_mlx.training.pipeline import Progress, Training
 from kvlingo_mlx.training.plan import TrainingPlan, default_rate, reconstruction
-from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.watch import lowest
+from kvlingo_mlx.training.recipe import Recipe, require
+from kvlingo_mlx.training.watch import lowest, outlook
 
+SHORTEST = 64  # tokens: the least that --max-prefix takes
 SHOWN = 480  # the number of samples that a run's histogram is made of
 
 
@@ -36,6 +37,8 @@ class Options:
     seed: int = 0
     plain_text: bool = False
     packed_share: float = 0.5
+    max_prefix: int | None = None
+    max_continuation: int | None = None
 
     def __post_init__(self) -> None:
         known = self.runtime.DTYPES
@@ -81,28 +84,38 @@ class Options:
 
     def settings(self, stream: Stream) -> dict[str, Any]:
         """The settings, beside plan and models, that must not change when a training is resumed."""
-        names = ("plain_text", "packed_share")
+        names = ("plain_text", "packed_share", "max_prefix", "max_continuation")
         contents = {f"contents of {name}": text for name, text in stream.contents.items()}
         own = {name: getattr(self, name) for name in names}
         # The order of samples depends on their planned number.
         return {"data": list(self.data), **own, **contents, "samples": stream.survey.samples}
 
     def _mixture(self) -> Mixture | PlainText:
-        return PlainText() if self.plain_text else Mixture(packed_share=self.packed_share)
+        longest, answer = self.max_prefix, self.max_continuation
+        if self.plain_text:
+            windows = PlainText()
+            return PlainText(longest or windows.prefix, answer or windows.continuation)
+        prefix, continuation = longest or MAX_PREFIX, answer or MAX_CONTINUATION
+        require("tokens of the longest prefix (--max-prefix)", prefix, SHORTEST, MAX_PREFIX)
+        most = MAX_CONTINUATION
+        require("tokens of the longest answer (--max-continuation)", continuation, 1, most)
+        return Mixture(packed_share=self.packed_share).limited(prefix, continuation)
 
 
 @dataclass(frozen=True)
 class Done:
     """The result of a finished training: its folder and, after stage 2, its log and held-out KL.
 
-    ``log``, ``first`` and ``best`` are None without a stage 2. ``before`` means that the training
-    was already finished, so nothing was done.
+    ``log``, ``first`` and ``best`` are None without a stage 2. ``outlook`` says what more time
+    would bring, where the curve tells. ``before`` means that the training was already finished, so
+    nothing was done.
     """
 
     folder: Path
     log: Path | None = None
     first: float | None = None
     best: float | None = None
+    outlook: str | None = None
     before: bool = False
 
 
@@ -164,8 +177,9 @@ def train(
         return None
     if before or stage2.steps == 0:
         return Done(folder, before=before)
-    curve = [lowest(line["held_out"]) for line in read_log(training.log)]
-    return Done(folder, training.log, curve[0], min(curve))
+    log = read_log(training.log)
+    curve = [lowest(line["held_out"]) for line in log]
+    return Done(folder, training.log, curve[0], min(curve), outlook(log))
 
 
 def samples_of(steps: int, batch: int, fit_samples: int) -> int:

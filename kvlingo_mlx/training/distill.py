@@ -28,6 +28,9 @@ from kvlingo_mlx.training.runs import Best, Run
 from kvlingo_mlx.training.runtime import Pair
 from kvlingo_mlx.training.watch import complaints
 
+# The share of the time that validations take, where the time is limited.
+VALIDATING = 0.1
+
 
 class Samples(Protocol):
     """A source of samples, each a function of its index alone."""
@@ -37,9 +40,13 @@ class Samples(Protocol):
 
 @dataclass(frozen=True)
 class Report:
-    """The progress of a training, for a progress bar and the log."""
+    """The progress of a training, for a progress bar and the log.
+
+    ``share`` is how much of it is done, by steps or by time.
+    """
 
     step: int
+    share: float
     loss: float
     kl: float
     held_out: float
@@ -53,7 +60,9 @@ class Distillation:
 
     ``keep_every`` is the most seconds of work that a kill may lose. ``stop`` is checked between two
     steps. ``warn`` receives each complaint about the curve once. ``curve`` is the log so far.
-    ``kept`` is the step last kept, and the time at which it was.
+    ``seconds`` is the time of all steps, ``validating`` that of all validations. ``kept`` is the
+    step last kept, and the time at which it was. ``judged`` is the step last validated, and the
+    time that all took until then.
     """
 
     pair: Pair
@@ -72,7 +81,9 @@ class Distillation:
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    validating: float = 0.0
     kept: tuple[int, float] = (-1, 0.0)
+    judged: tuple[int, float] = (0, 0.0)
 
     def run(self, progress: Callable[[Report], None] = lambda report: None) -> Best:
         """Train to the last step; returns the translator of lowest held-out KL.
@@ -84,22 +95,51 @@ class Distillation:
         resumed = self.checkpoints is not None and self.checkpoints.restore(self)
         self.kept = self.step, time.monotonic()
         if not resumed:
-            self.validate()
-            self.look({"step": 0, "held_out": [run.held_out for run in self.runs]})
-        while self.step < self.recipe.steps:
+            self._judge({"step": 0})
+        last = self.recipe.steps == 0
+        while self.step < self.recipe.steps and not last:
             self._heed()
             started = time.perf_counter()
             self.advance()
             self.seconds += time.perf_counter() - started
-            last = self.step == self.recipe.steps
-            if last or self.step % self.recipe.validate_every == 0:
-                self.validate()
-                self.look(self.entry())
+            last, due = self._due()
+            if last or due:
+                self._judge(self.entry())
             elif time.monotonic() - self.kept[1] >= self.keep_every:
                 self.keep()
             progress(self.report())
         assert self.best is not None, "validated before the first step"
         return self.best
+
+    def _judge(self, entry: Mapping[str, Any]) -> None:
+        """Validate, and record the result beside ``entry``."""
+        started = time.perf_counter()
+        self.validate()
+        self.validating += time.perf_counter() - started
+        self.judged = self.step, self.spent
+        told = {"held_out": [run.held_out for run in self.runs], "spent": round(self.spent, 3)}
+        self.look({**entry, **told})
+
+    @property
+    def spent(self) -> float:
+        """The seconds of all steps and validations."""
+        return self.seconds + self.validating
+
+    def _due(self) -> tuple[bool, bool]:
+        """Whether this step is the last one, and whether it is to be validated."""
+        recipe, cost = self.recipe, self.validating / len(self.curve)
+        ends = self.step == recipe.steps
+        due = self.step % recipe.validate_every == 0
+        if recipe.seconds is not None:
+            ends = ends or self.spent + cost >= recipe.seconds
+            due = due or self.spent - self.judged[1] >= cost / VALIDATING
+        found = self._agreed([ends, due])
+        return bool(found[0]), bool(found[1])
+
+    def _agreed(self, numbers: Sequence[float]) -> list[float]:
+        """The leading process's numbers: clocks differ, and all must do the same."""
+        agreed: list[float] = self.group.total(np.array(numbers, float) * self.group.leads).tolist()
+        return agreed
 
     def look(self, entry: Mapping[str, Any]) -> None:
         """Record a validation: the best translator, a checkpoint, and warnings of complaints."""
@@ -133,8 +173,9 @@ class Distillation:
         sums = {id(run): np.zeros(2) for run in self.live}
         for index in self.group.share(costs):
             self._learn(batch[index], sums)
+        place = self._agreed([self.recipe.place(self.step, self.spent)])[0]
         for run in self.live:
-            self._step(run, sums[id(run)] / self.recipe.batch)
+            self._step(run, sums[id(run)] / self.recipe.batch, place)
         self.step += 1
         self.tokens += sum(costs)
         self._require_live()
@@ -181,7 +222,7 @@ class Distillation:
     def _config(self) -> TranslatorConfig:
         return self.runs[0].translator.config
 
-    def _step(self, run: Run, means: np.ndarray) -> None:
+    def _step(self, run: Run, means: np.ndarray, place: float) -> None:
         run.loss, run.kl = self.group.total(means).tolist()
         finite = run.translator.gather(self.group)
         if not (finite and math.isfinite(run.loss)):
@@ -189,7 +230,7 @@ class Distillation:
             run.translator.forget()
             return
         run.kl_sum, run.kl_steps = run.kl_sum + run.kl, run.kl_steps + 1
-        run.update(self.step, self.recipe)
+        run.update(place, self.recipe)
 
     def validate(self) -> None:
         """Measure every run's KL (or reconstruction error) on the held-out conversations.
@@ -237,7 +278,6 @@ class Distillation:
             "loss": [run.loss for run in self.runs],
             "kl": [run.kl for run in self.runs],
             "train_kl": [run.train_kl for run in self.runs],
-            "held_out": [run.held_out for run in self.runs],
             "tokens": self.tokens,
             "seconds": round(self.seconds, 3),
         }
@@ -246,4 +286,5 @@ class Distillation:
         """The progress of the leading run."""
         run = self.leading()
         pace = self.tokens / max(self.seconds, 1e-9)
-        return Report(self.step, run.loss, run.kl, run.held_out, pace, self.seconds)
+        share = self.recipe.place(self.step, self.spent) / max(1, self.recipe.steps)
+        return Report(self.step, share, run.loss, run.kl, run.held_out, pace, self.seconds)

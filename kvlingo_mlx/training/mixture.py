@@ -61,6 +61,10 @@ class Mixture:
         if context_length >= needed:
             return self
         longest = context_length * self.max_prefix // needed
+        return self.limited(longest, context_length - longest)
+
+    def limited(self, longest: int, continuation: int) -> Mixture:
+        """The same mixture with proportionally shorter prefixes, and shorter continuations."""
         natural, packed = (
             (low * longest // self.max_prefix, high * longest // self.max_prefix)
             for low, high in (self.natural, self.packed)
@@ -71,7 +75,7 @@ class Mixture:
             natural=(min(self.natural[0], natural[1]), natural[1]),
             packed=packed,
             max_prefix=longest,
-            max_continuation=context_length - longest,
+            max_continuation=continuation,
         )
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -24,9 +23,10 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.stage1.closed_form import shortage
+from kvlingo_mlx.stage1.norms import norm_named
+from kvlingo_mlx.stage1.passes import ClosedForm, Hooks
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training import stage1
 from kvlingo_mlx.training.checkpoints import (
     KEEP_EVERY,
     Checkpoints,
@@ -268,19 +268,15 @@ class Training:
     def _stage1(
         self, config: TranslatorConfig, held_out: Sequence[Sample], stop: Interruption
     ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
-        plan = self.plan
+        plan, spec = self.plan, config.spec
         arrays: dict[str, np.ndarray] = {}
         provenance: dict[str, Any] = {}
-        if plan.assignment in METHODS:
-            config, arrays, provenance = self._select(config, stop)
-        spec = config.spec
-        if not spec.solved:
-            arrays = {}
-        elif not arrays:
-            arrays, provenance = self._closed_form(config, stop)
-        if arrays and self.group.leads:
-            seen = provenance["prefix_tokens"], provenance["lowest_rank"]
-            if short := shortage(config, *seen):
+        if spec.solved or plan.assignment in METHODS:
+            fit = self._closed_form(config, stop)
+            config = dataclasses.replace(config, assignment=fit.config.assignment)
+            provenance = {"norm": fit.norm, **fit.facts()}
+            arrays = fit.weights if spec.solved else {}
+            if arrays and self.group.leads and (short := shortage(config, fit.tokens, fit.lowest)):
                 self.warn(short)
         arrays |= initial(config, plan.hidden, plan.seed, gated=plan.gated)
         if not spec.solved:
@@ -291,70 +287,42 @@ class Training:
             provenance = {"stage1_rate": best.rate, "stage1_error": best.held_out}
         return config, arrays, provenance
 
-    def _closed_form(
-        self, config: TranslatorConfig, stop: Interruption
-    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """The linear maps; the sums from which they are solved are kept while reading."""
-        linear = dataclasses.replace(config, kind="linear")
-        sums = stage1.sums_of_maps(linear, self.pair)
-        keep = self._kept(sums, "moments", config, stop)
-        return stage1.closed_form(
-            linear,
+    def _closed_form(self, config: TranslatorConfig, stop: Interruption) -> ClosedForm:
+        """The source layers chosen and the maps solved; a stopped run resumes."""
+        plan = self.plan
+        fit = ClosedForm(
+            dataclasses.replace(config, kind="linear"),
             self.pair,
-            self._fit_samples(sums.read),
-            norm=self.plan.norm,
-            sums=sums,
-            hooks=self._hooks("stage 1", keep),
-        )
-
-    def _hooks(self, what: str, keep: Callable[..., None]) -> stage1.Hooks:
-        """Hooks that report the progress of ``what``, the solved maps, and the sums."""
-        numbers = itertools.count(1)
-        return stage1.Hooks(
-            lambda used: self.progress(what, used),
-            keep,
-            lambda: self.progress("stage 1, maps solved", next(numbers)),
-        )
-
-    def _select(
-        self, config: TranslatorConfig, stop: Interruption
-    ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
-        """The source layers chosen from the data, and the maps if they are solved with them."""
-        plan, linear = self.plan, dataclasses.replace(config, kind="linear")
-        sums = stage1.sums_of_tiles(linear)
-        keep = self._kept(sums, "tiles", config, stop)
-        assignment, arrays, provenance = stage1.select(
-            linear,
-            self.pair,
-            self._fit_samples(sums.read),
+            lambda start: map(self.data.sample, range(start, plan.fit_samples)),
+            norm_named(plan.norm),
             plan.assignment,
-            norm=plan.norm,
-            sums=sums,
-            hooks=self._hooks("selection", keep),
+            plan.nu,
         )
-        keep(at_once=True)  # a killed run then resumes after the reading
-        return dataclasses.replace(config, assignment=assignment), arrays, provenance
-
-    def _fit_samples(self, read: int) -> Iterator[Sample]:
-        return (self.data.sample(index) for index in range(read, self.plan.fit_samples))
-
-    def _kept(
-        self, sums: stage1.Sums, name: str, config: TranslatorConfig, stop: Interruption
-    ) -> Callable[..., None]:
-        """Restore a stopped run's sums; the result keeps them every ``keep_every`` seconds."""
-        path = self.partial / "stage1" / f"{name}.safetensors"
+        path = self.partial / "stage1" / "sums.safetensors"
         if path.exists():
-            sums.restore(self.pair, load_file(path), self._check(path, config)["counts"])
+            fit.restore(load_file(path), self._check(path, config)["counts"])
+        fit.hooks = Hooks(
+            lambda used, done, passes: self.progress(_pass_name(done, passes), used),
+            self._keeper(fit, path, config, stop),
+            lambda number: self.progress("stage 1, maps solved", number),
+        )
+        fit.run()
+        return fit
+
+    def _keeper(
+        self, fit: ClosedForm, path: Path, config: TranslatorConfig, stop: Interruption
+    ) -> Callable[[], None]:
+        """Keeps a fit's sums every ``keep_every`` seconds, after each pass, and when stopped."""
         last = time.monotonic()
 
-        def keep(at_once: bool = False) -> None:
+        def keep() -> None:
             nonlocal last
-            if not (stop or at_once) and time.monotonic() - last < self.keep_every:
+            if fit.read and not stop and time.monotonic() - last < self.keep_every:
                 return
             if self.group.leads:
-                what = f"stage 1 at {sums.read} conversations"
-                facts = {"settings": self._settings(config), "counts": sums.counts()}
-                write_state(path, what, sums.tensors(), facts)
+                what = f"stage 1 at {fit.read} conversations"
+                facts = {"settings": self._settings(config), "counts": fit.counts()}
+                write_state(path, what, fit.tensors(), facts)
             last = time.monotonic()
             if stop:
                 raise stop.error()
@@ -403,6 +371,10 @@ class Training:
         with disk_errors(f"the translator {self.out.name}", self.out.parent):
             weights = Weights.from_float32(dict(arrays), "float32")
             translator_folder.write(self.out, config, weights, overwrite=overwrite)
+
+
+def _pass_name(done: int, passes: int) -> str:
+    return "stage 1" if passes == 1 else f"stage 1, pass {done + 1} of {passes}"
 
 
 def _arrays(best: Best) -> dict[str, np.ndarray]:

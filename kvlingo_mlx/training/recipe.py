@@ -33,6 +33,9 @@ class Recipe:
         warmup: The share of steps over which the rate rises.
         clip: The largest norm of a step's gradient.
         validate_every: The number of steps between two validations.
+        seconds: The time that steps and validations may take together; None is any. The rate falls
+            with the steps or with the time, whichever is further on, so a run that has too little
+            time for its steps ends with the rates of a whole one.
     """
 
     steps: int = 5000
@@ -43,6 +46,7 @@ class Recipe:
     warmup: float = 0.05
     clip: float = 1.0
     validate_every: int = 250
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         require("stage 2's steps (--steps)", self.steps, 0)
@@ -51,14 +55,21 @@ class Recipe:
         require("the weight of the cross-entropy (--ce-weight)", self.ce_weight, 0)
         require("the share of steps over which the rate rises (warmup)", self.warmup, 0, 1)
         require("the largest gradient norm (clip)", self.clip, 0, strict=True)
+        if self.seconds is not None:
+            require("the seconds of stage 2 (--minutes)", self.seconds, 0, strict=True)
         require("the number of learning rates (--lr)", len(self.learning_rates), 1)
         for rate in self.learning_rates:
             require("a learning rate (--lr)", rate, 0, strict=True)
 
-    def rate_factor(self, step: int) -> float:
-        """The share of the peak rate at a step (from 0): linear warm-up, then cosine to 0."""
+    def place(self, step: int, spent: float) -> float:
+        """How far a run is, in steps, after ``step`` steps and ``spent`` seconds."""
+        share = spent / self.seconds if self.seconds else 0.0
+        return max(step, min(share, 1.0) * self.steps)
+
+    def rate_factor(self, step: float) -> float:
+        """The share of the peak rate at a place (from 0): linear warm-up, then cosine to 0."""
         rise = max(1, round(self.warmup * self.steps))
         if step < rise:
-            return (step + 1) / rise
+            return min(1.0, (step + 1) / rise)
         done = (step - rise) / max(1, self.steps - rise)
         return 0.5 * (1.0 + math.cos(math.pi * done))

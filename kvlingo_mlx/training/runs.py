@@ -36,9 +36,9 @@ class Run:
         """The mean KL of the steps since the last validation."""
         return self.kl_sum / self.kl_steps if self.kl_steps else math.nan
 
-    def update(self, step: int, recipe: Recipe) -> None:
-        """Take one clipped AdamW step with the current gradients."""
-        self.translator.update(self.rate * recipe.rate_factor(step), recipe.clip)
+    def update(self, place: float, recipe: Recipe) -> None:
+        """Take one clipped AdamW step with the current gradients, at a :meth:`Recipe.place`."""
+        self.translator.update(self.rate * recipe.rate_factor(place), recipe.clip)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ NumPy; what a pair hands out as ``Any`` (readings, states, rows) goes back to th
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -17,6 +17,7 @@ import numpy as np
 from kvlingo_mlx.format.geometry import CacheGeometry
 from kvlingo_mlx.format.projections import Sketch
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+from kvlingo_mlx.stage1.passes import Rows
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.objectives import Loss, Objective
@@ -86,18 +87,7 @@ class Trainable(Protocol):
         """Drop the gradients."""
 
 
-class Moments(Protocol):
-    """The sums of :class:`kvlingo_mlx.stage1.closed_form.Moments`, where the pair has its rows."""
-
-    tokens: int
-    xx: Any
-    xy: Any
-    yy: Any
-
-    def add(self, x: Any, y: Any, weights: Any = None) -> None: ...
-
-
-class Pair(Protocol):
+class Pair(Rows, Protocol):
     """Two models of one runtime, and all that a training computes with them.
 
     Attributes:
@@ -128,15 +118,10 @@ class Pair(Protocol):
         A ``scale`` other than 0 adds that multiple of its gradient to the translator's.
         """
 
-    # ---- stage 1 --------------------------------------------------------------------------
+    # ---- an MLP's stage 1 -----------------------------------------------------------------
 
     def states(self, sample: Sample, capture: str) -> tuple[Any, Any]:
-        """The source's and the target's states of a prefix, row by row.
-
-        With one tokenizer, a row is a token. With two, a row is a translated source token, and the
-        target's side is the mean over the target tokens of its minimal group (paper: appendix
-        "Cross-tokenizer cache translation", paragraph "Initialising the translators").
-        """
+        """The source's and the target's states of a whole prefix, row by row."""
 
     def reconstruction(self, translator: Any, states: tuple[Any, Any], scale: float = 0.0) -> float:
         """The mean squared error of the target's states, averaged over maps.
@@ -145,24 +130,6 @@ class Pair(Protocol):
         translators). Each map's error is divided by the mean square of its target states, so that a
         layer of large values does not dominate.
         """
-
-    def rows(self, states: Any, side: str, layer: int) -> Any:
-        """One side of a layer's states, (T, d), as :meth:`moments` adds them."""
-
-    def joined(self, rows: Sequence[Any]) -> Any:
-        """Rows side by side, (T, sum of d)."""
-
-    def wide(self, rows: Any) -> Any:
-        """Rows in float64."""
-
-    def array(self, array: np.ndarray) -> Any:
-        """An array where the sums are."""
-
-    def moments(self, inputs: int, outputs: int) -> Moments:
-        """Empty sums of a map."""
-
-    def attention_mass(self, sample: Sample) -> np.ndarray:
-        """The attention that the continuation pays to each prefix position (eq. "attn-norm")."""
 
     # ---- the result -----------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from typing import Any
 
 BY_HEART = 0.5  # overfitting: the training KL is below this share of the held-out KL
 IN_A_ROW = 2  # validations, as a single one may be chance
+WORTH_IT = 0.03  # of the held-out KL: less is hardly seen in answers
 PATIENCE = 4  # validations without a new lowest KL
 
 
@@ -44,6 +45,31 @@ def complaints(curve: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             "give a lower --lr, or more data"
         )
     return found
+
+
+def outlook(curve: Sequence[Mapping[str, Any]]) -> str | None:
+    """What the second half of a finished training brought; None for a curve of few lines.
+
+    The rate falls towards the end of a training, which helps the second half. So a run of twice the
+    length rarely brings more than that half did.
+    """
+    middle = curve[-1]["step"] / 2
+    halves = [
+        min(lowest(line["held_out"]) for line in curve if (line["step"] <= middle) == early)
+        for early in (True, False)
+        if curve[1:]
+    ]
+    if len(halves) < 2 or not 0 < halves[1] <= halves[0] < math.inf:
+        return None
+    first, second = halves
+    gain = 1 - second / first
+    told = (
+        f"the second half of the steps lowered the held-out KL by {100 * gain:.0f} % "
+        f"({first:.4f} to {second:.4f})"
+    )
+    if gain < WORTH_IT:
+        return f"{told}: more time will bring little"
+    return f"{told}: twice the time may bring up to as much again"
 
 
 def _by_heart(line: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.tensor_file import Weights
+from kvlingo_mlx.stage1 import passes
 from tests.support import tiny, translator_folders
 from tests.support.command_line import RECORD, fails
 from tests.support.translator_folders import LAYOUTS, arrays_of
@@ -582,7 +583,7 @@ def test_interrupt_leaves_nothing(
     """Ctrl-C in the middle of a fit: status 130, no folder, no temporary folder."""
     out, seen = tmp_path / "deep" / "out", []
     out.parent.mkdir()
-    weigh = fitting.token_weights
+    weigh = passes.token_weights
 
     def interrupted(*arguments: Any) -> Any:
         seen.append(arguments)
@@ -590,7 +591,7 @@ def test_interrupt_leaves_nothing(
             signal.raise_signal(signal.SIGINT)
         return weigh(*arguments)
 
-    monkeypatch.setattr(fitting, "token_weights", interrupted)
+    monkeypatch.setattr(passes, "token_weights", interrupted)
     # A process started in the background ignores Ctrl-C; this one must not.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))

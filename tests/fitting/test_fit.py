@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import fitting
+from kvlingo_mlx.fitting import rows
 from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.models import capture
@@ -107,7 +108,7 @@ def planted(
             ]
             yield KVStates(*sides, "pre_norm", states.start)
 
-    monkeypatch.setattr(fitting, "prefill", fake)
+    monkeypatch.setattr(rows, "prefill", fake)
 
 
 @pytest.mark.parametrize("norm", ["frobenius", "sink_8", "attention"])

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import fitting
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.stage1 import passes
 from kvlingo_mlx.stage1.selection import RIDGE, Tiles, choose, r2_scores, residual
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
@@ -123,7 +123,7 @@ def states(model: LanguageModel, samples: Sequence[Sample], side: str) -> list[n
     ]
 
 
-@pytest.mark.parametrize("memory", [fitting.MEMORY, 200_000])
+@pytest.mark.parametrize("memory", [passes.MEMORY, 200_000])
 @pytest.mark.parametrize("method", ["r2", "greedy"])
 def test_fit_chooses_and_solves(models: dict[str, LanguageModel], method: str, memory: int) -> None:
     """One pass over the data or many, the maps are least squares of the layers chosen."""
@@ -137,8 +137,8 @@ def test_fit_chooses_and_solves(models: dict[str, LanguageModel], method: str, m
     )  # fmt: skip
     maps = 2 * len(target.attentions)
     assert solved == [(number, maps) for number in range(1, maps + 1)]
-    passes = 1 if memory == fitting.MEMORY else 2 * len(target.attentions)
-    assert seen[0] == 4 * passes
+    rounds = 1 if memory == passes.MEMORY else 2 * len(target.attentions)
+    assert seen[0] == 4 * rounds
     assert translator.config.provenance["assignment"] == method
     weights = translator.to_weights().arrays
     for side in ("keys", "values"):
@@ -194,11 +194,11 @@ def test_the_papers_depths_fit_a_small_machine() -> None:
     reads = candidates(layers, layers)
     between, each = tile_bytes(layers, reads, "keys")
     assert between == 8 * 36 * 37 // 2 * 1024**2
-    batches = list(fitting._batches(each, fitting.MEMORY - between))
+    batches = list(passes.batches(each, passes.MEMORY - between))
     assert sum(len(batch) for batch in batches) == 36
-    assert all(between + sum(each[t] for t in b) <= fitting.MEMORY for b in batches)
+    assert all(between + sum(each[t] for t in b) <= passes.MEMORY for b in batches)
     whole = between + sum(each.values())
-    assert whole > fitting.MEMORY  # otherwise nothing was shown
+    assert whole > passes.MEMORY  # otherwise nothing was shown
 
 
 @pytest.mark.parametrize(

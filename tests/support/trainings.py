@@ -23,6 +23,8 @@ from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities  # noqa: E4
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
+from kvlingo_mlx.stage1.norms import norm_named  # noqa: E402
+from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import distill  # noqa: E402
 from kvlingo_mlx.training.group import Group  # noqa: E402
@@ -66,6 +68,15 @@ class Random:
 
 def linear_config(source: TorchModel, target: TorchModel, **options: Any) -> TranslatorConfig:
     return make_config(source, target, TrainingPlan(**options))
+
+
+def closed_form(
+    config: TranslatorConfig, pair: Pair, data: list[Sample], norm: str = "frobenius"
+) -> ClosedForm:
+    """A finished fit of ``data``."""
+    made = ClosedForm(config, pair, lambda start: data[start:], norm_named(norm))
+    made.run()
+    return made
 
 
 def random_arrays(config: TranslatorConfig, seed: int = 0) -> dict[str, np.ndarray]:
@@ -169,8 +180,8 @@ def training(
     **options: Any,
 ) -> Training:
     """A tiny training; ``seen`` takes the steps that it reports."""
-    recipe = {"steps": 6, "batch": 2, "validate_every": 2}
-    recipe |= {k: options.pop(k) for k in list(options) if k in recipe or k == "objective"}
+    recipe = {"steps": 6, "batch": 2, "validate_every": 2, "objective": "kl", "seconds": None}
+    recipe |= {k: options.pop(k) for k in list(options) if k in recipe}
     stage2 = Recipe(learning_rates=learning_rates, **recipe)
     plan = TrainingPlan(fit_samples=6, held_out=3, recipe=stage2, **options)
 
@@ -186,7 +197,10 @@ def training(
 
 def log_of(path: Path) -> list[dict[str, Any]]:
     lines = path.read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in ("seconds", "spent")}
+        for line in lines
+    ]
 
 
 def die_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:

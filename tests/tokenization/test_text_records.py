@@ -13,12 +13,12 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import fitting
 from kvlingo_mlx.analysis import corpus
 from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.stage1.closed_form import Moments
 from kvlingo_mlx.tokenization import renderings
 from kvlingo_mlx.tokenization.samples import Sample, to_samples, tokenise
 from tests.support.two_tokenizers import write_mistral, write_qwen
@@ -77,19 +77,16 @@ def test_fit_learns_the_first_position(
     """The moments hold the states of ``<s>`` at position 0, which nothing else is like."""
     source, target = loaded["one"], loaded["two"]
     rows: list[np.ndarray] = []
-    whole = fitting._Reader.read
+    add = Moments.add
 
-    def spy(self: Any, add: Any, **options: Any) -> None:
-        def both(read: Any, wanted: Any, weights: Any) -> None:
-            rows.append(np.array(read.values[0].astype(mx.float32))[0])
-            add(read, wanted, weights)
+    def spy(self: Moments, x: Any, y: Any, weights: Any = None) -> None:
+        rows.append(x)
+        add(self, x, y, weights)
 
-        whole(self, both, **options)
-
-    monkeypatch.setattr(fitting._Reader, "read", spy)
+    monkeypatch.setattr(Moments, "add", spy)
     kv.fit(source, target, [{"text": TEXT}])
     (states,) = prefill(source, [source.tokenizer.bos_token_id])
-    expected = np.array(move(states, source, "pre_norm").values[0].astype(mx.float32))[0, 0]
+    expected = np.array(move(states, source, "pre_norm").keys[0].astype(mx.float32))[0, 0]
     np.testing.assert_allclose(rows[0][0], expected, atol=1e-5)
     assert np.abs(rows[0][1:] - expected).max(axis=1).min() > 1e-2
 

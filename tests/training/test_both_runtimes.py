@@ -18,7 +18,6 @@ pytest.importorskip("transformers")
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
-from kvlingo_mlx.training import stage1  # noqa: E402
 from kvlingo_mlx.training.checkpoints import Checkpoints  # noqa: E402
 from kvlingo_mlx.training.distill import Distillation  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
@@ -296,17 +295,3 @@ def test_models_of_two_runtimes_are_refused(
     mixed = {"dense": models["dense"], "wide": torch_models["wide"]}
     with pytest.raises(ValueError, match="were loaded by different runtimes"):
         training(mixed, tmp_path / "t").run()
-
-
-@pytest.mark.parametrize("norm", ["frobenius", "attention_mass"])
-def test_closed_forms_equal_the_fits(models: Models, norm: str) -> None:
-    """Stage 1 of a training on MLX is what ``kv.fit`` makes."""
-    data = [Random(60, different=99).sample(i) for i in range(10)]
-    source, target = models["narrow"], models["wide"]
-    expected = kv.fit(source, target, data, norm=norm).to_weights()
-    config = make_config(source, target, TrainingPlan())
-    arrays, facts = stage1.closed_form(config, pair_of(source, target), data, norm=norm)
-    assert facts["samples"] == 10 and set(arrays) == set(expected.arrays)
-    for name, array in arrays.items():
-        error = np.linalg.norm(array - expected.as_float32(name)) / np.linalg.norm(array)
-        assert error < 1e-6, (name, error)

@@ -27,7 +27,6 @@ cross_reference = pytest.importorskip("tests.support.cross_reference")
 reference = pytest.importorskip("tests.support.reference")
 
 from kvlingo_mlx.handover.plan import Plan  # noqa: E402
-from kvlingo_mlx.training import stage1  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
 from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402
@@ -36,6 +35,7 @@ from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
+from tests.support.trainings import closed_form  # noqa: E402
 
 PAIRS = (("qwen", "mistral"), ("mistral", "qwen"))
 ANSWER = {"role": "assistant", "content": "The sum is 24, and the prefix is a long river."}
@@ -141,15 +141,15 @@ def test_both_closed_forms_regress_on_group_means(
     source, target = map(loaded, pair)
     config = make_config(source, target, TrainingPlan(nu=1, recipe=Recipe(steps=0)))
     assert config.alignment == "minimal_groups"
-    arrays, facts = stage1.closed_form(config, pair_of(source, target), samples(source, target)[:2])
-    assert facts["prefix_tokens"] == device.config.provenance["prefix_tokens"]
+    fit = closed_form(config, pair_of(source, target), samples(source, target)[:2])
+    assert fit.tokens == device.config.provenance["prefix_tokens"]
     for name in ("keys.1", "values.2"):
         side, t = name.split(".")
         layers = list(config.assignment.side(side)[int(t)])
         expected, x, y = regressed(root, pair, side, layers, int(t))
         error = np.square(x @ expected.T - y).sum() / np.square(y).sum()
         assert error > 1e-3  # the data are more than the map can fit
-        for found in (device.to_weights().arrays[f"{name}.weight"], arrays[f"{name}.weight"]):
+        for found in (device.to_weights().arrays[f"{name}.weight"], fit.weights[f"{name}.weight"]):
             assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()
 
 
@@ -170,12 +170,10 @@ def test_both_closed_forms_agree_under_norms(
 ) -> None:
     source, target = map(loaded, PAIRS[0])
     config = make_config(source, target, TrainingPlan(recipe=Recipe(steps=0)))
-    arrays, _ = stage1.closed_form(
-        config, pair_of(source, target), samples(source, target)[:2], norm=norm
-    )
+    fit = closed_form(config, pair_of(source, target), samples(source, target)[:2], norm)
     plain = kv.fit(*map(opened, PAIRS[0]), RECORDS[:2]).to_weights().arrays
     found = kv.fit(*map(opened, PAIRS[0]), RECORDS[:2], norm=norm).to_weights().arrays
-    for name, array in arrays.items():
+    for name, array in fit.weights.items():
         scale = np.abs(array).max()
         assert np.abs(found[name] - array).max() < 2e-2 * scale
         assert np.abs(plain[name] - array).max() > 2e-2 * scale
@@ -265,9 +263,9 @@ def test_a_pair_is_trained_and_used(
     folder = Training(source, target, Talks(source, target), plan, tmp_path / "out").run()
     translator = kv.load_translator(folder)
     assert translator.config.alignment == "minimal_groups" and translator.config.nu == 3
-    first = stage1.closed_form(
+    first = closed_form(
         make_config(source, target, plan), pair_of(source, target), samples(source, target)[:2]
-    )[0]
+    ).weights
     losses = []
     for arrays in (first, translator.to_weights().arrays):
         made = TorchTranslator.from_arrays(translator.config, arrays, "cpu")

@@ -38,12 +38,12 @@ from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.stage1.norms import NORMS  # noqa: E402
+from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import (  # noqa: E402
     checkpoints,
     command_line,
     distill,
-    stage1,
 )
 from kvlingo_mlx.training.group import Group  # noqa: E402
 from kvlingo_mlx.training.initial import initial  # noqa: E402
@@ -65,6 +65,7 @@ from tests.support.trainings import (  # noqa: E402
     KINDS,
     Random,
     altered,
+    closed_form,
     device_kl,
     die_after,
     double,
@@ -231,8 +232,9 @@ def test_closed_form_equals_the_devices(
     device = kv.fit(*(models[n] for n in pair), data, norm=norm, nu=nu).to_weights()
     source, target = (torch_models[n] for n in pair)
     config = linear_config(source, target, nu=nu)
-    arrays, provenance = stage1.closed_form(config, pair_of(source, target), data, norm=norm)
-    assert provenance["samples"] == 10
+    fit = closed_form(config, pair_of(source, target), data, norm)
+    arrays = fit.weights
+    assert fit.used == 10
     assert set(arrays) == set(device.arrays)
     for name, array in arrays.items():
         error = np.linalg.norm(array - device.as_float32(name)) / np.linalg.norm(array)
@@ -310,7 +312,7 @@ def test_a_joint_closed_form_equals_least_squares(torch_models: dict[str, TorchM
     source, target = torch_models["moe"], torch_models["dense"]
     config = linear_config(source, target, joint=True)
     data = [Random(60, different=99).sample(i) for i in range(10)]
-    arrays, _ = stage1.closed_form(config, pair_of(source, target), data)
+    arrays = closed_form(config, pair_of(source, target), data).weights
     read_, wanted = ([model.states(s.prefix) for s in data] for model in (source, target))
     for t, (layer,) in enumerate(config.assignment.keys):
         x = torch.cat([torch.cat([s.keys[layer], s.values[layer]], -1) for s in read_]).double()
@@ -619,7 +621,7 @@ def test_a_killed_run_resumes_to_the_same_curve(
             training(torch_models, tmp_path / "t", RATES, keep_every=keep_every).run()
     assert not (tmp_path / "t").exists()
     # Stage 1 is not worked out again.
-    monkeypatch.setattr(stage1, "closed_form", None)
+    monkeypatch.setattr(ClosedForm, "run", None)
     steps_made: list[int] = []
     rest = training(torch_models, tmp_path / "t", RATES, seen=steps_made)
     assert same_result(rest.run(), unbroken)
@@ -811,7 +813,7 @@ def test_a_wrecked_translator_is_neither_kept_nor_written(
     assert not (folder / "latest.safetensors").exists()
     start_maps = translator_folder.read(training(torch_models, start, steps=0).run())[1].arrays
     assert all(np.array_equal(a, kept[f"0/{name}"]) for name, a in start_maps.items())
-    monkeypatch.setattr(stage1, "closed_form", None)  # stage 1 is not worked out again
+    monkeypatch.setattr(ClosedForm, "run", None)  # stage 1 is not worked out again
     training(torch_models, out, (1e-3,)).run()
     assert [line["step"] for line in log_of(tmp_path / "t.log.jsonl")] == [0, 2, 4, 6]
 
@@ -823,7 +825,7 @@ NO_ROOM_WRAPPED = SafetensorError("I/O error: No space left on device (os error 
 @pytest.mark.parametrize(
     ("name", "what", "error"),
     [
-        ("moments", "stage 1 at 1 conversations", NO_ROOM_WRAPPED),
+        ("sums", "stage 1 at 1 conversations", NO_ROOM_WRAPPED),
         ("initial", "stage 1", NO_ROOM_WRAPPED),
         ("validated", "step 4", NO_ROOM),
         ("latest", "step 3", NO_ROOM_WRAPPED),

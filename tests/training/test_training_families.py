@@ -28,7 +28,6 @@ from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
 from kvlingo_mlx.models import capture  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
-from kvlingo_mlx.training import stage1  # noqa: E402
 from kvlingo_mlx.training.forward import Maps  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
@@ -42,6 +41,7 @@ from kvlingo_mlx.translators import build  # noqa: E402
 from tests.support.trainings import (  # noqa: E402
     Random,
     altered,
+    closed_form,
     device_kl,
     distance,
     double,
@@ -200,7 +200,7 @@ def test_closed_form_equals_the_devices(
     device = kv.fit(*(models[n] for n in pair), data, norm=norm).to_weights()
     source, target = (torch_models[n] for n in pair)
     config = linear_config(source, target)
-    arrays, _ = stage1.closed_form(config, pair_of(source, target), data, norm=norm)
+    arrays = closed_form(config, pair_of(source, target), data, norm).weights
     assert set(arrays) == set(device.arrays)
     for name, array in arrays.items():
         error = np.linalg.norm(array - device.as_float32(name)) / np.linalg.norm(array)

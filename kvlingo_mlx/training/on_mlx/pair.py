@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
-
-from kvlingo_mlx.backend import mx
 
 import numpy as np
 
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.fitting.aligned import aligned_states
-from kvlingo_mlx.fitting.attention import attention_mass
+from kvlingo_mlx.fitting.rows import Rows
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.capture import whole
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.stage1.closed_form import Moments
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
 from kvlingo_mlx.training.on_mlx import gradients
@@ -28,13 +24,10 @@ from kvlingo_mlx.translators import build
 
 
 @dataclass(frozen=True)
-class Pair:
+class Pair(Rows):
     """See :class:`kvlingo_mlx.training.runtime.Pair`."""
 
     runtime: ClassVar[str] = "mlx"
-
-    source: LanguageModel
-    target: LanguageModel
 
     @property
     def versions(self) -> dict[str, str]:
@@ -70,24 +63,6 @@ class Pair:
         self, translator: MLXTranslator, states: tuple[KVStates, KVStates], scale: float = 0.0
     ) -> float:
         return gradients.reconstruction_loss(translator, *states, scale=scale)
-
-    def rows(self, states: KVStates, side: str, layer: int) -> np.ndarray:
-        return np.array(states.side(side)[layer][0].astype(mx.float32))
-
-    def joined(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate(rows, axis=-1)
-
-    def wide(self, rows: np.ndarray) -> np.ndarray:
-        return rows.astype(np.float64)
-
-    def array(self, array: np.ndarray) -> np.ndarray:
-        return array
-
-    def moments(self, inputs: int, outputs: int) -> Moments:
-        return Moments(inputs, outputs)
-
-    def attention_mass(self, sample: Sample) -> np.ndarray:
-        return attention_mass(self.target, sample)
 
     def receipt(
         self, config: TranslatorConfig, arrays: Mapping[str, np.ndarray]

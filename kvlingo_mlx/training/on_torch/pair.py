@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -56,6 +56,9 @@ class Pair:
     def states(self, sample: Sample, capture: str) -> tuple[States, States]:
         return paired_states(self.source, self.target, sample, capture)
 
+    def spans(self, sample: Sample, capture: str) -> Iterator[tuple[States, States]]:
+        yield self.states(sample, capture)
+
     def reconstruction(
         self, translator: TorchTranslator, states: tuple[States, States], scale: float = 0.0
     ) -> float:
@@ -73,7 +76,7 @@ class Pair:
     def array(self, array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array).to(self.target.device)
 
-    def moments(self, inputs: int, outputs: int) -> TorchMoments:
+    def sums(self, inputs: int, outputs: int) -> TorchMoments:
         return TorchMoments(inputs, outputs, self.target.device)
 
     def attention_mass(self, sample: Sample) -> np.ndarray:

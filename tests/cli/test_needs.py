@@ -47,7 +47,8 @@ ALWAYS = {
              "conversations keep_conversations allow_anyone volatile log_level json_file",
     "demo": "every_pair json_file",
     "fit": "source target data out norm capture assignment head_mixing memory_gb force json_file",
-    "train": "source target data plain_text max_prefix max_continuation seed histogram steps json_file",
+    "train": "source target data plain_text max_prefix max_continuation seed histogram steps "
+    "json_file",
     "import": "path_or_hub_id revision out dtype allow_mismatch force json_file",
     "list": "source target json_file",
     "remove": "translator yes json_file",

@@ -37,6 +37,7 @@ if TYPE_CHECKING:  # the names, for type checkers and editors
     from kvlingo_mlx.loading.models import load as load
     from kvlingo_mlx.loading.translators import find_translator as find_translator
     from kvlingo_mlx.loading.translators import load_translator as load_translator
+    from kvlingo_mlx.making import pair as pair
     from kvlingo_mlx.models.language_model import LanguageModel as LanguageModel
     from kvlingo_mlx.translators.base import Translator as Translator
 
@@ -58,6 +59,7 @@ _NAMES = {  # by the module that defines them
     "handover.responses": "GenerationResponse",
     "loading.models": "load",
     "loading.translators": "find_translator load_translator",
+    "making": "pair",
     "models.language_model": "LanguageModel",
     "translators.base": "Translator",
 }

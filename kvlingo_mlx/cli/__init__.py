@@ -27,6 +27,7 @@ VERBS = (
     "chat",
     "serve",
     "demo",
+    "pair",
     "fit",
     "train",
     "import",

@@ -162,7 +162,7 @@ class Checkpoints:
             tensors = load_file(path)
             for index, (run, kept) in enumerate(zip(training.runs, facts["runs"], strict=True)):
                 run.translator.restore(_under(f"{index}/", tensors))
-                run.diverged_at = kept["diverged_at"]
+                run.diverged_at, run.dropped_at = kept["diverged_at"], kept.get("dropped_at")
                 run.held_out = math.inf if kept["held_out"] is None else kept["held_out"]
                 run.kl_sum, run.kl_steps = kept["kl_sum"], kept["kl_steps"]
             training.step, training.tokens = facts["step"], facts["tokens"]
@@ -196,6 +196,7 @@ class Checkpoints:
             "runs": [
                 {
                     "diverged_at": run.diverged_at,
+                    "dropped_at": run.dropped_at,
                     "kl_sum": run.kl_sum,
                     "kl_steps": run.kl_steps,
                     "held_out": run.held_out if math.isfinite(run.held_out) else None,

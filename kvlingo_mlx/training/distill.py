@@ -117,8 +117,14 @@ class Distillation:
         self.validate()
         self.validating += time.perf_counter() - started
         self.judged = self.step, self.spent
-        told = {"held_out": [run.held_out for run in self.runs], "spent": round(self.spent, 3)}
+        if self.recipe.halving:
+            self._halve()
+        told = {"held_out": self._held_out_kls(), "spent": round(self.spent, 3)}
         self.look({**entry, **told})
+
+    def _held_out_kls(self) -> list[float | None]:
+        """Each run's held-out KL at this step; None for those that were dropped before."""
+        return [run.held_out if run.dropped_at in (None, self.step) else None for run in self.runs]
 
     @property
     def spent(self) -> float:
@@ -202,8 +208,15 @@ class Distillation:
 
     @property
     def live(self) -> list[Run]:
-        """The runs that have not diverged."""
-        return [run for run in self.runs if run.diverged_at is None]
+        """The runs that have neither diverged nor been dropped."""
+        return [run for run in self.runs if run.diverged_at is None and run.dropped_at is None]
+
+    def _halve(self) -> None:
+        """Drop the worse half of the runs, once for each tenth of the training."""
+        share = self.recipe.place(self.step, self.judged[1]) / max(1, self.recipe.steps)
+        left = max(1, -(-len(self.runs) // 2 ** int(10 * share)))
+        for run in sorted(self.live, key=lambda run: run.held_out)[left:]:
+            run.dropped_at = self.step
 
     def _learn(self, sample: Sample, sums: dict[int, np.ndarray]) -> None:
         scale = 1.0 / self.recipe.batch
@@ -239,18 +252,24 @@ class Distillation:
             KVLingoError: The result is not finite for any run.
         """
         mine = self.group.share([len(s.prefix) + len(s.continuation) for s in self.held_out])
-        sums = np.zeros(len(self.runs))
+        runs = [run for run in self.runs if run.dropped_at is None]
+        if self.step == 0:
+            runs = runs[:1]  # all begin alike
+        sums = np.zeros(len(runs))
         for index in mine:
-            sums += self._held_out_losses(self.held_out[index])
+            sums += self._held_out_losses(self.held_out[index], runs)
         sums = self.group.total(sums)
-        for run, value in zip(self.runs, (sums / len(self.held_out)).tolist(), strict=True):
+        for run, value in zip(runs, (sums / len(self.held_out)).tolist(), strict=True):
             run.held_out = value if math.isfinite(value) else math.inf
             if run.held_out == math.inf and run.diverged_at is None:
                 run.diverged_at = self.step
+        if self.step == 0:
+            for run in self.runs:
+                run.held_out, run.diverged_at = runs[0].held_out, runs[0].diverged_at
         self._require_live()
 
-    def _held_out_losses(self, sample: Sample) -> list[float]:
-        translators = [run.translator for run in self.runs]
+    def _held_out_losses(self, sample: Sample, runs: Sequence[Run]) -> list[float]:
+        translators = [run.translator for run in runs]
         if self.recipe.objective == "reconstruction":
             states = self.pair.states(sample, self._config.capture)
             return [self.pair.reconstruction(each, states) for each in translators]

@@ -10,6 +10,18 @@ from kvlingo_mlx.format.kinds import TENSORS
 from kvlingo_mlx.format.maps import maps_of, shapes_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 
+PROBED = 8  # hidden units of an MLP that is only probed
+
+
+def drawn(config: TranslatorConfig) -> dict[str, np.ndarray]:
+    """Small random tensors of a translator that is only probed."""
+    generator, spec = np.random.default_rng(0), config.spec
+    return {
+        f"{m.name}.{name}": generator.standard_normal(shape).astype(np.float32) / m.inputs**0.5
+        for m in maps_of(config)
+        for name, shape in shapes_of(config, m, spec.tensors, PROBED).items()
+    }
+
 
 def initial(
     config: TranslatorConfig, hidden: int, seed: int, *, gated: bool

@@ -51,6 +51,7 @@ class Data(Samples, Protocol):
     def held_out(self, count: int = 64) -> Sequence[Sample]: ...
 
 
+SHORT = 16  # tokens of a continuation that serves to see whether there is a gradient
 Progress = Callable[[str, Report | int], None]
 
 
@@ -60,7 +61,8 @@ class Training:
 
     ``settings`` are further settings that must not change on resumption (for example ``data``, the
     sources). ``keep_every`` is the most seconds of work that a kill may lose; Ctrl-C and SIGTERM
-    lose none. ``notes`` are shown to the user as warnings before the work begins.
+    lose none. ``notes`` are shown to the user as warnings before the work begins. ``fit`` is the
+    closed form of this plan and data where it has been made before.
     """
 
     source: Model
@@ -75,6 +77,7 @@ class Training:
     keep_every: float = KEEP_EVERY
     notes: Sequence[str] = ()
     force: bool = False
+    fit: ClosedForm | None = None
 
     def finished(self) -> bool:
         """Whether ``out`` holds the finished result of this same training.
@@ -130,6 +133,8 @@ class Training:
         # silently.
         stage2 = self._checkpoints("stage2", config, self.plan.recipe)
         held_out = self._held_out()
+        if self.plan.recipe.steps and (sample := _short(held_out)):
+            self.pair.check_gradients(sample, config)
         config, arrays, provenance = self._first(config, held_out, stop)
         best: Best | None = None
         curve: Sequence[Mapping[str, Any]] = ()
@@ -272,7 +277,7 @@ class Training:
         arrays: dict[str, np.ndarray] = {}
         provenance: dict[str, Any] = {}
         if spec.solved or plan.assignment in METHODS:
-            fit = self._closed_form(config, stop)
+            fit = self.fit or self._closed_form(config, stop)
             config = dataclasses.replace(config, assignment=fit.config.assignment)
             provenance = {"norm": fit.norm, **fit.facts()}
             arrays = fit.weights if spec.solved else {}
@@ -371,6 +376,15 @@ class Training:
         with disk_errors(f"the translator {self.out.name}", self.out.parent):
             weights = Weights.from_float32(dict(arrays), "float32")
             translator_folder.write(self.out, config, weights, overwrite=overwrite)
+
+
+def _short(samples: Sequence[Sample]) -> Sample | None:
+    """The sample of the shortest prefix with translated tokens, with a short continuation."""
+    found = [sample for sample in samples if sample.num_translated]
+    if not found:
+        return None
+    sample = min(found, key=lambda sample: len(sample.prefix))
+    return dataclasses.replace(sample, continuation=sample.continuation[:SHORT])
 
 
 def _pass_name(done: int, passes: int) -> str:

@@ -36,6 +36,8 @@ class Recipe:
         seconds: The time that steps and validations may take together; None is any. The rate falls
             with the steps or with the time, whichever is further on, so a run that has too little
             time for its steps ends with the rates of a whole one.
+        halving: Whether only the better half of the learning rates goes on after each tenth of the
+            run, until one is left.
     """
 
     steps: int = 5000
@@ -47,6 +49,7 @@ class Recipe:
     clip: float = 1.0
     validate_every: int = 250
     seconds: float | None = None
+    halving: bool = False
 
     def __post_init__(self) -> None:
         require("stage 2's steps (--steps)", self.steps, 0)

@@ -17,15 +17,16 @@ from kvlingo_mlx.training.runtime import Pair, Trainable
 class Run:
     """One translator in training.
 
-    ``diverged_at`` is the step at which its training or held-out loss stopped being finite, or
-    None; no step is taken after it. ``kl_sum`` and ``kl_steps`` cover the steps since the last
-    validation.
+    ``diverged_at`` is the step at which its training or held-out loss stopped being finite, and
+    ``dropped_at`` the one at which it was behind the others; no step is taken after either.
+    ``kl_sum`` and ``kl_steps`` cover the steps since the last validation.
     """
 
     rate: float
     translator: Trainable
     held_out: float = math.inf
     diverged_at: int | None = None
+    dropped_at: int | None = None
     loss: float = math.nan
     kl: float = math.nan
     kl_sum: float = 0.0

@@ -118,6 +118,13 @@ class Pair(Rows, Protocol):
         A ``scale`` other than 0 adds that multiple of its gradient to the translator's.
         """
 
+    def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
+        """Refuse a target through which no gradient reaches its cache.
+
+        Raises:
+            UnsupportedModelError: The message names the model and, if known, what has no gradient.
+        """
+
     # ---- an MLP's stage 1 -----------------------------------------------------------------
 
     def states(self, sample: Sample, capture: str) -> tuple[Any, Any]:

@@ -48,20 +48,17 @@ def complaints(curve: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def outlook(curve: Sequence[Mapping[str, Any]]) -> str | None:
-    """What the second half of a finished training brought; None for a curve of few lines.
+    """What the second half of a finished training brought; None where a curve does not tell.
 
     The rate falls towards the end of a training, which helps the second half. So a run of twice the
     length rarely brings more than that half did.
     """
-    middle = curve[-1]["step"] / 2
-    halves = [
-        min(lowest(line["held_out"]) for line in curve if (line["step"] <= middle) == early)
-        for early in (True, False)
-        if curve[1:]
-    ]
-    if len(halves) < 2 or not 0 < halves[1] <= halves[0] < math.inf:
+    values, middle = [lowest(line["held_out"]) for line in curve], curve[-1]["step"] / 2
+    early = [kl for kl, line in zip(values, curve, strict=True) if line["step"] <= middle]
+    late = values[len(early) :]
+    if len(early) < 2 or not late or min(values) == values[0]:
         return None
-    first, second = halves
+    first, second = min(early), min(values)
     gain = 1 - second / first
     told = (
         f"the second half of the steps lowered the held-out KL by {100 * gain:.0f} % "

@@ -21,7 +21,7 @@ ROOMS = """
     version errors arguments blas backend threads
     format tokenization stage1 embedded families models translators caches loading
     reporting store handover folding conversation timing evaluation fitting analysis
-    training cuda serving cli
+    training making cuda serving cli
 """.split()
 NO_MLX = (
     "version",
@@ -209,7 +209,7 @@ MANY = {  # functions of more parameters, by the reason
         "handover/generation.stream_generate", "handover/fill.hand_over",
         "folding/decoding.folded_stream_generate", "folding/decoding.folded_hand_over",
         "conversation/__init__.__init__", "conversation/__init__.stream_reply",
-        "fitting/__init__.fit", "evaluation/probes.find_needles",
+        "fitting/__init__.fit", "evaluation/probes.find_needles", "making/__init__.pair",
     ),
     "lm-eval's own arguments": (
         "evaluation/harness/running.run", "evaluation/harness/adapter.__init__",

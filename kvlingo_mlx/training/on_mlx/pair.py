@@ -7,20 +7,32 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
 
+from kvlingo_mlx.backend import mx
+
 import numpy as np
 
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.evaluation import verification
 from kvlingo_mlx.fitting.aligned import aligned_states
 from kvlingo_mlx.fitting.rows import Rows
+from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.capture import whole
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.objectives import Loss, Objective
+from kvlingo_mlx.training.initial import drawn
+from kvlingo_mlx.training.objectives import Loss, Objective, objective_named
 from kvlingo_mlx.training.on_mlx import gradients
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.translators import build
+
+
+def _no_gradient(name: str, reason: str) -> str:
+    return (
+        f"no gradient reaches the cache of {name} on MLX ({reason}), so no translator into it can "
+        "be distilled; --steps 0 keeps the closed form, which needs none"
+    )
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,20 @@ class Pair(Rows):
         scale: float = 0.0,
     ) -> Loss:
         return gradients.conversation_loss(self.target, translator, reading, objective, scale=scale)
+
+    def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
+        made = self.trainable(config, drawn(config))
+        try:
+            self.loss(made, self.read(sample, config), objective_named("kl"), 1.0)
+        except (ValueError, RuntimeError) as problem:
+            reason = str(problem).splitlines()[0]
+            raise UnsupportedModelError(_no_gradient(self.target.name, reason)) from problem
+        for side in SIDES:
+            found = [g for name, g in made.gradients.items() if side in name or "joint" in name]
+            if not any(mx.any(gradient != 0).item() for gradient in found):
+                raise UnsupportedModelError(
+                    _no_gradient(self.target.name, f"that of all {side} is 0")
+                )
 
     def states(self, sample: Sample, capture: str) -> tuple[KVStates, KVStates]:
         if sample.aligned is not None:

@@ -52,6 +52,9 @@ class Pair:
     ) -> Loss:
         return gradients.conversation_loss(self.target, translator, reading, objective, scale=scale)
 
+    def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
+        """PyTorch has every gradient of the families that it opens."""
+
     @torch.no_grad()
     def states(self, sample: Sample, capture: str) -> tuple[States, States]:
         return paired_states(self.source, self.target, sample, capture)

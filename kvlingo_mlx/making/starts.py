@@ -1,0 +1,115 @@
+"""Which closed form a training begins with: source layers a target layer reads, and the norm.
+
+Each is fitted on the same conversations and judged by its KL on held-out ones. A further source
+layer must earn its place: every switch pays for it, and self-distillation evens out most of what it
+brings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlingo_mlx.stage1.passes import ClosedForm
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.checkpoints import write_state
+from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from kvlingo_mlx.training.runtime import Pair
+
+NUS, NORM, OTHER_NORM = (1, 2, 3), "frobenius", "attention_mass"
+EARNED = 0.15  # the share of the KL by which one more source layer must lower it
+
+
+@dataclass(frozen=True)
+class Start:
+    """A closed form, and its held-out KL in nats per token; ``why_not`` where it has none."""
+
+    nu: int
+    norm: str
+    kl: float | None
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        """For example ``nu = 2, frobenius: 0.105``."""
+        return f"nu = {self.nu}, {self.norm}: {self.why_not or f'{self.kl:.4f}'}"
+
+
+def most_layers(pair: Pair) -> int:
+    """The most source layers to try: those of the source's largest group of layers of a kind."""
+    depth = len(pair.source.geometry.layers)
+    found = [nu for nu in NUS if nu <= depth and _possible(pair, nu)]
+    return max(found)
+
+
+def _possible(pair: Pair, nu: int) -> bool:
+    try:
+        make_config(pair.source, pair.target, TrainingPlan(nu=nu))
+    except ValueError:
+        return False
+    return True
+
+
+def fit_of(pair: Pair, nu: int, norm: str, samples: Sequence[Sample]) -> ClosedForm:
+    """A closed form that is yet to be made."""
+    config = make_config(pair.source, pair.target, TrainingPlan(nu=nu, norm=norm))
+    return ClosedForm(config, pair, lambda start: samples[start:], norm)
+
+
+def judged(pair: Pair, fit: ClosedForm, nu: int, held_out: Sequence[Sample], path: Path) -> Start:
+    """A closed form, made, kept in the file ``path``, and judged on ``held_out``."""
+    norm = fit.norm
+    try:
+        fit.run()
+    except ValueError as problem:
+        return Start(nu, norm, None, str(problem))
+    write_state(path, f"the closed form of nu = {nu}", fit.tensors(), fit.counts())
+    config = fit.config
+    arrays = {name: np.asarray(array, np.float32) for name, array in fit.weights.items()}
+    made, kl = pair.trainable(config, arrays), objective_named("kl")
+    found = [pair.loss(made, pair.read(sample, config), kl).kl for sample in held_out]
+    mean = float(np.mean(found))
+    return Start(nu, norm, mean) if np.isfinite(mean) else Start(nu, norm, None, "not finite")
+
+
+def choose(
+    most: int,
+    judge: Callable[[int, str], Start],
+    goes_on: Callable[[], bool] = lambda: True,
+) -> tuple[Start, list[Start]]:
+    """The start to train from, and all that were judged.
+
+    Numbers of source layers are tried first, from 1 up, as long as each earns its place; then the
+    other norm with the number that was kept.
+
+    Args:
+        most: The most source layers.
+        judge: Fits and judges one.
+        goes_on: Whether there is time for another one.
+
+    Raises:
+        ValueError: None of them can be fitted.
+    """
+    best = judge(NUS[0], NORM)
+    found = [best]
+    for nu, norm in [*((nu, NORM) for nu in NUS[1:] if nu <= most), (None, OTHER_NORM)]:
+        if not goes_on():
+            break
+        each = judge(nu or best.nu, norm)
+        found.append(each)
+        needed = (1 - EARNED) ** (each.nu - best.nu)
+        if each.kl is not None and (best.kl is None or each.kl < needed * best.kl):
+            best = each
+    if best.kl is None:
+        raise ValueError(f"no closed form can be made: {best.why_not}")
+    return best, found
+
+
+def as_json(starts: Sequence[Start]) -> list[dict[str, Any]]:
+    """All starts as JSON values."""
+    return [dataclasses.asdict(start) for start in starts]

@@ -1,0 +1,250 @@
+"""From two models to a translator in the store, by one call, interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import making
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import bundled
+from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.making import Making, starts
+from kvlingo_mlx.making.pace import ANSWERS, BATCH, Lengths, cost, lengths
+from kvlingo_mlx.making.starts import Start, choose
+from kvlingo_mlx.making.work import Work
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.training.distill import Distillation
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
+
+MINUTES = 0.1
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("KVLINGO_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(making, "STARTING", 1e9)  # however slow this machine is
+    for name, few in (("CHATS", 200), ("HELD_OUT", 8), ("JUDGES", 2), ("TUNED_ON", 2)):
+        monkeypatch.setattr(making, name, few)
+    monkeypatch.setattr(bundled, "COUNT", 1)
+    return tmp_path / "home"
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("chats") / "chats.jsonl"
+    lines = (json.dumps({"messages": chat}) for chat in first_chats(200))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+def test_two_models_in_a_translator_out(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without any data, by the verb: five lines, a receipt, native layers, a place in the store."""
+    ends = ["tiny-qwen3-s", "tiny-qwen3-l"]
+    record = tmp_path / "record.jsonl"
+    line = ["pair", *ends, "--minutes", str(MINUTES), "--max-kl", "0", "--json", str(record)]
+    assert run(line) == 0
+    said = capsys.readouterr().out.splitlines()
+    folder = tmp_path / "tiny-qwen3-s-to-tiny-qwen3-l"
+    assert len(said[-5:]) == 5 and said[-5].startswith(f"{folder.name}: nu = ")
+    assert "generated conversations" in said[-5] and said[-4].startswith("grade: ")
+    assert f"kvlingo-mlx chat --model small={ends[0]} --model large={ends[1]}" in said[-1]
+    config = translator_folder.read_config(folder)
+    facts = config.provenance
+    assert facts["stage"] == 2 and "receipt" in facts and facts["tuning"]["max_kl"] == 0
+    assert facts["native_layers"] == 4, "no translation is without any KL: all layers are read"
+    (stored,) = (home / "translators").iterdir()
+    assert translator_folder.read_config(stored).provenance["native_layers"] == 4
+    found = json.loads(record.read_text())["results"]
+    assert [start["nu"] for start in found["starts"]][:2] == [1, 2] and found["curve"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "home", "record.jsonl", folder.name, f"{folder.name}.log.jsonl",
+    ]  # fmt: skip
+    # Once more: nothing is done again.
+    before = (folder / translator_folder.WEIGHTS_FILE).stat().st_mtime_ns
+    assert run(line[:-4]) == 0
+    assert "finished already" in capsys.readouterr().out
+    assert (folder / translator_folder.WEIGHTS_FILE).stat().st_mtime_ns == before
+
+
+def test_stopped_anywhere_it_goes_on(
+    models: dict[str, LanguageModel], chats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the first closed form and in stage 2: no length or fit is made again."""
+    ends, made = (models["dense"], models["wide"]), []
+    judged = starts.judged
+
+    def counted(*arguments: Any) -> Start:
+        if len(made) == 1:
+            made.append("killed")
+            raise KeyboardInterrupt
+        made.append((arguments[2], arguments[1].norm))
+        return judged(*arguments)
+
+    monkeypatch.setattr(starts, "judged", counted)
+    with pytest.raises(KeyboardInterrupt):
+        kv.pair(*ends, [chats], minutes=MINUTES, out="t")
+    monkeypatch.setattr(Making, "_lengths", None)
+    with monkeypatch.context() as patch:
+        patch.setattr(Distillation, "_judge", lambda self, entry: (_ for _ in ()).throw(
+            KeyboardInterrupt
+        ))  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            kv.pair(*ends, [chats], minutes=MINUTES, out="t")
+    fits = [each for each in made if each != "killed"]
+    assert len(fits) == len(set(fits)), "each closed form was fitted once"
+    monkeypatch.setattr(starts, "judged", None)
+    with pytest.raises(ValueError, match=r"minutes was 0\.1, is 5.*remove that folder and t\.part"):
+        kv.pair(*ends, [chats], minutes=5, out="t")
+    result = kv.pair(*ends, [chats], minutes=MINUTES, out="t")
+    assert result.config.provenance["stage"] == 2 and not result.bundled_data
+    assert [start["nu"] for start in result.starts] == [nu for nu, _ in fits]
+    assert not Path("t.pair").exists() and not Path("t.partial").exists()
+    assert kv.load_translator("t").config == result.config
+
+
+def test_another_pairs_folder_is_left_alone(
+    models: dict[str, LanguageModel], chats: str, tmp_path: Path
+) -> None:
+    kv.pair(models["dense"], models["wide"], [chats], minutes=MINUTES, out="t")
+    with pytest.raises(ValueError, match="holds a translator from .*dense to .*wide; give another"):
+        kv.pair(models["wide"], models["dense"], [chats], minutes=MINUTES, out="t")
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"minutes": 0}, r"--minutes\): 0, expected more than 0"),
+        ({"minutes": float("nan")}, r"--minutes"),
+        ({"min_recall": 1.5}, r"--min-recall\): 1.5, expected at least 0 and at most 1"),
+        ({"max_kl": -1}, r"--max-kl\): -1, expected at least 0"),
+        ({"data": ["nowhere.jsonl"]}, "nowhere.jsonl"),
+    ],
+)
+def test_bad_arguments(
+    models: dict[str, LanguageModel], tmp_path: Path, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told) as found:
+        kv.pair(models["dense"], models["wide"], **{"out": "t", **options})
+    assert "\n" not in str(found.value)
+    assert not Path("t").exists()
+
+
+# ---- lengths and starts ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pace", [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0])
+@pytest.mark.parametrize("context", [512, 40_960])
+def test_lengths_follow_the_pace(
+    models: dict[str, LanguageModel], pace: float, context: int
+) -> None:
+    """An hour of a fast machine and of slow ones, for a long context and a short one."""
+    config = make_config(models["dense"], models["wide"], TrainingPlan(nu=3))
+    found = lengths(pace, 3600.0, context, config)
+    assert found.max_continuation == ANSWERS and 64 <= found.fit_samples <= 400
+    assert found.max_prefix in [16_384 >> n for n in range(6)]
+    if pace <= 1e-5:
+        assert found.max_prefix == 16_384
+    if context == 40_960:
+        step = BATCH * cost(0.6 * found.max_prefix, ANSWERS) * pace
+        assert found.steps == max(1, int(0.7 * 3600 / step))
+        assert found.steps >= 300 or found.max_prefix == 512
+        twice = BATCH * cost(1.2 * found.max_prefix, ANSWERS) * pace
+        assert found.max_prefix == 16_384 or 0.7 * 3600 / twice < 300, "longer was too slow"
+    assert Lengths(**found.as_json()) == found
+
+
+@pytest.mark.parametrize(
+    ("kls", "nu", "norm", "tried"),
+    [
+        ([1.0, 0.9, 0.8, 0.99], 1, "attention_mass", 4),
+        ([1.0, 0.8, 0.75, 0.81], 2, "frobenius", 4),
+        ([1.0, 0.9, 0.7, 0.71], 3, "frobenius", 4),
+        ([None, 0.9, 0.89, 0.91], 2, "frobenius", 4),
+        ([1.0, None, 0.5, 0.4], 3, "attention_mass", 4),
+        ([1.0], 1, "frobenius", 1),
+    ],
+)
+def test_a_layer_must_earn_its_place(
+    kls: list[float | None], nu: int, norm: str, tried: int
+) -> None:
+    left = iter(kls)
+    best, found = choose(
+        3,
+        lambda nu, norm: Start(nu, norm, next(left)),
+        lambda: len(kls) > 1,
+    )
+    assert (best.nu, best.norm, len(found)) == (nu, norm, tried)
+
+
+def test_no_start_at_all() -> None:
+    with pytest.raises(ValueError, match="no closed form can be made: too few tokens"):
+        choose(3, lambda nu, norm: Start(nu, norm, None, "too few tokens"))
+
+
+def test_what_is_kept_survives_a_kill(tmp_path: Path) -> None:
+    work = Work(tmp_path / "w", {"minutes": 1.0, "data": ["a"]})
+    work.open()
+    assert work.find("lengths", lambda: {"a": 1}) == {"a": 1}
+    again = Work(tmp_path / "w", {"minutes": 1.0, "data": ["a"]})
+    again.open()
+    assert again.find("lengths", lambda: 1 / 0) == {"a": 1}
+    assert again.spent >= work.facts.get("spent", 0.0)
+    with pytest.raises(ValueError, match=r"data was \['a'\], is \['b'\]"):
+        Work(tmp_path / "w", {"minutes": 1.0, "data": ["b"]}).open()
+
+
+# ---- the generated conversations -----------------------------------------------------------------
+
+
+def test_the_chats_differ_and_can_be_rendered(models: dict[str, LanguageModel]) -> None:
+    found = list(first_chats(200))
+    assert found == list(first_chats(200)) and found[0] != next(first_chats(1, seed=1))
+    assert len({json.dumps(chat) for chat in found}) == 200
+    for chat in found:
+        roles = [message["role"] for message in chat if message["role"] != "system"]
+        assert roles == ["user", "assistant"] * (len(roles) // 2)
+        assert all(message["content"] for message in chat)
+    tokenizer = models["dense"].tokenizer
+    assert all(tokenizer.apply_chat_template(chat) for chat in found[:20])
+
+
+def test_answers_are_in_what_was_said() -> None:
+    """Ports and sums can be read off the messages before them."""
+    ports = sums = 0
+    for chat in first_chats(300):
+        text = ""
+        for message in chat:
+            words = message["content"].split()
+            if message["content"].startswith("The ") and " uses port " in message["content"]:
+                ports += 1
+                assert f"port = {words[-1].rstrip('.')}" in text
+            if " are worth " in message["content"]:
+                sums += 1
+                count, price = int(words[0]), int(words[3])
+                assert int(words[-1].rstrip(".")) == count * price and f"| {price} |" in text
+            text += message["content"]
+    assert ports > 20 and sums > 20
+
+
+def test_two_tokenizers_cannot_be_tuned(tmp_path: Path) -> None:
+    from tests.support.two_tokenizers import write_mistral, write_qwen
+
+    ends = str(write_qwen(tmp_path / "qwen")), str(write_mistral(tmp_path / "mistral"))
+    with pytest.raises(IncompatibleTranslatorError, match="two tokenizers"):
+        kv.pair(*ends, minutes=MINUTES, min_recall=0.9)
+
+
+def test_dialogues_must_fit_before_any_work(models: dict[str, LanguageModel]) -> None:
+    with pytest.raises(ValueError, match="the context of .*dense is 512; leave --max-kl"):
+        kv.pair(models["dense"], models["wide"], minutes=MINUTES, max_kl=0.1, out="t")
+    assert not list(Path().glob("t*"))

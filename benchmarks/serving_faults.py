@@ -46,22 +46,24 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="append the record to this file")
     args = parser.parse_args()
-    found, seed = {}, args.seed
-    with tempfile.TemporaryDirectory() as root:
-        folder = Path(root)
-        for name in ("fuzz", "soak", "kills"):
-            (folder / name).mkdir()
-        if args.bodies:
-            found["fuzz"] = fuzz.run(folder / "fuzz", args.bodies, seed)
-        if args.minutes:
-            found["soak"] = soak.run(folder / "soak", args.minutes, args.clients, seed)
-        if args.kills:
-            found["kills"] = kills.run(folder / "kills", args.kills, seed)
-    print(json.dumps(found, indent=1))
+    seed = args.seed
+    parts = {
+        "fuzz": (args.bodies, lambda room: fuzz.run(room, args.bodies, seed)),
+        "soak": (args.minutes, lambda room: soak.run(room, args.minutes, args.clients, seed)),
+        "kills": (args.kills, lambda room: kills.run(room, args.kills, seed)),
+    }
+    found = {}
+    for name, (wanted, run) in parts.items():
+        if not wanted:
+            continue
+        with tempfile.TemporaryDirectory() as root:
+            found[name] = run(Path(root))
+        print(json.dumps({name: found[name]}, indent=1), flush=True)
+        if args.json:  # at once: the next part may fail
+            config = {k: v for k, v in vars(args).items() if k != "json"} | {"part": name}
+            record = measure.record("serving_faults", config, {name: found[name]})
+            measure.append_json(args.json, record)
     print(measure.machine_line())
-    if args.json:
-        config = {k: v for k, v in vars(args).items() if k != "json"}
-        measure.append_json(args.json, measure.record("serving_faults", config, found))
     grew = max((v for k, v in found.get("soak", {}).items() if k.endswith("grew")), default=0.0)
     faults = sum(each["wrong"] + each["tracebacks"] for each in found.values())
     sys.exit(1 if faults or grew > GROWTH else 0)

@@ -16,7 +16,7 @@ import httpx
 from faults.clients import Client, Findings, user
 from faults.server import Server
 from kvlingo_mlx.serving.messages import Ask
-from kvlingo_mlx.serving.talks import Keys, shared
+from kvlingo_mlx.serving.talks import Key, Keys, shared
 
 # So little memory that conversations go to disk all the time.
 OPTIONS = ("--memory-limit", "34MB", "--prefill-step-size", "32", "--log-level", "warning",
@@ -71,11 +71,11 @@ class Struck(Client):
             told = {"error": {}}
         super().take(answer, told)
 
-    def kept(self, saved: list[list[str]]) -> bool:
+    def kept(self, saved: list[list[Key]]) -> bool:
         """Whether a saved conversation begins as this client's does, by its keys."""
         ask = Ask("", tuple(self.history), template={"enable_thinking": False})
         keys = Keys().of(ask)
-        return any(shared(keys, each) > 1 for each in saved)
+        return any(shared(keys, each)[0] > 1 for each in saved)
 
 
 def run(folder: Path, kills: int, seed: int) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _ready(server: Server) -> None:
     server.ready()
 
 
-def _saved(server: Server) -> list[list[str]]:
+def _saved(server: Server) -> list[list[Key]]:
     return [json.loads(path.read_text())["keys"] for path in server.kept.glob("*.json")]
 
 
@@ -142,7 +142,7 @@ def _tidy(server: Server, told: Findings) -> None:
 
 
 async def _after(
-    server: Server, users: list[Struck], saved: list[list[str]], what: str, told: Findings
+    server: Server, users: list[Struck], saved: list[list[Key]], what: str, told: Findings
 ) -> None:
     """Each client goes on; whose conversation was saved finds it."""
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:

@@ -27,6 +27,8 @@ from kvlingo_mlx.threads import for_any_thread
 DAMAGED = (OSError, RuntimeError, json.JSONDecodeError, SafetensorError)
 REJECTED = (ValueError, TypeError, KeyError, AttributeError, StrictDataclassError)
 
+# The name under which a tokenizer of transformers keeps whether it has warned of a long text.
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 OF_CONFIGS = (".configuration_", ".modeling_rope_utils")  # transformers' files that read configs
 
 
@@ -55,6 +57,8 @@ def open_model(path: Path, name: str, commit: str | None) -> LanguageModel:
             path, {"trust_remote_code": False}, eos_token_ids=config.get("eos_token_id")
         )
     embedded = path.parent == MODELS
+    # Texts are measured before they are cut, and a prompt that is too long is refused by us.
+    getattr(tokenizer._tokenizer, "deprecation_warnings", {})[TOO_LONG] = True
     found = LanguageModel(model, tokenizer, config, path.name if embedded else name, commit, path)
     notes.tell_of_misreading(found)
     return found

@@ -44,7 +44,6 @@ CHATS = 2000  # generated conversations, where the user has none
 HELD_OUT = 32  # conversations that choose the learning rate
 JUDGES = 12  # of these choose the closed form
 TUNED_ON = 16  # dialogues that choose the native layers
-STARTING = 0.2  # the share of the time after which no further closed form is tried
 RATES = (1e-4, 1e-3, 1e-2)  # learning rates, beside the pair's own
 LEAST = 0.3  # the share of the time that stage 2 gets, however little is left
 TALK = 1500  # tokens that a dialogue costs with a number of native layers, about
@@ -230,7 +229,7 @@ class Making:
             f"prefixes of up to {longest.max_prefix:,} tokens, which leaves time for about "
             f"{lengths.steps:,} steps of {pace.BATCH} conversations"
         )
-        chosen = self.work.find("chosen", lambda: self._chosen(stream, lengths.fit_samples))
+        chosen = self.work.find("chosen", lambda: self._chosen(stream, lengths))
         left = self.work.find("seconds", lambda: self._left(lengths.pace))
         recipe = Recipe(
             batch=pace.BATCH,
@@ -344,20 +343,19 @@ class Making:
         """Measure the pace, and choose lengths."""
         self.told.progress("looking", None, "how fast this machine is")
         models = pair_of(*self.ends)
-        stream = self._stream(pace.PROBE, pace.PROBE // 8, 4)
-        config = make_config(*self.ends, TrainingPlan())
-        samples = [stream.sample(number) for number in range(3)]
-        measured = pace.seconds_per_token(models, config, samples)
-        widest = make_config(*self.ends, TrainingPlan(nu=starts.most_layers(models)))
-        return pace.lengths(measured, self.seconds, self._context, widest).as_json()
+        stream = self._stream(pace.PROBE, pace.PROBE // 4, 1)
+        configs = starts.configs(models)
+        samples = [stream.sample(number) for number in range(pace.PROBES)]
+        measured = pace.seconds_per_token(models, configs[1], samples, self.seconds)
+        return pace.lengths(measured, self.seconds, self._context, configs).as_json()
 
-    def _chosen(self, stream: Stream, count: int) -> dict[str, Any]:
+    def _chosen(self, stream: Stream, lengths: pace.Lengths) -> dict[str, Any]:
         """Fit closed forms, and choose the one to begin with."""
         models, began = pair_of(*self.ends), self.work.spent
-        samples = [stream.sample(number) for number in range(count)]
+        samples = [stream.sample(number) for number in range(lengths.fit_samples)]
         held_out = list(stream.held_out(JUDGES))
 
-        last, most = 0.0, starts.most_layers(models)
+        last = 0.0
 
         def judge(nu: int, norm: str) -> starts.Start:
             self.told.progress("trying closed forms", None, f"nu = {nu}, {norm}")
@@ -371,9 +369,9 @@ class Making:
             return found
 
         def goes_on() -> bool:
-            return self.work.spent + last - began < STARTING * self.seconds
+            return self.work.spent + last - began < pace.STARTING * self.seconds
 
-        best, found = starts.choose(most, judge, goes_on)
+        best, found = starts.choose(lengths.most, judge, goes_on)
         self.work.facts["starts"] = starts.as_json(found)
         return vars(best)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.checkpoints import write_state
@@ -40,19 +41,15 @@ class Start:
         return f"nu = {self.nu}, {self.norm}: {self.why_not or f'{self.kl:.4f}'}"
 
 
-def most_layers(pair: Pair) -> int:
-    """The most source layers to try: those of the source's largest group of layers of a kind."""
-    depth = len(pair.source.geometry.layers)
-    found = [nu for nu in NUS if nu <= depth and _possible(pair, nu)]
-    return max(found)
-
-
-def _possible(pair: Pair, nu: int) -> bool:
-    try:
-        make_config(pair.source, pair.target, TrainingPlan(nu=nu))
-    except ValueError:
-        return False
-    return True
+def configs(pair: Pair) -> dict[int, TranslatorConfig]:
+    """The config of each number of source layers that this pair allows."""
+    found = {}
+    for nu in NUS:
+        try:
+            found[nu] = make_config(pair.source, pair.target, TrainingPlan(nu=nu))
+        except ValueError:
+            break  # the source has fewer layers of a kind
+    return found
 
 
 def fit_of(pair: Pair, nu: int, norm: str, samples: Sequence[Sample]) -> ClosedForm:

@@ -108,7 +108,7 @@ class Told:
 def pair(
     source: LanguageModel | str,
     target: LanguageModel | str,
-    data: Sequence[str] = (),
+    data: Sequence[str] | str = (),
     *,
     minutes: float = 60.0,
     out: str | os.PathLike[str] | None = None,
@@ -128,8 +128,8 @@ def pair(
     Args:
         source: The model whose cache is translated.
         target: The model that decodes from it.
-        data: JSONL files, folders or Hugging Face datasets of conversations; none for generated
-            ones, which do for a first try.
+        data: JSONL files, folders or Hugging Face datasets of conversations, one or several; none
+            for generated ones, which do for a first try.
         minutes: The time for everything.
         out: The folder to write; default: SOURCE-to-TARGET here.
         max_kl: Tune to the fewest native layers with at most this KL, in nats per token.
@@ -147,7 +147,7 @@ def pair(
     require("minutes (--minutes)", minutes, 0, strict=True)
     require("the KL to tune to (--max-kl)", max_kl or 0.0, 0)
     require("the recall to tune to (--min-recall)", min_recall or 0.0, 0, 1)
-    told = told or Told()
+    told, data = told or Told(), (data,) if isinstance(data, str) else tuple(data)
     folder = Path(out or _folder_name(source, target))
     translator_folder.check_destination(folder)
     ends = load_pair(source, target)
@@ -158,7 +158,7 @@ def pair(
     names = {"source": ends[0].name, "target": ends[1].name}
     asked = {**names, "data": list(data), "minutes": minutes, "seed": seed}
     work = Work(folder.with_name(f"{folder.name}.pair"), asked)
-    making = Making(ends, folder, work, tuple(data), 60.0 * minutes, seed, force, told, task)
+    making = Making(ends, folder, work, data, 60.0 * minutes, seed, force, told, task)
     if not making.finished():
         work.open()
         making.train()

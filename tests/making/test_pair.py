@@ -121,7 +121,7 @@ def test_stopped_anywhere_it_goes_on(
 def test_another_pairs_folder_is_left_alone(
     models: dict[str, LanguageModel], chats: str, tmp_path: Path
 ) -> None:
-    kv.pair(models["dense"], models["wide"], [chats], minutes=MINUTES, out="t")
+    kv.pair(models["dense"], models["wide"], chats, minutes=MINUTES, out="t")
     with pytest.raises(ValueError, match="holds a translator from .*dense to .*wide; give another"):
         kv.pair(models["wide"], models["dense"], [chats], minutes=MINUTES, out="t")
 

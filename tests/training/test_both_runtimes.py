@@ -71,7 +71,7 @@ def test_long_prefixes_are_read_in_chunks(models: Models, monkeypatch: pytest.Mo
     sample = Random(90, 40).sample(1)
     loss, whole = learnt(pair, config, sample, "kl")
     monkeypatch.setattr(gradients, "STEP", 16)
-    monkeypatch.setattr("kvlingo_mlx.training.on_mlx.losses.BLOCK", 7)
+    monkeypatch.setattr("kvlingo_mlx.training.on_mlx.losses.LOGITS", 7 * 320)  # seven tokens
     again, chunked = learnt(pair, config, sample, "kl")
     assert again == pytest.approx(loss, rel=1e-5)
     assert distance(chunked, whole) < 1e-5

@@ -248,7 +248,7 @@ KINDS: dict[str, Kind] = {
                        "a number of characters, 0 or more"),
     **dict.fromkeys(
         ("verbose", "enable_thinking", "allow_mismatch", "lazy", "head_mixing", "eager",
-         "verbatim", "overwrite"), SWITCH),
+         "verbatim", "overwrite", "force"), SWITCH),
     **dict.fromkeys(
         ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",
          "name", "prefill", "reasoning", "first_token", "where", "on_full"), TEXT),
@@ -281,6 +281,15 @@ KINDS: dict[str, Kind] = {
             isinstance(name, str) and MODEL.fits(model) for name, model in value.items()),
         "a dict of models by name, each a folder, a Hub id or a loaded model: {'small': model}",
     ),
+    "data": Kind(
+        lambda value: _path(value) or (_listed(value) and all(map(_path, value))),
+        "a file, a folder or a dataset's name, or a list of them",
+    ),
+    **dict.fromkeys(("minutes", "max_kl", "min_recall"), Kind(
+        lambda value: type(value) in (int, float), "a number")),
+    "seed": Kind(lambda value: _whole(value) and value >= 0, "a whole number, 0 or more"),
+    "out": Kind(_path, "a folder's path"),
+    "told": Kind(lambda value: named(value, "Told"), "a kvlingo_mlx.making.Told"),
     "translators": Kind(_listed, "a list of translators, each a folder, a Hub id or loaded"),
 }  # fmt: skip
 # Arguments that the functions check themselves, because they accept many types.

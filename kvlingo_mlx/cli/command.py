@@ -7,7 +7,7 @@ file, so that each has the same name, help and spellings everywhere.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Annotated, Any, TypeVar, get_type_hints
 
@@ -42,6 +42,10 @@ Source = Annotated[str, SOURCE]
 Target = Annotated[str, TARGET]
 MaybeSource = Annotated[str | None, SOURCE]
 MaybeTarget = Annotated[str | None, TARGET]
+Both = Annotated[
+    list[str] | None,
+    typer.Argument(help="Short for --source A --target B.", metavar="[A B]"),
+]
 Translator = Annotated[
     str | None, typer.Option(help="A folder or Hub id; default: the local store's.")
 ]
@@ -71,6 +75,23 @@ class Options:
     def some(self, names: str) -> dict[str, Any]:
         """The options named in ``names``, which are separated by spaces."""
         return {name: getattr(self, name) for name in names.split()}
+
+
+def two_models(
+    verb: str, both: Sequence[str] | None, source: str | None, target: str | None
+) -> tuple[str, str]:
+    """The two models of a verb, from their options or as two arguments."""
+    both = both or []
+    if not both and source is not None and target is not None:
+        return source, target
+    if len(both) == 2 and (source, target) == (None, None):
+        return both[0], both[1]
+    named = {"--source": source, "--target": target}
+    found = [*both, *(f"{name} {value}" for name, value in named.items() if value)]
+    raise ValueError(
+        f"`{verb}` is for two models, and found {', '.join(found) or 'none'}; give --source A "
+        "--target B, or A B alone"
+    )
 
 
 # ---- verbs -------------------------------------------------------------------------------------

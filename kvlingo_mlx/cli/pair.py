@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlingo_mlx.cli.command import Options, argument, option, verb
+from kvlingo_mlx.cli.command import (
+    Both,
+    MaybeSource,
+    MaybeTarget,
+    Options,
+    option,
+    two_models,
+    verb,
+)
 from kvlingo_mlx.cli.output import keep, progress_bar, say, warn
 
 PARTS = 1000  # of the progress bar
@@ -12,15 +20,16 @@ PARTS = 1000  # of the progress bar
 
 @dataclass(frozen=True, kw_only=True)
 class PairOptions(Options):
-    source: str = argument(..., "The model that reads: a folder or Hub id.")
-    target: str = argument(..., "The model that answers: a folder or Hub id.")
+    pair: Both = None
+    source: MaybeSource = None
+    target: MaybeTarget = None
     data: list[str] | None = option(
         None,
         "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated. Default: "
         "generated conversations, for a first try.",
     )
     minutes: float = option(60.0, "The time for everything.")
-    out: str | None = option(None, "The translator folder to write; default: SOURCE-to-TARGET.")
+    out: str | None = option(None, "The translator folder to write; default: A-to-B.")
     max_kl: float | None = option(None, "Choose the fewest native layers with at most this KL.")
     min_recall: float | None = option(
         None, "Choose the fewest that recall this share of the dialogues' answers."
@@ -33,11 +42,13 @@ class PairOptions(Options):
 
 @verb(PairOptions)
 def command(options: PairOptions) -> None:
-    """Make a translator from SOURCE to TARGET in the time there is, on this machine.
+    """Make a translator of two models in the time there is, on this machine.
 
     It chooses lengths by how fast this machine is, tries closed forms, distils the best one, and
     puts the result into the local store. The same command resumes a stopped run.
     """
+    source, target = two_models("pair", options.pair, options.source, options.target)
+
     from kvlingo_mlx.making import Told, pair
 
     with progress_bar("looking at the models", PARTS) as step:
@@ -46,8 +57,8 @@ def command(options: PairOptions) -> None:
             step(None if share is None else round(share * PARTS), text=f"{stage}: {text}")
 
         made = pair(
-            options.source,
-            options.target,
+            source,
+            target,
             options.data or (),
             **options.some("minutes out max_kl min_recall seed force"),
             told=Told(say, warn, show),
@@ -59,5 +70,5 @@ def command(options: PairOptions) -> None:
         "starts": list(made.starts),
         "curve": list(made.curve),
     }
-    asked = options.some("source target data minutes out max_kl min_recall seed")
-    keep(options.json_file, "pair", asked, results)
+    asked = options.some("data minutes out max_kl min_recall seed")
+    keep(options.json_file, "pair", {"source": source, "target": target, **asked}, results)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from kvlingo_mlx.cli.command import (
     AllowMismatch,
+    Both,
     MaybeSource,
     MaybeTarget,
     Options,
     Translator,
-    argument,
     option,
+    two_models,
     verb,
 )
 from kvlingo_mlx.cli.output import draw, keep, ms, progress_bar, say, table, tell_of_machine
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(Options):
-    pair: list[str] | None = argument(None, "Short for --source A --target B.", metavar="[A B]")
+    pair: Both = None
     source: MaybeSource = None
     target: MaybeTarget = None
     translator: Translator = None
@@ -54,7 +55,7 @@ def command(options: TuneOptions) -> None:
 
     With --max-kl or --min-recall the chosen number is kept in the translator's folder.
     """
-    names = _pair(options)
+    names = two_models("tune", options.pair, options.source, options.target)
     _check_bounds(options)
 
     from kvlingo_mlx.evaluation import tuning
@@ -109,21 +110,6 @@ def _say_what_next(folder: Path) -> None:
         say("it is in the local store: generate and chat use it with these layers from now on")
     else:
         say(f"to use it from the store: kvlingo-mlx import {shlex.quote(str(folder))} --force")
-
-
-def _pair(options: TuneOptions) -> tuple[str, str]:
-    """The two models, from their options or as two arguments."""
-    both, source, target = options.pair or [], options.source, options.target
-    if not both and source is not None and target is not None:
-        return source, target
-    if len(both) == 2 and (source, target) == (None, None):
-        return both[0], both[1]
-    named = {"--source": source, "--target": target}
-    found = [*both, *(f"{name} {value}" for name, value in named.items() if value)]
-    raise ValueError(
-        f"`tune` is for two models, and found {', '.join(found) or 'none'}; give --source A "
-        "--target B, or A B alone"
-    )
 
 
 def _check_bounds(options: TuneOptions) -> None:

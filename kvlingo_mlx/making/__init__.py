@@ -108,7 +108,7 @@ class Told:
 def pair(
     source: LanguageModel | str,
     target: LanguageModel | str,
-    data: Sequence[str] | str = (),
+    data: Sequence[str] | str | os.PathLike[str] = (),
     *,
     minutes: float = 60.0,
     out: str | os.PathLike[str] | None = None,
@@ -131,7 +131,7 @@ def pair(
         data: JSONL files, folders or Hugging Face datasets of conversations, one or several; none
             for generated ones, which do for a first try.
         minutes: The time for everything.
-        out: The folder to write; default: SOURCE-to-TARGET here.
+        out: The folder to write; default: SOURCE-to-TARGET, their names, here.
         max_kl: Tune to the fewest native layers with at most this KL, in nats per token.
         min_recall: Tune to the fewest that recall this share of the dialogues' answers.
         seed: Chooses the samples.
@@ -147,7 +147,9 @@ def pair(
     require("minutes (--minutes)", minutes, 0, strict=True)
     require("the KL to tune to (--max-kl)", max_kl or 0.0, 0)
     require("the recall to tune to (--min-recall)", min_recall or 0.0, 0, 1)
-    told, data = told or Told(), (data,) if isinstance(data, str) else tuple(data)
+    told = told or Told()
+    named = (data,) if isinstance(data, str | os.PathLike) else data
+    sources = tuple(os.fspath(each) for each in named)
     folder = Path(out or _folder_name(source, target))
     translator_folder.check_destination(folder)
     ends = load_pair(source, target)
@@ -156,9 +158,9 @@ def pair(
         check_one_tokenizer(make_config(*ends, TrainingPlan()), "choosing native layers")
         task = _dialogues(*ends, seed)
     names = {"source": ends[0].name, "target": ends[1].name}
-    asked = {**names, "data": list(data), "minutes": minutes, "seed": seed}
+    asked = {**names, "data": list(sources), "minutes": minutes, "seed": seed}
     work = Work(folder.with_name(f"{folder.name}.pair"), asked)
-    making = Making(ends, folder, work, data, 60.0 * minutes, seed, force, told, task)
+    making = Making(ends, folder, work, sources, 60.0 * minutes, seed, force, told, task)
     if not making.finished():
         work.open()
         making.train()
@@ -168,7 +170,7 @@ def pair(
 
 
 def _folder_name(source: LanguageModel | str, target: LanguageModel | str) -> str:
-    """SOURCE-to-TARGET, without the models' owners."""
+    """SOURCE-to-TARGET, without the owners of the models."""
     named = (m.name if isinstance(m, LanguageModel) else str(m) for m in (source, target))
     ends = (re.sub(r"[^\w.-]", "_", Path(name).name) for name in named)
     return "-to-".join(ends)

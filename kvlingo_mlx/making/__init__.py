@@ -24,10 +24,10 @@ from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.making import pace, starts
-from kvlingo_mlx.making.work import Work
+from kvlingo_mlx.making.work import FACTS, Work
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.passes import ClosedForm
-from kvlingo_mlx.store.importing import import_translator
+from kvlingo_mlx.store.importing import import_translator, place_of
 from kvlingo_mlx.tokenization.samples import other_tokenizer
 from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.checkpoints import read_facts
@@ -40,6 +40,7 @@ from kvlingo_mlx.training.recipe import Recipe, require
 from kvlingo_mlx.training.runtime import pair_of
 from kvlingo_mlx.training.watch import lowest, outlook
 
+CHATS_FILE = "chats.jsonl"
 CHATS = 2000  # generated conversations, where the user has none
 HELD_OUT = 32  # conversations that choose the learning rate
 JUDGES = 12  # of these choose the closed form
@@ -55,7 +56,8 @@ class Made:
 
     Attributes:
         folder: Its folder.
-        stored: Its folder in the local store, in bfloat16.
+        stored: Its folder in the local store, in bfloat16; None where another translator of these
+            models and this form is there, which is left as it is.
         config: Its config, with receipt and tuning in the provenance.
         starts: The closed forms that were tried, with their held-out KL.
         curve: The log of stage 2.
@@ -63,7 +65,7 @@ class Made:
     """
 
     folder: Path
-    stored: Path
+    stored: Path | None
     config: TranslatorConfig
     starts: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     curve: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
@@ -77,6 +79,13 @@ class Made:
         data = "generated conversations, for a first try" if self.bundled_data else "your data"
         told = outlook(self.curve) or "the curve is too short to say what more time would bring"
         native = self.config.native_layers
+        chat = f"kvlingo-mlx chat --model small={ends[0]} --model large={ends[1]}"
+        onward = (
+            "the local store holds another one of this form, which was left as it is; to replace "
+            f"it: kvlingo-mlx import {self.folder} --force"
+            if self.stored is None
+            else f"it is in the local store; next: {chat}"
+        )
         return [
             f"{self.folder}: nu = {self.config.nu}, {native} native layers of "
             f"{len(self.config.target.layers)}, trained on {data}; prefixes of up to "
@@ -84,8 +93,7 @@ class Made:
             f"grade: {said_of(self.config) if 'receipt' in made else NO_RECEIPT}",
             f"held-out KL {kls[0]:.4f} with the closed form, {min(kls):.4f} at best",
             told,
-            "it is in the local store; next: kvlingo-mlx chat "
-            f"--model small={ends[0]} --model large={ends[1]}",
+            onward,
         ]
 
 
@@ -210,7 +218,7 @@ class Making:
     def finished(self) -> bool:
         """Whether the folder holds a trained translator of these models, and no work is left."""
         there = (self.folder / translator_folder.CONFIG_FILE).exists()
-        if not there or self.force or self.work.folder.exists():
+        if not there or self.force or (self.work.folder / FACTS).exists():
             return False
         config = translator_folder.read_config(self.folder)
         made = [config.source.name, config.target.name]
@@ -219,7 +227,9 @@ class Making:
                 f"{self.folder} holds a translator from {made[0]} to {made[1]}; give another "
                 "--out, or replace it with --force"
             )
-        self.told.say(f"{self.folder} is finished already, and was left as it is; --force anew")
+        self.told.say(
+            f"{self.folder} is finished already, and was left as it is; --force makes it anew"
+        )
         return True
 
     def train(self) -> None:
@@ -291,17 +301,22 @@ class Making:
 
     def done(self) -> Made:
         """Put the translator into the store, and report."""
-        stored = import_translator(str(self.folder), models=self.ends, force=True)
+        config = translator_folder.read_config(self.folder)
+        place = place_of(config)
+        there = translator_folder.read_config(place).provenance if place.exists() else None
+        stored = None
+        if there is None or self.force or there.get("run") == config.provenance.get("run"):
+            stored = import_translator(str(self.folder), models=self.ends, force=True).folder
         facts, log = self.work.facts, self.folder.with_name(f"{self.folder.name}.log.jsonl")
         if self.work.folder.exists():
             self.work.remove()
         return Made(
             self.folder,
-            stored.folder,
-            translator_folder.read_config(self.folder),
+            stored,
+            config,
             facts.get("starts", ()),
             command_line.read_log(log) if log.exists() else (),
-            not self.data,
+            config.provenance.get("data") == [str(self.work.folder / CHATS_FILE)],
         )
 
     # ---- data -----------------------------------------------------------------------------
@@ -333,7 +348,7 @@ class Making:
 
     def _chats(self) -> Path:
         """The generated conversations, as a file that a training can read and hash."""
-        path = self.work.folder / "chats.jsonl"
+        path = self.work.folder / CHATS_FILE
         if not path.exists():
             lines = (json.dumps({"messages": chat}) for chat in first_chats(CHATS, seed=self.seed))
             path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -97,7 +97,7 @@ def import_translator(
     if commit is not None:
         origin = {"imported_from": f"{path_or_hf_repo}@{commit}"}
         config = dataclasses.replace(config, provenance={**config.provenance, **origin})
-    folder = Path(out) if out is not None else store() / _store_name(config)
+    folder = Path(out) if out is not None else place_of(config)
     weights = weights.cast(dtype)
     translator_folder.check_destination(folder)
     replaced = folder.exists() and any(folder.iterdir())
@@ -122,6 +122,11 @@ def _check_those_at_hand(config: TranslatorConfig, allow_mismatch: bool) -> dict
         else:
             check_end(config, role, model, allow_mismatch=allow_mismatch)
     return unchecked
+
+
+def place_of(config: TranslatorConfig) -> Path:
+    """The folder in the store of a translator of these models and this form."""
+    return store() / _store_name(config)
 
 
 def _store_name(config: TranslatorConfig) -> str:

@@ -273,3 +273,36 @@ def test_dialogues_must_fit_before_any_work(
     with pytest.raises(ValueError, match="the context of .*dense is 512; leave --max-kl"):
         kv.pair(models["dense"], models["wide"], minutes=MINUTES, max_kl=0.1, out="t")
     assert not list(Path().glob("t*"))
+
+
+def test_another_translator_in_the_store_is_left_alone(
+    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = models["dense"], models["wide"]
+    first = kv.pair(*ends, chats, minutes=MINUTES, out="t")
+    assert first.stored is not None and not first.bundled_data
+    digest = kv.load_translator(first.stored).digest
+    monkeypatch.setattr(starts, "NUS", (first.config.nu,))  # the same form again
+    other = kv.pair(*ends, chats, minutes=MINUTES, seed=1, out="u")
+    assert other.stored is None and "left as it is" in other.lines[-1]
+    assert "kvlingo-mlx import u --force" in other.lines[-1]
+    assert kv.load_translator(first.stored).digest == digest
+    # The same one again: what it was trained on is known, whatever is asked for now.
+    again = kv.pair(*ends, minutes=MINUTES, out="t")
+    assert again.stored == first.stored and not again.bundled_data
+
+
+def test_a_tuning_of_a_finished_translator_may_be_stopped(
+    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = models["dense"], models["wide"]
+    kv.pair(*ends, chats, minutes=MINUTES, out="t")
+    with monkeypatch.context() as patch:
+        patch.setattr(making.tuning, "smallest", lambda *a, **k: (_ for _ in ()).throw(
+            KeyboardInterrupt
+        ))  # fmt: skip
+        with pytest.raises(KeyboardInterrupt):
+            kv.pair(*ends, chats, minutes=MINUTES, max_kl=0.0, out="t")
+    monkeypatch.setattr(Making, "train", None)
+    assert kv.pair(*ends, chats, minutes=MINUTES, max_kl=0.0, out="t").config.native_layers == 3
+    assert not Path("t.pair").exists()

@@ -1,6 +1,8 @@
 # `make demo` and `make test` set up what they need: a virtual environment each.
 PYTHON ?= python3
 WITH ?=
+# Processes that the tests start would compile the package anew, each of them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test check clean
 

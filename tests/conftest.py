@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from pathlib import Path
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # MLX computes in a thread of its own, and an operation of a tiny model takes less time than
+    # waking that thread on another core does.
+    workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    if hasattr(os, "sched_setaffinity") and workers == len(cores := os.sched_getaffinity(0)):
+        worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        os.sched_setaffinity(0, {sorted(cores)[worker]})
 
 from kvlingo_mlx.backend import mx
 
@@ -22,6 +29,13 @@ pytest.register_assert_rewrite("tests.support")  # before it is imported
 
 from tests.support import plain_models, tiny  # noqa: E402
 from tests.support.opened import Opener, quantised  # noqa: E402
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected stays to the end, so the garbage collector may pass it by."""
+    gc.collect()
+    gc.freeze()
+
 
 SHAPES = {
     "dense": ("qwen3", 1, 3, 2, 32),

@@ -86,6 +86,8 @@ for _verb in VERBS:
     _file = f"{_verb}_" if _verb in ("import", "list") else _verb
     _module = importlib.import_module(f"{__name__}.{_file}")
     app.command(_verb, cls=Checked)(_module.command)
+# Made once, since making it takes longer than beginning a verb.
+command_line = typer.main.get_command(app)
 
 
 def main() -> None:
@@ -108,7 +110,7 @@ def run(arguments: list[str]) -> int:
             warnings.showwarning = _in_a_line(warnings.showwarning)
             # Advice to transformers' own users, about configs that mlx-lm reads.
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
-            result = app(arguments, standalone_mode=False, prog_name="kvlingo-mlx")
+            result = command_line(arguments, standalone_mode=False, prog_name="kvlingo-mlx")
         return result if isinstance(result, int) else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130

@@ -363,7 +363,7 @@ class Making:
         stream = self._stream(pace.PROBE, pace.PROBE // 4, 1)
         configs = starts.configs(models)
         samples = [stream.sample(number) for number in range(pace.PROBES)]
-        measured = pace.seconds_per_token(models, configs[1], samples, self.seconds)
+        measured = pace.seconds_per_token(models, configs[min(configs)], samples, self.seconds)
         return pace.lengths(measured, self.seconds, self._context, configs).as_json()
 
     def _chosen(self, stream: Stream, lengths: pace.Lengths) -> dict[str, Any]:

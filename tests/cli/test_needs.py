@@ -20,13 +20,12 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-import typer
 from typer.core import TyperCommand
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import arguments
 from kvlingo_mlx.arguments import FUNCTIONS, KINDS, READ_ELSEWHERE, Need
-from kvlingo_mlx.cli import VERBS, app, run
+from kvlingo_mlx.cli import VERBS, command_line, run
 from kvlingo_mlx.cli import needs as verbs
 from kvlingo_mlx.handover.sampling import DecodingOptions
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -76,7 +75,7 @@ STATES = {
     "assignment": ("x.json", "relative_depth", "r2"),
     "task_data": ("quac=x", "gsm8k=x"),
 }
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = command_line.commands  # type: ignore[attr-defined]
 ROWS = sorted({(verb, option) for verb, needs in verbs.VERBS.items() for need in needs
                for option in need.options.split()})  # fmt: skip
 

@@ -10,12 +10,11 @@ from typing import Any
 from kvlingo_mlx.backend import mx  # noqa: F401  (before mlx, always)
 
 import pytest
-import typer
 from typer.core import TyperCommand
 
 import kvlingo_mlx as kv
 from kvlingo_mlx import errors
-from kvlingo_mlx.cli import OLD_VERBS, VERBS, app, run
+from kvlingo_mlx.cli import OLD_VERBS, VERBS, command_line, run
 from kvlingo_mlx.cli.needs import OLD_OPTIONS
 from kvlingo_mlx.handover import timings
 from kvlingo_mlx.handover.timings import Timings
@@ -27,7 +26,7 @@ NEEDED = {
     "fit": ["--data", "x", "--out", "y"], "train": ["--data", "x"], "import": ["t"],
     "verify": ["t"], "eval": ["t"],
 }  # fmt: skip
-COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = command_line.commands  # type: ignore[attr-defined]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from tests.support.tools import TOOLS, TOOLS_TEMPLATE
 from tests.support.two_tokenizers import identities, write_mistral, write_qwen, write_translator
 
 NEW = 6
-EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "6"))  # more of them by hand
+EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "4"))  # more of them by hand
 MESSAGES = ("the use of an other", "is it on?", "and you", "hi there")
 Mask = Callable[[mx.array, mx.array], mx.array]
 

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.cli import app
+from kvlingo_mlx.cli import command_line
 from tests.docs.doc_pages import (
     PAGES,
     ROOT,
@@ -24,7 +23,7 @@ from tests.docs.doc_pages import (
 )
 
 LINKED = [*PAGES, ROOT / "SECURITY.md", ROOT / "ARCHITECTURE.md"]
-COMMANDS = typer.main.get_command(app).commands
+COMMANDS = command_line.commands
 EVERYWHERE = {"--help", "--version", "--debug"}
 FOLDERS = "kvlingo_mlx tests benchmarks tools docs examples .github .ci".split()
 # Options of other programs that a page's prose may name.

@@ -53,7 +53,7 @@ def same(one: list[Any], other: list[Any]) -> list[bool]:
 def test_identity_decodes_across_a_window(
     name: str, length: int, step: int, models: dict[str, LanguageModel]
 ) -> None:
-    """40 tokens, from before, at and beyond a window's wrap; in 4 bits from every point.
+    """20 tokens, from before, at and beyond a window's wrap; in 4 bits from every point.
 
     Caches are compared in every case. Decoding from equal ones, which costs most, can differ by
     what a cache counts: by its length (chunks of 7) or by its chunks (the longest), and by a

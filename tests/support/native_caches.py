@@ -13,7 +13,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 
 TOKENS = [(7 * i * i + 3 * i + 5) % 280 for i in range(60)]
 WINDOW = 16
-STEPS = 40
+STEPS = 20
 LENGTHS = [WINDOW - 5, WINDOW + 1, len(TOKENS)]  # before, at and far beyond a window's wrap
 
 

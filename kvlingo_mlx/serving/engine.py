@@ -265,6 +265,7 @@ class Engine:
         if job.ask.strategy == "reread":  # what was translated before is read now
             line = exchange.lines[job.name]
             line.trim(next((s.start for s in line.spans if s.passes), len(line)))
+        exchange.waits = True
         exchange.unfollowing = frozenset(
             name for name, each in self.residents.all.items() if not each.loaded
         )

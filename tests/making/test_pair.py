@@ -109,7 +109,9 @@ def test_stopped_anywhere_it_goes_on(
     fits = [each for each in made if each != "killed"]
     assert len(fits) == len(set(fits)), "each closed form was fitted once"
     monkeypatch.setattr(starts, "judged", None)
-    with pytest.raises(ValueError, match=r"minutes was 0\.05, is 5.*remove that folder and t\.part"):
+    with pytest.raises(
+        ValueError, match=r"minutes was 0\.05, is 5.*remove that folder and t\.part"
+    ):
         kv.pair(*ends, [chats], minutes=5, out="t")
     result = kv.pair(*ends, [chats], minutes=MINUTES, out="t")
     assert result.config.provenance["stage"] == 2 and not result.bundled_data

@@ -7,6 +7,7 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -17,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 pytest.importorskip("pydantic")
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.conversation import exchange
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.engine import Engine
@@ -203,6 +205,26 @@ def test_cancelled_work_is_kept(tmp_path: Path) -> None:
     again = clients.one("large", history)
     assert again.usage.cached_tokens >= 4 * 16
     assert again.text.strip() == Reference().answer("large", history).strip()
+
+
+def test_a_chunk_that_follows_is_computed_before_others_have_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that were merely queued would all run before the next token of another answer."""
+    clients = Clients(Engine(settings(tmp_path, prefill_step_size=16)))
+    clients.engine.load("moe")  # the line of a model that is not there would not follow
+    spy = SimpleNamespace(**vars(mx))
+    computed: list[int] = []
+    spy.eval = lambda *arrays: (computed.append(1), mx.eval(*arrays))
+    monkeypatch.setattr(exchange, "mx", spy)
+    _, told = clients.send(asked("large", [user("Anna lives in Rome. " * 30)], max_tokens=4))
+    rounds: list[int] = []
+    while clients.engine.busy:
+        before = len(computed)
+        clients.engine.work()
+        rounds.append(len(computed) - before)
+    assert sum(n > 0 for n in rounds) >= told.usage.prompt_tokens // 16
+    assert max(rounds) <= 2, "a job may have a round's two turns"
 
 
 def test_a_cancelled_answer_leaves_its_neighbours(clients: Clients) -> None:

@@ -224,10 +224,19 @@ class Exchange:
         if step.source is None:
             yield from line.read(more, self.rules.step_size)
             return
-        translator = self.directions.translator(step.source.name, line.name)
+        with contextlib.closing(self._translated(line, step, step.source, more)) as chunks:
+            for _ in chunks:
+                if self.waits:
+                    with working():
+                        mx.eval(caches.arrays(line.cache))
+                yield
+
+    def _translated(self, line: Line, step: Step, source: Line, more: Sequence[int]) -> Steps:
+        """Append one step of a plan, ``more`` tokens of another line; nothing is waited for."""
+        translator = self.directions.translator(source.name, line.name)
         assert translator is not None
         tell_of_length(translator.config, step.stop + 1)
-        source, step_size = step.source, self.rules.step_size
+        step_size = self.rules.step_size
         if step.alignment is not None:
             assert isinstance(line, PositionedLine)
             line.take_across(more, step.alignment, source, translator, step_size)
@@ -235,7 +244,7 @@ class Exchange:
             return
         with working():
             states = source.native.read(len(line), step.stop)
-        chunks = line.take_over(
+        yield from line.take_over(
             more,
             states,
             source,
@@ -244,12 +253,6 @@ class Exchange:
             native_layers=self.directions.native(translator.config),
             keep=self.rules.switching == "naive",
         )
-        with contextlib.closing(chunks):
-            for _ in chunks:
-                if self.waits:
-                    with working():
-                        mx.eval(caches.arrays(line.cache))
-                yield
 
     def _plan(
         self,

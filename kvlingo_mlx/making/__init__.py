@@ -28,7 +28,7 @@ from kvlingo_mlx.making.work import FACTS, Work
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.store.importing import import_translator, place_of
-from kvlingo_mlx.tokenization.samples import other_tokenizer
+from kvlingo_mlx.tokenization.samples import MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training import command_line
 from kvlingo_mlx.training.checkpoints import read_facts
 from kvlingo_mlx.training.data import Stream
@@ -47,7 +47,7 @@ JUDGES = 12  # of these choose the closed form
 TUNED_ON = 16  # dialogues that choose the native layers
 RATES = (1e-4, 1e-3, 1e-2)  # learning rates, beside the pair's own
 LEAST = 0.3  # the share of the time that stage 2 gets, however little is left
-TALK = 1500  # tokens that a dialogue costs with a number of native layers, about
+TALK = 750  # tokens that a dialogue costs with a number of native layers, read by both models
 
 
 @dataclass(frozen=True)
@@ -236,13 +236,13 @@ class Making:
         """Choose lengths and a start, and distil."""
         lengths = pace.Lengths(**self.work.find("lengths", self._lengths))
         stream = self._stream(lengths.max_prefix, lengths.max_continuation, lengths.steps)
-        longest = Mixture().limited(lengths.max_prefix, pace.ANSWERS).scaled(self._context)
+        longest = self._mixture(lengths.max_prefix).max_prefix
         self.told.say(
-            f"prefixes of up to {longest.max_prefix:,} tokens, which leaves time for about "
+            f"prefixes of up to {longest:,} tokens, which leaves time for about "
             f"{lengths.steps:,} steps of {pace.BATCH} conversations"
         )
         chosen = self.work.find("chosen", lambda: self._chosen(stream, lengths))
-        left = self.work.find("seconds", lambda: self._left(lengths.pace))
+        left = self.work.find("seconds", lambda: self._left(lengths.seconds_per_token))
         recipe = Recipe(
             batch=pace.BATCH,
             learning_rates=self._rates(),
@@ -294,9 +294,9 @@ class Making:
         depth = len(self.ends[1].attentions)
         return [n for n in (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96) if n < depth]
 
-    def _left(self, pace: float) -> float:
+    def _left(self, seconds_per_token: float) -> float:
         """The seconds for stage 2: what is left, but for the choice of native layers."""
-        later = TUNED_ON * len(self._numbers()) * TALK * pace if self.task else 0.0
+        later = TUNED_ON * len(self._numbers()) * TALK * seconds_per_token if self.task else 0.0
         return max(LEAST * self.seconds, self.seconds - self.work.spent - later)
 
     def done(self) -> Made:
@@ -358,13 +358,26 @@ class Making:
 
     def _lengths(self) -> dict[str, Any]:
         """Measure the pace, and choose lengths."""
-        self.told.progress("looking", None, "how fast this machine is")
-        models = pair_of(*self.ends)
-        stream = self._stream(pace.PROBE, pace.PROBE // 4, 1)
+        models, few = pair_of(*self.ends), pace.PROBES
+        stream = self._stream(MAX_PREFIX, pace.ANSWERS, few)
         configs = starts.configs(models)
-        samples = [stream.sample(number) for number in range(pace.PROBES)]
-        measured = pace.seconds_per_token(models, configs[min(configs)], samples, self.seconds)
-        return pace.lengths(measured, self.seconds, self._context, configs).as_json()
+
+        def pace_of(longest: int) -> pace.Pace | None:
+            said = f"how fast this machine trains on prefixes of up to {longest:,} tokens"
+            self.told.progress("looking", None, said)
+            try:
+                there = stream.at(self._mixture(longest))
+                samples = [there.sample(number) for number in range(few)]
+            except ValueError:  # all conversations are longer
+                return None
+            most = pace.PROBING * self.seconds
+            return pace.measured(models, configs[min(configs)], samples, most)
+
+        rates = len(self._rates())
+        return pace.lengths(pace_of, self.seconds, self._context, rates, configs).as_json()
+
+    def _mixture(self, longest: int) -> Mixture:
+        return Mixture().limited(longest, pace.ANSWERS).scaled(self._context)
 
     def _chosen(self, stream: Stream, lengths: pace.Lengths) -> dict[str, Any]:
         """Fit closed forms, and choose the one to begin with."""

@@ -1,18 +1,18 @@
-"""How fast this machine trains a pair, and which lengths it has time for."""
+"""How fast this machine trains a pair on given data, and which lengths it has time for."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.stage1.closed_form import ENOUGH, unknowns
 from kvlingo_mlx.tokenization.samples import MAX_PREFIX, Sample
+from kvlingo_mlx.training.distill import VALIDATING
 from kvlingo_mlx.training.initial import drawn
-from kvlingo_mlx.training.mixture import Mixture
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.runtime import Pair
 
@@ -20,39 +20,50 @@ BATCH, ANSWERS = 4, 512  # conversations a step; tokens to which answers are cut
 STEPS = 300  # that there should be time for; most of the KL falls in the first hundred
 FEWEST_STEPS = 20  # fewer hardly change a closed form
 SHORTEST = 512  # tokens: no training reads less at most
-PROBE, PROBES = 256, 3  # tokens of the longest prefix that the pace is measured with; conversations
-PROBING = 0.05  # the share of the time that this may take
+PROBES = 8  # conversations of each length that the pace is measured with
+PROBING = 0.02  # the share of the time that one length may take, but for its last conversation
 STARTING, DISTILLING = 0.2, 0.7  # the shares of closed forms and of stage 2
-MEAN = 0.6  # the mean prefix of the mixture, as a share of its longest
 
 
-def cost(prefix: float, continuation: float) -> float:
-    """What a conversation costs, in tokens read once by one model.
+@dataclass(frozen=True)
+class Pace:
+    """What a conversation costs on average.
 
-    Both models read the prefix. The target reads the continuation from its own cache and from the
-    translated one, and the backward pass costs two such readings.
+    Attributes:
+        prefix: The tokens of its prefix.
+        reading: The seconds in which both models read it, with its continuation.
+        learning: The seconds of one learning rate's loss and gradient.
     """
-    return 2 * prefix + 4 * continuation
+
+    prefix: float
+    reading: float
+    learning: float
+
+    def steps(self, seconds: float, rates: int) -> float:
+        """The steps that ``seconds`` of stage 2 allow; after each tenth half the rates go on."""
+        left = [max(1, -(-rates // 2**tenth)) for tenth in range(10)]
+        step = (BATCH * (self.reading + count * self.learning) for count in left)
+        return (1 - VALIDATING) * seconds / 10 * sum(1 / each for each in step)
 
 
-def seconds_per_token(
-    pair: Pair, config: TranslatorConfig, samples: list[Sample], seconds: float
-) -> float:
-    """The seconds per unit of :func:`cost`.
+def measured(pair: Pair, config: TranslatorConfig, samples: Iterable[Sample], most: float) -> Pace:
+    """The pace of ``samples``, or of the first of them that take ``most`` seconds.
 
-    The first sample warms up, and does not count unless it took a good part of ``seconds``.
+    The first one warms up. It counts only where there is no time for others.
     """
-    made, spent, tokens = pair.trainable(config, drawn(config)), 0.0, 0.0
-    for number, sample in enumerate(samples):
+    made, kl, found = pair.trainable(config, drawn(config)), objective_named("kl"), []
+    began = time.perf_counter()
+    for sample in samples:
         started = time.perf_counter()
-        pair.loss(made, pair.read(sample, config), objective_named("kl"), 1.0)
-        took = time.perf_counter() - started
-        if number or took > PROBING * seconds:
-            spent += took
-            tokens += cost(len(sample.prefix), len(sample.continuation))
-        if took > PROBING * seconds:
+        reading = pair.read(sample, config)
+        read = time.perf_counter()
+        pair.loss(made, reading, kl, 1.0)
+        ended = time.perf_counter()
+        found.append((sample.num_read, read - started, ended - read))
+        if ended - began > most:
             break
-    return spent / tokens
+    counted = found[1:] or found
+    return Pace(*(sum(column) / len(counted) for column in zip(*counted, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class Lengths:
         fit_samples: The conversations for a closed form.
         most: The most source layers that there is time to fit.
         steps: About how many steps there is time for.
-        pace: The seconds per token that this rests on.
+        seconds_per_token: The seconds in which both models read a token of a prefix.
     """
 
     max_prefix: int
@@ -73,46 +84,68 @@ class Lengths:
     fit_samples: int
     most: int
     steps: int
-    pace: float
+    seconds_per_token: float
 
     def as_json(self) -> dict[str, Any]:
         """All fields."""
         return dict(vars(self))
 
 
+def candidates(context: int) -> Iterator[int]:
+    """Longest prefixes to try, doubling, until models of this context can read no more."""
+    longest = SHORTEST
+    yield longest
+    while longest < MAX_PREFIX and longest + ANSWERS < context:
+        longest *= 2
+        yield longest
+
+
 def lengths(
-    pace: float, seconds: float, context: int, configs: Mapping[int, TranslatorConfig]
+    pace_of: Callable[[int], Pace | None],
+    seconds: float,
+    context: int,
+    rates: int,
+    configs: Mapping[int, TranslatorConfig],
 ) -> Lengths:
     """The longest prefixes that leave time for :data:`STEPS` steps, or else the shortest ones.
 
     Args:
-        pace: The seconds per token, as :func:`seconds_per_token` measures them.
+        pace_of: Measures conversations of a longest prefix; None where the data hold none so short.
         seconds: The time for everything.
         context: The tokens of the shorter context.
+        rates: The number of learning rates.
         configs: The configs of the translators that may be fitted, by their source layers.
 
     Raises:
-        ValueError: There is no time for a closed form, or for steps that would change it.
+        ValueError: There is no time for a closed form, or for steps that would change it; or the
+            data hold no conversation that the models can read.
     """
-    longest = MAX_PREFIX
-    while True:
-        mixture = Mixture().limited(longest, ANSWERS).scaled(context)
-        prefix, answer = mixture.max_prefix, mixture.max_continuation
-        step = BATCH * cost(MEAN * prefix, answer) * pace
-        steps = int(DISTILLING * seconds / step)
-        if steps >= STEPS or longest // 2 < SHORTEST:
+    chosen = None
+    for longest in candidates(context):
+        if (pace := pace_of(longest)) is None:
+            continue
+        steps = pace.steps(DISTILLING * seconds, rates)
+        if chosen is None or steps >= STEPS:
+            chosen = longest, pace, steps
+        if steps < STEPS:
             break
-        longest //= 2
-    # A closed form reads with both models; there is time for so many tokens of each.
-    there = STARTING / 2 * seconds / (2 * pace)
+    if chosen is None:
+        raise ValueError(
+            f"no conversation of the data fits into a context of {context:,} tokens; add shorter ones"
+        )
+    longest, pace, steps = chosen
+    # A closed form is about half of the start's time; there is time for so many tokens.
+    there = STARTING / 2 * seconds / pace.reading * pace.prefix
     least = ENOUGH * unknowns(configs[min(configs)])
     if steps < FEWEST_STEPS or there < least:
-        needed = max(STEPS * step / DISTILLING, 4 * pace * least / STARTING)
+        needed = max(STEPS / steps, least / there) * seconds
         raise ValueError(
-            f"{seconds / 60:g} minutes are too few here: there is time for {steps} steps and to "
-            f"fit on {int(there):,} tokens of {least:,}; give --minutes {math.ceil(needed / 60)} "
-            "or more, take smaller models, or use `fit`, which reads the data once"
+            f"{seconds / 60:g} minutes are too few here: there is time for {int(steps)} steps and "
+            f"to fit on {int(there):,} tokens of {least:,}; give --minutes "
+            f"{math.ceil(needed / 60)} or more, take smaller models, or use `fit`, which reads the "
+            "data once"
         )
     most = max(nu for nu, config in configs.items() if ENOUGH * unknowns(config) <= there)
-    wanted = min(there, 2 * ENOUGH * unknowns(configs[most])) / (MEAN * prefix)
-    return Lengths(longest, ANSWERS, min(400, max(1, math.ceil(wanted))), most, steps, pace)
+    wanted = min(there, 2 * ENOUGH * unknowns(configs[most])) / pace.prefix
+    fits = min(400, max(1, math.ceil(wanted)))
+    return Lengths(longest, ANSWERS, fits, most, int(steps), pace.reading / pace.prefix)

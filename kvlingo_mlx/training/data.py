@@ -8,6 +8,7 @@ drawn.
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Iterator, Sequence
@@ -93,11 +94,24 @@ class Stream:
         self._fold = not texts and not all(map(keeps_system, both))
         template = None if texts else boilerplate(*both)
         self._library = Library(sources, both, template, reach(mixture), seed)
-        asked = mixture
-        self._training = Orders(self._library.training, mixture, planned, seed)
+        self._order(mixture)
+
+    def at(self, mixture: Mixture) -> Stream:
+        """The same data at other lengths, without reading all of them again.
+
+        Where lengths are estimated they are so for the lengths before, so samples may differ from
+        those of a stream that is opened with ``mixture``.
+        """
+        other = copy.copy(self)
+        other._order(mixture)
+        return other
+
+    def _order(self, mixture: Mixture | PlainText) -> None:
+        asked, shelves = mixture, self._library.training
+        self._training = Orders(shelves, mixture, self._planned, self.seed)
         if isinstance(mixture, Mixture) and not self._can_pack(mixture):
             mixture = replace(mixture, packed_share=0.0)
-            self._training = Orders(self._library.training, mixture, planned, seed)
+            self._training = Orders(shelves, mixture, self._planned, self.seed)
         if not self._training.natural and not (
             isinstance(mixture, Mixture) and mixture.packed_share == 1
         ):

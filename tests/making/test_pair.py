@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.making import Making, pace, starts
-from kvlingo_mlx.making.pace import ANSWERS, BATCH, Lengths, cost, lengths
+from kvlingo_mlx.making.pace import ANSWERS, Lengths, Pace, lengths
 from kvlingo_mlx.making.starts import Start, choose
 from kvlingo_mlx.making.work import Work
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.distill import Distillation
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
@@ -150,6 +152,16 @@ def test_bad_arguments(
 # ---- lengths and starts ------------------------------------------------------------------------
 
 
+def paces(speed: float, mean: float = 0.6, answer: int = ANSWERS) -> Callable[[int], Pace]:
+    """A machine that reads a token with one model in ``speed`` seconds."""
+
+    def pace_of(longest: int) -> Pace:
+        prefix = mean * longest
+        return Pace(prefix, (2 * prefix + answer) * speed, 3 * answer * speed)
+
+    return pace_of
+
+
 @pytest.mark.parametrize("speed", [1e-6, 1e-5, 1e-4, 1e-3])
 @pytest.mark.parametrize("context", [512, 40_960])
 def test_lengths_follow_the_pace(
@@ -158,18 +170,73 @@ def test_lengths_follow_the_pace(
     """An hour of a fast machine and of slow ones, for a long context and a short one."""
     monkeypatch.undo()
     config = make_config(models["dense"], models["wide"], TrainingPlan())
-    found = lengths(speed, 3600.0, context, {1: config})
+    found = lengths(paces(speed), 3600.0, context, 1, {1: config})
     assert found.max_continuation == ANSWERS and 1 <= found.fit_samples <= 400
-    assert found.max_prefix in [16_384 >> n for n in range(6)]
+    most = 16_384 if context == 40_960 else 512  # more would only cut the answers
+    assert found.max_prefix in [most >> n for n in range(6)]
     if speed <= 1e-5:
-        assert found.max_prefix == 16_384
-    if context == 40_960:
-        step = BATCH * cost(0.6 * found.max_prefix, ANSWERS) * speed
-        assert found.steps == int(0.7 * 3600 / step) >= 20
-        assert found.steps >= 300 or found.max_prefix == 512
-        twice = BATCH * cost(1.2 * found.max_prefix, ANSWERS) * speed
-        assert found.max_prefix == 16_384 or 0.7 * 3600 / twice < 300, "longer was too slow"
+        assert found.max_prefix == most
+
+    def steps(longest: int) -> int:
+        prefix = 0.6 * longest
+        return int(0.9 * 0.7 * 3600 / (4 * (2 * prefix + 4 * ANSWERS) * speed))
+
+    assert abs(found.steps - steps(found.max_prefix)) <= 1 and found.steps >= 20
+    assert found.steps >= 300 or found.max_prefix == 512
+    assert found.max_prefix == most or steps(2 * found.max_prefix) < 300, "longer was too slow"
     assert Lengths(**found.as_json()) == found
+
+
+def test_short_answers_leave_time_for_more_steps(models: dict[str, LanguageModel]) -> None:
+    config = make_config(models["dense"], models["wide"], TrainingPlan())
+    long, short = (
+        lengths(paces(1e-3, answer=answer), 3600.0, 40_960, 1, {1: config})
+        for answer in (ANSWERS, 20)
+    )
+    assert short.max_prefix > long.max_prefix and short.steps >= 300
+
+
+def test_all_conversations_are_long(models: dict[str, LanguageModel]) -> None:
+    """An agent's logs: none fits into the shorter lengths, which are left out."""
+    config, pace_of = make_config(models["dense"], models["wide"], TrainingPlan()), paces(1e-3)
+    found = lengths(
+        lambda longest: None if longest < 4096 else pace_of(longest), 3600, 40_960, 1, {1: config}
+    )
+    assert found.max_prefix == 4096
+    with pytest.raises(ValueError, match="no conversation of the data fits into a context of 512"):
+        lengths(lambda longest: None, 3600, 512, 1, {1: config})
+
+
+def test_learning_rates_that_are_dropped_cost_less() -> None:
+    """Four for a tenth of the time, two for the next, then one."""
+    found = Pace(100, 1.0, 2.0).steps(1000.0, 4)
+    assert found == pytest.approx(0.9 * 1000 / 4 * (0.1 / 9 + 0.1 / 5 + 0.8 / 3))
+
+
+def test_a_pace_is_measured_in_its_parts() -> None:
+    """A pair with a clock of its own: the first sample warms up; little time takes fewer."""
+    now, calls = [0.0], []
+
+    class Clocked:
+        def trainable(self, config: Any, arrays: Any) -> None: ...
+
+        def read(self, sample: Sample, config: Any) -> None:
+            now[0] += 10.0 if not calls else 1.0
+            calls.append(sample)
+
+        def loss(self, *arguments: Any) -> None:
+            now[0] += 0.5
+
+    samples = [Sample((1,) * n, (1,)) for n in (4, 8, 16, 24)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pace, "drawn", lambda config: {})
+        patch.setattr(pace.time, "perf_counter", lambda: now[0])
+        clocked: Any = Clocked()
+        assert pace.measured(clocked, None, samples, 100.0) == Pace(16.0, 1.0, 0.5)  # type: ignore[arg-type]
+        calls.clear()
+        assert pace.measured(clocked, None, samples, 11.0) == Pace(8.0, 1.0, 0.5)  # type: ignore[arg-type]
+        calls.clear()
+        assert pace.measured(clocked, None, samples, 5.0) == Pace(4.0, 10.0, 0.5)  # type: ignore[arg-type]
 
 
 def test_too_little_time_is_refused(
@@ -180,11 +247,11 @@ def test_too_little_time_is_refused(
     config = make_config(models["dense"], models["wide"], TrainingPlan())
     for speed in (0.07, 3.0):
         with pytest.raises(ValueError, match=r"4 minutes are too few here: .*`fit`") as told:
-            lengths(speed, 240.0, 40_960, {1: config})
+            lengths(paces(speed), 240.0, 40_960, 4, {1: config})
         minutes = int(str(told.value).split("--minutes ")[1].split()[0])
-        assert lengths(speed, 60.0 * minutes, 40_960, {1: config}).steps >= 300
+        assert lengths(paces(speed), 60.0 * minutes, 40_960, 4, {1: config}).steps >= 300
         with pytest.raises(ValueError, match="are too few"):
-            lengths(speed, 60.0 * minutes / 20, 40_960, {1: config})
+            lengths(paces(speed), 60.0 * minutes / 20, 40_960, 4, {1: config})
 
 
 @pytest.mark.parametrize(

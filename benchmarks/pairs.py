@@ -27,6 +27,7 @@ from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.training.watch import lowest
 
 PAIRS = ("tiny-qwen3-s:tiny-qwen3-l", "tiny-qwen3-s:tiny-qwen3-moe")
 TALKS = 4000  # dialogues in the file
@@ -81,7 +82,7 @@ def judge(pair: str, folder: Path, args: argparse.Namespace) -> dict[str, dict]:
 
 def curve_of(facts: dict) -> list[list[float]]:
     """Step and lowest held-out KL of each look."""
-    return [[look["step"], min(look["held_out"].values())] for look in facts["curve"]]
+    return [[look["step"], lowest(look["held_out"])] for look in facts["curve"]]
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import httpx
 
 from faults.bodies import drawn
 from faults.fuzz import told_well
-from faults.judging import ROUNDED, TIE, Answer, Message, Replay, gap
+from faults.judging import ROUNDED, ROUTED, ROUTED_SHARE, TIE, Answer, Message, Replay, gap
 from faults.server import MODELS
 
 CHAT = "/v1/chat/completions"
@@ -53,8 +53,17 @@ class Findings:
             self.exact = max(self.exact, found)
         else:
             self.rounded = max(self.rounded, found)
-        if found > (TIE if answer.alone else ROUNDED):
+        if not answer.alone and answer.model in ROUTED:
+            self.counts["routed"] += 1
+            self.counts["routed apart"] += found > ROUNDED
+        elif found > (TIE if answer.alone else ROUNDED):
             self.fault(f"an answer is off by {found:.4f}: {answer}")
+
+    def routes(self) -> None:
+        """Judge how many answers of a mixture of experts rounding has sent elsewhere."""
+        apart, all_of = self.counts["routed apart"], self.counts["routed"]
+        if apart > max(1, ROUTED_SHARE * all_of):
+            self.fault(f"{apart} of {all_of} rounded answers of {', '.join(ROUTED)} are apart")
 
     async def control(self, answer: Answer, other: list[Message]) -> None:
         """Judge an answer as one to another prompt, which must show."""

@@ -31,6 +31,7 @@ def run(folder: Path, minutes: float, clients: int, seed: int) -> dict[str, Any]
         before = _handles(server)
         looks = asyncio.run(_soak(server, users, minutes))
         left = _left(server, before, told)
+        told.routes()
         server.stop()
         server.start()
         asyncio.run(_survived(server, [each for each in users if len(each.history) > 1], told))

@@ -131,7 +131,8 @@ def lengths(
             break
     if chosen is None:
         raise ValueError(
-            f"no conversation of the data fits into a context of {context:,} tokens; add shorter ones"
+            f"no conversation of the data fits into a context of {context:,} tokens; add "
+            "shorter ones"
         )
     longest, pace, steps = chosen
     # A closed form is about half of the start's time; there is time for so many tokens.

@@ -35,7 +35,7 @@ from kvlingo_mlx.serving.messages import Ask, Counted, Event, Failed, Status
 from kvlingo_mlx.serving.policy import Policy
 from kvlingo_mlx.serving.residents import Resident, Residents
 from kvlingo_mlx.serving.settings import AUTO, Settings
-from kvlingo_mlx.serving.talks import Key, Keys, Talk, find, longest
+from kvlingo_mlx.serving.talks import Key, Keys, Talk, find, longest, spelt
 
 log = logging.getLogger("kvlingo_mlx.serving")
 
@@ -219,7 +219,11 @@ class Engine:
         """The talk whose lines go on with a plain text, perhaps a new one."""
         model = self.residents[job.name].model
         prompt = job.ask.prompt
-        tokens = encode(model, prompt) if isinstance(prompt, str) else list(prompt or ())
+        if isinstance(prompt, str):
+            job.spelling = spelt(self.keeper.talks, job.name, model, prompt)
+            tokens = job.spelling.tokens
+        else:
+            tokens = list(prompt or ())
         model.check_tokens(tokens)
         job.tokens = tokens
         if (found := longest(self.keeper.talks, job.name, tokens)) is not None:
@@ -256,6 +260,7 @@ class Engine:
 
         for response in turn.answer_by([Part(resident.name)], None, follow):
             yield self._tell(job, response, exchange, begun, len(line))
+        talk.said = job.said(turn.answer, model.tokenizer)
 
     def _prepare(self, exchange: Exchange, job: Job) -> None:
         """Say between which models is translated, and whose lines follow the answer."""

@@ -32,6 +32,7 @@ from kvlingo_mlx.serving.messages import (
 )
 from kvlingo_mlx.serving.policy import Way
 from kvlingo_mlx.serving.residents import Resident
+from kvlingo_mlx.serving.talks import Spelling
 
 Tell = Callable[[Event], None]
 Steps = Generator[bool, None, None]  # work; True where the next step must follow at once
@@ -83,6 +84,7 @@ class Job:
         ended: Whether the client has been told that the answer has ended.
         complete: Whether the model has ended it too; else the rest of it is not wanted.
         tokens: The prompt, where it is a plain text.
+        spelling: The same with its text, where that was given.
         before: What is told before the answer's own text.
         ways: How each model takes over from each other one, for this request.
         queued: Seconds that it waited for its turn, a model or another answer.
@@ -103,6 +105,7 @@ class Job:
     ended: bool = False
     complete: bool = False
     tokens: list[int] = field(default_factory=list)
+    spelling: Spelling | None = None
     before: str = ""
     ways: Mapping[tuple[str, str], Way] = field(default_factory=dict)
     queued: float = 0.0
@@ -162,6 +165,16 @@ class Job:
             self.ended = True
             reason = "tool_calls" if self.calls else response.finish_reason or "stop"
             self.tell(Ended(reason, self.usage, response.stop_text))
+
+    def said(self, answer: Sequence[int], tokenizer: Any) -> Spelling | None:
+        """A plain text with its answer; None where the tokens spell something else.
+
+        The token that ends an answer has no text.
+        """
+        for tokens in (answer, answer[:-1]):
+            if self.spelling is not None and tokenizer.decode(tokens) == self.content:
+                return self.spelling.answered(self.content, tokens)
+        return None
 
     def _logprobs(self, response: GenerationResponse, tokenizer: Any) -> tuple[TokenLogprob, ...]:
         if self.ask.logprobs is None:

@@ -9,13 +9,13 @@ from pathlib import Path
 from kvlingo_mlx.backend import mx
 
 from mlx.utils import tree_flatten
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.timing.geometries import random_model, random_translators
 
 CONTEXT, VOCABULARY = 40960, 151936
-TURN = "{{ '<|start|> ' + m.role + ' ' + m.content + ' <|end|> ' }}"
+TURN = "{{ '<|start|> ' + m.role + m.content + '<|end|>' }}"
 TEMPLATE = (
     f"{{% for m in messages %}}{TURN}{{% endfor %}}"
     "{% if add_generation_prompt %}{{ '<|start|> assistant' }}{% endif %}"
@@ -23,12 +23,18 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path) -> None:
-    """As many words as Qwen3 has tokens: any text of them is read as it was written."""
-    words = ["<|start|>", "<|end|>", "system", "user", "assistant"]
-    words += [f"w{n}" for n in range(VOCABULARY - len(words))]
+    """As many words as Qwen3 has tokens: any text of them is read as it was written.
+
+    A word begins with its space, as a byte-level tokenizer's words do.
+    """
+    words = ["<|start|>", "<|end|>", "Ġsystem", "Ġuser", "Ġassistant"]
+    words += [f"Ġw{n}" for n in range(VOCABULARY - len(words))]
     vocabulary = {word: index for index, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|end|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    parts = pre_tokenizers.Split(Regex(" ?[^ ]+"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([parts, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(word, special=True) for word in words[:2]])
     tokenizer.save(str(folder / "tokenizer.json"))
     facts = {
@@ -72,4 +78,4 @@ def write_pair(room: Path, geometry: str, layers: int, precision: str) -> list[s
 def words(count: int, seed: int) -> str:
     """A text of so many tokens, of which no other seed or length has the beginning."""
     rng = random.Random(f"{count}/{seed}")
-    return " ".join(f"w{rng.randrange(VOCABULARY - 5)}" for _ in range(count))
+    return "".join(f" w{rng.randrange(VOCABULARY - 5)}" for _ in range(count))

@@ -115,7 +115,7 @@ def steps(ours: Server, theirs: dict[str, Server], length: int, rounds: int) -> 
     samples = Samples({})
     for number in range(rounds + 1):
         text = served_models.words(length, 100 * number + 50)
-        text += " " + ours.ask("a", text, SHORT).text
+        text += ours.ask("a", text, SHORT).text
         ours.idle()
         for who, server, name in (("ours", ours, "b"), ("theirs", theirs["b"], "default_model")):
             answer = server.ask(name, text, LONG)

@@ -277,14 +277,21 @@ class Client:
 class Pinned(Client):
     """A client whose conversation is pinned, so exact, and replayed by the library."""
 
+    asked = 0
+
     def name(self) -> str:
-        """No two questions begin alike.
+        """No two questions near each other begin alike, not even with the same letter.
 
         The line of a model that is not loaded does not follow, so it may still hold a question that
-        was replaced. What the next one shares with it is translated, which the library, whose lines
-        all follow, would let the answering model read: another answer, and as right.
+        was replaced. What the next one shares with it, be it one token, is translated, which the
+        library, whose lines all follow, would let the answering model read: another answer, and as
+        right.
         """
-        return "".join(self.chance.choices(string.ascii_lowercase, k=3)) + " " + super().name()
+        self.asked += 1
+        first = string.ascii_lowercase[self.asked % 26]
+        return (
+            first + "".join(self.chance.choices(string.ascii_lowercase, k=2)) + " " + super().name()
+        )
 
     async def use(self, http: httpx.AsyncClient, until: asyncio.Event) -> None:
         """Ask, again and again; nothing else, so that the library can do the same."""

@@ -53,7 +53,7 @@ def step(pair: Pair, prefix: int, continuation: int, *, checkpoint: bool) -> dic
     found = {"at rest": mx.get_active_memory()}
     found["reading"], reading = peak(lambda: pair.read(sample, config))
     found["loss"] = 0
-    learn = functools.partial(gradients.conversation_loss, scale=1.0, checkpoint=checkpoint)
+    learn = functools.partial(gradients.conversation_loss, scale=1.0)
     losses = [functools.partial(learn, pair.target, each, reading, goal) for each in made]
     found["loss"] = max(peak(loss)[0] for loss in losses)
     del losses, reading

@@ -20,7 +20,6 @@ from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.training.checkpoints import Checkpoints  # noqa: E402
 from kvlingo_mlx.training.distill import Distillation  # noqa: E402
-from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_mlx import gradients  # noqa: E402
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator  # noqa: E402
 from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
@@ -75,40 +74,6 @@ def test_long_prefixes_are_read_in_chunks(models: Models, monkeypatch: pytest.Mo
     again, chunked = learnt(pair, config, sample, "kl")
     assert again == pytest.approx(loss, rel=1e-5)
     assert distance(chunked, whole) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["wide", "moe"])
-def test_checkpointed_layers_give_the_same_gradients(models: Models, name: str) -> None:
-    pair = pair_of(models["dense"], models[name])
-    config = make_config(pair.source, pair.target, TrainingPlan())
-    reading = pair.read(Random(90, 20).sample(1), config)
-    found = []
-    for checkpoint in (True, False):
-        made = pair.trainable(config, random_arrays(config, 3))
-        gradients.conversation_loss(
-            pair.target, made, reading, objective_named("kl"), scale=1.0, checkpoint=checkpoint
-        )
-        found.append({name: np.array(g) for name, g in made.gradients.items()})
-    assert distance(*found) < 1e-5
-    assert all(np.abs(g).max() > 0 for g in found[0].values())
-
-
-def test_what_is_checkpointed_needs_less_memory(models: Models) -> None:
-    """What a layer keeps for its backward pass is there once, not once a layer."""
-    pair = pair_of(models["dense"], models["wide"])
-    config = make_config(pair.source, pair.target, TrainingPlan())
-    reading = pair.read(Random(200, 400).sample(0), config)
-    peaks = []
-    for checkpoint in (True, False):
-        made = pair.trainable(config, random_arrays(config, 3))
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        gradients.conversation_loss(
-            pair.target, made, reading, objective_named("kl"), scale=1.0, checkpoint=checkpoint
-        )
-        peaks.append(mx.get_peak_memory() - before)
-    assert peaks[0] < 0.7 * peaks[1]
 
 
 @pytest.mark.parametrize("bits", [4, 8])

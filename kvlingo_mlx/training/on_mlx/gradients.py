@@ -9,7 +9,7 @@ one layer's graph of the translator exists at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,11 +27,10 @@ from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
-from kvlingo_mlx.training.on_mlx.layers import checkpointed
-from kvlingo_mlx.training.on_mlx.losses import loss_of, sums_of
+from kvlingo_mlx.training.on_mlx.layers import Entry, Pass
+from kvlingo_mlx.training.on_mlx.losses import loss_of
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 
-Entry = tuple[mx.array, mx.array]  # a layer's keys and values as its cache stores them
 STEP = 2048  # tokens of a chunk in the passes without gradient
 
 
@@ -105,43 +104,40 @@ def conversation_loss(
     objective: Objective,
     *,
     scale: float = 0.0,
-    checkpoint: bool = True,
 ) -> Loss:
     """The loss of one conversation decoded from its translated cache (equation for L).
 
     The target runs the last prefix token. A ``scale`` other than 0 adds that multiple of the loss's
-    gradient to the translator's. ``checkpoint`` keeps each layer's inputs alone for the backward
-    pass, which then runs every layer twice.
+    gradient to the translator's.
     """
     num_read = len(reading.sample.prefix) - 1
     # Positions before a layer's window are not translated.
     starts = target.geometry.first_kept(num_read) if reading.states is not None else []
-    layers = range(len(reading.native), len(starts))
+    first = len(reading.native)
     with working():
-        leaves = [_entry(target, translator, reading, t, starts[t]) for t in layers]
+        leaves = [
+            _entry(target, translator, reading, t, starts[t]) for t in range(first, len(starts))
+        ]
         mx.eval(leaves)
-    learns, labels = scale != 0.0, reading.sample.continuation
-
-    def of_leaves(leaves: Sequence[Entry]) -> tuple[mx.array, mx.array]:
-        cache = _cache(target, [*reading.native, *leaves], reading.sample)
-        kept = checkpointed(target, cache) if learns and checkpoint else contextlib.nullcontext()
-        with kept:
-            student = _student(target, reading.sample, cache)
-        # Nothing may be evaluated here: what is traced would keep all that it was made of.
-        means, gradient = sums_of(
-            *(objective, target, mx.stop_gradient(student), reading.teacher, labels),
+    learns = scale != 0.0 and bool(leaves)
+    cache = _cache(target, [*reading.native, *leaves], reading.sample)
+    with _in_place(target, reading.sample, cache) as run:
+        with working():
+            made = Pass(target, cache, run)
+        loss = loss_of(
+            *(objective, target, made.hidden, reading.teacher, reading.sample.continuation),
             with_gradient=learns,
         )
-        return mx.zeros(()) if gradient is None else (student * gradient).sum(), means
-
-    with working():
-        if not learns or not leaves:
-            return loss_of(objective, of_leaves(leaves)[1])
-        (_, means), gradients = mx.value_and_grad(of_leaves)(leaves)
-        mx.eval(gradients, means)
-        for t, gradient in zip(layers, gradients, strict=True):
-            translator.learn(_pulled(target, translator, reading, t, starts[t], gradient, scale))
-    return loss_of(objective, means)
+        if not learns:
+            return loss
+        entries = made.gradients(loss.gradient)
+        with working():
+            for t, gradient in entries:
+                pulled = _pulled(target, translator, reading, t, starts[t], gradient, scale)
+                translator.learn(pulled)
+                if t == first:
+                    break
+    return loss
 
 
 def _entry(
@@ -173,8 +169,11 @@ def _cache(target: LanguageModel, entries: Sequence[Entry], sample: Sample) -> l
     return made
 
 
-def _student(target: LanguageModel, sample: Sample, cache: list[Any]) -> mx.array:
-    """The hidden states (M, width) that predict the continuation.
+@contextlib.contextmanager
+def _in_place(
+    target: LanguageModel, sample: Sample, cache: list[Any]
+) -> Iterator[Callable[[], mx.array]]:
+    """The pass that gives the hidden states (M, width) which predict the continuation.
 
     Between two tokenizers, the same pass also reads the prefix tokens that the target prefills
     itself. The order is then: translated entries, those tokens, the last prefix token, the
@@ -183,7 +182,8 @@ def _student(target: LanguageModel, sample: Sample, cache: list[Any]) -> mx.arra
     following = (sample.prefix[-1], *sample.continuation[:-1])
     aligned = sample.aligned
     if aligned is None:
-        return hidden_states(target, following, cache)
+        yield lambda: hidden_states(target, following, cache)
+        return
     own = [sample.prefix[position] for position in aligned.own]
     last = len(sample.prefix) - 1
     positions = np.concatenate([aligned.own, np.arange(last, last + len(following))])
@@ -192,7 +192,7 @@ def _student(target: LanguageModel, sample: Sample, cache: list[Any]) -> mx.arra
     visible[: len(own), :before] = aligned.visible
     places, seen = mx.array(positions + aligned.shift), mx.array(visible)[None, None]
     with placed(target, cache, places, seen):
-        return hidden_states(target, (*own, *following), cache)[len(own) :]
+        yield lambda: hidden_states(target, (*own, *following), cache)[len(own) :]
 
 
 def _pulled(

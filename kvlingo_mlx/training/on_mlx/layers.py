@@ -1,47 +1,140 @@
-"""Activation checkpointing of layers whose caches hold what is to be learnt.
+"""A gradient that is taken one layer at a time, from the last layer down.
 
-mlx-lm's own ``grad_checkpoint`` gives gradients of zero for a cache's keys and values: the cache
-object hides them from ``mx.checkpoint``. Here they are arguments of the checkpointed function.
+A pass without gradient keeps what each layer read; then each layer runs once more, with its
+gradient. So one layer's activations are in memory at a time, and since each layer is evaluated by
+itself, MLX does not work ahead. mlx-lm's own ``grad_checkpoint`` would give gradients of zero for a
+cache's keys and values, as the cache object hides them; here they are arguments.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
+from mlx.utils import tree_flatten, tree_map
+
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import Call, calling
 
+Entry = tuple[mx.array, mx.array]  # a layer's keys and values as its cache stores them
 
-def checkpointed(
-    model: LanguageModel, cache: Sequence[Any]
-) -> contextlib.AbstractContextManager[None]:
-    """Keep each layer's inputs alone for the backward pass, which runs the layer once more.
 
-    The layers of one forward pass read ``cache``, which stays as it was before that pass.
+@dataclass(frozen=True)
+class Step:
+    """A layer's call in a pass: what it was given, and what it returned.
+
+    ``inputs`` are the arrays it was given that layers before it returned; ``caches`` are those of
+    the pass among its arguments. Most layers have one of each.
     """
-    ours = {id(each) for each in cache}
 
-    def change(call: Call) -> Call:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            held = [each for each in (*args, *kwargs.values()) if id(each) in ours]
+    call: Call
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs: list[mx.array]
+    caches: list[Any]
+    output: Any = None
 
-            def inner(keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
-                fresh = [_with(each, *pair) for each, *pair in zip(held, keys, values, strict=True)]
-                new = {id(old): each for old, each in zip(held, fresh, strict=True)}
-                args = tuple(new.get(id(each), each) for each in args)
-                kwargs = {name: new.get(id(each), each) for name, each in kwargs.items()}
-                return call(*args, **kwargs)
+    def run(self, inputs: Sequence[mx.array], entries: Sequence[mx.array]) -> Any:
+        """The same call with other arrays; ``entries`` are keys and values by turns."""
+        pairs = zip(entries[::2], entries[1::2], strict=True)
+        caches = [_with(each, *pair) for each, pair in zip(self.caches, pairs, strict=True)]
+        both = zip([*self.inputs, *self.caches], [*inputs, *caches], strict=True)
+        new = {id(old): each for old, each in both}
+        args, kwargs = tree_map(lambda each: new.get(id(each), each), self.arguments)
+        return self.call(*args, **kwargs)
 
-            keys, values = ([getattr(each, side) for each in held] for side in ("keys", "values"))
-            return mx.checkpoint(inner)(keys, values, *args, **kwargs)
+    @property
+    def entries(self) -> list[mx.array]:
+        """The keys and values of its caches."""
+        return [array for cache in self.caches for array in (cache.keys, cache.values)]
 
-        return run
 
-    return calling(model.model.layers, change)
+class Pass:
+    """One pass of a model over ``cache``, which stays as it was before.
+
+    Args:
+        model: The model.
+        cache: Its caches.
+        run: The pass; returns (M, width) final hidden states.
+    """
+
+    def __init__(
+        self, model: LanguageModel, cache: Sequence[Any], run: Callable[[], mx.array]
+    ) -> None:
+        self._layers, self._run = model.model.layers, run
+        self._numbers = {id(each): number for number, each in enumerate(cache)}
+        self._steps: list[Step] = []
+        returned: set[int] = set()
+
+        def kept(call: Call) -> Call:
+            def once(*args: Any, **kwargs: Any) -> Any:
+                given = [each for _, each in tree_flatten((args, kwargs))]
+                inputs = [each for each in given if id(each) in returned]
+                if self._steps and not inputs:
+                    raise ValueError(f"the layers of {model.name} do not read others' outputs")
+                caches = [each for each in given if id(each) in self._numbers]
+                step = Step(call, (args, kwargs), inputs, caches)
+                output = step.run(inputs, step.entries)
+                mx.eval(output)
+                returned.update(map(id, _floats(output)))
+                self._steps.append(replace(step, output=output))
+                return output
+
+            return once
+
+        with calling(self._layers, kept):
+            self.hidden = run()
+        mx.eval(self.hidden)
+
+    def gradients(self, gradient: mx.array) -> Iterator[tuple[int, Entry]]:
+        """The gradients of each cache's entries from that of ``hidden``, the last cache's first.
+
+        Yields:
+            The cache's number, and the gradients of its keys and values. Whoever needs no more
+            ends the iteration, and the layers below are not run.
+        """
+        wanted: dict[int, mx.array] = {}  # gradients of what layers returned
+
+        def add(arrays: Sequence[mx.array], found: Sequence[mx.array]) -> None:
+            mx.eval(found)
+            for array, each in zip(arrays, found, strict=True):
+                wanted[id(array)] = wanted[id(array)] + each if id(array) in wanted else each
+
+        last = _floats(self._steps[-1].output)
+        add(last, mx.vjp(self._after, last, [gradient])[1])
+        while self._steps:
+            step = self._steps.pop()
+            outputs, count = _floats(step.output), len(step.inputs)
+
+            def again(*arrays: mx.array, step: Step = step, count: int = count) -> list[mx.array]:
+                return _floats(step.run(arrays[:count], arrays[count:]))
+
+            known = [wanted.pop(id(each), None) for each in outputs]
+            both = zip(known, outputs, strict=True)
+            gradients = [mx.zeros_like(out) if each is None else each for each, out in both]
+            _, found = mx.vjp(again, [*step.inputs, *step.entries], gradients)
+            add(step.inputs, found[:count])
+            entries = found[count:]
+            mx.eval(entries)
+            for cache, *entry in zip(step.caches, entries[::2], entries[1::2], strict=True):
+                yield self._numbers[id(cache)], (entry[0], entry[1])
+
+    def _after(self, *last: mx.array) -> mx.array:
+        """The final hidden states from the last layer's output."""
+        outputs = [step.output for step in self._steps]
+        new = dict(zip(map(id, _floats(outputs[-1])), last, strict=True))
+        outputs[-1] = tree_map(lambda each: new.get(id(each), each), outputs[-1])
+        told = iter(outputs)
+        with calling(self._layers, lambda call: lambda *args, **kwargs: next(told)):
+            return self._run()
+
+
+def _floats(found: Any) -> list[mx.array]:
+    """The arrays of numbers that may have a gradient in what a layer returned."""
+    arrays = (each for _, each in tree_flatten(found) if isinstance(each, mx.array))
+    return [each for each in arrays if mx.issubdtype(each.dtype, mx.floating)]
 
 
 def _with(cache: Any, keys: mx.array, values: mx.array) -> Any:

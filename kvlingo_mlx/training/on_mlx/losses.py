@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,14 +10,13 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.models.hidden import logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.threads import working
 from kvlingo_mlx.training.objectives import BLOCK, Loss, Objective
 
-# Logits of a block at most. MLX holds some twenty such arrays, those of the next blocks included,
-# while it computes: with a vocabulary of 150,000, 1.3 GB.
-LOGITS = 2**24
+LOGITS = 2**24  # of a block at most, of each model; some five such arrays are in memory at once
 
 
-def sums_of(
+def loss_of(
     objective: Objective,
     target: LanguageModel,
     student: mx.array,
@@ -24,8 +24,8 @@ def sums_of(
     labels: Sequence[int],
     *,
     with_gradient: bool = True,
-) -> tuple[mx.array, mx.array | None]:
-    """A continuation's mean KL and cross-entropy, (2,), and the objective's gradient, lazily.
+) -> Loss:
+    """The objective of one continuation.
 
     Args:
         objective: The objective to minimise.
@@ -33,43 +33,55 @@ def sums_of(
         student: (M, width) final hidden states that predict the M tokens of ``labels``.
         teacher: The same hidden states from the native cache.
         labels: The continuation itself.
-        with_gradient: Whether to compute the gradient in ``student``, (M, width).
+        with_gradient: Whether to compute ``gradient``.
     """
-    weights = mx.array([objective.kl, objective.ce]) / len(labels)
     vocabulary = logits_of(target, student[:1]).shape[-1]  # nothing is computed for it
     block = max(1, min(BLOCK, LOGITS // vocabulary))
-    parts, gradients = list[mx.array](), list[mx.array]()
+    head, gradients = functools.partial(logits_of, target), list[mx.array]()
+    sums: Any = mx.zeros(2)
     for start in range(0, len(labels), block):
         span = slice(start, start + block)
-        hidden, native, true = student[span], teacher[span], mx.array(list(labels[span]))[:, None]
-        if parts:  # one block after the other, or the logits of all would be in memory at once
-            done = [parts[-1], *gradients[-1:]]
-            hidden, native = mx.depends([hidden, native], done)
-        native = _log_probabilities(target, native)
-
-        def sums(hidden: mx.array, native: mx.array = native, true: mx.array = true) -> mx.array:
-            found = _log_probabilities(target, hidden)
-            divergence = (mx.exp(native) * (native - found)).sum()
-            entropy = -mx.take_along_axis(found, true, axis=-1).sum()
-            return mx.stack([divergence, entropy])
-
-        if with_gradient:
-            (part,), (gradient,) = mx.vjp(sums, [hidden], [weights])
-            gradients.append(gradient)
-        else:
-            part = sums(hidden)
-        parts.append(part)
-    means = mx.stack(parts).sum(axis=0) / len(labels)
-    return means, mx.concatenate(gradients) if with_gradient else None
+        with working():
+            hidden, true = student[span], mx.array(list(labels[span]))[:, None]
+            part, slope = _block(objective, head(hidden), head(teacher[span]), true, with_gradient)
+            if slope is not None:
+                gradients += mx.vjp(head, [hidden], [slope / len(labels)])[1]
+            sums = sums + part
+            mx.eval(sums, gradients)
+    kl, ce = (each / len(labels) for each in sums.tolist())
+    gradient = mx.concatenate(gradients) if with_gradient else None
+    return Loss(objective.kl * kl + objective.ce * ce, kl, gradient)
 
 
-def loss_of(objective: Objective, means: mx.array) -> Loss:
-    """The loss of the mean KL and cross-entropy (2,)."""
-    values: Any = means.tolist()
-    kl, ce = map(float, values)
-    return Loss(objective.kl * kl + objective.ce * ce, kl)
+def _block(
+    objective: Objective, logits: mx.array, native: mx.array, labels: mx.array, with_gradient: bool
+) -> tuple[mx.array, mx.array | None]:
+    """The sums of KL and cross-entropy over a block of logits (B, V), and their gradient.
+
+    With p the native and q the translated distribution, the gradient in q's logits is q - p for
+    KL(p || q) and q - onehot for cross-entropy. Written out, it needs less memory than automatic
+    differentiation.
+    """
+    norms = mx.logsumexp(logits, -1, keepdims=True), mx.logsumexp(native, -1, keepdims=True)
+    divergence = _divergence(logits, native, *norms).sum()
+    entropy = (norms[0] - mx.take_along_axis(logits, labels, axis=-1)).sum()
+    part = mx.stack([divergence, entropy])
+    if not with_gradient:
+        return part, None
+    slope = _slope(logits, native, *norms, mx.array(objective.kl), mx.array(objective.ce))
+    if objective.ce:
+        true = mx.take_along_axis(slope, labels, axis=-1) - objective.ce
+        slope = mx.put_along_axis(slope, labels, true, axis=-1)
+    return part, slope
 
 
-def _log_probabilities(target: LanguageModel, hidden: mx.array) -> mx.array:
-    logits = logits_of(target, hidden)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+@mx.compile
+def _divergence(logits: mx.array, native: mx.array, norm: mx.array, other: mx.array) -> mx.array:
+    return mx.exp(native - other) * ((native - other) - (logits - norm))
+
+
+@mx.compile
+def _slope(
+    logits: mx.array, native: mx.array, norm: mx.array, other: mx.array, kl: mx.array, ce: mx.array
+) -> mx.array:
+    return (kl + ce) * mx.exp(logits - norm) - kl * mx.exp(native - other)

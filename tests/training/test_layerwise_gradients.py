@@ -1,0 +1,106 @@
+"""The gradient that is taken layer by layer, against one trace of the whole pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.models.hidden import hidden_states, logits_of
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.on_mlx import gradients
+from kvlingo_mlx.training.on_mlx.layers import Pass
+from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from kvlingo_mlx.training.runtime import Pair, pair_of
+from tests.support import plain_models, tiny
+from tests.support.opened import Opener
+from tests.support.trainings import Random, distance, random_arrays
+
+KL = objective_named("kl")
+READ = 44  # tokens that are translated, beyond the windows of the tiny models
+
+
+def traced(pair: Pair, made: MLXTranslator, reading: Any) -> float:
+    """The loss and its gradients by MLX's own transformation of the whole pass."""
+    target, sample = pair.target, reading.sample
+    starts = target.geometry.first_kept(len(sample.prefix) - 1)
+
+    def loss(leaves: Any) -> mx.array:
+        cache = gradients._cache(target, leaves, sample)
+        states = hidden_states(target, (sample.prefix[-1], *sample.continuation[:-1]), cache)
+        ours, native = (logits_of(target, each) for each in (states, reading.teacher))
+        ours, native = (x - mx.logsumexp(x, -1, keepdims=True) for x in (ours, native))
+        return (mx.exp(native) * (native - ours)).sum() / len(sample.continuation)
+
+    leaves = [gradients._entry(target, made, reading, t, s) for t, s in enumerate(starts)]
+    value, found = mx.value_and_grad(loss)(leaves)
+    for t, start in enumerate(starts):
+        made.learn(gradients._pulled(target, made, reading, t, start, found[t], 1.0))
+    return value.item()
+
+
+def check(pair: Pair, sample: Sample) -> None:
+    config = make_config(pair.source, pair.target, TrainingPlan())
+    ours, theirs = (pair.trainable(config, random_arrays(config, 3)) for _ in range(2))
+    reading = pair.read(sample, config)
+    assert pair.loss(ours, reading, KL, 1.0).kl == pytest.approx(
+        traced(pair, theirs, reading), rel=1e-5
+    )
+    found, wanted = ({n: np.array(g) for n, g in m.gradients.items()} for m in (ours, theirs))
+    assert distance(found, wanted) < 1e-5
+    assert all(np.abs(each).max() > 0 for each in found.values())
+
+
+@pytest.mark.parametrize("name", sorted(plain_models.CONFIGS))
+def test_plain_families(plain: Opener, name: str) -> None:
+    check(pair_of(plain(name), plain(name)), Random(READ + 1, 15).sample(1))
+
+
+@pytest.mark.parametrize("name", sorted(tiny.FAMILIES))
+def test_families(tmp_path: Path, name: str) -> None:
+    """With windows, latents, experts, and layers that read other layers' caches (Gemma 4)."""
+    architecture, facts = tiny.FAMILIES[name]
+    model = kv.load(tiny.write_tiny_model(tmp_path / name, architecture, **facts))
+    check(pair_of(model, model), Random(READ + 1, 15).sample(1))
+
+
+def test_it_needs_less_memory(models: dict[str, LanguageModel]) -> None:
+    """What a layer keeps for its backward pass is there once, not once a layer."""
+    pair = pair_of(models["dense"], models["wide"])
+    config = make_config(pair.source, pair.target, TrainingPlan())
+    reading = pair.read(Random(200, 400).sample(0), config)
+
+    def peak(learn: Callable[[MLXTranslator], object]) -> int:
+        made = pair.trainable(config, random_arrays(config, 3))
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        learn(made)
+        mx.eval(list(made.gradients.values()))
+        return mx.get_peak_memory() - before
+
+    whole = peak(lambda made: traced(pair, made, reading))
+    assert peak(lambda made: pair.loss(made, reading, KL, 1.0)) < 0.7 * whole
+
+
+def test_layers_that_read_something_else_are_refused(models: dict[str, LanguageModel]) -> None:
+    """A gradient that would be lost between two layers is none."""
+    model = models["wide"]
+
+    def run() -> mx.array:
+        layers, caches = model.model.layers, cache
+        state = layers[0](mx.ones((1, 2, 64)), None, caches[0])
+        return layers[1](2 * state, None, caches[1])[0]
+
+    cache = [gradients._cache(model, [], Sample((1, 2), (3,)))[n] for n in range(3)]
+    with pytest.raises(ValueError, match="wide do not read others' outputs"):
+        Pass(model, cache, run)

@@ -70,7 +70,7 @@ class Pass:
 
         def kept(call: Call) -> Call:
             def once(*args: Any, **kwargs: Any) -> Any:
-                given = [each for _, each in tree_flatten((args, kwargs))]
+                given = _leaves((args, kwargs))
                 inputs = [each for each in given if id(each) in returned]
                 if self._steps and not inputs:
                     raise ValueError(f"the layers of {model.name} do not read others' outputs")
@@ -133,8 +133,13 @@ class Pass:
 
 def _floats(found: Any) -> list[mx.array]:
     """The arrays of numbers that may have a gradient in what a layer returned."""
-    arrays = (each for _, each in tree_flatten(found) if isinstance(each, mx.array))
+    arrays = [each for each in _leaves(found) if isinstance(each, mx.array)]
     return [each for each in arrays if mx.issubdtype(each.dtype, mx.floating)]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    pairs: Any = tree_flatten(tree)
+    return [each for _, each in pairs]
 
 
 def _with(cache: Any, keys: mx.array, values: mx.array) -> Any:

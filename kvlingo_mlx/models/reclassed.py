@@ -23,24 +23,27 @@ def reclassed(objects: Iterable[Any], derive: Callable[[type], type]) -> Iterato
             each.__class__ = cls
 
 
-def calling(
-    modules: Iterable[Any], change: Callable[[Call], Call]
-) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def calling(modules: Iterable[Any], change: Callable[[Call], Call]) -> Iterator[None]:
     """Put ``change(call)`` in the place of each module's call, in this thread.
 
     Plain mlx-lm may run the same modules in another thread meanwhile.
     """
-    own = threading.get_ident()
+    own, changes = threading.get_ident(), [change]
 
     def derive(cls: type) -> type:
         class Changed(cls):  # type: ignore[misc, valid-type]
             def __call__(self, *args: Any, **kwargs: Any) -> Any:
                 call = super().__call__
                 if threading.get_ident() == own:
-                    call = change(call)
+                    call = changes[0](call)
                 return call(*args, **kwargs)
 
         Changed.__name__ = cls.__name__
         return Changed
 
-    return reclassed(modules, derive)
+    try:
+        with reclassed(modules, derive):
+            yield
+    finally:
+        changes.clear()  # a class lives until Python next collects cycles, and its arrays with it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,27 @@ def test_it_needs_less_memory(models: dict[str, LanguageModel]) -> None:
 
     whole = peak(lambda made: traced(pair, made, reading))
     assert peak(lambda made: pair.loss(made, reading, KL, 1.0)) < 0.7 * whole
+
+
+def test_nothing_is_kept(models: dict[str, LanguageModel]) -> None:
+    """Not even until Python next collects what refers to itself."""
+    pair = pair_of(models["dense"], models["wide"])
+    config = make_config(pair.source, pair.target, TrainingPlan())
+    made, sample = pair.trainable(config, random_arrays(config, 3)), Random(200, 40).sample(0)
+
+    def learn() -> int:
+        pair.loss(made, pair.read(sample, config), KL, 1.0)
+        mx.eval(list(made.gradients.values()))
+        return mx.get_active_memory()
+
+    learn()
+    gc.collect()
+    gc.disable()
+    try:
+        first = learn()
+        assert [learn() for _ in range(3)] == [first] * 3
+    finally:
+        gc.enable()
 
 
 def test_layers_that_read_something_else_are_refused(models: dict[str, LanguageModel]) -> None:

@@ -5,7 +5,7 @@
 
 Random models of released geometries (vocabulary and widths are real, the layers few), a
 conversation of each length, two translators in training as with two learning rates. Measured is
-MLX's own peak over reading, loss, gradient and update, with layers checkpointed and without.
+MLX's own peak over reading, loss, gradient and update; beside it what the formula says.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.on_mlx import gradients
+from kvlingo_mlx.training.on_mlx.memory import needs
 from kvlingo_mlx.training.on_mlx.pair import Pair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
@@ -40,7 +41,7 @@ def peak(action: Callable[[], Any]) -> tuple[int, Any]:
     return mx.get_peak_memory(), found
 
 
-def step(pair: Pair, prefix: int, continuation: int, *, checkpoint: bool) -> dict[str, int]:
+def step(pair: Pair, prefix: int, continuation: int) -> dict[str, int]:
     """The peaks of a step's parts, in bytes."""
     config = make_config(pair.source, pair.target, TrainingPlan())
     tokens = np.random.default_rng(0).integers(0, 1000, prefix + continuation).tolist()
@@ -59,7 +60,8 @@ def step(pair: Pair, prefix: int, continuation: int, *, checkpoint: bool) -> dic
     del losses, reading
     updates = [functools.partial(each.update, 1e-6, 1.0) for each in made]
     found["update"] = max(peak(update)[0] for update in updates)
-    return found
+    said = needs(pair.source, pair.target, config, prefix, continuation, RATES)
+    return found | {"said": sum(said.values())}
 
 
 def main() -> None:
@@ -78,12 +80,14 @@ def main() -> None:
     pair, results = Pair(*ends), []
     for prefix in args.lengths:
         for continuation in args.continuations:
-            for checkpoint in (True, False):
-                found = step(pair, prefix, continuation, checkpoint=checkpoint)
-                row = {"prefix": prefix, "continuation": continuation, "checkpoint": checkpoint}
-                results.append(row | found)
-                said = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in found.items())
-                print(row, "MiB:", said, flush=True)
+            found = step(pair, prefix, continuation)
+            row = {"prefix": prefix, "continuation": continuation}
+            ratio = found["said"] / max(size for name, size in found.items() if name != "said")
+            beyond = [found[name] - found["at rest"] for name in ("said", "reading", "loss")]
+            row["ratio"], row["ratio beyond rest"] = ratio, beyond[0] / max(beyond[1:])
+            results.append(row | found)
+            told = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in found.items())
+            print(row, "MiB:", told, flush=True)
     print(measure.machine_line())
     if args.json:
         config = {name: value for name, value in vars(args).items() if name != "json"}

@@ -26,25 +26,31 @@ GPU_KEYS = ("max_recommended_working_set_size", "total_memory", "memory_size")
 CGROUPS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def check(parts: Mapping[str, int]) -> None:
+def check(parts: Mapping[str, int], held: int = 0, instead: str = "a shorter prompt") -> None:
     """Refuse a need of more memory than there is.
 
     Args:
         parts: Bytes by purpose; the purpose is shown in the message.
+        held: Bytes of these that are in memory already.
+        instead: What needs less, for the message.
 
     Raises:
         NotEnoughMemoryError: The message gives the needed and the available memory.
         ValueError: ``KVLINGO_MEMORY_LIMIT`` is not a number.
     """
     there, needed = free(), sum(parts.values())
-    if there is None or needed <= there:
+    if there is None or needed <= there + held:
         return
-    listed = ", ".join(f"{name} {_size(size)}" for name, size in parts.items())
     raise NotEnoughMemoryError(
-        f"{_size(needed)} of memory are needed ({listed}), and {_size(there)} are available; take "
-        "models of fewer bits (`mlx_lm.convert -q`) or a shorter prompt, end other programs, or "
+        f"{size_of(needed)} of memory are needed ({listed(parts)}), and {size_of(there + held)} are available; take "
+        f"models of fewer bits (`mlx_lm.convert -q`) or {instead}, end other programs, or "
         f"set {LIMIT}=0 to try all the same"
     )
+
+
+def listed(parts: Mapping[str, int]) -> str:
+    """Bytes by purpose as text."""
+    return ", ".join(f"{name} {size_of(size)}" for name, size in parts.items())
 
 
 def free() -> int | None:
@@ -117,5 +123,5 @@ def _text(path: str) -> str:
         return ""
 
 
-def _size(count: int) -> str:
+def size_of(count: int) -> str:
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -35,6 +35,7 @@ class PairOptions(Options):
         None, "Choose the fewest that recall this share of the dialogues' answers."
     )
     seed: int = option(0, "Seed of the data.")
+    plot: str | None = option(None, "Draw the held-out KL into this file (the [plot] extra).")
     force: bool = option(
         False, "Make anew what is finished; replace another translator at --out.", "--force"
     )
@@ -48,6 +49,10 @@ def command(options: PairOptions) -> None:
     puts the result into the local store. The same command resumes a stopped run.
     """
     source, target = two_models("pair", options.pair, options.source, options.target)
+    from kvlingo_mlx.reporting import pictures
+
+    if options.plot:
+        pictures.check(options.plot)
 
     from kvlingo_mlx.making import Told, pair
 
@@ -63,6 +68,11 @@ def command(options: PairOptions) -> None:
             **options.some("minutes out max_kl min_recall seed force"),
             told=Told(say, warn, show),
         )
+    if options.plot and made.curve:
+        from kvlingo_mlx.training import command_line
+
+        command_line.draw(made.log, options.plot, pictures.pair(source, target))
+        say(f"drew {options.plot}")
     for line in made.lines:
         say(line)
     results = {

@@ -120,7 +120,7 @@ def command(options: TrainOptions) -> None:
                 step(text=f"{stage}: {getattr(report, 'step', report)}")
 
         done = command_line.train(
-            asked, plan, recipe, options.out, show, warn, stage1, options.force
+            asked, plan, recipe, options.out, show, warn, stage1, options.force, say
         )
     if done is not None:  # a process that does not lead reports nothing
         _tell(options, done)

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.errors import NotEnoughMemoryError
 from kvlingo_mlx.evaluation import probes, tuning
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.probes import Task
@@ -41,6 +42,7 @@ from kvlingo_mlx.training.runtime import pair_of
 from kvlingo_mlx.training.watch import lowest, outlook
 
 CHATS_FILE = "chats.jsonl"
+GENERATED = "generated conversations"  # what a translator's provenance says of these
 CHATS = 2000  # generated conversations, where the user has none
 HELD_OUT = 32  # conversations that choose the learning rate
 JUDGES = 12  # of these choose the closed form
@@ -72,11 +74,16 @@ class Made:
     bundled_data: bool = False
 
     @property
+    def log(self) -> Path:
+        """The file of the curve, if it is still there."""
+        return command_line.log_of(self.folder)
+
+    @property
     def lines(self) -> list[str]:
         """What was reached, and what to type next: five lines."""
         made, ends = self.config.provenance, (self.config.source.name, self.config.target.name)
         kls = [lowest(line["held_out"]) for line in self.curve] or [math.nan]
-        data = "generated conversations, for a first try" if self.bundled_data else "your data"
+        data = f"{GENERATED}, for a first try" if self.bundled_data else "your data"
         told = outlook(self.curve) or "the curve is too short to say what more time would bring"
         native = self.config.native_layers
         chat = f"kvlingo-mlx chat --model small={ends[0]} --model large={ends[1]}"
@@ -264,11 +271,14 @@ class Making:
             plan,
             self.folder,
             progress=self._show,
-            settings=self._options(lengths.max_prefix, lengths.max_continuation).settings(stream),
+            settings=self._options(lengths.max_prefix, lengths.max_continuation).settings(stream)
+            | ({} if self.data else {"data": [GENERATED]}),
             warn=self.told.warn,
             notes=[str(stream.survey)] if stream.survey.falls_short else [],
             force=self.force,
             fit=self._fit(chosen["nu"], chosen["norm"]),
+            lengths=stream.longest,
+            say=self.told.say,
         ).run()
 
     def tune(self, task: Task, max_kl: float | None, min_recall: float | None) -> None:
@@ -307,7 +317,7 @@ class Making:
         stored = None
         if there is None or self.force or there.get("run") == config.provenance.get("run"):
             stored = import_translator(str(self.folder), models=self.ends, force=True).folder
-        facts, log = self.work.facts, self.folder.with_name(f"{self.folder.name}.log.jsonl")
+        facts, log = self.work.facts, command_line.log_of(self.folder)
         if self.work.folder.exists():
             self.work.remove()
         return Made(
@@ -316,7 +326,7 @@ class Making:
             config,
             facts.get("starts", ()),
             command_line.read_log(log) if log.exists() else (),
-            config.provenance.get("data") == [str(self.work.folder / CHATS_FILE)],
+            config.provenance.get("data") == [GENERATED],
         )
 
     # ---- data -----------------------------------------------------------------------------
@@ -360,20 +370,29 @@ class Making:
         """Measure the pace, and choose lengths."""
         models, few = pair_of(*self.ends), pace.PROBES
         stream = self._stream(MAX_PREFIX, pace.ANSWERS, few)
-        configs = starts.configs(models)
+        configs, rates = starts.configs(models), len(self._rates())
+        widest = configs[max(configs)]
 
         def pace_of(longest: int) -> pace.Pace | None:
+            mixture = self._mixture(longest)
+            try:
+                models.check_memory(
+                    widest, (mixture.max_prefix, mixture.max_continuation), rates, 0
+                )
+            except NotEnoughMemoryError:
+                if longest == pace.SHORTEST:
+                    raise
+                return None
             said = f"how fast this machine trains on prefixes of up to {longest:,} tokens"
             self.told.progress("looking", None, said)
             try:
-                there = stream.at(self._mixture(longest))
+                there = stream.at(mixture)
                 samples = [there.sample(number) for number in range(few)]
             except ValueError:  # all conversations are longer
                 return None
             most = pace.PROBING * self.seconds
             return pace.measured(models, configs[min(configs)], samples, most)
 
-        rates = len(self._rates())
         return pace.lengths(pace_of, self.seconds, self._context, rates, configs).as_json()
 
     def _mixture(self, longest: int) -> Mixture:

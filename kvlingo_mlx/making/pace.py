@@ -110,7 +110,8 @@ def lengths(
     """The longest prefixes that leave time for :data:`STEPS` steps, or else the shortest ones.
 
     Args:
-        pace_of: Measures conversations of a longest prefix; None where the data hold none so short.
+        pace_of: Measures conversations of a longest prefix; None where the data hold none so short,
+            or memory none so long.
         seconds: The time for everything.
         context: The tokens of the shorter context.
         rates: The number of learning rates.
@@ -131,8 +132,8 @@ def lengths(
             break
     if chosen is None:
         raise ValueError(
-            f"no conversation of the data fits into a context of {context:,} tokens; add "
-            "shorter ones"
+            f"no conversation of the data fits into a context of {context:,} tokens and into the "
+            "memory there is; add shorter ones"
         )
     longest, pace, steps = chosen
     # A closed form is about half of the start's time; there is time for so many tokens.

@@ -128,12 +128,13 @@ def train(
     warn: Callable[[str], None],
     stage1: Mapping[str, Any] | None = None,
     force: bool = False,
+    say: Callable[[str], None] = lambda text: None,
 ) -> Done | None:
     """Train, or resume a training; returns None in a process that does not lead.
 
     ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1, and is None for other kinds.
     ``force`` trains again even if the training is finished, and replaces another translator at
-    ``out``.
+    ``out``. ``say`` is told what the training takes.
 
     Raises:
         ValueError: A bad option, unusable data, or a destination that holds something else.
@@ -168,6 +169,8 @@ def train(
             warn,
             notes=[str(stream.survey)] if stream.survey.falls_short else [],
             force=force,
+            lengths=stream.longest,
+            say=say,
         )
         before = training.finished()
         folder = training.run()
@@ -213,6 +216,11 @@ def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Len
     drawn = steps * batch
     stage2 = prefix_histogram(stream, min(drawn, SHOWN), every=max(1, drawn // SHOWN))
     return Lengths(stream.survey, stage1, stage2)
+
+
+def log_of(folder: Path) -> Path:
+    """The log beside a translator that stage 2 has made."""
+    return folder.with_name(f"{folder.name}.log.jsonl")
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

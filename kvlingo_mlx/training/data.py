@@ -125,6 +125,15 @@ class Stream:
         return self._library.skipped
 
     @property
+    def longest(self) -> tuple[int, int]:
+        """The tokens of the longest prefix and continuation that it may give, about."""
+        if isinstance(self.mixture, PlainText):
+            return self.mixture.prefix, self.mixture.continuation
+        natural = min(self.mixture.natural[1], self.survey.longest)
+        packed = self.mixture.packed[1] if self.mixture.packed_share else 0
+        return max(natural, packed), self.mixture.max_continuation
+
+    @property
     def reserved(self) -> int:
         """The number of usable records reserved for :meth:`held_out`."""
         return sum(len(shelf.records) for shelf in self._library.reserved)

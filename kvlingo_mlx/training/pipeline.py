@@ -62,7 +62,8 @@ class Training:
     ``settings`` are further settings that must not change on resumption (for example ``data``, the
     sources). ``keep_every`` is the most seconds of work that a kill may lose; Ctrl-C and SIGTERM
     lose none. ``notes`` are shown to the user as warnings before the work begins. ``fit`` is the
-    closed form of this plan and data where it has been made before.
+    closed form of this plan and data where it has been made before. ``lengths`` are the tokens of
+    the longest prefix and continuation of the data, if known; ``say`` is told what they take.
     """
 
     source: Model
@@ -78,6 +79,8 @@ class Training:
     notes: Sequence[str] = ()
     force: bool = False
     fit: ClosedForm | None = None
+    lengths: tuple[int, int] | None = None
+    say: Callable[[str], None] = lambda text: None
 
     def finished(self) -> bool:
         """Whether ``out`` holds the finished result of this same training.
@@ -133,6 +136,11 @@ class Training:
         # silently.
         stage2 = self._checkpoints("stage2", config, self.plan.recipe)
         held_out = self._held_out()
+        rates = self.plan.recipe.learning_rates
+        if self.plan.recipe.steps and self.lengths is not None:
+            told = self.pair.check_memory(config, self.lengths, len(rates), self.plan.hidden)
+            if told and self.group.leads:
+                self.say(told)
         if self.plan.recipe.steps and (sample := _short(held_out)):
             self.pair.check_gradients(sample, config)
         config, arrays, provenance = self._first(config, held_out, stop)

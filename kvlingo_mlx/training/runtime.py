@@ -125,6 +125,24 @@ class Pair(Rows, Protocol):
             UnsupportedModelError: The message names the model and, if known, what has no gradient.
         """
 
+    def check_memory(
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int
+    ) -> str:
+        """Refuse a training that cannot fit into memory.
+
+        Args:
+            config: The translator's config.
+            lengths: The tokens of the longest prefix and of the longest continuation.
+            rates: The number of learning rates.
+            hidden: The hidden units of an MLP.
+
+        Returns:
+            A line that says what training takes; empty where that is not known.
+
+        Raises:
+            NotEnoughMemoryError: The message says what would fit.
+        """
+
     # ---- an MLP's stage 1 -----------------------------------------------------------------
 
     def states(self, sample: Sample, capture: str) -> tuple[Any, Any]:

@@ -58,7 +58,8 @@ def test_two_models_in_a_translator_out(
     """Without any data, by the verb: five lines, native layers, a place in the store."""
     ends = [str(folders[name]) for name in ("dense", "wide")]
     record = tmp_path / "record.jsonl"
-    line = ["pair", *ends, "--minutes", str(MINUTES), "--max-kl", "0", "--json", str(record)]
+    line = ["pair", *ends, "--minutes", str(MINUTES), "--plot", str(tmp_path / "curve.png")]
+    line += ["--max-kl", "0", "--json", str(record)]
     assert run(line) == 0
     out, err = capsys.readouterr()
     assert all(line.startswith("warning: ") for line in err.splitlines())
@@ -70,13 +71,15 @@ def test_two_models_in_a_translator_out(
     config = translator_folder.read_config(folder)
     facts = config.provenance
     assert facts["stage"] == 2 and facts["tuning"]["max_kl"] == 0
+    assert facts["data"] == ["generated conversations"]
     assert facts["native_layers"] == 3, "no translation is without any KL: all layers are read"
     (stored,) = (home / "translators").iterdir()
     assert translator_folder.read_config(stored).provenance["native_layers"] == 3
     found = json.loads(record.read_text())["results"]
     assert [start["nu"] for start in found["starts"]][:2] == [1, 2] and found["curve"]
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {folder.name, f"{folder.name}.log.jsonl", "home", "record.jsonl"}
+    made = {folder.name, f"{folder.name}.log.jsonl", "home", "record.jsonl", "curve.png"}
+    assert left == made and (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     # Once more: nothing is done again.
     before = (folder / translator_folder.WEIGHTS_FILE).stat().st_mtime_ns
     assert run(line[:-4]) == 0

@@ -23,7 +23,7 @@ from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.initial import drawn
 from kvlingo_mlx.training.objectives import Loss, Objective, objective_named
-from kvlingo_mlx.training.on_mlx import gradients
+from kvlingo_mlx.training.on_mlx import gradients, memory
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.translators import build
 
@@ -76,6 +76,11 @@ class Pair(Rows):
                 raise UnsupportedModelError(
                     _no_gradient(self.target.name, f"that of all {side} is 0")
                 )
+
+    def check_memory(
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int
+    ) -> str:
+        return memory.check(self.source, self.target, config, lengths, rates, hidden)
 
     def states(self, sample: Sample, capture: str) -> tuple[KVStates, KVStates]:
         if sample.aligned is not None:

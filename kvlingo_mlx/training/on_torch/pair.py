@@ -55,6 +55,12 @@ class Pair:
     def check_gradients(self, sample: Sample, config: TranslatorConfig) -> None:
         """PyTorch has every gradient of the families that it opens."""
 
+    def check_memory(
+        self, config: TranslatorConfig, lengths: tuple[int, int], rates: int, hidden: int
+    ) -> str:
+        """Nothing is known here of what a GPU's allocator takes."""
+        return ""
+
     @torch.no_grad()
     def states(self, sample: Sample, capture: str) -> tuple[States, States]:
         return paired_states(self.source, self.target, sample, capture)

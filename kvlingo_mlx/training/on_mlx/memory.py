@@ -1,0 +1,136 @@
+"""What a step of training takes in memory, from the models' shapes.
+
+The terms are those of docs/guides/train-a-pair.md. Their factors were measured on this package by
+``benchmarks/training_memory.py``, on a CPU and dense models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from kvlingo_mlx.backend import mx, on_gpu
+
+from kvlingo_mlx.caches import memory
+from kvlingo_mlx.caches.memory import cache_bytes, weights_bytes
+from kvlingo_mlx.format.maps import maps_of, shapes_of
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.training.on_mlx import gradients
+from kvlingo_mlx.training.on_mlx.losses import LOGITS
+
+SHORTEST = 64  # tokens: the shortest prefix that is proposed
+FLOAT = 4  # bytes of the numbers of translators and logits
+MLP = 6  # arrays as wide as the MLP that a pass without gradient has at once
+BACKWARD = 2.15  # as many of these has a layer's backward pass
+SCORES = 4.5  # arrays of attention scores that a layer's backward pass has at once
+HEAD = 8.2  # arrays of a block's logits that the loss has at once
+MAPS = 4  # arrays of a layer's keys and values that the gradients of its maps take
+
+
+def check(
+    source: LanguageModel,
+    target: LanguageModel,
+    config: TranslatorConfig,
+    lengths: tuple[int, int],
+    rates: int,
+    hidden: int,
+) -> str:
+    """What :func:`needs` tells, for users.
+
+    Raises:
+        NotEnoughMemoryError: There is less; the message says what would fit.
+    """
+    prefix, answer = lengths
+
+    def parts(prefix: int) -> dict[str, int]:
+        return needs(source, target, config, prefix, answer, rates, hidden)
+
+    found, there = parts(prefix), memory.free()
+    held = min(mx.get_active_memory(), next(iter(found.values())))
+    shorter = (prefix >> n for n in range(1, prefix.bit_length()) if prefix >> n >= SHORTEST)
+    fits = (n for n in shorter if there is None or sum(parts(n).values()) <= there + held)
+    most = next(fits, None)
+    instead = "shorter prefixes and answers (--max-prefix, --max-continuation) or fewer --lr"
+    memory.check(found, held, instead if most is None else f"--max-prefix {most}")
+    size = memory.size_of(sum(found.values()))
+    return f"training takes at most about {size} ({memory.listed(found)})"
+
+
+def needs(
+    source: LanguageModel,
+    target: LanguageModel,
+    config: TranslatorConfig,
+    prefix: int,
+    answer: int,
+    rates: int = 1,
+    hidden: int = 0,
+) -> dict[str, int]:
+    """The bytes that training takes at most, by purpose.
+
+    Args:
+        source: The model whose cache is translated.
+        target: The model that decodes from it.
+        config: The translator's config.
+        prefix: The tokens of the longest prefix.
+        answer: The tokens of the longest continuation.
+        rates: The number of learning rates, each with a translator of its own.
+        hidden: The hidden units of an MLP.
+    """
+    models = sum({id(model): weights_bytes(model) for model in (source, target)}.values())
+    # Tensors, two moments of AdamW, and gradients.
+    translators = rates * 4 * FLOAT * _numbers(config, hidden)
+    most = max(*_reading(source, target, prefix, answer), _learning(source, target, prefix, answer))
+    return {
+        "weights of both models": models,
+        f"{rates} translator{'s'[: rates > 1]} in training": translators,
+        f"a conversation of {prefix:,} + {answer:,} tokens": int(most),
+    }
+
+
+def _numbers(config: TranslatorConfig, hidden: int) -> int:
+    shapes = (shapes_of(config, m, config.spec.tensors, hidden) for m in maps_of(config))
+    return sum(math.prod(shape) for each in shapes for shape in each.values())
+
+
+def _reading(
+    source: LanguageModel, target: LanguageModel, prefix: int, answer: int
+) -> Iterator[float]:
+    """The bytes beside weights while each model reads a conversation without gradient."""
+    for model, kept in (
+        (target, cache_bytes(target, prefix + answer)),
+        (source, 2 * cache_bytes(source, prefix)),
+    ):
+        chunk = min(prefix, gradients.STEP)
+        # A GPU's attention writes no scores; a CPU writes those of a chunk and all before it.
+        scores = 0 if on_gpu() else _heads(model) * chunk * prefix
+        yield kept + model.cache_dtype.size * (chunk * _wide(model) + scores)
+
+
+def _learning(source: LanguageModel, target: LanguageModel, prefix: int, answer: int) -> float:
+    """The bytes beside weights and translators while the target learns from a conversation."""
+    size, width = target.cache_dtype.size, _fact(target, "hidden_size")
+    states = cache_bytes(source, prefix) + cache_bytes(target, prefix)
+    between = (len(target.geometry.layers) + 4) * answer * width * size
+    logits = HEAD * FLOAT * min(LOGITS, answer * target.geometry.embedding_rows)
+    scores = SCORES * _heads(target) * answer * (prefix + answer)
+    layer = size * (BACKWARD * answer * _wide(target) + scores)
+    widest = max(each.key_width + each.value_width for each in target.geometry.layers)
+    return states + between + max(logits, layer, MAPS * FLOAT * prefix * widest)
+
+
+def _wide(model: LanguageModel) -> int:
+    """The numbers a token that a layer's pass has at once."""
+    experts = _fact(model, "num_experts_per_tok") * _fact(model, "moe_intermediate_size")
+    inner = max(_fact(model, "intermediate_size"), experts)
+    return MLP * inner + _fact(model, "hidden_size")
+
+
+def _heads(model: LanguageModel) -> int:
+    return _fact(model, "num_attention_heads")
+
+
+def _fact(model: LanguageModel, name: str) -> int:
+    """The largest number of that name in a model's config; 0 where a family has another name."""
+    found = model.facts.get(name) or 0
+    return max(found) if isinstance(found, list) else int(found)

@@ -1,0 +1,142 @@
+"""What training takes in memory: the sum by hand, the measured peak, the refusal, by the verbs."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.making import Told, pace
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.objectives import objective_named
+from kvlingo_mlx.training.on_mlx import memory
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
+from kvlingo_mlx.training.runtime import pair_of
+from tests.support import tiny
+from tests.support.trainings import random_arrays
+
+
+def shaped(layers: int, hidden: int, inner: int, heads: int, weights: int) -> Any:
+    """A model of a released shape, without its weights: 8 heads of 128, a vocabulary of 151,936."""
+    geometry = SimpleNamespace(
+        layers=[SimpleNamespace(key_width=1024, value_width=1024)] * layers, embedding_rows=151_936
+    )
+    facts = {"hidden_size": hidden, "intermediate_size": inner, "num_attention_heads": heads}
+    return SimpleNamespace(facts=facts, geometry=geometry, cache_dtype=mx.bfloat16, weights=weights)
+
+
+def test_the_sum_of_released_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3 0.6B to 4B in bfloat16, added up by hand, on a GPU and on a CPU."""
+    small, large = shaped(28, 1024, 3072, 16, 1_192), shaped(36, 2560, 9728, 32, 8_045)
+    monkeypatch.setattr(memory, "weights_bytes", lambda model: model.weights * 10**6)
+    a_token = {28: 114_688, 36: 147_456}  # 2 * 1024 numbers of two bytes in each layer
+    monkeypatch.setattr(
+        memory, "cache_bytes", lambda model, n: n * a_token[len(model.geometry.layers)]
+    )
+    monkeypatch.setattr(memory, "_numbers", lambda config, hidden: 36 * 2 * 1024 * 1024)
+    config: Any = None
+
+    def said(n: int, m: int, *, gpu: bool) -> list[int]:
+        monkeypatch.setattr(memory, "on_gpu", lambda: gpu)
+        return list(memory.needs(small, large, config, n, m, 3).values())
+
+    weights, translators, most = said(16_384, 2_048, gpu=True)
+    assert weights == 9_237_000_000
+    assert translators == 3 * 16 * 75_497_472
+    states = 16_384 * (114_688 + 147_456)
+    layer = 2 * (2.15 * 2_048 * (6 * 9_728 + 2_560) + 4.5 * 32 * 2_048 * 18_432)
+    assert most == int(states + 40 * 2_048 * 2_560 * 2 + layer)
+    assert said(1_024, 64, gpu=True)[2] == int(
+        1_024 * (114_688 + 147_456) + 40 * 64 * 2_560 * 2 + 8.2 * 4 * 64 * 151_936
+    )
+    # A CPU's scores of a chunk make reading the larger part; the source's states are kept, too.
+    reading = 2 * 16_384 * 114_688 + 2 * (2_048 * (6 * 3_072 + 1_024) + 16 * 2_048 * 16_384)
+    assert said(16_384, 64, gpu=False)[2] == reading
+
+
+@pytest.mark.parametrize(("prefix", "answer"), [(1900, 40), (600, 700)])
+def test_the_measured_peak(tmp_path: Path, prefix: int, answer: int) -> None:
+    """A model whose arrays are larger than what else there is: reading, then learning counts."""
+    facts = dict(seed=1, layers=3, kv_heads=4, head_dim=64, hidden=512, heads=8)
+    context = {"max_position_embeddings": 4096}
+    model = kv.load(tiny.write_tiny_model(tmp_path / "m", "qwen3", **facts, **context))
+    pair, config = pair_of(model, model), make_config(model, model, TrainingPlan())
+    tokens = np.random.default_rng(0).integers(0, 300, prefix + answer).tolist()
+    sample = Sample(tuple(tokens[:prefix]), tuple(tokens[prefix:]))
+    made = pair.trainable(config, random_arrays(config, 3))
+    before = mx.get_active_memory() - sum(a.nbytes for a in made.arrays().values())
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    pair.loss(made, pair.read(sample, config), objective_named("kl"), 1.0)
+    _, translators, most = memory.needs(model, model, config, prefix, answer).values()
+    # There is no optimizer yet: of its four parts the translator has two, tensors and gradients.
+    peak = mx.get_peak_memory() - before
+    assert most == pytest.approx(peak - translators / 2, rel=0.25)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> str:
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in first_chats(200)))
+    return str(path)
+
+
+def needed(models: dict[str, LanguageModel], prefix: int, rates: int = 1, nu: int = 1) -> float:
+    """Gigabytes, with half a percent to spare."""
+    ends = models["dense"], models["wide"]
+    found = memory.needs(*ends, make_config(*ends, TrainingPlan(nu=nu)), prefix, 16, rates)
+    return 1.005 * sum(found.values()) / 1e9
+
+
+def test_train_refuses_what_cannot_fit(
+    folders: dict[str, Path],
+    models: dict[str, LanguageModel],
+    chats: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """By the verb, in one line with a prefix that fits; with that one it trains."""
+    line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"])]
+    line += ["--data", chats, "--out", str(tmp_path / "t"), "--steps", "1", "--batch-size", "1"]
+    line += ["--fit-samples", "8", "--held-out", "2", "--device", "mlx", "--max-continuation", "16"]
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)  # as in a process of its own
+    monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 200):.6f}")
+    assert run(line) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "of memory are needed (weights of both models" in told and "1 translator in" in told
+    (fitting,) = re.findall(r"--max-prefix (\d+)", told)
+    assert 64 <= int(fitting) <= 200
+    assert not list(tmp_path.glob("t*"))
+    assert run([*line, "--max-prefix", fitting]) == 0
+    assert "training takes at most about" in capsys.readouterr().out
+
+
+def test_pair_leaves_out_lengths_that_do_not_fit(
+    models: dict[str, LanguageModel], chats: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends, said = (models["dense"], models["wide"]), list[str]()
+    monkeypatch.chdir(tmp_path)
+    small = {"SHORTEST": 64, "ANSWERS": 16, "FEWEST_STEPS": 0, "STEPS": 0, "ENOUGH": 1}
+    for name, value in small.items():
+        monkeypatch.setattr(pace, name, value)
+    monkeypatch.setattr(pace, "STARTING", 1e9)
+    monkeypatch.setattr(memory.mx, "get_active_memory", lambda: 0)
+    monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", f"{needed(models, 300, 4, nu=3):.6f}")
+    kv.pair(*ends, chats, minutes=0.3, out="t", told=Told(say=said.append))
+    (longest,) = re.findall(r"prefixes of up to (\d+) tokens, which", " ".join(said))
+    assert int(longest) == 256
+    monkeypatch.setenv("KVLINGO_MEMORY_LIMIT", "0.0001")
+    with pytest.raises(kv.KVLingoError, match="of memory are needed"):
+        kv.pair(*ends, chats, minutes=0.3, out="u")

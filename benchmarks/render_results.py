@@ -22,7 +22,7 @@ from rendering.quality import (
 )
 from rendering.records import HERE
 from rendering.serving import faults, recalls, served
-from rendering.speed import gpu_switches, switches, throughput, windows
+from rendering.speed import gpu_switches, switches, throughput, training_memory, windows
 
 PAGE = HERE / "RESULTS.md"
 HEAD = """# Results
@@ -44,6 +44,7 @@ def main() -> None:
         objectives(),
         streams(),
         throughput(),
+        training_memory(),
         windows(),
         conversations(),
         switches(),

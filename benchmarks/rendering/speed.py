@@ -36,6 +36,36 @@ def throughput() -> str:
     ])  # fmt: skip
 
 
+def training_memory() -> str:
+    """What a training step takes in memory, beside what the formula says."""
+    parts = []
+    for record in records("training_memory"):
+        config = record["config"]
+        rows = [
+            [f"{row['prefix']} + {row['continuation']}",
+             *(f"{(row[name] - row['at rest']) / 2**20:,.0f}"
+               for name in ("reading", "loss", "update", "said")),
+             f"{row['ratio beyond rest']:.2f}", f"{row['ratio']:.2f}"]
+            for row in record["results"]
+        ]  # fmt: skip
+        rest = record["results"][0]["at rest"] / 2**20
+        parts += [
+            f"{' to '.join(config['geometries'])}, {config['layers']} layers, "
+            f"{config['precision']}, two translators; {rest:,.0f} MiB at rest:\n",
+            table(["tokens", "reading", "learning", "update", "said", "said / peak",
+                   "with what rests"], rows),
+            source(record),
+        ]  # fmt: skip
+    if not parts:
+        return ""
+    return "\n".join([
+        "## What a training step takes in memory\n",
+        "MiB beyond weights, translators and optimizers, the peak of each part of a step on MLX;\n"
+        "`said` is what `train` says before it starts.\n",
+        *parts,
+    ])  # fmt: skip
+
+
 def windows() -> str:
     """What is saved where a layer keeps a window alone."""
     rows, sources = [], []

@@ -119,9 +119,8 @@ def command(options: TrainOptions) -> None:
             else:
                 step(text=f"{stage}: {getattr(report, 'step', report)}")
 
-        done = command_line.train(
-            asked, plan, recipe, options.out, show, warn, stage1, options.force, say
-        )
+        heard = command_line.Listeners(show, warn, say)
+        done = command_line.train(asked, plan, recipe, options.out, heard, stage1, options.force)
     if done is not None:  # a process that does not lead reports nothing
         _tell(options, done)
         curve = [] if done.log is None else command_line.read_log(done.log)

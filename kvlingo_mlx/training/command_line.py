@@ -103,6 +103,15 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Listeners:
+    """Functions that hear how a training proceeds: steps, warnings, and what it takes."""
+
+    progress: Progress
+    warn: Callable[[str], None]
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True)
 class Done:
     """The result of a finished training: its folder and, after stage 2, its log and held-out KL.
 
@@ -124,17 +133,15 @@ def train(
     plan: Mapping[str, Any],
     recipe: Mapping[str, Any],
     out: str,
-    progress: Progress,
-    warn: Callable[[str], None],
+    listeners: Listeners,
     stage1: Mapping[str, Any] | None = None,
     force: bool = False,
-    say: Callable[[str], None] = lambda text: None,
 ) -> Done | None:
     """Train, or resume a training; returns None in a process that does not lead.
 
     ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1, and is None for other kinds.
     ``force`` trains again even if the training is finished, and replaces another translator at
-    ``out``. ``say`` is told what the training takes.
+    ``out``.
 
     Raises:
         ValueError: A bad option, unusable data, or a destination that holds something else.
@@ -164,13 +171,13 @@ def train(
             whole,
             Path(out),
             group,
-            progress,
+            listeners.progress,
             options.settings(stream),
-            warn,
+            listeners.warn,
             notes=[str(stream.survey)] if stream.survey.falls_short else [],
             force=force,
             lengths=stream.longest,
-            say=say,
+            say=listeners.say,
         )
         before = training.finished()
         folder = training.run()

@@ -85,8 +85,8 @@ def train(names: Sequence[str], data: Path, out: Path, plain: bool, seed: int, a
     kept = command_line.Stream
     command_line.Stream = Plain if plain else Stream  # type: ignore[misc]
     try:
-        silent = command_line.Listeners(lambda *_: None, print, print)
-        done = command_line.train(options, plan, recipe, str(out), silent)
+        heard = command_line.Listeners(lambda *_: None, print, print)
+        done = command_line.train(options, plan, recipe, str(out), heard)
     finally:
         command_line.Stream = kept  # type: ignore[misc]
     assert done is not None and done.log is not None

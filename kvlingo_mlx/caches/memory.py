@@ -42,7 +42,8 @@ def check(parts: Mapping[str, int], held: int = 0, instead: str = "a shorter pro
     if there is None or needed <= there + held:
         return
     raise NotEnoughMemoryError(
-        f"{size_of(needed)} of memory are needed ({listed(parts)}), and {size_of(there + held)} are available; take "
+        f"{size_of(needed)} of memory are needed ({listed(parts)}), and "
+        f"{size_of(there + held)} are available; take "
         f"models of fewer bits (`mlx_lm.convert -q`) or {instead}, end other programs, or "
         f"set {LIMIT}=0 to try all the same"
     )

@@ -45,7 +45,7 @@ ALWAYS = {
              "header_timeout body_timeout write_timeout keep_alive worker_timeout stop_timeout "
              "conversations keep_conversations allow_anyone volatile log_level json_file",
     "demo": "every_pair json_file",
-    "pair": "pair source target data minutes out max_kl min_recall seed force json_file",
+    "pair": "pair source target data minutes out max_kl min_recall seed plot force json_file",
     "fit": "source target data out norm capture assignment head_mixing memory_gb force json_file",
     "train": "source target data plain_text max_prefix max_continuation seed histogram steps "
     "json_file",

@@ -125,4 +125,5 @@ def _text(path: str) -> str:
 
 
 def size_of(count: int) -> str:
+    """Bytes as text, in MB or GB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"

@@ -31,7 +31,7 @@ from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.store.importing import import_translator, place_of
 from kvlingo_mlx.tokenization.samples import MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training import command_line
-from kvlingo_mlx.training.checkpoints import read_facts
+from kvlingo_mlx.training.checkpoints import log_of, read_facts
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.distill import Report
 from kvlingo_mlx.training.mixture import Mixture
@@ -76,7 +76,7 @@ class Made:
     @property
     def log(self) -> Path:
         """The file of the curve, if it is still there."""
-        return command_line.log_of(self.folder)
+        return log_of(self.folder)
 
     @property
     def lines(self) -> list[str]:
@@ -317,7 +317,7 @@ class Making:
         stored = None
         if there is None or self.force or there.get("run") == config.provenance.get("run"):
             stored = import_translator(str(self.folder), models=self.ends, force=True).folder
-        facts, log = self.work.facts, command_line.log_of(self.folder)
+        facts, log = self.work.facts, log_of(self.folder)
         if self.work.folder.exists():
             self.work.remove()
         return Made(

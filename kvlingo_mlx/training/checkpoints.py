@@ -73,6 +73,11 @@ def read_facts(path: Path) -> dict[str, Any]:
         ) from None
 
 
+def log_of(folder: Path) -> Path:
+    """The log of a finished stage 2, beside its translator: held-out KL and more, as JSON lines."""
+    return folder.with_name(f"{folder.name}.log.jsonl")
+
+
 @contextlib.contextmanager
 def disk_errors(what: str, folder: Path) -> Iterator[None]:
     """Turn errors of the disk into one line: ``what`` could not be kept in ``folder``."""

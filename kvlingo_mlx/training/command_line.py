@@ -225,11 +225,6 @@ def histogram(options: Options, steps: int, batch: int, fit_samples: int) -> Len
     return Lengths(stream.survey, stage1, stage2)
 
 
-def log_of(folder: Path) -> Path:
-    """The log beside a translator that stage 2 has made."""
-    return folder.with_name(f"{folder.name}.log.jsonl")
-
-
 def read_log(path: Path) -> list[dict[str, Any]]:
     """The lines of a finished training's log."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -32,6 +32,7 @@ from kvlingo_mlx.training.checkpoints import (
     Checkpoints,
     check_settings,
     disk_errors,
+    log_of,
     read_facts,
     write_state,
 )
@@ -173,7 +174,7 @@ class Training:
     @property
     def log(self) -> Path:
         """The log of a finished stage 2: JSON lines with the held-out KL and more."""
-        return self.out.with_name(f"{self.out.name}.log.jsonl")
+        return log_of(self.out)
 
     def _held_out(self) -> list[Sample]:
         held_out = list(self.data.held_out(self.plan.held_out))

@@ -235,11 +235,12 @@ def test_a_pace_is_measured_in_its_parts() -> None:
         patch.setattr(pace, "drawn", lambda config: {})
         patch.setattr(pace.time, "perf_counter", lambda: now[0])
         clocked: Any = Clocked()
-        assert pace.measured(clocked, None, samples, 100.0) == Pace(16.0, 1.0, 0.5)  # type: ignore[arg-type]
+        config: Any = None
+        assert pace.measured(clocked, config, samples, 100.0) == Pace(16.0, 1.0, 0.5)
         calls.clear()
-        assert pace.measured(clocked, None, samples, 11.0) == Pace(8.0, 1.0, 0.5)  # type: ignore[arg-type]
+        assert pace.measured(clocked, config, samples, 11.0) == Pace(8.0, 1.0, 0.5)
         calls.clear()
-        assert pace.measured(clocked, None, samples, 5.0) == Pace(4.0, 10.0, 0.5)  # type: ignore[arg-type]
+        assert pace.measured(clocked, config, samples, 5.0) == Pace(4.0, 10.0, 0.5)
 
 
 def test_too_little_time_is_refused(

@@ -123,12 +123,14 @@ def conversation_loss(
     cache = _cache(target, [*reading.native, *leaves], reading.sample)
     with _in_place(target, reading.sample, cache) as run:
         with working():
-            made = Pass(target, cache, run)
+            made = Pass(target, cache, run) if learns else None
+            student = run() if made is None else made.hidden
+            mx.eval(student)
         loss = loss_of(
-            *(objective, target, made.hidden, reading.teacher, reading.sample.continuation),
+            *(objective, target, student, reading.teacher, reading.sample.continuation),
             with_gradient=learns,
         )
-        if not learns:
+        if made is None:
             return loss
         entries = made.gradients(loss.gradient)
         with working():

@@ -47,12 +47,14 @@ def check(
         return needs(source, target, config, prefix, answer, rates, hidden)
 
     found, there = parts(prefix), memory.free()
-    held = min(mx.get_active_memory(), next(iter(found.values())))
+    weights = next(iter(found.values()))
+    held = min(mx.get_active_memory(), weights)
     shorter = (prefix >> n for n in range(1, prefix.bit_length()) if prefix >> n >= SHORTEST)
     fits = (n for n in shorter if there is None or sum(parts(n).values()) <= there + held)
     most = next(fits, None)
-    instead = "shorter prefixes and answers (--max-prefix, --max-continuation) or fewer --lr"
-    memory.check(found, held, instead if most is None else f"--max-prefix {most}")
+    # `pair` chooses lengths by itself, so the verb that takes them is named.
+    instead = "`train` with shorter lengths (--max-prefix, --max-continuation) or fewer --lr"
+    memory.check(found, held, instead if most is None else f"`train` with --max-prefix {most}")
     size = memory.size_of(sum(found.values()))
     return f"training takes at most about {size} ({memory.listed(found)})"
 

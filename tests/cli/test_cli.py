@@ -333,6 +333,7 @@ def test_import_checks_before_it_writes(
     folders: dict[str, Path],
     fitted: Path,
     store: Path,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     wrong = ["--source", str(folders["moe"]), "--target", str(folders["dense"])]
@@ -342,6 +343,8 @@ def test_import_checks_before_it_writes(
         ["import", str(fitted), "--source", "x"], "--source has no effect without --target", capsys
     )
     fails(["import", str(fitted), "--revision", "v1"], "revision is 'v1', but ", capsys)
+    strangers = tiny.write_random_translator(tmp_path / "t", folders["moe"], folders["dense"])
+    fails(["import", str(strangers), "--allow-mismatch"], "no effect where neither", capsys)
     (fitted / "translator.safetensors").write_bytes(b"\0" * 100)
     fails(["import", str(fitted)], "translator.safetensors", capsys)
     assert not store.exists()

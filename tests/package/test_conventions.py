@@ -162,7 +162,8 @@ def test_what_runs_on_cuda_needs_no_mlx() -> None:
     """Benchmarks and their records; in one process, since PyTorch takes seconds to load."""
     pytest.importorskip("torch")
     here = PACKAGE.parent / "benchmarks"
-    code = f"import sys; sys.path.insert(0, {str(here)!r}); import cuda_switch, training_throughput"
+    names = "cuda_switch, training_throughput, throughput_on_torch"
+    code = f"import sys; sys.path.insert(0, {str(here)!r}); import {names}"
     record = "measure.record('x', {}, {}); measure.machine_line()"
     loaded = loaded_after(f"{code}\nfrom kvlingo_mlx.reporting import measure; {record}")
     assert "torch" in loaded and not loaded & {"mlx", "mlx_lm"}

@@ -19,7 +19,7 @@ from tests.support.kill_points import SHARES, Jobs
 
 def test_nothing_is_lost() -> None:
     """In a process of its own: MLX does not survive a fork once it has computed."""
-    jobs = [job for job in SHARES if job != "train" or importlib.util.find_spec("torch")]
+    jobs = [job for job in SHARES if job != "train-torch" or importlib.util.find_spec("torch")]
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.kill_points", "--points", "4", "--jobs", *jobs],
         cwd=ROOT, capture_output=True, text=True, timeout=3600,

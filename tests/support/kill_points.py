@@ -3,16 +3,17 @@
     nice python -m tests.support.kill_points --points 1000 \\
         --json benchmarks/results/kill_points.jsonl
 
-Four jobs on the embedded models, each of which replaces its own earlier result: importing a
-translator, fitting one, training one with a checkpoint a step, saving a conversation. A job tells
-through a pipe what it has finished. After each kill that, or what it was about to write, must be
-there in full; a training must end as one that nobody killed, bit by bit.
+Jobs on the embedded models, each of which replaces its own earlier result: importing a translator,
+fitting one, training one on either runtime with a checkpoint a step, saving a conversation. A job
+tells through a pipe what it has finished. After each kill that, or what it was about to write, must
+be there in full; a training must end as one that nobody killed, bit by bit.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import json
 import os
@@ -27,6 +28,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,8 +39,10 @@ from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.store.importing import import_translator
 
 PAIR = ("tiny-qwen3-s", "tiny-qwen3-l")
-SHARES = {"import": 0.5, "fit": 0.1, "train": 0.2, "conversation": 0.2}
-FIRST_GUESS = {"import": 0.15, "fit": 1.0, "train": 1.0, "conversation": 0.2}  # seconds
+SHARES = {"import": 0.4, "fit": 0.1, "train-torch": 0.2, "train-mlx": 0.1, "conversation": 0.2}
+FIRST_GUESS = {  # seconds
+    "import": 0.15, "fit": 1.0, "train-torch": 1.0, "train-mlx": 1.0, "conversation": 0.2,
+}  # fmt: skip
 Report = Callable[[str], None]
 Job = Callable[[Report], None]
 
@@ -96,7 +100,7 @@ def same(one: Path, other: Path) -> bool:
 
 @dataclasses.dataclass
 class Jobs:
-    """The four jobs in a folder of their own, and what must hold after each kill."""
+    """The jobs in a folder of their own, and what must hold after each kill."""
 
     room: Path
     rng: random.Random
@@ -106,7 +110,9 @@ class Jobs:
 
     def survive(self, name: str) -> bool:
         """Run a job to be killed; False if it ended before. AssertionError: something is lost."""
-        job = getattr(self, f"_{name}")
+        verb, _, runtime = name.partition("-")
+        own = (runtime,) if runtime else ()
+        job = functools.partial(getattr(self, f"_{verb}"), *own)
         longest = self.longest.setdefault(name, FIRST_GUESS[name])
         said = killed(job, self.rng.uniform(0, longest))
         failures = [line for line in said if line.startswith("failed")]
@@ -114,7 +120,7 @@ class Jobs:
         ended = "done" in said
         self.longest[name] = longest * (0.9 if ended else 1.05)  # most are to be killed, any where
         self.counts[f"{name}, {'ended before' if ended else 'killed'}"] += 1
-        getattr(self, f"_check_{name}")(said)
+        getattr(self, f"_check_{verb}")(*own, said)
         return not ended
 
     # ---- importing: two translators in turns into one folder -----------------------------
@@ -172,9 +178,8 @@ class Jobs:
 
     # ---- training --------------------------------------------------------------------------
 
-    def _train(self, report: Report, out: str = "trained") -> None:
+    def _train(self, runtime: str, report: Report, out: str = "trained") -> None:
         from kvlingo_mlx.tokenization.samples import Sample
-        from kvlingo_mlx.training.on_torch import model as torch_model
         from kvlingo_mlx.training.pipeline import Training
         from kvlingo_mlx.training.plan import TrainingPlan
         from kvlingo_mlx.training.recipe import Recipe
@@ -187,31 +192,29 @@ class Jobs:
             def held_out(self, count: int = 64) -> list[Sample]:
                 return [self.sample(-1 - i) for i in range(count)]
 
-        import torch
-
-        pair = [torch_model.load(str(zoo(name)), dtype=torch.float32) for name in PAIR]
+        pair = _for_training(runtime)
         recipe = Recipe(steps=6, batch=1, learning_rates=(1e-3,), validate_every=2)
         report("begin")
         Training(
             *pair, Random(), TrainingPlan(fit_samples=3, held_out=2, recipe=recipe),
-            self.room / out,
+            self.room / f"{out}-{runtime}",
             keep_every=0.0,
         ).run()  # fmt: skip
         report("done")
 
-    def _check_train(self, said: list[str]) -> None:
-        out, whole = self.room / "trained", self.room / "unbroken"
+    def _check_train(self, runtime: str, said: list[str]) -> None:
+        out, whole = self.room / f"trained-{runtime}", self.room / f"unbroken-{runtime}"
         if not out.exists():
             return  # the next one goes on
         if not whole.exists():
-            said = killed(lambda report: self._train(report, "unbroken"), None)
+            said = killed(lambda report: self._train(runtime, report, "unbroken"), None)
             assert "done" in said, said
         assert same(out, whole), "the resumed training ended elsewhere"
         logs = [p.with_name(f"{p.name}.log.jsonl").read_text() for p in (out, whole)]
         steps = [[line.split(",")[0] for line in log.splitlines()] for log in logs]
         assert steps[0] == steps[1], "the log lacks or repeats steps"
         shutil.rmtree(out)
-        self.counts["train, complete and equal"] += 1
+        self.counts[f"train-{runtime}, complete and equal"] += 1
 
     # ---- conversations -----------------------------------------------------------------------
 
@@ -241,6 +244,17 @@ class Jobs:
             self.told = 0 if word == "restarted" else int(number) if word == "saved" else self.told
 
 
+def _for_training(runtime: str) -> list[Any]:
+    """The pair's models, as a runtime loads them."""
+    if runtime == "mlx":
+        return [kv.load(zoo(name)) for name in PAIR]
+    import torch
+
+    from kvlingo_mlx.training.on_torch import model as torch_model
+
+    return [torch_model.load(str(zoo(name)), dtype=torch.float32) for name in PAIR]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--points", type=int, default=100, help="kills in all")
@@ -251,7 +265,7 @@ def main() -> None:
     for module in (
         "fitting",
         "handover.generation",
-        *(["training.pipeline"] * ("train" in args.jobs)),
+        *(["training.pipeline"] * any(job.startswith("train") for job in args.jobs)),
     ):
         importlib.import_module(f"kvlingo_mlx.{module}")  # once, not in every child
 

@@ -35,7 +35,7 @@ from kvlingo_mlx.training.pipeline import Training  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.recipe import Recipe  # noqa: E402
 from kvlingo_mlx.training.runtime import pair_of  # noqa: E402
-from tests.support.trainings import closed_form  # noqa: E402
+from tests.support.trainings import KINDS, closed_form, distance, learnt  # noqa: E402
 
 PAIRS = (("qwen", "mistral"), ("mistral", "qwen"))
 ANSWER = {"role": "assistant", "content": "The sum is 24, and the prefix is a long river."}
@@ -254,15 +254,40 @@ class Talks:
         return self.found[2:]
 
 
-def test_a_pair_is_trained_and_used(
-    root: Path, tmp_path: Path, opened: Callable[[str], LanguageModel], loaded: Opener
+@pytest.mark.parametrize(
+    ("pair", "kind"),
+    [
+        (pair, kind)
+        for pair, kind in itertools.product(PAIRS, KINDS)
+        # Keys cannot stay rotated, and two heads cannot be read by one.
+        if kind != "post_rope" and not (kind.startswith("head-wise") and pair == PAIRS[0])
+    ],
+    ids=str,
+)
+def test_both_runtimes_have_the_same_gradients(
+    pair: tuple[str, str], kind: str, opened: Opener, loaded: Opener
 ) -> None:
-    source, target = map(loaded, PAIRS[0])
+    found = []
+    for load in (opened, loaded):
+        ends = pair_of(*map(load, pair))
+        config = make_config(ends.source, ends.target, TrainingPlan(**KINDS[kind]))
+        sample = samples(ends.source, ends.target)[0]
+        found.append(learnt(ends, config, sample))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-4) and found[1][0] > 0.01
+    assert distance(found[0][1], found[1][1]) < 1e-5
+
+
+@pytest.mark.parametrize("runtime", ["mlx", "torch"])
+def test_a_pair_is_trained_and_used(
+    tmp_path: Path, opened: Callable[[str], LanguageModel], loaded: Opener, runtime: str
+) -> None:
+    source, target = map(opened if runtime == "mlx" else loaded, PAIRS[0])
     recipe = Recipe(steps=6, batch=2, learning_rates=(3e-3,), validate_every=3)
     plan = TrainingPlan(nu=3, fit_samples=2, held_out=1, recipe=recipe)
     folder = Training(source, target, Talks(source, target), plan, tmp_path / "out").run()
     translator = kv.load_translator(folder)
     assert translator.config.alignment == "minimal_groups" and translator.config.nu == 3
+    source, target = map(loaded, PAIRS[0])
     first = closed_form(
         make_config(source, target, plan), pair_of(source, target), samples(source, target)[:2]
     ).weights

@@ -9,7 +9,9 @@ one layer's graph of the translator exists at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,24 +123,27 @@ def conversation_loss(
         mx.eval(leaves)
     learns = scale != 0.0 and bool(leaves)
     cache = _cache(target, [*reading.native, *leaves], reading.sample)
-    with _in_place(target, reading.sample, cache) as run:
-        with working():
-            made = Pass(target, cache, run) if learns else None
-            student = run() if made is None else made.hidden
-            mx.eval(student)
-        loss = loss_of(
-            *(objective, target, student, reading.teacher, reading.sample.continuation),
-            with_gradient=learns,
-        )
+    run, place = _continued(target, reading.sample, cache)
+    with working():
+        made = Pass(target, cache, run, place) if learns else None
         if made is None:
-            return loss
-        entries = made.gradients(loss.gradient)
-        with working():
-            for t, gradient in entries:
-                pulled = _pulled(target, translator, reading, t, starts[t], gradient, scale)
-                translator.learn(pulled)
-                if t == first:
-                    break
+            with place():
+                student = run()
+                mx.eval(student)
+        else:
+            student = made.hidden
+    loss = loss_of(
+        *(objective, target, student, reading.teacher, reading.sample.continuation),
+        with_gradient=learns,
+    )
+    if made is None:
+        return loss
+    with working():
+        for t, gradient in made.gradients(loss.gradient):
+            pulled = _pulled(target, translator, reading, t, starts[t], gradient, scale)
+            translator.learn(pulled)
+            if t == first:
+                break
     return loss
 
 
@@ -171,11 +176,13 @@ def _cache(target: LanguageModel, entries: Sequence[Entry], sample: Sample) -> l
     return made
 
 
-@contextlib.contextmanager
-def _in_place(
+def _continued(
     target: LanguageModel, sample: Sample, cache: list[Any]
-) -> Iterator[Callable[[], mx.array]]:
+) -> tuple[Callable[[], mx.array], Callable[[], AbstractContextManager[None]]]:
     """The pass that gives the hidden states (M, width) which predict the continuation.
+
+    Returns:
+        The pass, and the context in which it and its parts run.
 
     Between two tokenizers, the same pass also reads the prefix tokens that the target prefills
     itself. The order is then: translated entries, those tokens, the last prefix token, the
@@ -184,8 +191,7 @@ def _in_place(
     following = (sample.prefix[-1], *sample.continuation[:-1])
     aligned = sample.aligned
     if aligned is None:
-        yield lambda: hidden_states(target, following, cache)
-        return
+        return lambda: hidden_states(target, following, cache), contextlib.nullcontext
     own = [sample.prefix[position] for position in aligned.own]
     last = len(sample.prefix) - 1
     positions = np.concatenate([aligned.own, np.arange(last, last + len(following))])
@@ -193,8 +199,10 @@ def _in_place(
     visible = np.tril(np.ones((len(positions), before + len(following)), bool), before - len(own))
     visible[: len(own), :before] = aligned.visible
     places, seen = mx.array(positions + aligned.shift), mx.array(visible)[None, None]
-    with placed(target, cache, places, seen):
-        yield lambda: hidden_states(target, (*own, *following), cache)[len(own) :]
+    return (
+        lambda: hidden_states(target, (*own, *following), cache)[len(own) :],
+        functools.partial(placed, target, cache, places, seen),
+    )
 
 
 def _pulled(

@@ -9,6 +9,7 @@ cache's keys and values, as the cache object hides them; here they are arguments
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -58,12 +59,17 @@ class Pass:
         model: The model.
         cache: Its caches.
         run: The pass; returns (M, width) final hidden states.
+        place: The context in which the pass, and each layer of it, runs.
     """
 
     def __init__(
-        self, model: LanguageModel, cache: Sequence[Any], run: Callable[[], mx.array]
+        self,
+        model: LanguageModel,
+        cache: Sequence[Any],
+        run: Callable[[], mx.array],
+        place: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._layers, self._run = model.model.layers, run
+        self._layers, self._run, self._place = model.model.layers, run, place
         self._numbers = {id(each): number for number, each in enumerate(cache)}
         self._steps: list[Step] = []
         returned: set[int] = set()
@@ -84,9 +90,9 @@ class Pass:
 
             return once
 
-        with calling(self._layers, kept):
+        with place(), calling(self._layers, kept):
             self.hidden = run()
-        mx.eval(self.hidden)
+            mx.eval(self.hidden)
 
     def gradients(self, gradient: mx.array) -> Iterator[tuple[int, Entry]]:
         """The gradients of each cache's entries from that of ``hidden``, the last cache's first.
@@ -103,7 +109,9 @@ class Pass:
                 wanted[id(array)] = wanted[id(array)] + each if id(array) in wanted else each
 
         last = _floats(self._steps[-1].output)
-        add(last, mx.vjp(self._after, last, [gradient])[1])
+        with self._place():
+            found = mx.vjp(self._after, last, [gradient])[1]
+        add(last, found)
         while self._steps:
             step = self._steps.pop()
             outputs, count = _floats(step.output), len(step.inputs)
@@ -114,7 +122,8 @@ class Pass:
             known = [wanted.pop(id(each), None) for each in outputs]
             both = zip(known, outputs, strict=True)
             gradients = [mx.zeros_like(out) if each is None else each for each, out in both]
-            _, found = mx.vjp(again, [*step.inputs, *step.entries], gradients)
+            with self._place():
+                _, found = mx.vjp(again, [*step.inputs, *step.entries], gradients)
             add(step.inputs, found[:count])
             entries = found[count:]
             mx.eval(entries)

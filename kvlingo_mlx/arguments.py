@@ -285,7 +285,7 @@ KINDS: dict[str, Kind] = {
         lambda value: _path(value) or (_listed(value) and all(map(_path, value))),
         "a file, a folder or a dataset's name, or a list of them",
     ),
-    **dict.fromkeys(("minutes", "max_kl", "min_recall"), Kind(
+    **dict.fromkeys(("minutes", "max_kl", "min_recall", "ridge"), Kind(
         lambda value: type(value) in (int, float), "a number")),
     "seed": Kind(lambda value: _whole(value) and value >= 0, "a whole number, 0 or more"),
     "out": Kind(_path, "a folder's path"),

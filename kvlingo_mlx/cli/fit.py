@@ -30,6 +30,9 @@ class FitOptions(Options):
     )
     nu: int = option(1, "Source layers per target layer.")
     head_mixing: bool = option(True, "Off: block-diagonal maps, head by head.")
+    ridge: float | None = option(
+        None, "Ridge, as a share of the inputs' mean square; default: chosen for each map; 0: none."
+    )
     memory_gb: float = option(
         8.0, "Most GB of sums at once; with less, the data are read several times."
     )
@@ -86,7 +89,7 @@ def _fit(
         return fit(
             *models,
             records,
-            **options.some("norm capture nu head_mixing"),
+            **options.some("norm capture nu head_mixing ridge"),
             assignment=_assignment(options.assignment, *models),
             memory=int(options.memory_gb * 2**30),
             progress=lambda done, total: step(done, total, "fitting: reading samples"),

@@ -56,7 +56,7 @@ PAIR = (
     Need("target", "source", is_set, "MODEL"),
 )
 HISTOGRAM = (
-    "out kind head_mixing joint capture nu assignment norm hidden native_layers objective "
+    "out kind head_mixing joint capture nu assignment norm ridge hidden native_layers objective "
     "ce_weight lr held_out val_every dtype device plot force gated stage1_steps stage1_lr"
 )
 MEMORY_BUDGET = (
@@ -95,7 +95,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
     "train": (
         Need(HISTOGRAM, "histogram", off, why="which only shows the data's prefix lengths"),
         Need("hidden", "kind", among(*HIDDEN), "mlp", "which has no hidden units"),
-        Need("norm fit_samples", "kind assignment",
+        Need("norm ridge fit_samples", "kind assignment",
              lambda kind, rule: kind not in UNSOLVED or rule != "relative_depth", "linear",
              "which has no closed form"),
         Need("ce_weight", "objective", among("mixed"), "mixed"),

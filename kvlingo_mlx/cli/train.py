@@ -34,6 +34,9 @@ class TrainOptions(Options):
     nu: int = option(1, "Source layers per target layer.")
     assignment: str = option("relative_depth", "How they are chosen: relative_depth, r2 or greedy.")
     norm: str = option("frobenius", "Norm of the closed form: frobenius, attention, sink_8.")
+    ridge: float | None = option(
+        None, "Its ridge, as a share of the inputs' mean square; default: chosen for each map."
+    )
     fit_samples: int = option(400, "Conversations for the closed form.")
     hidden: int = option(2048, "Hidden width of an MLP.")
     gated: bool | None = option(None, "With --kind mlp: output gates (the default) or none.")
@@ -105,7 +108,7 @@ def command(options: TrainOptions) -> None:
         **options.some("steps objective ce_weight"),
     }
     plan = options.some(
-        "kind head_mixing joint capture nu assignment norm fit_samples held_out hidden "
+        "kind head_mixing joint capture nu assignment norm ridge fit_samples held_out hidden "
         "native_layers"
     )
     plan["gated"] = options.gated is not False

@@ -25,7 +25,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.stage1.closed_form import shortage
+from kvlingo_mlx.stage1.closed_form import checked_ridge, shortage
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
 from kvlingo_mlx.stage1.selection import METHODS
@@ -49,6 +49,7 @@ def fit(
     assignment: Assignment | str | None = None,
     nu: int = 1,
     head_mixing: bool = True,
+    ridge: float | None = None,
     memory: int = MEMORY,
     progress: Progress | None = None,
     solving: Progress | None = None,
@@ -69,6 +70,8 @@ def fit(
             last two weigh all tokens alike under the attention norms.
         nu: The number of source layers that each target layer reads.
         head_mixing: False for block-diagonal maps, one block per head.
+        ridge: The ridge of each map, as a share of its inputs' mean square. None chooses one by
+            generalised cross-validation, which few data need; 0 is the paper's, none.
         memory: Most bytes of moments in memory at once; where they would take more, the samples
             are read several times, for some layers at a time.
         progress: Called with (samples done, number of samples), over all passes.
@@ -110,6 +113,7 @@ def fit(
         nu,
         memory,
         _hooks(len(records), target, progress, solving),
+        checked_ridge(ridge),
     )
     work.run()
     if short := shortage(config, work.tokens, work.lowest):

@@ -44,8 +44,7 @@ from kvlingo_mlx.training.watch import lowest, outlook
 CHATS_FILE = "chats.jsonl"
 GENERATED = "generated conversations"  # what a translator's provenance says of these
 CHATS = 2000  # generated conversations, where the user has none
-HELD_OUT = 32  # conversations that choose the learning rate
-JUDGES = 12  # of these choose the closed form
+HELD_OUT = 32  # conversations that choose the closed form and the learning rate
 TUNED_ON = 16  # dialogues that choose the native layers
 RATES = (1e-4, 1e-3, 1e-2)  # learning rates, beside the pair's own
 LEAST = 0.3  # the share of the time that stage 2 gets, however little is left
@@ -402,7 +401,7 @@ class Making:
         """Fit closed forms, and choose the one to begin with."""
         models, began = pair_of(*self.ends), self.work.spent
         samples = [stream.sample(number) for number in range(lengths.fit_samples)]
-        held_out = list(stream.held_out(JUDGES))
+        held_out = list(stream.held_out(HELD_OUT))
 
         last = 0.0
 

@@ -22,6 +22,7 @@ FEWEST_STEPS = 20  # fewer hardly change a closed form
 SHORTEST = 512  # tokens: no training reads less at most
 PROBES = 8  # conversations of each length that the pace is measured with
 PROBING = 0.02  # the share of the time that one length may take, but for its last conversation
+SOME = 4  # tokens per unknown from which a closed form begins, since its ridge is chosen
 STARTING, DISTILLING = 0.2, 0.7  # the shares of closed forms and of stage 2
 
 
@@ -138,7 +139,7 @@ def lengths(
     longest, pace, steps = chosen
     # A closed form is about half of the start's time; there is time for so many tokens.
     there = STARTING / 2 * seconds / pace.reading * pace.prefix
-    least = ENOUGH * unknowns(configs[min(configs)])
+    least = SOME * unknowns(configs[min(configs)])
     if steps < FEWEST_STEPS or there < least:
         needed = max(STEPS / steps, least / there) * seconds
         raise ValueError(
@@ -147,7 +148,7 @@ def lengths(
             f"{math.ceil(needed / 60)} or more, take smaller models, or use `fit`, which reads the "
             "data once"
         )
-    most = max(nu for nu, config in configs.items() if ENOUGH * unknowns(config) <= there)
+    most = max(nu for nu, config in configs.items() if SOME * unknowns(config) <= there)
     wanted = min(there, 2 * ENOUGH * unknowns(configs[most])) / pace.prefix
     fits = min(400, max(1, math.ceil(wanted)))
     return Lengths(longest, ANSWERS, fits, most, int(steps), pace.reading / pace.prefix)

@@ -21,6 +21,12 @@ RELATIVE_TOLERANCE = 1e-8
 # at all, and below that it recalls nothing. At 32, recall equals that at 256, and most of the KL
 # is gained.
 FEWEST, ENOUGH = 1, 32
+RIDGES = (0.0, *(10.0 ** (power / 2) for power in range(-12, 5)))
+# Tokens of one text are alike, so a fit learns less from them than from as many independent ones.
+# Taken as half as many, the ridge that is chosen is near the best in hindsight, from 1.5 tokens per
+# unknown to 32 (benchmarks/LOG.md, "a ridge").
+ALIKE = 2
+EXACT = 1e-12  # the share of the squares that counts as no error
 
 
 @dataclass
@@ -69,17 +75,45 @@ class Moments:
 
 @dataclass(frozen=True)
 class Solution:
-    """A fitted map (output, input), and the number of input directions that the data span."""
+    """A fitted map.
+
+    Attributes:
+        weight: (output, input).
+        rank: The number of input directions that the data span.
+        ridge: The ridge, as a share of the inputs' mean square.
+    """
 
     weight: np.ndarray
     rank: int
+    ridge: float = 0.0
 
 
-def solve(moments: Moments, tolerance: float = RELATIVE_TOLERANCE) -> Solution:
-    """The minimiser of E w |M x - y|^2; of least norm where the data do not determine it.
+def checked_ridge(ridge: float | None) -> float | None:
+    """A ridge that :func:`solve` takes.
+
+    Raises:
+        ValueError: It is negative, or not finite.
+    """
+    if ridge is not None and not 0 <= ridge < np.inf:
+        raise ValueError(
+            f"ridge is {ridge!r}; give 0 or more, or leave it out, and one is chosen for each map"
+        )
+    return ridge
+
+
+def solve(
+    moments: Moments, tolerance: float = RELATIVE_TOLERANCE, ridge: float | None = 0.0
+) -> Solution:
+    """The minimiser of E w |M x - y|^2 + ridge |M|^2; of least norm where that leaves a choice.
 
     Eigenvalues of E[x x^T] below ``tolerance`` times the largest count as zero
-    (paper: appendix "Training protocol", paragraph "Stage 1").
+    (paper: appendix "Training protocol", paragraph "Stage 1"; it has no ridge).
+
+    Args:
+        moments: The sums over all tokens.
+        tolerance: The eigenvalue that counts as zero, as a share of the largest.
+        ridge: As a share of the inputs' mean square; None chooses one by generalised
+            cross-validation (Golub, Heath and Wahba, 1979).
 
     Raises:
         ValueError: No token was added, or a moment is not finite.
@@ -90,9 +124,38 @@ def solve(moments: Moments, tolerance: float = RELATIVE_TOLERANCE) -> Solution:
         raise ValueError("the moments hold NaN or Inf: a model's keys or values overflowed")
     eigenvalues, vectors = np.linalg.eigh(moments.xx)
     kept = eigenvalues > tolerance * max(eigenvalues[-1], 0.0)
-    basis = vectors[:, kept]
-    weight = (moments.xy.T @ basis) / eigenvalues[kept] @ basis.T
-    return Solution(weight, int(kept.sum()))
+    basis, found = vectors[:, kept], eigenvalues[kept]
+    cross = moments.xy.T @ basis
+    mean = float(np.trace(moments.xx)) / len(moments.xx)
+    if ridge is None:
+        squares, total = np.square(cross).sum(axis=0), float(moments.yy.sum())
+        ridge = _chosen(found, squares, total, moments.tokens, mean)
+    weight = cross / (found + ridge * mean) @ basis.T
+    return Solution(weight, int(kept.sum()), ridge)
+
+
+def _chosen(
+    eigenvalues: np.ndarray, squares: np.ndarray, total: float, tokens: int, mean: float
+) -> float:
+    """The ridge of least generalised cross-validation error.
+
+    Args:
+        eigenvalues: Those of the sum of x x^T that count.
+        squares: |sum of y x^T v|^2 for each of their eigenvectors v.
+        total: The sum of |y|^2.
+        tokens: The number of tokens.
+        mean: The mean of all eigenvalues.
+    """
+    best = np.inf, RIDGES[-1]
+    for ridge in RIDGES:
+        above = eigenvalues + ridge * mean
+        error = max(0.0, total - float((squares * (2 / above - eigenvalues / above**2)).sum()))
+        freedom = float((eigenvalues / above).sum())
+        if error <= EXACT * total and freedom < tokens:
+            return ridge  # the map is linear, and is determined
+        if freedom < tokens / ALIKE:
+            best = min(best, (error / (1 - ALIKE * freedom / tokens) ** 2, ridge))
+    return best[1]
 
 
 def objective(moments: Moments, weight: np.ndarray) -> float:
@@ -117,21 +180,23 @@ def solve_maps(
     config: TranslatorConfig,
     moments: Mapping[str, Moments],
     solved: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, np.ndarray], list[int]]:
-    """Solve every map; return the tensors by their names in the format, and the ranks.
+    ridge: float | None = 0.0,
+) -> tuple[dict[str, np.ndarray], list[Solution]]:
+    """Solve every map; return the tensors by their names in the format, and the solutions.
 
     ``solved`` is called after each map, to report progress: wide maps take long.
     """
     weights: dict[str, np.ndarray] = {}
-    ranks = []
+    found: list[Solution] = []
     for name, sums in moments.items():
         blocks = _blocks(config, name)
-        solutions = [solve(sums if block is None else sums.block(*block)) for block in blocks]
+        parts = [sums if block is None else sums.block(*block) for block in blocks]
+        solutions = [solve(part, ridge=ridge) for part in parts]
         matrices = [solution.weight for solution in solutions]
         weights[f"{name}.weight"] = matrices[0] if config.head_mixing else np.stack(matrices)
-        ranks += [solution.rank for solution in solutions]
+        found += solutions
         solved()
-    return weights, ranks
+    return weights, found
 
 
 def unknowns(config: TranslatorConfig) -> int:

@@ -34,6 +34,7 @@ from kvlingo_mlx.tokenization.samples import Sample
 
 MEMORY = 8 * 2**30  # bytes of sums at once, which leaves room for the models in 16 GB
 KINDS = ("xx", "xy", "yy")
+COUNTS = ("part", "read", "used", "tokens", "longest", "ranks", "ridges")
 
 
 class Sums(Protocol):
@@ -114,8 +115,10 @@ class ClosedForm:
         nu: The number of source layers to choose for each target layer.
         memory: Most bytes of sums at once.
         hooks: What is told on the way.
+        ridge: The ridge of each map, as a share of its inputs' mean square; None chooses one.
         weights: The maps solved so far, in float64, by their names in the format.
         ranks: Their input directions that the data span.
+        ridges: Their ridges.
         part: The number of passes that are done.
         read: The samples of this pass so far; 0 between two passes.
         used: The usable samples of this pass, or of the last one between two passes.
@@ -131,8 +134,10 @@ class ClosedForm:
     nu: int = 1
     memory: int = MEMORY
     hooks: Hooks = field(default_factory=Hooks)
+    ridge: float | None = None
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
+    ridges: list[float] = field(default_factory=list)
     part: int = 0
     read: int = 0
     used: int = 0
@@ -162,9 +167,13 @@ class ClosedForm:
         """The fewest input directions that the data of any map span."""
         return min(self.ranks)
 
-    def facts(self) -> dict[str, int]:
-        """What a provenance keeps of the samples and the solution."""
+    def facts(self) -> dict[str, float]:
+        """What a provenance keeps of the samples and the solution.
+
+        ``ridge`` is the one that was given, or the median of those that were chosen.
+        """
         return {
+            "ridge": float(np.median(self.ridges)),
             "samples": self.used,
             "prefix_tokens": self.tokens,
             "longest_prefix": self.longest,
@@ -306,9 +315,11 @@ class ClosedForm:
 
     def _solve(self, moments: Mapping[str, Moments]) -> None:
         numbers = count(len(self.weights) + 1)
-        weights, ranks = solve_maps(self.config, moments, lambda: self.hooks.solved(next(numbers)))
+        solved = lambda: self.hooks.solved(next(numbers))  # noqa: E731
+        weights, found = solve_maps(self.config, moments, solved, self.ridge)
         self.weights |= weights
-        self.ranks += ranks
+        self.ranks += [solution.rank for solution in found]
+        self.ridges += [solution.ridge for solution in found]
 
     # ---- the state on disk ----------------------------------------------------------------
 
@@ -322,13 +333,12 @@ class ClosedForm:
 
     def counts(self) -> dict[str, Any]:
         """The numbers beside :meth:`tensors`, and the source layers chosen so far."""
-        names = ("part", "read", "used", "tokens", "longest", "ranks")
-        own = {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in COUNTS}
         return {**own, "assignment": self.config.assignment.to_json()}
 
     def restore(self, tensors: Mapping[str, np.ndarray], counts: Mapping[str, Any]) -> None:
         """Become what gave :meth:`tensors` and :meth:`counts`, in either runtime."""
-        for name in ("part", "read", "used", "tokens", "longest", "ranks"):
+        for name in COUNTS:
             setattr(self, name, counts[name])
         assignment = Assignment.from_json(counts["assignment"])
         self.config = dataclasses.replace(self.config, assignment=assignment)

@@ -311,6 +311,7 @@ class Training:
             norm_named(plan.norm),
             plan.assignment,
             plan.nu,
+            ridge=plan.ridge,
         )
         path = self.partial / "stage1" / "sums.safetensors"
         if path.exists():

@@ -13,6 +13,7 @@ from kvlingo_mlx.format.kinds import KindSpec, kind_named
 from kvlingo_mlx.format.maps import check_head_ratio
 from kvlingo_mlx.format.projections import facts_of_models
 from kvlingo_mlx.format.translator_config import CAPTURES, TranslatorConfig, capture_point
+from kvlingo_mlx.stage1.closed_form import checked_ridge
 from kvlingo_mlx.stage1.norms import norm_named
 from kvlingo_mlx.stage1.selection import METHODS
 from kvlingo_mlx.tokenization.aligned_prefix import check_capture, check_layers
@@ -57,6 +58,8 @@ class TrainingPlan:
         nu: The number of source layers that each target layer reads.
         assignment: How these source layers are chosen: ``relative_depth``, ``r2`` or ``greedy``.
         norm: The norm of the closed form.
+        ridge: The closed form's ridge, as a share of its inputs' mean square; None chooses one for
+            each map.
         fit_samples: The number of conversations for the closed form.
         held_out: The number of conversations that choose the learning rate.
         hidden: The hidden width of an MLP.
@@ -75,6 +78,7 @@ class TrainingPlan:
     nu: int = 1
     assignment: str = "relative_depth"
     norm: str = "frobenius"
+    ridge: float | None = None
     fit_samples: int = 400
     held_out: int = 64
     hidden: int = 2048
@@ -98,6 +102,7 @@ class TrainingPlan:
                 raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
         spec = kind_named(self.kind, self.joint, self.head_mixing)
         norm_named(self.norm)
+        checked_ridge(self.ridge)
         objective_named(self.recipe.objective, self.recipe.ce_weight)
         self._check_work(spec)
         require("source layers per target layer (--nu)", self.nu, 1)

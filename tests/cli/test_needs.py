@@ -46,7 +46,8 @@ ALWAYS = {
              "conversations keep_conversations allow_anyone volatile log_level json_file",
     "demo": "every_pair json_file",
     "pair": "pair source target data minutes out max_kl min_recall seed plot force json_file",
-    "fit": "source target data out norm capture assignment head_mixing memory_gb force json_file",
+    "fit": "source target data out norm capture assignment head_mixing ridge memory_gb "
+    "force json_file",
     "train": "source target data plain_text max_prefix max_continuation seed histogram steps "
     "json_file",
     "import": "path_or_hub_id revision out dtype allow_mismatch force json_file",
@@ -187,6 +188,7 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         ([*TRAIN, "--plain-text", "--packed-share", "0.2"], "--packed-share has no effect with --"),
         ([*TRAIN, "--histogram", "--plot", "x"], "--out, --plot have no effect with --histogram"),
         ([*TRAIN, "--kind", "mlp", "--norm", "sink_8"], "--norm has no effect with --kind mlp"),
+        ([*TRAIN, "--kind", "mlp", "--ridge", "0.1"], "--ridge has no effect with --kind mlp"),
         ([*EVAL, "--needles", "nonsense"], "--needles has no effect with --tasks continuation"),
         ([*EVAL, "--lengths", "none"], "--lengths has no effect with --tasks continuation"),
         ([*EVAL, "--style", "no"], "--style has no effect with --tasks continuation"),
@@ -258,7 +260,7 @@ ALWAYS_ARGUMENTS = set(
     "path_or_hf_repo quantize name prefill_model decode_model prompt tokens translator strategy "
     "max_tokens sampler logits_processors prefill_step_size native_layers native_head native_tail "
     "allow_mismatch draft_model kv_bits verbose prompt_cache source target samples capture norm "
-    "assignment head_mixing memory progress models translators system enable_thinking tools "
+    "assignment head_mixing ridge memory progress models translators system enable_thinking tools "
     "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
     "characters overwrite solving suits data minutes out max_kl min_recall seed force told".split()
 )

@@ -163,7 +163,7 @@ def test_identity_equals_plain_mlx_lm_bit_for_bit(
 def test_controls_differ(models: dict[str, LanguageModel], task_folder: Path) -> None:
     """The negative control: were prefixes not read through the condition, these would agree."""
     model = models["dense"]
-    fitted = kv.fit(model, model, [{"text": "one two three four five " * 9}])
+    fitted = kv.fit(model, model, [{"text": "one two three four five " * 9}], ridge=0.0)
     native, hidden, shuffled = (
         running.run(model, make, KINDS, condition="x", include_path=task_folder)
         for make in (

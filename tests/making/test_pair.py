@@ -35,7 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(pace, "STARTING", 1e9)  # however slow this machine is
     monkeypatch.setattr(pace, "FEWEST_STEPS", 0)
-    for name, few in (("CHATS", 200), ("HELD_OUT", 8), ("JUDGES", 2), ("TUNED_ON", 2)):
+    for name, few in (("CHATS", 200), ("HELD_OUT", 8), ("TUNED_ON", 2)):
         monkeypatch.setattr(making, name, few)
     monkeypatch.setattr(pace, "ENOUGH", 4)
     monkeypatch.setattr(bundled, "COUNT", 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlingo_mlx.stage1.closed_form import Moments, objective, solve
+from kvlingo_mlx.stage1.closed_form import ALIKE, RIDGES, Moments, checked_ridge, objective, solve
 
 Data = tuple[np.ndarray, np.ndarray]
 
@@ -298,3 +298,77 @@ def test_shapes_that_disagree(x: tuple[int, ...], y: tuple[int, ...]) -> None:
     moments = Moments(4, 2)
     with pytest.raises(ValueError):
         moments.add(np.ones(x), np.ones(y))
+
+
+# ---- a ridge ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ridge", [1e-3, 0.5])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_ridge_equals_added_rows(ridge: float, weighted: bool) -> None:
+    """Rows that ask for an output of 0 where one input is as large as the ridge's root."""
+    x, y = random_data(60, 12, 5, noise=0.7)
+    w = np.random.default_rng(1).uniform(0.1, 2.0, 60) if weighted else np.ones(60)
+    size = np.sqrt(ridge * np.sum(w[:, None] * x**2) / 12)
+    rows = np.concatenate([np.sqrt(w)[:, None] * x, size * np.eye(12)])
+    goals = np.concatenate([np.sqrt(w)[:, None] * y, np.zeros((12, 5))])
+    expected = np.linalg.lstsq(rows, goals, rcond=None)[0].T
+    found = solve(sums(x, y, w if weighted else None), ridge=ridge)
+    assert relative(found.weight, expected) < 1e-9 and found.ridge == ridge
+
+
+def cross_validation(x: np.ndarray, y: np.ndarray, ridge: float) -> float:
+    """The error of cross-validation as it is defined: by the residuals and the hat matrix."""
+    tokens, width = x.shape
+    penalty = ridge * np.mean(np.sum(x**2, axis=0)) * np.eye(width)
+    hat = x @ np.linalg.solve(x.T @ x + penalty, x.T)
+    left = tokens - ALIKE * np.trace(hat)
+    return np.inf if left <= 0 else float(np.sum((y - hat @ y) ** 2)) / left**2
+
+
+@pytest.mark.parametrize(("tokens", "noise"), [(30, 20.0), (60, 5.0), (200, 1.0), (2000, 0.3)])
+def test_the_ridge_is_that_of_least_error_in_cross_validation(tokens: int, noise: float) -> None:
+    x, y = random_data(tokens, 24, 6, noise=noise)
+    errors = [cross_validation(x, y, ridge) for ridge in RIDGES]
+    assert solve(sums(x, y), ridge=None).ridge == RIDGES[int(np.argmin(errors))]
+
+
+def test_a_chosen_ridge_helps_where_data_are_few() -> None:
+    """On tokens that no fit has seen, where each token comes twice; with many it changes little."""
+    rng = np.random.default_rng(5)
+    planted, spread = rng.normal(size=(40, 8)), np.linspace(0.05, 2.0, 40)
+    fresh = rng.normal(size=(4000, 40)) * spread
+    errors = {}
+    for tokens in (50, 6000):
+        x = rng.normal(size=(tokens, 40)) * spread
+        y = x @ planted + 3.0 * rng.normal(size=(tokens, 8))
+        moments = sums(np.repeat(x, 2, axis=0), np.repeat(y, 2, axis=0))
+        for ridge in (0.0, None):
+            weight = solve(moments, ridge=ridge).weight
+            errors[tokens, ridge] = float(np.mean((fresh @ (weight.T - planted)) ** 2))
+    assert errors[50, None] < 0.6 * errors[50, 0.0]
+    assert errors[6000, None] < 1.02 * errors[6000, 0.0]
+
+
+@pytest.mark.parametrize("tokens", [49, 400])
+def test_what_is_linear_needs_no_ridge(tokens: int) -> None:
+    """Even of few tokens, if they are more than the unknowns."""
+    x, y = random_data(tokens, 48, 8)
+    found = solve(sums(x, y), ridge=None)
+    assert found.ridge == 0.0
+    assert relative(found.weight, np.linalg.lstsq(x, y, rcond=None)[0].T) < 1e-6
+
+
+def test_no_ridge_is_chosen_blindly() -> None:
+    """Fewer tokens than unknowns pass through every point; that says nothing."""
+    x, y = random_data(20, 48, 8, noise=1.0)
+    assert solve(sums(x, y), ridge=None).ridge > 0.0
+    silent = sums(np.zeros((9, 3)), np.ones((9, 2)))
+    assert not solve(silent, ridge=None).weight.any()
+
+
+@pytest.mark.parametrize("wrong", [-1e-9, np.inf, np.nan])
+def test_ridges_that_are_none(wrong: float) -> None:
+    with pytest.raises(ValueError, match="ridge is .*; give 0 or more, or leave it out"):
+        checked_ridge(wrong)
+    assert checked_ridge(None) is None and checked_ridge(0) == 0

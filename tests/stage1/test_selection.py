@@ -131,7 +131,7 @@ def test_fit_chooses_and_solves(models: dict[str, LanguageModel], method: str, m
     seen: list[int] = []
     solved: list[tuple[int, int | None]] = []
     translator = kv.fit(
-        source, target, samples, assignment=method, nu=2, memory=memory,
+        source, target, samples, assignment=method, nu=2, memory=memory, ridge=0.0,
         progress=lambda done, total: seen.append(total),
         solving=lambda done, total: solved.append((done, total)),
     )  # fmt: skip

@@ -71,10 +71,14 @@ def linear_config(source: TorchModel, target: TorchModel, **options: Any) -> Tra
 
 
 def closed_form(
-    config: TranslatorConfig, pair: Pair, data: list[Sample], norm: str = "frobenius"
+    config: TranslatorConfig,
+    pair: Pair,
+    data: list[Sample],
+    norm: str = "frobenius",
+    ridge: float | None = None,
 ) -> ClosedForm:
     """A finished fit of ``data``."""
-    made = ClosedForm(config, pair, lambda start: data[start:], norm_named(norm))
+    made = ClosedForm(config, pair, lambda start: data[start:], norm_named(norm), ridge=ridge)
     made.run()
     return made
 

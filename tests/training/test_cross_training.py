@@ -136,12 +136,12 @@ def regressed(root: Path, pair: tuple[str, str], side: str, layers: list[int], t
 def test_both_closed_forms_regress_on_group_means(
     pair: tuple[str, str], root: Path, opened: Callable[[str], LanguageModel], loaded: Opener
 ) -> None:
-    device = kv.fit(*map(opened, pair), RECORDS[:2], nu=1)
+    device = kv.fit(*map(opened, pair), RECORDS[:2], nu=1, ridge=0.0)
     assert device.config.alignment == "minimal_groups"
     source, target = map(loaded, pair)
     config = make_config(source, target, TrainingPlan(nu=1, recipe=Recipe(steps=0)))
     assert config.alignment == "minimal_groups"
-    fit = closed_form(config, pair_of(source, target), samples(source, target)[:2])
+    fit = closed_form(config, pair_of(source, target), samples(source, target)[:2], ridge=0.0)
     assert fit.tokens == device.config.provenance["prefix_tokens"]
     for name in ("keys.1", "values.2"):
         side, t = name.split(".")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
+from rendering.pairs import made, starts
 from rendering.promises import alignment, checks, fit_memory, folded, ratios, streams, threads
 from rendering.quality import (
     across_tokenizers,
@@ -43,6 +44,8 @@ def main() -> None:
         hybrids(),
         objectives(),
         streams(),
+        made(),
+        starts(),
         throughput(),
         training_memory(),
         windows(),

@@ -3,9 +3,9 @@
     python benchmarks/starts.py [--pairs A:B ...] [--share 16] [--steps 100] --json FILE
 
 For every pair of the zoo: each number of source layers and each norm that `pair` can choose from is
-fitted on the same dialogues, with its ridge chosen and with none, judged on held-out dialogues as
-`pair` does, and distilled for a number of steps. The choice is held against
-the best in hindsight, on dialogues that nothing has seen, before and after these steps.
+fitted on the same dialogues, judged on held-out ones as `pair` does, and distilled for a number of
+steps; nu = 1 also without a ridge. The choice is held against the best in hindsight, on dialogues
+that nothing has seen, before and after these steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import quality as tables
 
 from kvlingo_mlx.evaluation.continuation import DialogueStream
 from kvlingo_mlx.loading.models import load
-from kvlingo_mlx.making import HELD_OUT, starts
+from kvlingo_mlx.making import starts
+from kvlingo_mlx.making.run import HELD_OUT
 from kvlingo_mlx.reporting import measure
 from kvlingo_mlx.stage1.closed_form import unknowns
 from kvlingo_mlx.tokenization.samples import Sample

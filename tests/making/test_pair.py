@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 import kvlingo_mlx as kv
-from kvlingo_mlx import making
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import bundled, dialogues
 from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.making import Making, pace, starts
+from kvlingo_mlx.making import pace, starts
+from kvlingo_mlx.making import run as making
 from kvlingo_mlx.making.pace import ANSWERS, Lengths, Pace, lengths
+from kvlingo_mlx.making.run import Making
 from kvlingo_mlx.making.starts import Start, choose
 from kvlingo_mlx.making.work import Work
 from kvlingo_mlx.models.language_model import LanguageModel

@@ -62,26 +62,33 @@ def _block(
     KL(p || q) and q - onehot for cross-entropy. Written out, it needs less memory than automatic
     differentiation.
     """
-    norms = mx.logsumexp(logits, -1, keepdims=True), mx.logsumexp(native, -1, keepdims=True)
-    divergence = _divergence(logits, native, *norms).sum()
+    student, teacher = mx.softmax(logits, axis=-1), mx.softmax(native, axis=-1)
+    norms = _norm(logits, student), _norm(native, teacher)
+    divergence = _divergence(teacher, logits, native, norms[0] - norms[1]).sum()
     entropy = (norms[0] - mx.take_along_axis(logits, labels, axis=-1)).sum()
     part = mx.stack([divergence, entropy])
     if not with_gradient:
         return part, None
-    slope = _slope(logits, native, *norms, mx.array(objective.kl), mx.array(objective.ce))
+    slope = _slope(student, teacher, mx.array(objective.kl), mx.array(objective.ce))
     if objective.ce:
         true = mx.take_along_axis(slope, labels, axis=-1) - objective.ce
         slope = mx.put_along_axis(slope, labels, true, axis=-1)
     return part, slope
 
 
-@mx.compile
-def _divergence(logits: mx.array, native: mx.array, norm: mx.array, other: mx.array) -> mx.array:
-    return mx.exp(native - other) * ((native - other) - (logits - norm))
+def _norm(logits: mx.array, probabilities: mx.array) -> mx.array:
+    """Each row's logarithm of the sum of exponentials, from its likeliest token.
+
+    Two maxima are cheaper than exponentials of the whole vocabulary once more.
+    """
+    return logits.max(-1, keepdims=True) - mx.log(probabilities.max(-1, keepdims=True))
 
 
 @mx.compile
-def _slope(
-    logits: mx.array, native: mx.array, norm: mx.array, other: mx.array, kl: mx.array, ce: mx.array
-) -> mx.array:
-    return (kl + ce) * mx.exp(logits - norm) - kl * mx.exp(native - other)
+def _divergence(teacher: mx.array, logits: mx.array, native: mx.array, norm: mx.array) -> mx.array:
+    return teacher * ((native - logits) + norm)
+
+
+@mx.compile
+def _slope(student: mx.array, teacher: mx.array, kl: mx.array, ce: mx.array) -> mx.array:
+    return (kl + ce) * student - kl * teacher

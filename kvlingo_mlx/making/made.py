@@ -1,0 +1,88 @@
+"""What a call of :func:`kvlingo_mlx.pair` makes, and what it tells on the way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.grading import NO_RECEIPT, said_of
+from kvlingo_mlx.training.checkpoints import log_of
+from kvlingo_mlx.training.watch import lowest, outlook
+
+GENERATED = "generated conversations"  # what a translator's provenance says of these
+PAPERS_DATA = "nvidia/Nemotron-SFT-Instruction-Following-Chat-v2"  # paper: "Training data"
+NO_DATA = (
+    f"no --data: it trains on {GENERATED}, for a first try; for a translator to keep, give your "
+    f"own chats, or a dataset of the Hub such as the paper's, {PAPERS_DATA}"
+)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A finished translator.
+
+    Attributes:
+        folder: Its folder.
+        stored: Its folder in the local store, in bfloat16; None where another translator of these
+            models and this form is there, which is left as it is.
+        config: Its config, with receipt and tuning in the provenance.
+        starts: The closed forms that were tried, with their held-out KL.
+        curve: The log of stage 2.
+        bundled_data: Whether it was trained on the package's generated conversations.
+    """
+
+    folder: Path
+    stored: Path | None
+    config: TranslatorConfig
+    starts: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    curve: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    bundled_data: bool = False
+
+    @property
+    def log(self) -> Path:
+        """The file of the curve, if it is still there."""
+        return log_of(self.folder)
+
+    @property
+    def lines(self) -> list[str]:
+        """What was reached, and what to type next: five lines."""
+        made, ends = self.config.provenance, (self.config.source.name, self.config.target.name)
+        kls = [lowest(line["held_out"]) for line in self.curve] or [math.nan]
+        data = f"{GENERATED}, for a first try" if self.bundled_data else "your data"
+        told = outlook(self.curve) or "the curve is too short to say what more time would bring"
+        native = self.config.native_layers
+        chat = f"kvlingo-mlx chat --model small={ends[0]} --model large={ends[1]}"
+        onward = (
+            "the local store holds another one of this form, which was left as it is; to replace "
+            f"it: kvlingo-mlx import {self.folder} --force"
+            if self.stored is None
+            else f"it is in the local store; next: {chat}"
+        )
+        return [
+            f"{self.folder}: nu = {self.config.nu}, {native} native layers of "
+            f"{len(self.config.target.layers)}, trained on {data}; prefixes of up to "
+            f"{made.get('longest_prefix')} tokens",
+            f"grade: {said_of(self.config) if 'receipt' in made else NO_RECEIPT}",
+            f"held-out KL {kls[0]:.4f} with the closed form, {min(kls):.4f} at best",
+            told,
+            onward,
+        ]
+
+
+@dataclass(frozen=True)
+class Told:
+    """Functions that are told how the work proceeds.
+
+    Attributes:
+        say: A line of text.
+        warn: A line about what may go wrong.
+        progress: The stage, the share of it that is done if known, and a text.
+    """
+
+    say: Callable[[str], None] = lambda text: None
+    warn: Callable[[str], None] = lambda text: None
+    progress: Callable[[str, float | None, str], None] = lambda stage, share, text: None

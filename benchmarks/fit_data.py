@@ -3,8 +3,9 @@
     python benchmarks/fit_data.py [--seeds 3] [--shares 1 2 4 ...] [--ridges 0 chosen]
 
 Fits of growing prefix tokens between embedded models, by tokens per unknown (the input width of
-one map), with ridges that are given or chosen. Each is measured twice: recall and KL on held-out dialogues, and the share of the hidden
-prefix's KL that it removes on the bundled conversations, which is what receipts and grades are of.
+one map), with ridges that are given or chosen. Each is measured twice: recall and KL on held-out
+dialogues, and the share of the hidden prefix's KL that it removes on the bundled conversations,
+which is what receipts and grades are of.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def main() -> None:
         def judge(nu: int, norm: str, found: dict = found) -> starts.Start:
             return starts.Start(nu, norm, found[nu, norm]["judged"])
 
-        chosen, looked = starts.choose(max(nu for nu, _ in found), judge)
+        chosen, looked = starts.choose(sorted({nu for nu, _ in found}), judge)
         results = {
             "tried": list(found.values()), "without a ridge": plain,
             "chosen": found[chosen.nu, chosen.norm], "looked at": len(looked),

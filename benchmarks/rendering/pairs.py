@@ -6,6 +6,7 @@ from itertools import groupby
 
 import numpy as np
 
+from kvlingo_mlx.making import starts as rule
 from rendering.records import records, source, table
 
 JUDGED = ("pair", "pair, shuffled", "prefix hidden", "shipped", "native")
@@ -54,8 +55,15 @@ def starts() -> str:
     rows = []
     for record in found:
         results = record["results"]
-        chosen, plain = results["chosen"], results["without a ridge"]
-        first = next(each for each in results["tried"] if each["nu"] == 1)
+        tried = {(each["nu"], each["norm"]): each for each in results["tried"]}
+
+        def judge(nu: int, norm: str, tried: dict = tried) -> rule.Start:
+            return rule.Start(nu, norm, tried[nu, norm]["judged"])
+
+        # By the rule as it is now, whatever it was when these were tried.
+        start, _ = rule.choose(sorted({nu for nu, _ in tried}), judge)
+        chosen, first = tried[start.nu, start.norm], tried[1, rule.NORM]
+        plain = results["without a ridge"]
         best = [results[f"best {when}"] for when in ("before", "after")]
         rows.append([
             record["config"]["pair"].replace(":", " to "),

@@ -34,6 +34,9 @@ class PairOptions(Options):
     min_recall: float | None = option(
         None, "Choose the fewest that recall this share of the dialogues' answers."
     )
+    nu: int | None = option(
+        None, "Source layers per target layer; default: up to 3. A switch costs as many times more."
+    )
     seed: int = option(0, "Seed of the data.")
     plot: str | None = option(None, "Draw the held-out KL into this file (the [plot] extra).")
     force: bool = option(
@@ -65,7 +68,7 @@ def command(options: PairOptions) -> None:
             source,
             target,
             options.data or (),
-            **options.some("minutes out max_kl min_recall seed force"),
+            **options.some("minutes out max_kl min_recall nu seed force"),
             told=Told(say, warn, show),
         )
     if options.plot and made.curve:

@@ -31,6 +31,7 @@ def pair(
     out: str | os.PathLike[str] | None = None,
     max_kl: float | None = None,
     min_recall: float | None = None,
+    nu: int | None = None,
     seed: int = 0,
     force: bool = False,
     told: Told | None = None,
@@ -38,8 +39,8 @@ def pair(
     """Make a translator from ``source`` to ``target`` in the time there is, on MLX.
 
     It measures how fast this machine is and chooses lengths accordingly. It tries closed forms and
-    keeps the best. It distils from that one at several learning rates, of which the better half
-    goes on. If a quality is asked for, it chooses native layers. The result goes into the local
+    keeps one. It distils from that one at several learning rates, of which the better half goes on.
+    If a quality is asked for, it chooses native layers. The result goes into the local
     store. The same call resumes after an interruption.
 
     Args:
@@ -51,6 +52,8 @@ def pair(
         out: The folder to write; default: SOURCE-to-TARGET, their names, here.
         max_kl: Tune to the fewest native layers with at most this KL, in nats per token.
         min_recall: Tune to the fewest that recall this share of the dialogues' answers.
+        nu: The number of source layers that each target layer reads; None chooses up to three. A
+            switch costs as many times the maps of one.
         seed: Chooses the samples.
         force: Whether to replace what is finished, here and in the store.
         told: Functions that are told how the work proceeds.
@@ -64,6 +67,7 @@ def pair(
     require("minutes (--minutes)", minutes, 0, strict=True)
     require("the KL to tune to (--max-kl)", max_kl or 0.0, 0)
     require("the recall to tune to (--min-recall)", min_recall or 0.0, 0, 1)
+    require("source layers per target layer (--nu)", 1 if nu is None else nu, 1)
     told = told or Told()
     named = (data,) if isinstance(data, str | os.PathLike) else data
     sources = tuple(os.fspath(each) for each in named)
@@ -75,9 +79,9 @@ def pair(
         check_one_tokenizer(make_config(*ends, TrainingPlan()), "choosing native layers")
         task = dialogues(*ends, seed)
     names = {"source": ends[0].name, "target": ends[1].name}
-    asked = {**names, "data": list(sources), "minutes": minutes, "seed": seed}
+    asked = {**names, "data": list(sources), "minutes": minutes, "nu": nu, "seed": seed}
     work = Work(folder.with_name(f"{folder.name}.pair"), asked)
-    making = Making(ends, folder, work, sources, 60.0 * minutes, seed, force, told, task)
+    making = Making(ends, folder, work, sources, 60.0 * minutes, seed, force, told, task, nu)
     if not making.finished():
         work.open()
         making.train()

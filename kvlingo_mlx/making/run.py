@@ -17,6 +17,7 @@ from kvlingo_mlx.evaluation import probes, tuning
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.making.made import GENERATED, NO_DATA, Made, Told
 from kvlingo_mlx.making.work import FACTS, Work
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -31,7 +32,7 @@ from kvlingo_mlx.training.mixture import Mixture
 from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import TrainingPlan, default_rate
 from kvlingo_mlx.training.recipe import Recipe
-from kvlingo_mlx.training.runtime import pair_of
+from kvlingo_mlx.training.runtime import Pair, pair_of
 
 CHATS_FILE = "chats.jsonl"
 CHATS = 2000  # generated conversations, where the user has none
@@ -72,6 +73,7 @@ class Making:
     force: bool
     told: Told
     task: Task | None = None
+    nu: int | None = None
 
     def finished(self) -> bool:
         """Whether the folder holds a trained translator of these models, and no work is left."""
@@ -223,7 +225,8 @@ class Making:
         """Measure the pace, and choose lengths."""
         models, few = pair_of(*self.ends), pace.PROBES
         stream = self._stream(MAX_PREFIX, pace.ANSWERS, few)
-        configs, rates = starts.configs(models), len(self._rates())
+        rates = len(self._rates())
+        configs = self._configs(models, rates)
         widest = configs[max(configs)]
 
         def pace_of(longest: int) -> pace.Pace | None:
@@ -244,9 +247,20 @@ class Making:
             except ValueError:  # all conversations are longer
                 return None
             most = pace.PROBING * self.seconds
-            return pace.measured(models, configs[min(configs)], samples, most)
+            return pace.measured(models, widest, samples, most)
 
         return pace.lengths(pace_of, self.seconds, self._context, rates, configs).as_json()
+
+    def _configs(self, models: Pair, rates: int) -> dict[int, TranslatorConfig]:
+        """The configs to choose from, by source layers: those that fit into memory."""
+        found, shortest = starts.configs(models, self.nu), self._mixture(pace.SHORTEST)
+        for nu in sorted(found, reverse=True)[:-1]:
+            try:
+                lengths = shortest.max_prefix, shortest.max_continuation
+                models.check_memory(found[nu], lengths, rates, 0)
+            except NotEnoughMemoryError:
+                del found[nu]
+        return found
 
     def _mixture(self, longest: int) -> Mixture:
         return Mixture().limited(longest, pace.ANSWERS).scaled(self._context)
@@ -273,7 +287,8 @@ class Making:
         def goes_on() -> bool:
             return self.work.spent + last - began < pace.STARTING * self.seconds
 
-        best, found = starts.choose(lengths.most, judge, goes_on)
+        nus = [nu for nu in starts.configs(models, self.nu) if nu <= lengths.most]
+        best, found = starts.choose(nus, judge, goes_on)
         self.work.facts["starts"] = starts.as_json(found)
         return vars(best)
 

@@ -1,8 +1,8 @@
 """Which closed form a training begins with: source layers a target layer reads, and the norm.
 
-Each is fitted on the same conversations and judged by its KL on held-out ones. A further source
-layer must earn its place: every switch pays for it, and self-distillation evens out most of what it
-brings.
+Each is fitted on the same conversations and judged by its KL on held-out ones. That KL says little
+of what further source layers bring: self-distillation lowers it most where there are most of them
+(benchmarks/LOG.md, "what `pair` begins with"). So the most are taken, unless they do harm.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import Pair
 
 NUS, NORM, OTHER_NORM = (1, 2, 3), "frobenius", "attention_mass"
-EARNED = 0.15  # the share of the KL by which one more source layer must lower it
+HARM = 0.1  # a KL that is lower by this share with fewer source layers speaks against more
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,18 @@ class Start:
         return f"nu = {self.nu}, {self.norm}: {self.why_not or f'{self.kl:.4f}'}"
 
 
-def configs(pair: Pair) -> dict[int, TranslatorConfig]:
-    """The config of each number of source layers that this pair allows."""
+def configs(pair: Pair, nu: int | None = None) -> dict[int, TranslatorConfig]:
+    """The config of each number of source layers that this pair allows, or of ``nu`` alone.
+
+    Raises:
+        ValueError: The source has fewer than ``nu`` layers of a kind.
+    """
+    if nu is not None:
+        return {nu: make_config(pair.source, pair.target, TrainingPlan(nu=nu))}
     found = {}
-    for nu in NUS:
+    for each in NUS:
         try:
-            found[nu] = make_config(pair.source, pair.target, TrainingPlan(nu=nu))
+            found[each] = make_config(pair.source, pair.target, TrainingPlan(nu=each))
         except ValueError:
             break  # the source has fewer layers of a kind
     return found
@@ -75,36 +81,44 @@ def judged(pair: Pair, fit: ClosedForm, nu: int, held_out: Sequence[Sample], pat
 
 
 def choose(
-    most: int,
+    nus: Sequence[int],
     judge: Callable[[int, str], Start],
     goes_on: Callable[[], bool] = lambda: True,
 ) -> tuple[Start, list[Start]]:
     """The start to train from, and all that were judged.
 
-    Numbers of source layers are tried first, from 1 up, as long as each earns its place; then the
-    other norm with the number that was kept.
+    Numbers of source layers are tried from the most down, and the most are kept unless fewer have a
+    clearly lower KL; then the other norm with the number that was kept.
 
     Args:
-        most: The most source layers.
+        nus: The numbers of source layers to choose from.
         judge: Fits and judges one.
         goes_on: Whether there is time for another one.
 
     Raises:
         ValueError: None of them can be fitted.
     """
-    best = judge(NUS[0], NORM)
-    found = [best]
-    for nu, norm in [*((nu, NORM) for nu in NUS[1:] if nu <= most), (None, OTHER_NORM)]:
-        if not goes_on():
+    found: list[Start] = []
+    best = Start(max(nus), NORM, None)
+    for nu in sorted(nus, reverse=True):
+        if best.kl is not None and not goes_on():
             break
-        each = judge(nu or best.nu, norm)
+        each = judge(nu, NORM)
         found.append(each)
-        needed = (1 - EARNED) ** (each.nu - best.nu)
-        if each.kl is not None and (best.kl is None or each.kl < needed * best.kl):
+        if below(each, best, HARM) or best.kl is None:
             best = each
+    if goes_on():
+        each = judge(best.nu, OTHER_NORM)
+        found.append(each)
+        best = each if below(each, best) else best
     if best.kl is None:
         raise ValueError(f"no closed form can be made: {best.why_not}")
     return best, found
+
+
+def below(one: Start, other: Start, share: float = 0.0) -> bool:
+    """Whether the KL of ``one`` is lower, by more than a share of the other's."""
+    return one.kl is not None and (other.kl is None or one.kl < (1 - share) * other.kl)
 
 
 def as_json(starts: Sequence[Start]) -> list[dict[str, Any]]:

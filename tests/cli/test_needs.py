@@ -45,7 +45,7 @@ ALWAYS = {
              "header_timeout body_timeout write_timeout keep_alive worker_timeout stop_timeout "
              "conversations keep_conversations allow_anyone volatile log_level json_file",
     "demo": "every_pair json_file",
-    "pair": "pair source target data minutes out max_kl min_recall seed plot force json_file",
+    "pair": "pair source target data minutes out max_kl min_recall nu seed plot force json_file",
     "fit": "source target data out norm capture assignment head_mixing ridge memory_gb "
     "force json_file",
     "train": "source target data plain_text max_prefix max_continuation seed histogram steps "
@@ -262,7 +262,8 @@ ALWAYS_ARGUMENTS = set(
     "allow_mismatch draft_model kv_bits verbose prompt_cache source target samples capture norm "
     "assignment head_mixing ridge memory progress models translators system enable_thinking tools "
     "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
-    "characters overwrite solving suits data minutes out max_kl min_recall seed force told".split()
+    "characters overwrite solving suits data minutes out max_kl min_recall "
+    "nu seed force told".split()
 )
 # They take states, or a server's request, not what users type.
 INNER = (

@@ -16,6 +16,7 @@ from kvlingo_mlx.embedded import bundled, dialogues
 from kvlingo_mlx.embedded.first_chats import first_chats
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.making import pace, starts
 from kvlingo_mlx.making import run as making
 from kvlingo_mlx.making.pace import ANSWERS, Lengths, Pace, lengths
@@ -25,6 +26,7 @@ from kvlingo_mlx.making.work import Work
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.distill import Distillation
+from kvlingo_mlx.training.on_mlx.pair import Pair
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 
 MINUTES = 0.05
@@ -77,7 +79,7 @@ def test_two_models_in_a_translator_out(
     (stored,) = (home / "translators").iterdir()
     assert translator_folder.read_config(stored).provenance["native_layers"] == 3
     found = json.loads(record.read_text())["results"]
-    assert [start["nu"] for start in found["starts"]][:2] == [1, 2] and found["curve"]
+    assert [start["nu"] for start in found["starts"]][:2] == [3, 2] and found["curve"]
     left = {path.name for path in tmp_path.iterdir()}
     made = {folder.name, f"{folder.name}.log.jsonl", "home", "record.jsonl", "curve.png"}
     assert left == made and (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
@@ -262,20 +264,21 @@ def test_too_little_time_is_refused(
 @pytest.mark.parametrize(
     ("kls", "nu", "norm", "tried"),
     [
-        ([1.0, 0.9, 0.8, 0.99], 1, "attention_mass", 4),
+        ([1.0, 0.95, 0.91, 0.99], 3, "attention_mass", 4),
+        ([1.0, 0.95, 0.91, 1.01], 3, "frobenius", 4),
         ([1.0, 0.8, 0.75, 0.81], 2, "frobenius", 4),
-        ([1.0, 0.9, 0.7, 0.71], 3, "frobenius", 4),
+        ([1.0, 0.95, 0.7, 0.71], 1, "frobenius", 4),
         ([None, 0.9, 0.89, 0.91], 2, "frobenius", 4),
-        ([1.0, None, 0.5, 0.4], 3, "attention_mass", 4),
-        ([1.0], 1, "frobenius", 1),
+        ([1.0, None, 0.5, 0.4], 1, "attention_mass", 4),
+        ([1.0], 3, "frobenius", 1),
     ],
 )
-def test_a_layer_must_earn_its_place(
+def test_most_source_layers_unless_fewer_are_clearly_better(
     kls: list[float | None], nu: int, norm: str, tried: int
 ) -> None:
     left = iter(kls)
     best, found = choose(
-        3,
+        (1, 2, 3),
         lambda nu, norm: Start(nu, norm, next(left)),
         lambda: len(kls) > 1,
     )
@@ -284,7 +287,28 @@ def test_a_layer_must_earn_its_place(
 
 def test_no_start_at_all() -> None:
     with pytest.raises(ValueError, match="no closed form can be made: too few tokens"):
-        choose(3, lambda nu, norm: Start(nu, norm, None, "too few tokens"))
+        choose((1, 2), lambda nu, norm: Start(nu, norm, None, "too few tokens"), lambda: False)
+
+
+def test_a_number_of_source_layers_is_taken(models: dict[str, LanguageModel], chats: str) -> None:
+    ends = models["dense"], models["wide"]
+    made = kv.pair(*ends, chats, minutes=MINUTES, nu=2, out="t")
+    assert made.config.nu == 2 and {start["nu"] for start in made.starts} == {2}
+    with pytest.raises(ValueError, match="nu"):
+        kv.pair(*ends, chats, minutes=MINUTES, nu=4, out="u")  # they have three layers
+
+
+def test_source_layers_that_memory_does_not_hold_are_left_out(
+    models: dict[str, LanguageModel], chats: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(pair: Pair, config: TranslatorConfig, *rest: Any) -> str:
+        if config.nu > 1:
+            raise kv.NotEnoughMemoryError("too much")
+        return ""
+
+    monkeypatch.setattr(Pair, "check_memory", check)
+    made = kv.pair(models["dense"], models["wide"], chats, minutes=MINUTES, out="t")
+    assert made.config.nu == 1
 
 
 def test_what_is_kept_survives_a_kill(tmp_path: Path) -> None:

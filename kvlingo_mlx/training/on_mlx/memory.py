@@ -24,7 +24,7 @@ FLOAT = 4  # bytes of the numbers of translators and logits
 MLP = 6  # arrays as wide as the MLP that a pass without gradient has at once
 BACKWARD = 2.15  # as many of these has a layer's backward pass
 SCORES = 4.5  # arrays of attention scores that a layer's backward pass has at once
-HEAD = 8.2  # arrays of a block's logits that the loss has at once
+HEAD = 9.9  # arrays of a block's logits that the loss has at once
 MAPS = 4  # arrays of a layer's keys and values that the gradients of its maps take
 
 

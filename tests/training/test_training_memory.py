@@ -58,7 +58,7 @@ def test_the_sum_of_released_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = 2 * (2.15 * 2_048 * (6 * 9_728 + 2_560) + 4.5 * 32 * 2_048 * 18_432)
     assert most == int(states + 40 * 2_048 * 2_560 * 2 + layer)
     assert said(1_024, 64, gpu=True)[2] == int(
-        1_024 * (114_688 + 147_456) + 40 * 64 * 2_560 * 2 + 8.2 * 4 * 64 * 151_936
+        1_024 * (114_688 + 147_456) + 40 * 64 * 2_560 * 2 + 9.9 * 4 * 64 * 151_936
     )
     # A CPU's scores of a chunk make reading the larger part; the source's states are kept, too.
     reading = 2 * 16_384 * 114_688 + 2 * (2_048 * (6 * 3_072 + 1_024) + 16 * 2_048 * 16_384)

@@ -95,7 +95,9 @@ VERBS: dict[str, tuple[Need, ...]] = {
     "train": (
         Need(HISTOGRAM, "histogram", off, why="which only shows the data's prefix lengths"),
         Need("hidden", "kind", among(*HIDDEN), "mlp", "which has no hidden units"),
-        Need("norm ridge fit_samples", "kind assignment",
+        Need("ridge", "kind", lambda kind: kind not in UNSOLVED, "linear",
+             "which has no closed form"),
+        Need("norm fit_samples", "kind assignment",
              lambda kind, rule: kind not in UNSOLVED or rule != "relative_depth", "linear",
              "which has no closed form"),
         Need("ce_weight", "objective", among("mixed"), "mixed"),

@@ -71,7 +71,8 @@ def fit(
         nu: The number of source layers that each target layer reads.
         head_mixing: False for block-diagonal maps, one block per head.
         ridge: The ridge of each map, as a share of its inputs' mean square. None chooses one by
-            generalised cross-validation, which few data need; 0 is the paper's, none.
+            generalised cross-validation, which matters where data are few; 0 is none, as in the
+            paper.
         memory: Most bytes of moments in memory at once; where they would take more, the samples
             are read several times, for some layers at a time.
         progress: Called with (samples done, number of samples), over all passes.

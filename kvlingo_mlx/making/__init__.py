@@ -52,8 +52,8 @@ def pair(
         out: The folder to write; default: SOURCE-to-TARGET, their names, here.
         max_kl: Tune to the fewest native layers with at most this KL, in nats per token.
         min_recall: Tune to the fewest that recall this share of the dialogues' answers.
-        nu: The number of source layers that each target layer reads; None chooses up to three. A
-            switch costs as many times the maps of one.
+        nu: The number of source layers that each target layer reads; None chooses up to three.
+            Each makes a switch dearer.
         seed: Chooses the samples.
         force: Whether to replace what is finished, here and in the store.
         told: Functions that are told how the work proceeds.

@@ -149,6 +149,7 @@ def lengths(
             "data once"
         )
     most = max(nu for nu, config in configs.items() if SOME * unknowns(config) <= there)
-    wanted = min(there, 2 * ENOUGH * unknowns(configs[most])) / pace.prefix
+    # As many as the fewest source layers want: with a ridge they do for more, whose sums cost most.
+    wanted = min(there, 2 * ENOUGH * unknowns(configs[min(configs)])) / pace.prefix
     fits = min(400, max(1, math.ceil(wanted)))
     return Lengths(longest, ANSWERS, fits, most, int(steps), pace.reading / pace.prefix)

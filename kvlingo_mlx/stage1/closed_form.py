@@ -17,9 +17,9 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 
 RELATIVE_TOLERANCE = 1e-8
 # Tokens per unknown of one regression; the unknowns are the input width of a map. Measured on the
-# zoo (benchmarks/LOG.md, "how much data"): at one token per unknown a fit is worse than no cache
-# at all, and below that it recalls nothing. At 32, recall equals that at 256, and most of the KL
-# is gained.
+# zoo without a ridge (benchmarks/LOG.md, "how much data"): at one token per unknown a fit is worse
+# than no cache at all, and below that it recalls nothing. At 32, recall equals that at 256, and
+# most of the KL is gained.
 FEWEST, ENOUGH = 1, 32
 RIDGES = (0.0, *(10.0 ** (power / 2) for power in range(-12, 5)))
 # Tokens of one text are alike, so a fit learns less from them than from as many independent ones.

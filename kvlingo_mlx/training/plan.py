@@ -48,7 +48,7 @@ DEFAULT_RATE, MLP_STAGE1_RATE = 1e-4, 3e-3
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """What to train and how; the defaults are the paper's.
+    """What to train and how; the defaults are the paper's, but for the ridge.
 
     Attributes:
         kind: One of ``format.kinds.NAMES``.

@@ -188,7 +188,7 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         ([*TRAIN, "--plain-text", "--packed-share", "0.2"], "--packed-share has no effect with --"),
         ([*TRAIN, "--histogram", "--plot", "x"], "--out, --plot have no effect with --histogram"),
         ([*TRAIN, "--kind", "mlp", "--norm", "sink_8"], "--norm has no effect with --kind mlp"),
-        ([*TRAIN, "--kind", "mlp", "--ridge", "0.1"], "--ridge has no effect with --kind mlp"),
+        ([*TRAIN, "--kind", "mlp", "--assignment", "r2", "--ridge", "1"], "--ridge has no effect"),
         ([*EVAL, "--needles", "nonsense"], "--needles has no effect with --tasks continuation"),
         ([*EVAL, "--lengths", "none"], "--lengths has no effect with --tasks continuation"),
         ([*EVAL, "--style", "no"], "--style has no effect with --tasks continuation"),

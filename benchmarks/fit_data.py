@@ -66,7 +66,7 @@ def fits(
             "rank": translator.config.provenance["lowest_rank"],
             "recall": found["fitted"].recall, "kl": means["fitted"],
             "removed": 1 - means["fitted"] / means["hidden"],
-            "bundled": 1 - bundled.kl / bundled.hidden_kl,
+            "bundled": bundled.receipt.recovered,
         }  # fmt: skip
 
 

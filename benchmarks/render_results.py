@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
-from rendering.pairs import made, starts
+from rendering.pairs import made, ridges, starts
 from rendering.promises import alignment, checks, fit_memory, folded, ratios, streams, threads
 from rendering.quality import (
     across_tokenizers,
@@ -46,6 +46,7 @@ def main() -> None:
         streams(),
         made(),
         starts(),
+        ridges(),
         throughput(),
         training_memory(),
         windows(),

@@ -1,4 +1,4 @@
-"""Sections on `kvlingo-mlx pair`: what it reaches in its time, and what it begins with."""
+"""Sections on `kvlingo-mlx pair`: what it reaches, what it begins with, and ridges."""
 
 from __future__ import annotations
 
@@ -83,5 +83,32 @@ def starts() -> str:
         "columns: nu = 1 with no ridge, and with the chosen one.\n",
         table(["pair", "chosen", "KL", "best in hindsight", "after steps", "best in hindsight",
                "ridge: none / chosen", "after steps"], rows),
+        source(found[-1]),
+    ])  # fmt: skip
+
+
+def ridges() -> str:
+    """Closed forms on little data, with no ridge and with the chosen one."""
+    found = [each for each in records("fit_data") if len({r["ridge"] for r in each["results"]}) > 1]
+    if not found:
+        return ""
+    shares = sorted({row["share"] for row in found[0]["results"]})
+    rows = []
+    for record in found:
+        config, cells = record["config"], []
+        for share in shares:
+            kls = {
+                ridge: [row["kl"] for row in record["results"]
+                        if (row["share"], row["ridge"]) == (share, ridge)]
+                for ridge in ("0", "chosen")
+            }  # fmt: skip
+            cells.append(" / ".join(f"{np.mean(kls[ridge]):.3f}" for ridge in kls))
+        rows.append([f"{config['source']} to {config['target']}", str(config["nu"]), *cells])
+    seeds = len({row["seed"] for row in found[0]["results"]})
+    return "\n".join([
+        "## Closed forms on little data: with no ridge / with the chosen one\n",
+        f"KL on {found[0]['config']['dialogues']} dialogues that nothing has seen, means over "
+        f"{seeds} seeds,\nby the tokens that the fit saw for each unknown of a map.\n",
+        table(["pair", "nu", *(f"{share:g} tokens" for share in shares)], rows),
         source(found[-1]),
     ])  # fmt: skip

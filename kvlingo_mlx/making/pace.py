@@ -17,7 +17,8 @@ from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.runtime import Pair
 
 BATCH, ANSWERS = 4, 512  # conversations a step; tokens to which answers are cut
-STEPS = 300  # that there should be time for; most of the KL falls in the first hundred
+STEPS = 300  # that a message asks time for; most of the KL falls in the first hundred
+MANY_STEPS = 2000  # from which longer prefixes bring more than further steps of shorter ones
 FEWEST_STEPS = 20  # fewer hardly change a closed form
 SHORTEST = 512  # tokens: no training reads less at most
 PROBES = 8  # conversations of each length that the pace is measured with
@@ -108,7 +109,7 @@ def lengths(
     rates: int,
     configs: Mapping[int, TranslatorConfig],
 ) -> Lengths:
-    """The longest prefixes that leave time for :data:`STEPS` steps, or else the shortest ones.
+    """The longest prefixes that leave time for :data:`MANY_STEPS` steps, or else the shortest ones.
 
     Args:
         pace_of: Measures conversations of a longest prefix; None where the data hold none so short,
@@ -127,9 +128,9 @@ def lengths(
         if (pace := pace_of(longest)) is None:
             continue
         steps = pace.steps(DISTILLING * seconds, rates)
-        if chosen is None or steps >= STEPS:
+        if chosen is None or steps >= MANY_STEPS:
             chosen = longest, pace, steps
-        if steps < STEPS:
+        if steps < MANY_STEPS:
             break
     if chosen is None:
         raise ValueError(

@@ -30,6 +30,9 @@ from kvlingo_mlx.training.watch import complaints
 
 # The share of the time that validations take, where the time is limited.
 VALIDATING = 0.1
+# Learning rates whose held-out KL is at most so many times the lowest are taken for equal, and the
+# highest goes on: what it is behind is noise, which goes as rates fall towards the end.
+CLOSE = 1.3
 
 
 class Samples(Protocol):
@@ -215,7 +218,13 @@ class Distillation:
         """Drop the worse half of the runs, once for each tenth of the training."""
         share = self.recipe.place(self.step, self.judged[1]) / max(1, self.recipe.steps)
         left = max(1, -(-len(self.runs) // 2 ** int(10 * share)))
-        for run in sorted(self.live, key=lambda run: run.held_out)[left:]:
+        close = CLOSE * min(run.held_out for run in self.live)
+
+        def place(run: Run) -> tuple[bool, float]:
+            near = run.held_out <= close
+            return not near, -run.rate if near else run.held_out
+
+        for run in sorted(self.live, key=place)[left:]:
             run.dropped_at = self.step
 
     def _learn(self, sample: Sample, sums: dict[int, np.ndarray]) -> None:

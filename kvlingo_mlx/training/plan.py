@@ -172,7 +172,7 @@ def provenance_of(
     if best is not None:
         found |= {
             "objective": plan.recipe.objective,
-            "steps": plan.recipe.steps,
+            "steps": curve[-1]["step"],  # fewer than planned where the time was limited
             "batch": plan.recipe.batch,
             "learning_rate": best.rate,
             "best_step": best.step,

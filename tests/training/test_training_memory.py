@@ -128,7 +128,7 @@ def test_pair_leaves_out_lengths_that_do_not_fit(
 ) -> None:
     ends, said = (models["dense"], models["wide"]), list[str]()
     monkeypatch.chdir(tmp_path)
-    small = {"SHORTEST": 64, "ANSWERS": 16, "FEWEST_STEPS": 0, "STEPS": 0, "ENOUGH": 1}
+    small = {"SHORTEST": 64, "ANSWERS": 16, "FEWEST_STEPS": 0, "MANY_STEPS": 0, "ENOUGH": 1}
     for name, value in small.items():
         monkeypatch.setattr(pace, name, value)
     monkeypatch.setattr(pace, "STARTING", 1e9)

@@ -31,9 +31,11 @@ class TrainOptions(Options):
     capture: str | None = option(
         None, "pre_norm (the default), post_norm or post_rope; latents have one point."
     )
-    nu: int = option(1, "Source layers per target layer.")
+    nu: int | None = option(None, "Source layers per target layer; default: the pair's, mostly 1.")
     assignment: str = option("relative_depth", "How they are chosen: relative_depth, r2 or greedy.")
-    norm: str = option("frobenius", "Norm of the closed form: frobenius, attention, sink_8.")
+    norm: str | None = option(
+        None, "Norm of the closed form: frobenius (mostly the default), attention, sink_8."
+    )
     ridge: float | None = option(
         None, "Its ridge, as a share of the inputs' mean square; default: chosen for each map."
     )
@@ -54,7 +56,9 @@ class TrainOptions(Options):
         None, "Most minutes of stage 2; its rates fall in the time that there is."
     )
     batch_size: int = option(8, "Conversations per step, of an MLP's stage 1 too.")
-    lr: str | None = option(None, "Learning rate; several as a,b,c: the best one wins.")
+    lr: str | None = option(
+        None, "Learning rate; several as a,b,c: the best one wins. Default: the pair's, else 1e-4."
+    )
     held_out: int = option(64, "Conversations that choose the learning rate.")
     val_every: int = option(250, "Steps between two scores of these.")
     plain_text: bool = option(False, "Windows of 256 + 256 tokens, for base models.")

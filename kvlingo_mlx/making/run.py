@@ -29,8 +29,9 @@ from kvlingo_mlx.training.checkpoints import log_of, read_facts
 from kvlingo_mlx.training.data import Stream
 from kvlingo_mlx.training.distill import Report
 from kvlingo_mlx.training.mixture import Mixture
+from kvlingo_mlx.training.paper_pairs import rate_of
 from kvlingo_mlx.training.pipeline import Training
-from kvlingo_mlx.training.plan import TrainingPlan, default_rate
+from kvlingo_mlx.training.plan import TrainingPlan
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runtime import Pair, pair_of
 
@@ -107,7 +108,7 @@ class Making:
         left = self.work.find("seconds", lambda: self._left(lengths.seconds_per_token))
         recipe = Recipe(
             batch=pace.BATCH,
-            learning_rates=self._rates(),
+            learning_rates=self._rates(chosen["nu"]),
             validate_every=10**9,  # by time
             seconds=left,
             halving=True,
@@ -225,7 +226,7 @@ class Making:
         """Measure the pace, and choose lengths."""
         models, few = pair_of(*self.ends), pace.PROBES
         stream = self._stream(MAX_PREFIX, pace.ANSWERS, few)
-        rates = len(self._rates())
+        rates = len(self._rates(self.nu or max(starts.NUS)))
         configs = self._configs(models, rates)
         widest = configs[max(configs)]
 
@@ -301,9 +302,9 @@ class Making:
         fit.restore(load_file(path), read_facts(path))
         return fit
 
-    def _rates(self) -> tuple[float, ...]:
-        own = default_rate(*(model.name for model in self.ends))
-        return tuple(sorted({own, *RATES}))
+    def _rates(self, nu: int) -> tuple[float, ...]:
+        source, target = self.ends
+        return tuple(sorted({rate_of(source.name, target.name, {"nu": nu}), *RATES}))
 
     def _show(self, stage: str, report: Report | int) -> None:
         if isinstance(report, Report):

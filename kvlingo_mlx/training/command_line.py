@@ -16,8 +16,9 @@ from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
 from kvlingo_mlx.training.mixture import Mixture, PlainText
+from kvlingo_mlx.training.paper_pairs import filled, rate_of
 from kvlingo_mlx.training.pipeline import Progress, Training
-from kvlingo_mlx.training.plan import TrainingPlan, default_rate, reconstruction
+from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe, require
 from kvlingo_mlx.training.watch import lowest, outlook
 
@@ -139,7 +140,9 @@ def train(
 ) -> Done | None:
     """Train, or resume a training; returns None in a process that does not lead.
 
-    ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1, and is None for other kinds.
+    Where a ``plan``'s ``nu`` or ``norm`` and a ``recipe``'s ``learning_rates`` are not given, they
+    are the paper's for the pair. ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1,
+    and is None for other kinds.
     ``force`` trains again even if the training is finished, and replaces another translator at
     ``out``.
 
@@ -149,7 +152,8 @@ def train(
     """
     translator_folder.check_destination(out)
     # Bad options are refused before any model is loaded.
-    rates = recipe["learning_rates"] or (default_rate(options.source, options.target),)
+    plan = filled(plan, options.source, options.target)
+    rates = recipe["learning_rates"] or (rate_of(options.source, options.target, plan),)
     stage2 = Recipe(**{**recipe, "learning_rates": rates})
     first: dict[str, Any] = {}
     if stage1 is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.format.assignment import by_depth, check_windows
@@ -25,25 +24,7 @@ from kvlingo_mlx.training.runtime import Model, Pair
 from kvlingo_mlx.training.watch import complaints
 from kvlingo_mlx.version import __version__
 
-# The best rates of the paper's linear, head-mixing translators (table "lrs"), by the two models'
-# names without their owners.
-RATES = {
-    ("Qwen3-1.7B", "Qwen3-0.6B"): 3e-5,
-    ("Qwen3-0.6B", "Qwen3-1.7B"): 1e-4,
-    ("Qwen3-8B", "Qwen3-4B"): 3e-5,
-    ("Qwen3-4B", "Qwen3-8B"): 3e-5,
-    ("Qwen3-8B", "Qwen3-0.6B"): 1e-4,
-    ("Qwen3-0.6B", "Qwen3-8B"): 3e-5,
-    ("Qwen3-4B", "Qwen3-1.7B"): 3e-4,
-    ("Qwen3-1.7B", "Qwen3-4B"): 1e-5,
-    ("gemma-3-12b-it", "gemma-3-4b-it"): 3e-5,
-    ("gemma-3-4b-it", "gemma-3-12b-it"): 3e-5,
-    ("gemma-4-E4B-it", "gemma-4-E2B-it"): 1e-4,
-    ("gemma-4-E2B-it", "gemma-4-E4B-it"): 1e-4,
-    ("Qwen3-4B", "Qwen3-30B-A3B"): 3e-6,
-    ("Qwen3-30B-A3B", "Qwen3-4B"): 1e-4,
-}
-DEFAULT_RATE, MLP_STAGE1_RATE = 1e-4, 3e-3
+MLP_STAGE1_RATE = 3e-3
 
 
 @dataclass(frozen=True)
@@ -145,11 +126,6 @@ def reconstruction(recipe: Recipe, rates: tuple[float, ...], steps: int) -> Reci
         steps=steps,
         learning_rates=rates or (MLP_STAGE1_RATE,),
     )
-
-
-def default_rate(source: str, target: str) -> float:
-    """The paper's learning rate for a pair if there is one, else 1e-4."""
-    return RATES.get((Path(source).name, Path(target).name), DEFAULT_RATE)
 
 
 def provenance_of(

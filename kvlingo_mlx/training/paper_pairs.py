@@ -1,0 +1,110 @@
+"""What the paper found best for its pairs: learning rates, and recipes that differ from the others.
+
+Appendix "Training protocol", table "lrs"; appendix "Dense-to-MoE cache translation", table
+"moemlp"; appendix on two tokenizers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DEFAULT_RATE = 1e-4
+NU, NORM = 1, "frobenius"
+
+
+@dataclass(frozen=True)
+class Best:
+    """One direction of one pair.
+
+    Attributes:
+        rate: The learning rate of linear, head-mixing maps of one source layer.
+        selected: The same where that layer is chosen by R2 or greedily; None where it is the same.
+        mixing: Rates of more source layers, by their number.
+        head_wise: Rates of head-wise maps, by the number of source layers.
+        linear_mlp: The rate of linear maps with an MLP beside them.
+        nu: The source layers that a target layer reads, where the recipe names them.
+        norm: The norm of the closed form, where the recipe names it.
+    """
+
+    rate: float
+    selected: float | None = None
+    mixing: Mapping[int, float] = field(default_factory=dict)
+    head_wise: Mapping[int, float] = field(default_factory=dict)
+    linear_mlp: float | None = None
+    nu: int = NU
+    norm: str = NORM
+
+
+# By the names of source and target, without their owners.
+PAIRS = {
+    ("Qwen3-1.7B", "Qwen3-0.6B"): Best(3e-5, head_wise={1: 1e-4}),
+    ("Qwen3-0.6B", "Qwen3-1.7B"): Best(1e-4, head_wise={1: 1e-3}),
+    ("Qwen3-8B", "Qwen3-4B"): Best(3e-5, head_wise={1: 1e-4}),
+    ("Qwen3-4B", "Qwen3-8B"): Best(3e-5, head_wise={1: 3e-4}),
+    ("Qwen3-8B", "Qwen3-0.6B"): Best(
+        1e-4, 3e-4, {2: 1e-4, 4: 3e-5}, {1: 3e-3, 2: 1e-3, 4: 3e-4, 8: 3e-4}
+    ),
+    ("Qwen3-0.6B", "Qwen3-8B"): Best(
+        3e-5, 3e-5, {2: 1e-5, 4: 3e-6}, {1: 3e-4, 2: 1e-4, 4: 1e-4, 8: 1e-5}
+    ),
+    ("Qwen3-4B", "Qwen3-1.7B"): Best(
+        3e-4, 3e-4, {2: 1e-4, 4: 1e-4}, {1: 3e-3, 2: 1e-3, 4: 1e-3, 8: 3e-4}
+    ),
+    ("Qwen3-1.7B", "Qwen3-4B"): Best(
+        1e-5, 1e-5, {2: 3e-6, 4: 3e-6}, {1: 1e-4, 2: 1e-4, 4: 3e-5, 8: 1e-5}
+    ),
+    ("gemma-3-12b-it", "gemma-3-4b-it"): Best(3e-5),
+    ("gemma-3-4b-it", "gemma-3-12b-it"): Best(3e-5),
+    ("gemma-4-E4B-it", "gemma-4-E2B-it"): Best(1e-4),
+    ("gemma-4-E2B-it", "gemma-4-E4B-it"): Best(1e-4),
+    ("Qwen3-4B", "Qwen3-30B-A3B"): Best(3e-6, linear_mlp=3e-6, nu=3, norm="attention_mass"),
+    ("Qwen3-30B-A3B", "Qwen3-4B"): Best(1e-4, linear_mlp=3e-5, nu=3, norm="attention_mass"),
+    ("Qwen3-8B", "Mistral-7B-Instruct-v0.3"): Best(DEFAULT_RATE, nu=3),
+    ("Mistral-7B-Instruct-v0.3", "Qwen3-8B"): Best(DEFAULT_RATE, nu=3),
+}
+
+
+def best_of(source: str, target: str) -> Best | None:
+    """What is known of a pair, by its models' names or folders; None for others."""
+    return PAIRS.get((Path(source).name, Path(target).name))
+
+
+def filled(plan: Mapping[str, Any], source: str, target: str) -> dict[str, Any]:
+    """A plan's options, with the pair's ``nu`` and ``norm`` where these are None.
+
+    The paper's MLPs without a linear map read one source layer in every pair.
+    """
+    found = None if plan.get("kind") == "mlp" else best_of(source, target)
+    known = found or Best(DEFAULT_RATE)
+    own = {"nu": known.nu, "norm": known.norm}
+    return {**plan, **{name: value for name, value in own.items() if plan.get(name) is None}}
+
+
+def rate_of(source: str, target: str, plan: Mapping[str, Any]) -> float:
+    """The best learning rate of a pair for a plan of this form, else 1e-4.
+
+    For a number of source layers that the paper has no rate of it is that of the nearest number,
+    by ratio; of two that are as near, the larger number's, which is the lower rate.
+    """
+    known = best_of(source, target)
+    kind, nu = plan.get("kind", "linear"), max(NU, plan.get("nu") or NU)
+    if known is None or kind == "mlp":  # of an MLP alone the paper tells no rate
+        return DEFAULT_RATE
+    if kind == "linear_mlp":
+        return known.linear_mlp or known.rate
+    if not plan.get("head_mixing", True):
+        return _nearest(known.head_wise, nu) or known.rate
+    if nu == 1 or not known.mixing:
+        by_depth = plan.get("assignment", "relative_depth") == "relative_depth"
+        return known.rate if by_depth else known.selected or known.rate
+    return _nearest(known.mixing, nu)
+
+
+def _nearest(rates: Mapping[int, float], nu: int) -> float:
+    """The rate of the nearest number of source layers; 0 if there is none."""
+    near = min(rates, key=lambda known: (abs(math.log(known / nu)), -known), default=None)
+    return 0.0 if near is None else rates[near]

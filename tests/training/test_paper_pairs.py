@@ -1,0 +1,127 @@
+"""The learning rates of the paper's pairs, against the paper's own table (label "tab:lrs")."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.training.command_line import Listeners, Options
+from kvlingo_mlx.training.command_line import train as train_command
+from kvlingo_mlx.training.paper_pairs import PAIRS, filled, rate_of
+
+TABLES = Path(__file__).parents[1] / "support" / "paper_tables.jsonl"
+# The table's columns as options.
+COLUMNS: dict[str, dict[str, Any]] = {
+    "head-mixing / nu = 1, depth": {"nu": 1},
+    "head-mixing / nu = 1, selected": {"nu": 1, "assignment": "r2"},
+    "head-mixing / nu = 2": {"nu": 2, "assignment": "r2"},
+    "head-mixing / nu = 4": {"nu": 4, "assignment": "r2"},
+    **{f"head-wise / nu = {nu}": {"nu": nu, "head_mixing": False} for nu in (1, 2, 4, 8)},
+}
+
+
+def number(text: str) -> float:
+    """``3×10^-5`` or ``10^-4``."""
+    factor, _, power = text.rpartition("10^")
+    return float(f"{factor.rstrip('×') or 1}e{power}")
+
+
+def released(family: str, size: str) -> str:
+    """A released model's name."""
+    if family.startswith("Qwen"):
+        return f"{family}-{size}"
+    return f"{family.lower()}-{size.lower() if family == 'Gemma-3' else size}-it"
+
+
+def rows() -> list[tuple[str, str, dict[str, Any], float]]:
+    """Source, target, options and rate of every number in the table."""
+    tables = (json.loads(line) for line in TABLES.read_text().splitlines())
+    (found,) = (table for table in tables if table["label"] == "tab:lrs")
+    made = []
+    for _, pair, direction, *cells in found["rows"]:
+        family, sizes = pair.rsplit("-", 1)
+        small, large = (released(family, size) for size in sizes.split("/"))
+        ways = {"L → S": [(large, small)], "S → L": [(small, large)]}
+        for way in ways.get(direction, [(small, large), (large, small)]):
+            for name, cell in zip(found["columns"][2:], cells, strict=True):
+                if cell is not None:
+                    made.append((*way, COLUMNS[name], number(cell)))
+    return made
+
+
+def test_every_rate_of_the_table() -> None:
+    found = rows()
+    assert len(found) == 4 * 2 + 4 * 8 + 2 * 2 * 2
+    for source, target, plan, rate in found:
+        assert rate_of(f"Qwen/{source}", f"/models/{target}", plan) == rate, (source, target, plan)
+    listed = {(source, target) for source, target, _, _ in found}
+    beyond = {pair for pair in PAIRS if pair not in listed}
+    assert all("30B-A3B" in "".join(pair) or "Mistral" in "".join(pair) for pair in beyond)
+
+
+@pytest.mark.parametrize(
+    ("plan", "rate"),
+    [
+        ({"nu": 3}, 3e-6),  # nearer to 4 than to 2, by ratio
+        ({"nu": 8}, 3e-6),
+        ({"nu": 16, "head_mixing": False}, 1e-5),
+        ({"nu": 3, "head_mixing": False}, 1e-4),
+        ({"kind": "mlp"}, 1e-4),
+        ({"nu": None}, 3e-5),
+        ({"nu": 0}, 3e-5),  # refused elsewhere
+    ],
+)
+def test_forms_that_the_table_lacks(plan: dict[str, Any], rate: float) -> None:
+    assert rate_of("Qwen3-0.6B", "Qwen3-8B", plan) == rate
+    assert rate_of("somebody/else", "Qwen3-8B", plan) == 1e-4
+
+
+def test_pairs_with_a_recipe_of_their_own() -> None:
+    """The mixture of experts, and two tokenizers; what is given is left as it is."""
+    dense, sparse = "Qwen/Qwen3-4B", "Qwen/Qwen3-30B-A3B"
+    nothing = {"nu": None, "norm": None, "kind": "linear"}
+    assert filled(nothing, dense, sparse) == {**nothing, "nu": 3, "norm": "attention_mass"}
+    assert filled({**nothing, "nu": 1}, sparse, dense)["nu"] == 1
+    assert filled({**nothing, "norm": "sink_8"}, sparse, dense)["norm"] == "sink_8"
+    mistral = filled(nothing, "Qwen/Qwen3-8B", "mistralai/Mistral-7B-Instruct-v0.3")
+    assert (mistral["nu"], mistral["norm"]) == (3, "frobenius")
+    other = filled(nothing, dense, "Qwen/Qwen3-8B")
+    assert (other["nu"], other["norm"]) == (1, "frobenius")
+    mlp = filled({**nothing, "kind": "mlp"}, dense, sparse)
+    assert (mlp["nu"], mlp["norm"]) == (1, "frobenius")
+    assert rate_of(dense, sparse, {"nu": 3}) == 3e-6 and rate_of(sparse, dense, {"nu": 3}) == 1e-4
+    assert rate_of(sparse, dense, {"nu": 3, "kind": "linear_mlp"}) == 3e-5
+
+
+def test_a_training_takes_them(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the verb's own function, for models in folders of these names."""
+    ends = []
+    for name, model in (("Qwen3-4B", "dense"), ("Qwen3-30B-A3B", "wide")):
+        ends.append(tmp_path / name)
+        ends[-1].symlink_to(folders[model], target_is_directory=True)
+    chats = tmp_path / "chats.jsonl"
+    talk = [{"role": "user", "content": "Name a colour, please."},
+            {"role": "assistant", "content": "Blue is a colour."}]  # fmt: skip
+    chats.write_text(
+        "\n".join(json.dumps({"messages": [{**talk[0], "content": f"{n}: name one."}, talk[1]]})
+                  for n in range(200))
+    )  # fmt: skip
+    options = Options(
+        source=str(ends[0]), target=str(ends[1]), data=(str(chats),), device="mlx", packed_share=0.0
+    )
+    plan = {"nu": None, "norm": None, "kind": "linear", "fit_samples": 20, "held_out": 2}
+    recipe = {"learning_rates": (), "steps": 1, "batch": 1, "validate_every": 1}
+    heard = Listeners(lambda *report: None, lambda text: None, lambda text: None)
+    done = train_command(options, plan, recipe, str(tmp_path / "t"), heard)
+    assert done is not None
+    assert [line["learning_rates"] for line in (json.loads(text) for text in
+            (tmp_path / "t.log.jsonl").read_text().splitlines()[1:])] == [[3e-6]]  # fmt: skip
+    config = translator_folder.read_config(done.folder)
+    assert {len(every) for every in config.assignment.keys} == {3}
+    assert config.provenance["norm"] == "attention_mass"

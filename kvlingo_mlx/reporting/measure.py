@@ -89,9 +89,16 @@ def _computer() -> dict[str, Any]:
     return {
         "device": _device(),
         "chip": _chip(),
-        "cores": os.cpu_count(),
+        "cores": _cores(),
         "fast_blas": fast_blas(),
     }
+
+
+def _cores() -> int | None:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def environment() -> dict[str, Any]:

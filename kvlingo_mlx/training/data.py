@@ -36,6 +36,7 @@ from kvlingo_mlx.training.records import Spec
 Bin = tuple[int, int, int, int]
 
 TRIES = 16  # records tried for one sample before it fails
+PACKS_TRIED = 64  # the same for a pack, before one below its lengths will do
 PACK_TRIES = 4  # attempts to fill one pack; each gives a better estimate of bytes per token
 PACK_LIMIT = 4096  # the most records read for one pack
 DIFFERENT_PACKS = 4  # disjoint packs that the data must hold
@@ -146,13 +147,23 @@ class Stream:
     def _can_pack(self, mixture: Mixture) -> bool:
         """Whether the data hold enough different packs; at ``packed_share`` 1, one is enough.
 
+        Enough tokens do not suffice: the conversations must add up to the lengths wanted, which a
+        few packs show.
+
         Raises:
             ValueError: The data hold no pack, and only packs are asked for.
         """
-        packs = math.floor(self._training.tokens / (sum(mixture.packed) / 2))
-        if mixture.packed_share == 1 and not packs:
+        if mixture.packed_share == 0:
+            return True
+        least = 1 if mixture.packed_share == 1 else DIFFERENT_PACKS
+        enough = math.floor(self._training.tokens / (sum(mixture.packed) / 2)) >= least
+        found = enough and any(
+            self._find("packed", n, self._training, tries=PACKS_TRIED, mixture=mixture)
+            for n in range(DIFFERENT_PACKS)
+        )
+        if mixture.packed_share == 1 and not found:
             raise ValueError(self._unmet(mixture, "packed"))
-        return mixture.packed_share in (0, 1) or packs >= DIFFERENT_PACKS
+        return found
 
     def _survey(self, asked: Mixture | PlainText) -> Survey:
         orders, mixture = self._training, self.mixture
@@ -185,12 +196,19 @@ class Stream:
     def draw(self, index: int) -> Draw:
         """Training sample ``index`` with its origin, a function of ``index`` and the stream alone.
 
+        Whole conversations rarely add up to a length, so a pack takes several tries. One that none
+        of them brings to its lengths may be shorter, down to half: no run ends over one sample.
+
         Raises:
             ValueError: No record fits within a bounded number of tries; the message names the
                 lengths wanted.
         """
-        slot = slot_at(index, self.mixture, self.seed)
-        found = self._find(slot.kind, slot.ordinal, self._training, tries=TRIES)
+        slot, mixture = slot_at(index, self.mixture, self.seed), self.mixture
+        tries = PACKS_TRIED if slot.kind == "packed" else TRIES
+        found = self._find(slot.kind, slot.ordinal, self._training, tries=tries)
+        if found is None and isinstance(mixture, Mixture) and slot.kind == "packed":
+            shorter = replace(mixture, packed=(mixture.packed[0] // 2, mixture.packed[1]))
+            found = self._find("packed", slot.ordinal, self._training, tries=tries, mixture=shorter)
         if found is None:
             raise ValueError(f"sample {index}: {self._unmet(self.mixture, slot.kind)}")
         return found
@@ -236,7 +254,9 @@ class Stream:
         taken: frozenset[Place] = frozenset(),
         *,
         tries: int,
+        mixture: Mixture | PlainText | None = None,
     ) -> Draw | None:
+        mixture = mixture or self.mixture
         walks = orders.lifted if kind == "packed" else orders.natural
         if not walks:
             return None
@@ -244,15 +264,13 @@ class Stream:
             shelf, row, reply = orders.of(walks, ordinal, attempt)
             if shelf.place(row) in taken:
                 continue
-            if isinstance(self.mixture, PlainText):
-                draw = self._window(self.mixture, shelf, row, ordinal, attempt)
+            if isinstance(mixture, PlainText):
+                draw = self._window(mixture, shelf, row, ordinal, attempt)
             elif kind == "packed":
                 talk = self._library.talk(shelf.place(row))
-                draw = self._packed(
-                    self.mixture, ordinal + attempt * ELSEWHERE, talk, orders, taken
-                )
+                draw = self._packed(mixture, ordinal + attempt * ELSEWHERE, talk, orders, taken)
             else:
-                draw = self._natural(self.mixture, self._library.talk(shelf.place(row), reply))
+                draw = self._natural(mixture, self._library.talk(shelf.place(row), reply))
             if draw is not None:
                 return draw
         return None

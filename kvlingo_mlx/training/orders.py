@@ -60,7 +60,7 @@ class Survey:
         lengths = f"prefixes of at most {self.longest:,} tokens (the recipe: {self.wanted:,})"
         packed = f"packed: {self.packed_share:.0%} of samples"
         if self.packed_share != self.packed_asked:
-            packed += f", not {self.packed_asked:.0%}, since the data are {self.tokens:,} tokens"
+            packed += f", not {self.packed_asked:.0%}: too few fit, of {self.tokens:,} tokens"
         return (
             f"data: {self.records:,} records to train on; {self.samples:,} samples end in "
             f"{self.distinct:,} different ones, each used at most {self.uses:,} "

@@ -11,6 +11,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -908,3 +909,43 @@ def test_histogram(stream: Stream, draws: list[Any]) -> None:
     assert sum(on + off for *_, on, off in rows) == 64
     ratios = [high / low for low, high, *_ in rows]
     assert max(ratios) / min(ratios) < 1.1
+
+
+def talks_of(sizes: Iterable[int]) -> list[dict[str, Any]]:
+    """Conversations of about so many tokens, each with words of its own."""
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"Case {number}: " + f"note {number} " * (size // 3)},
+                {"role": "assistant", "content": f"Case {number} is noted."},
+            ]
+        }
+        for number, size in enumerate(sizes)
+    ]
+
+
+def test_no_run_ends_for_want_of_one_pack(tmp_path: Path, qwen3: Any) -> None:
+    """Two conversations make a pack where they happen to fit, which one try in many does not."""
+    sizes = [random.Random(n).choice([60, 170, 185, 200]) for n in range(300)]
+    path = write(tmp_path / "talks.jsonl", talks_of(sizes))
+    mixture = Mixture((10, 312), (384, 400), max_prefix=512, max_continuation=64)
+    stream = Stream([path], qwen3, mixture, planned=1200)
+    assert stream.mixture.packed_share == 0.5
+    lengths = [len(stream.sample(index).prefix) for index in range(400)]
+    packed = [n for n, index in zip(lengths, range(400), strict=True)
+              if stream.draw(index).kind == "packed"]  # fmt: skip
+    assert len(packed) == 200
+    assert all(192 <= length <= 400 for length in packed)
+    assert sum(length >= 384 for length in packed) > 100
+
+
+def test_conversations_that_add_up_to_no_pack_are_told(tmp_path: Path, qwen3: Any) -> None:
+    path = write(tmp_path / "talks.jsonl", talks_of([300] * 200))
+    sizes = {len(qwen3.encode(talk["messages"][0]["content"])) for talk in talks_of([300] * 200)}
+    low = max(sizes) + 40
+    mixture = Mixture((10, low - 10), (low, 2 * min(sizes) - 20), max_prefix=2048)
+    stream = Stream([path], qwen3, mixture)
+    assert stream.mixture.packed_share == 0
+    assert "packed: 0% of samples, not 50%" in str(stream.survey)
+    with pytest.raises(ValueError, match="no concatenation with a prefix of"):
+        Stream([path], qwen3, replace(mixture, packed_share=1))

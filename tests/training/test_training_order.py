@@ -194,7 +194,7 @@ def test_the_survey_counts_what_a_run_will_see(tmp_path: Path, tokenizer: Any) -
     assert str(survey).startswith(
         "data: 387 records to train on; 1,600 samples end in 387 different ones, each used at "
         f"most 5 times; prefixes of at most {survey.longest} tokens (the recipe: 10,000); packed: "
-        f"0% of samples, not 50%, since the data are {survey.tokens:,} tokens"
+        f"0% of samples, not 50%: too few fit, of {survey.tokens:,} tokens"
     )
 
 

@@ -4,9 +4,10 @@
     python benchmarks/conversations.py --no-verbatim --json FILE   # turns as the template has them
 
 A dialogue states 12 to 20 facts; then come ten questions, one a turn, no fact asked twice. The
-models take turns at answering, in both orders; answers are decoded greedily and stay in the
-conversation, right or wrong. A turn counts if the value is a word of what the answer says after
-"is": before it stands the name that was asked about, and some people are their own friends.
+models take turns at answering, in both orders (:mod:`kvlingo_mlx.evaluation.turns`); answers are
+decoded greedily and stay in the conversation, right or wrong. A turn counts if the value is a word
+of what the answer says after "is": before it stands the name that was asked about, and some people
+are their own friends.
 Strategies are those of ``Conversation``. Beside them, alternated as well: ``one switch`` lets the
 model that answers first answer every turn, and asks the other one at even turns on a branch, so
 that its answers there come after the first switch of the conversation and what they lose is lost
@@ -32,86 +33,68 @@ import argparse
 import itertools
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvlingo_mlx import Conversation
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.embedded.dialogues import Dialogue
-from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.evaluation import conditions, turns
+from kvlingo_mlx.evaluation.turns import Manner, Models, Talk, Turn, Way
 from kvlingo_mlx.loading.models import load
-from kvlingo_mlx.loading.translators import load_translator
-from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
-from kvlingo_mlx.translators.base import Translator
 
 CONDITIONS = ("reprefill", "alternated", "one switch", "naive", "shuffled", "facts hidden")
-NOT_RECORDED = ("json", "seeds", "translators")  # the command has them
-STRATEGIES = ("reprefill", "alternated", "naive")
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Two models by name, their translators in both directions, and the same ones shuffled."""
+def ways_of(models: Models, root: Path) -> dict[str, Way]:
+    """Every condition by name, with the translators of a folder."""
+    folders = [str(root / "--".join(pair)) for pair in itertools.permutations(models)]
+    (own,) = turns.directed(folders, list(models.values()))
+    wrong = tuple(conditions.shuffled(translator) for translator in own)
+    return {
+        "reprefill": Way("reprefill"),
+        "alternated": Way("alternated", "alternated", (own,)),
+        "one switch": Way("one switch", "alternated", (own,), once=True),
+        "naive": Way("naive", "naive", (own,)),
+        "shuffled": Way("shuffled", "alternated", (wrong,)),
+        "facts hidden": Way("facts hidden", "alternated", (own,), hidden=True),
+    }
 
-    models: dict[str, LanguageModel]
-    translators: Sequence[Translator]
-    shuffled: Sequence[Translator]
 
-    @classmethod
-    def load(cls, names: Sequence[str], root: Path) -> Pair:
-        folders = (root / "--".join(pair) for pair in itertools.permutations(names))
-        translators = [load_translator(folder) for folder in folders]
-        wrong = [conditions.shuffled(translator) for translator in translators]
-        return cls({name: load(zoo(name)) for name in names}, translators, wrong)
-
-
-def begin(pair: Pair, condition: str, verbatim: bool) -> Conversation:
-    """An empty conversation; not eager, since accuracy does not depend on when one translates."""
-    return Conversation(
-        pair.models,
-        pair.shuffled if condition == "shuffled" else pair.translators,
-        switching=condition if condition in STRATEGIES else "alternated",
-        eager=False,
-        enable_thinking=False,
-        verbatim=verbatim,
+def talk_of(dialogue: Dialogue) -> Talk:
+    """A dialogue as a conversation to be held; its facts stand before the first question."""
+    told = dialogue.messages[:-1]
+    questions = [({"role": "user", "content": question},) for question in dialogue.questions]
+    return Talk(
+        "",
+        tuple(
+            Turn((*told, *question) if place == 0 else question, question, (fact.value,))
+            for place, (fact, question) in enumerate(zip(dialogue.asked, questions, strict=True))
+        ),
     )
 
 
-def run(
-    pair: Pair, talk: Dialogue, order: Sequence[str], condition: str, args: argparse.Namespace
-) -> list[int]:
-    """For every turn of a dialogue whether its answer was right; ``order`` is who answers."""
-    conversation = begin(pair, condition, args.verbatim)
-    told = [] if condition == "facts hidden" else list(talk.messages[:-1])
-    hits = []
-    for turn, (fact, question) in enumerate(zip(talk.asked, talk.questions, strict=True)):
-        new = [*told, {"role": "user", "content": question}] if turn == 0 else question
-        asked = conversation
-        if condition == "one switch" and turn % 2:
-            asked = conversation.branch()
-            conversation.reply(order[0], new, max_tokens=args.max_tokens)
-        answer = asked.reply(order[turn % 2], new, max_tokens=args.max_tokens)
-        hits.append(int(fact.value in re.findall(r"\w+", answer.partition(" is ")[2])))
-    return hits
+def hit(answer: str, turn: Turn) -> int:
+    """Whether the value is a word of what the answer says after "is"."""
+    return int(turn.references[0] in re.findall(r"\w+", answer.partition(" is ")[2]))
 
 
-def run_seed(pair: Pair, seed: int, args: argparse.Namespace) -> dict[str, Any]:
+def run_seed(
+    models: Models, ways: dict[str, Way], seed: int, args: argparse.Namespace
+) -> dict[str, Any]:
     started = time.perf_counter()
-    talks = list(
-        dialogues.held_out(
-            args.dialogues, seed=seed, facts=tuple(args.facts), questions=args.questions
-        )
-    )
+    facts = tuple(args.facts)
+    drawn = dialogues.held_out(args.dialogues, seed=seed, facts=facts, questions=args.questions)
+    talks = [talk_of(dialogue) for dialogue in drawn]
+    manner = Manner(args.max_tokens, verbatim=args.verbatim)
     hits: dict[str, dict[str, list[list[int]]]] = {}
-    for order in itertools.permutations(pair.models):
+    for order in itertools.permutations(models):
         found = hits[f"{order[0]} first"] = {name: [] for name in args.conditions}
         for talk, name in itertools.product(talks, args.conditions):
-            found[name].append(run(pair, talk, order, name, args))
+            said = turns.answers(models, ways[name], talk, order, manner)
+            found[name].append([hit(a, turn) for a, turn in zip(said, talk.turns, strict=True)])
         report(f"seed {seed}, {order[0]} first", found, time.perf_counter() - started)
     return {"seed": seed, "hits": hits, "seconds": round(time.perf_counter() - started)}
 
@@ -135,9 +118,10 @@ def main() -> None:
     parser.add_argument("--verbatim", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--json", help="append a record a seed to this file")
     args = parser.parse_args()
-    pair = Pair.load(args.pair.split(":"), args.translators)
+    models = {name: load(zoo(name)) for name in args.pair.split(":")}
+    ways = ways_of(models, args.translators)
     for seed in args.seeds:
-        result = run_seed(pair, seed, args)
+        result = run_seed(models, ways, seed, args)
         if args.json:
             config = {
                 k: v for k, v in vars(args).items() if k not in ("json", "seeds", "translators")

@@ -22,6 +22,7 @@ from rendering.quality import (
     objectives,
 )
 from rendering.records import HERE
+from rendering.reproductions import reproductions
 from rendering.serving import faults, recalls, served
 from rendering.speed import gpu_switches, switches, throughput, training_memory, windows
 
@@ -66,6 +67,7 @@ def main() -> None:
         fit_memory(),
         evaluations(),
         analyses(),
+        reproductions(),
     ]
     PAGE.write_text("\n".join(section for section in sections if section))
 

@@ -86,7 +86,7 @@ def train(names: Sequence[str], data: Path, out: Path, plain: bool, seed: int, a
     command_line.Stream = Plain if plain else Stream  # type: ignore[misc]
     try:
         heard = command_line.Listeners(lambda *_: None, print, print)
-        done = command_line.train(options, plan, recipe, str(out), heard)
+        done = command_line.train(command_line.Job(options, plan, recipe, str(out)), heard)
     finally:
         command_line.Stream = kept  # type: ignore[misc]
     assert done is not None and done.log is not None

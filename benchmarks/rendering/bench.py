@@ -8,12 +8,16 @@ import numpy as np
 
 from kvlingo_mlx.cli.bench_output import label
 from kvlingo_mlx.cli.output import ms
+from kvlingo_mlx.timing.reference import BEFORE
 from rendering.records import records, source, table
 
 
 def benches() -> str:
     """Every phase of every table, beside the machine's own ceiling; the newest run of a pair."""
-    latest = {(r["config"]["source"], r["config"]["target"]): r for r in records("bench")}
+    latest = {
+        tuple(r["config"][name] for name in ("source", "target", "precision")): r
+        for r in records("bench")
+    }
     if not latest:
         return ""
     parts = [
@@ -22,7 +26,7 @@ def benches() -> str:
         "machine's own rates in a large product and a large sum. A switch starts from a source\n"
         "that has read the prompt; the accelerator counts that, too.\n"
     ]
-    for (reader, writer), record in latest.items():
+    for (reader, writer, _), record in latest.items():
         config = record["config"]
         depths = ", ".join(f"{some} of {whole}" for some, whole in config["layers"] or [])
         what = f"; {depths} layers, {config['precision']}" if depths else ""
@@ -49,7 +53,7 @@ def bench_table(name: str, found: dict) -> Iterable[str]:
             milliseconds(t["samples"][phase]) + share(t["samples"][phase], floor.get(phase))
             for t, floor in zip(timings, floors, strict=True)
         ]
-        rows.append([label(phase), *cells])
+        rows.append([label(phase, timings[0].get("decoded", BEFORE)), *cells])
     yield table(columns, rows)
     if grown:
         yield "Extrapolated to all layers, not measured:\n"

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.evaluation.error_bars import over_items
+from kvlingo_mlx.evaluation.figures import by_group
 from kvlingo_mlx.reporting import pictures
 from rendering.records import HERE, records, source, table
 
@@ -107,15 +109,11 @@ def signed(values: np.ndarray) -> str:
 
 def conversation_figure(hits: Hits) -> Any:
     """A panel an order, a line a condition."""
-    figure = pictures.figure(2 * pictures.WIDTH, pictures.HEIGHT)
-    panels = figure.subplots(1, len(hits), sharey=True)
-    for axes, (order, by_name) in zip(panels, hits.items(), strict=True):
-        for name, rows in by_name.items():
-            turns, means = np.arange(1, rows.shape[1] + 1), rows.mean(axis=0)
-            errors = standard_error(rows)
-            axes.errorbar(turns, means, yerr=errors, marker="o", capsize=2, label=name)
-        axes.set(title=order, xlabel="turn", ylim=(-0.05, 1.05))
-        pictures.whole_numbers(axes.xaxis)
-    panels[0].set_ylabel("right answers")
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
-    return figure
+    panels = {
+        order: {
+            name: {f"turn {turn + 1}": over_items(row) for turn, row in enumerate(rows.T)}
+            for name, rows in by_name.items()
+        }
+        for order, by_name in hits.items()
+    }
+    return by_group(panels, "right answers")

@@ -191,8 +191,9 @@ def gpu_switches() -> str:
 
 def switch_row(pair: str, found: dict) -> list[str]:
     timed, best = found["rows"], found["fastest"]
-    forms = [best[form] for form in ("mixing", "head-wise", "mixing, after RoPE")]
-    times = [f"{1e3 * timed[name]['median_s']:.2f}" for name in (*forms, "step", "re-prefill")]
+    forms = [best.get(form) for form in ("mixing", "head-wise", "mixing, after RoPE")]
+    times = [f"{1e3 * timed[name]['median_s']:.2f}" if name in timed else "-"
+             for name in (*forms, "step", "re-prefill")]  # fmt: skip
     ratios = [f"{np.median(found['ratios'][name]):.1f}" if name in found["ratios"] else "-"
               for name in ("re-prefill / switch", "re-prefill / switch (graph)")]  # fmt: skip
     peak = [f"{found['peak_bytes'][name] / 1e9:.1f}" if name in found["peak_bytes"] else "-"

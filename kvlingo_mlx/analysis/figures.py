@@ -105,13 +105,13 @@ def heads(report: Report) -> Any:
 
 def positions(report: Report) -> Any:
     """The linear R2 of every target layer, one curve for each range of positions."""
-    curves = {f"{b.start} to {b.stop - 1}": b.r2 for b in report.positions if b.r2 is not None}
+    curves = {f"{b.start} to {b.stop - 1}": b.linearity for b in report.positions if b.linearity}
     if not curves:
         return None
     figure, panels = _panels(1, len(SIDES), sharey=True)
     for axes, side in zip(panels[0], SIDES, strict=True):
-        for label, scores in curves.items():
-            axes.plot(scores[side], "o-", label=label)
+        for label, fits in curves.items():
+            axes.plot([fit.linear for fit in fits[side]], "o-", label=label)
         axes.set(title=side, xlabel="target layer")
         pictures.whole_numbers(axes.xaxis)
     panels[0][0].set_ylabel("held-out R², linear")

@@ -17,8 +17,10 @@ from kvlingo_mlx.analysis.linearity import (
     TOKENS_PER_WIDTH,
     Bucket,
     LayerFit,
+    Summary,
     by_position,
     fit_layer,
+    summarise,
     translator_r2,
 )
 from kvlingo_mlx.analysis.network import Recipe
@@ -58,7 +60,8 @@ class Settings:
         cka: Whether to compare every pair of layers.
         mlp: Whether to fit an MLP for each layer and side.
         heads: Whether to fit the joint map and align its heads.
-        hidden: The MLP's hidden width; None is twice the width of its input.
+        hidden: The MLP's hidden units beside the two for each input that hold the linear map; None
+            is twice the width of its input.
         epochs: The most epochs of its training.
     """
 
@@ -123,11 +126,12 @@ class Report:
         source_layers: For each target layer, the source layer that predicts it: the one at its
             relative depth.
         linearity: By side, for each target layer.
+        summary: By side, the means over layers and the trend.
         translator: R2 of the given translator's maps by side, for each target layer.
         rank: By model ("source", "target") and side, for each layer.
         cka: By side; empty if not asked for.
         heads: By map ("closed form", "translator") and side; empty if not asked for.
-        positions: Linear R2 by position.
+        positions: R2 by position.
         notes: Measurements that were left out or are unreliable, and why; one sentence each.
     """
 
@@ -137,6 +141,7 @@ class Report:
     scored: int
     source_layers: list[int]
     linearity: dict[str, list[LayerFit]]
+    summary: dict[str, Summary]
     translator: dict[str, list[float]]
     rank: dict[str, dict[str, list[Rank]]]
     cka: dict[str, Grid]
@@ -257,7 +262,7 @@ def compare(
         source, target, source_layers, heads, settings, translator, lambda: progress("heads")
     )
     positions = by_position(
-        source, target, corpus, source_layers, settings.seed, lambda: progress("positions")
+        source, target, corpus, source_layers, recipe, settings.seed, lambda: progress("positions")
     )
     scored = int(corpus.scored.sum())
     fitted = corpus.num_tokens - scored
@@ -269,6 +274,7 @@ def compare(
         scored,
         source_layers,
         linearity,
+        {side: summarise(linearity[side]) for side in SIDES},
         own,
         rank,
         grids,
@@ -344,5 +350,5 @@ def _skipped(positions: Sequence[Bucket]) -> list[str]:
         f"no R2 for positions {b.start} to {b.stop - 1}: {b.available} tokens to fit on and "
         f"{b.scored} to score are too few; raise --tokens or lower --documents"
         for b in positions
-        if b.r2 is None
+        if b.linearity is None
     ]

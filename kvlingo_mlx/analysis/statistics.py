@@ -6,6 +6,7 @@ of a layer are (T, d): T tokens, all heads side by side.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -130,6 +131,97 @@ def r2(predicted: np.ndarray, y: np.ndarray, mean: np.ndarray) -> float:
     """The explained share of the variance around ``mean`` (the mean of the fitting tokens)."""
     y = np.asarray(y, np.float64)
     return float(1.0 - ((y - predicted) ** 2).sum() / ((y - mean) ** 2).sum())
+
+
+# ---- trends and differences -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spearman:
+    """A rank correlation, and the two-sided p of one at least as large without any relation."""
+
+    rho: float
+    p: float
+
+
+def spearman(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> Spearman:
+    """Spearman's rank correlation of two series of equal length.
+
+    Equal numbers share the mean of their ranks. p is that of Student's t with two degrees of
+    freedom less than there are numbers. Both are NaN for fewer than three numbers, for a series of
+    equal numbers, and where a number is NaN.
+
+    Raises:
+        ValueError: The series differ in length.
+    """
+    if len(x) != len(y):
+        raise ValueError(f"the series have {len(x)} and {len(y)} numbers; they must be as many")
+    ranks = [_ranks(np.asarray(values, np.float64)) for values in (x, y)]
+    size = math.sqrt((ranks[0] ** 2).sum() * (ranks[1] ** 2).sum())
+    if len(x) < 3 or not size > 0:
+        return Spearman(math.nan, math.nan)
+    rho = float(np.clip((ranks[0] * ranks[1]).sum() / size, -1, 1))
+    return Spearman(rho, _correlation_p(rho, len(x) - 2))
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    """Centred ranks; those of equal values are their mean."""
+    if np.isnan(values).any():
+        return np.full(len(values), np.nan)
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (counts.cumsum() - (counts - 1) / 2)[inverse] - (len(values) + 1) / 2
+
+
+def _correlation_p(rho: float, freedom: int) -> float:
+    """The two-sided p of a correlation: the finite sum for Student's t at whole degrees.
+
+    With t = rho sqrt(freedom / (1 - rho^2)), the sum's angle atan(t / sqrt(freedom)) has the sine
+    rho.
+    """
+    sine, cosine, odd = abs(rho), math.sqrt(1 - rho**2), freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= (power + 1) / (power + 2) * cosine**2
+    within = 2 / math.pi * (math.asin(sine) + sine * total) if odd else sine * total
+    return max(0.0, 1 - within)
+
+
+@dataclass(frozen=True)
+class SignTest:
+    """Paired differences, and whether one sign is more frequent than chance makes it.
+
+    Attributes:
+        above: The number of differences above zero.
+        below: The number of differences below zero.
+        ties: The number of differences that are zero; the test leaves them out.
+        mean: The mean difference, ties included.
+        p: The two-sided exact p, of as many throws of a fair coin as there are without ties.
+    """
+
+    above: int
+    below: int
+    ties: int
+    mean: float
+    p: float
+
+
+def sign_test(differences: Sequence[float] | np.ndarray) -> SignTest:
+    """The exact two-sided sign test of paired differences, of layers or of a table's cells.
+
+    ``mean`` and ``p`` are NaN where a difference is NaN, which counts as neither sign nor tie.
+
+    Raises:
+        ValueError: There is no difference.
+    """
+    found = np.asarray(differences, np.float64)
+    if not found.size:
+        raise ValueError("a sign test needs at least one difference; none was given")
+    above, below, ties = (int(flags.sum()) for flags in (found > 0, found < 0, found == 0))
+    throws = above + below
+    ways = sum(math.comb(throws, k) for k in range(min(above, below) + 1))
+    p = math.nan if np.isnan(found).any() else min(1.0, 2 * ways / 2**throws)
+    return SignTest(above, below, ties, float(found.mean()), p)
 
 
 # ---- heads ------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ VERBS = (
     "tune",
     "analyze",
     "bench",
+    "reproduce",
 )
 OLD_VERBS = {"profile": "tune"}  # old names with their new ones, accepted for one release
 

@@ -38,9 +38,11 @@ class AnalyzeOptions(Options):
         "--random-init",
     )
     cka: bool = option(True, "Compare every pair of layers.")
-    mlp: bool = option(True, "Fit a two-layer MLP beside each linear map.")
+    mlp: bool = option(True, "Fit a two-layer MLP that starts as the linear map, everywhere.")
     heads: bool = option(True, "Align the heads of the closed-form joint map.")
-    hidden: int | None = option(None, "The MLP's hidden width; default: twice its input's.")
+    hidden: int | None = option(
+        None, "The MLP's hidden units beside those of the linear map; default: twice its input's."
+    )
     epochs: int = option(10, "Most epochs an MLP is trained for.")
     seed: int = option(0, "Of the split, the MLPs, the permutations, random weights.")
     plot: str | None = option(None, "Draw figures into this folder (the [plot] extra).")
@@ -99,6 +101,7 @@ def command(options: AnalyzeOptions) -> None:
 def _print(report: Report) -> None:
     for side in SIDES:
         _print_layers(report, side)
+    _print_means(report)
     _print_rank(report)
     if report.heads:
         _print_heads(report)
@@ -168,17 +171,45 @@ def _print_heads(report: Report) -> None:
     )
 
 
-def _print_positions(report: Report) -> None:
+def _print_means(report: Report) -> None:
+    """Print table "linearity" and the trend over depth, a row a side."""
     rows = [
         [
-            f"{b.start} to {b.stop - 1}",
-            str(b.fitted),
-            str(b.scored),
-            *(f"{sum(b.r2[side]) / len(b.r2[side]):.3f}" for side in SIDES),
+            side,
+            *(_shown(n) for n in (m.linear, m.mlp, m.extra, m.rho, m.irreducible)),
+            _shown(m.depth.rho, "+.2f"),
+            _shown(m.depth.p, ".2g"),
         ]
-        for b in report.positions
-        if b.r2 is not None
+        for side, m in report.summary.items()
     ]
+    columns = ["", "linear", "MLP", "extra", "rho", "irreducible", "with depth", "p"]
+    title = "R2: means over layers, and linear R2's rank correlation with depth"
+    table(title, *_filled(columns, rows))
+
+
+def _print_positions(report: Report) -> None:
+    """Print the same within ranges of positions; each is compared with the first, by layer."""
+    rows = []
+    for bucket in report.positions:
+        for side, mean in (bucket.summary or {}).items():
+            test = bucket.change[side].test if bucket.change else None
+            numbers = [_shown(mean.linear), _shown(mean.mlp), _shown(mean.depth.rho, "+.2f")]
+            numbers += [_shown(test.mean, "+.3f"), _shown(test.p, ".2g")] if test else ["", ""]
+            place = f"{side} {bucket.start}-{bucket.stop - 1}"
+            rows.append([place, str(bucket.fitted), str(bucket.scored), *numbers])
     if rows:
-        columns = ["positions", "tokens fitted", "held out", "R2 keys", "R2 values"]
-        table("Linear map by position, mean over layers", columns, rows)
+        columns = ["positions", "fitted", "scored", "linear", "MLP", "depth", "change", "p"]
+        title = "R2 by position: means over layers, rank correlation with depth, and the change\n"
+        title += "from the first positions with its sign test, paired by layer"
+        table(title, *_filled(columns, rows))
+
+
+def _filled(columns: list[str], rows: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns in which something stands."""
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    return [columns[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def _shown(number: float | None, how: str = ".3f") -> str:
+    """A number as text; nothing for one that there is not."""
+    return "" if number is None or number != number else format(number, how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli import bench_budget
@@ -13,6 +14,7 @@ from kvlingo_mlx.cli.bench_options import (
     check,
     geometry_names,
     numbers,
+    precisions,
 )
 from kvlingo_mlx.cli.bench_output import foot, keep_timings, show
 from kvlingo_mlx.cli.command import verb
@@ -33,13 +35,20 @@ def command(options: BenchOptions) -> None:
     least = 1 if options.table_name == BUDGET else 2  # one token leaves nothing to hand over
     asked = options.prompt_tokens
     lengths = numbers("--prompt-tokens", asked, "64,256", least) if asked else None
-    if options.table_name == BUDGET:
-        bench_budget.run(options, lengths, numbers("--batch-sizes", options.batch_sizes, "1,8"))
-    else:
-        _run(options, lengths)
+    batches = numbers("--batch-sizes", options.batch_sizes, "1,8")
+    ends, each = geometry_names(options), precisions(options)
+    for precision in each:  # one after the other: models of two would not fit together
+        limit = options.time_limit / len(each)
+        one = replace(options, precision=precision, time_limit=limit)
+        if options.table_name == BUDGET:
+            bench_budget.run(one, lengths, batches)
+        else:
+            _run(one, ends, lengths)
 
 
-def _run(options: BenchOptions, lengths: Sequence[int] | None) -> None:
+def _run(
+    options: BenchOptions, ends: tuple[str, str] | None, lengths: Sequence[int] | None
+) -> None:
     """Time the tables of a switch, print them and append the record."""
     bits = [] if options.quantize == "none" else numbers("--quantize", options.quantize, "8,4")
     layers = options.native_layers
@@ -53,7 +62,6 @@ def _run(options: BenchOptions, lengths: Sequence[int] | None) -> None:
 
     for number in bits:
         check_bits(number)
-    ends = geometry_names(options)
     if options.plot:
         pictures.check(options.plot)
     beside = load_reference(options.reference) if options.reference else None
@@ -68,17 +76,16 @@ def _run(options: BenchOptions, lengths: Sequence[int] | None) -> None:
             clock=clock,
             step_size=options.prefill_step_size,
             batch=options.batch,
+            decoded=options.decode_tokens,
         ),
         lengths=lengths,
         native_layers=hybrids,
     )
     config, results = _config(pair, asked), {}
     for ran in runs.run(pair, asked, progress_bar):
-        results[ran.name] = show(ran, pair, beside)
+        results[ran.name] = show(ran, pair, beside, config)
         if options.save_timings:
             keep_timings(ran, pair, asked.effort.step_size)
-    if beside is not None and (differs := beside.differences(config)):
-        say(f"the reference was measured with other settings: {differs}")
     foot(pair, ran.rates, asked.effort.text)
     say(measure.machine_line())
     if options.plot:
@@ -92,10 +99,11 @@ def _pair(options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[in
     """The timed pair: models from folders, or random ones."""
     from kvlingo_mlx.timing import pairs
 
-    nu = 1 if options.nu is None else options.nu
     if ends is not None:
+        nu = _paper_nu(options, *ends)
         return pairs.of_geometry(ends, options.layers, options.precision, nu, bits)
     given = options.some("source target translator")
+    nu = _paper_nu(options, options.source or "", options.target or "")
     found = pairs.of_models(**given, nu=nu, bits=bits, stored=options.save_timings)
     if found.unstored:
         warn("no translator of this pair is stored; random maps of the same shapes are timed")
@@ -107,10 +115,31 @@ def _pair(options: BenchOptions, ends: tuple[str, str] | None, bits: Sequence[in
     return found
 
 
+def _paper_nu(options: BenchOptions, source: str, target: str) -> int:
+    """The source layers of random maps: those asked for, or the paper's for this pair."""
+    from kvlingo_mlx.timing.shapes import released
+    from kvlingo_mlx.training.paper_pairs import NU, best_of
+
+    if options.nu is not None:
+        return options.nu
+    best = best_of(released(source), released(target))
+    nu = NU if best is None else best.nu
+    if options.layers is not None and options.layers < nu:
+        say(
+            f"nu is {options.layers}, in the paper {nu} for this pair: --layers {options.layers} "
+            f"leaves no more to read; give --layers {nu} or more"
+        )
+        return options.layers
+    return nu
+
+
 def _config(pair: Pair, asked: Asked) -> dict[str, Any]:
     """The run's settings in a record."""
+    from kvlingo_mlx.reporting import measure
+
     effort = asked.effort
     return {
+        "machine": measure.environment()["chip"],
         "source": pair.source.name,
         "target": pair.target.name,
         "layers": pair.layers,
@@ -118,6 +147,9 @@ def _config(pair: Pair, asked: Asked) -> dict[str, Any]:
         "trials": effort.trials,
         "batch": effort.batch,
         "nu": pair.nu,
+        "head_mixing": pair.head_mixing,
+        "translator": pair.form,
+        "decode_tokens": effort.decoded,
         "prefill_step_size": effort.step_size,
         "native_layers": asked.native_layers,
         "forms": list(pair.translators),

@@ -23,19 +23,29 @@ COLUMNS = [
     "narrowed",
     "narrowed + translator",
 ]
+LABEL = "app:tab:budget"
+PAPERS_COLUMNS = [*COLUMNS[:5], "full (GB)", "narrowed + translator"]
 
 
 def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence[int]) -> None:
     """Measure, print the table and append the record."""
     from kvlingo_mlx.reporting import measure
     from kvlingo_mlx.timing import memory_budget
+    from kvlingo_mlx.timing.paper import STATED
+    from kvlingo_mlx.timing.reference import PAPER, differences
     from kvlingo_mlx.timing.tables import Clock
 
+    if options.reference not in (None, PAPER):
+        raise ValueError(
+            f"--reference is {options.reference!r}; --table memory-budget stands beside {PAPER} "
+            "alone"
+        )
     tell_of_machine()
     precision, trials = options.precision or "4bit", options.num_trials
     clock = Clock(options.time_limit)  # it includes making the models
     models = memory_budget.setup(options.layers, precision)
-    contexts, decoded = contexts or memory_budget.CONTEXTS, memory_budget.default_decoded()
+    contexts = contexts or memory_budget.CONTEXTS
+    decoded = options.decode_tokens or memory_budget.default_decoded()
     with progress_bar("timing memory-budget", len(contexts) * len(batches) * trials) as step:
         found = memory_budget.run(
             models, contexts, batches, trials=trials, decoded=decoded, clock=clock, progress=step
@@ -55,10 +65,32 @@ def run(options: BenchOptions, contexts: Sequence[int] | None, batches: Sequence
         f"{precision} weights, head-wise post-RoPE maps; {decoded} tokens a row, best of {trials}; "
         "memory: the most alive while decoding"
     )
-    say(measure.machine_line())
     config = {"layers": depth, "whole_layers": whole, "precision": precision}
-    config |= {"trials": trials, "decoded": decoded}
+    config |= {"trials": trials, "decoded": decoded, "weights": models.full.precision}
+    config |= {"machine": measure.environment()["chip"], "head_mixing": False}
+    config |= {"capture": models.translator.config.capture}
+    found_otherwise = [str(one) for one in differences(STATED[LABEL], config)]
+    if options.reference is not None:
+        _beside(cells, found_otherwise)
+    say(measure.machine_line())
+    config["reference"] = {"label": LABEL, "differences": found_otherwise}
     keep(options.json_file, "memory_budget", config, [cell.as_json() for cell in cells])
+
+
+def _beside(cells: Sequence[Cell], otherwise: Sequence[str]) -> None:
+    """Print the paper's values for the same contexts and batches, and how they were measured."""
+    from kvlingo_mlx.timing.paper import BUDGET
+
+    known = [(cell.context, cell.batch) for cell in cells if (cell.context, cell.batch) in BUDGET]
+    if not known:
+        listed = "; ".join(f"{context} by {batch}" for context, batch in BUDGET)
+        say(f"the paper has none of these contexts and batches: it has {listed}")
+        return
+    star = "*" if otherwise else ""
+    rows = [[f"{c}", f"{b}", *(f"{value}{star}" for value in BUDGET[c, b])] for c, b in known]
+    table(f"The same in the paper ({LABEL})", PAPERS_COLUMNS, rows)
+    if otherwise:
+        say(f"* measured otherwise: {'; '.join(otherwise)}")
 
 
 def _row(cell: Cell) -> list[str]:

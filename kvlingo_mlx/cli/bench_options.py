@@ -33,15 +33,21 @@ class BenchOptions(Options):
     )
     layers: int | None = option(None, "Layers of each model of --geometry; default: all.")
     precision: str | None = option(
-        None, "Of --geometry: float32, bfloat16, 8bit, 4bit; default: the machine's."
+        None,
+        "Of --geometry, one or several: bfloat16,4bit (float32, 8bit); default: the machine's.",
     )
-    nu: int | None = option(None, "Source layers a target layer reads, in random maps; default: 1.")
+    nu: int | None = option(
+        None, "Source layers a target layer reads, in random maps; default: the paper's, else 1."
+    )
     quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.")
     native_layers: str | None = option(None, "Also switches of so many native layers: 1,2.")
     prompt: str | None = option(None, "text (bundled) or random token ids.")
     prompt_tokens: str | None = option(None, "Lengths: 64,256.", "--prompt-tokens", "-p")
     batch: int = option(1, "Prompts at once, of one length; fewer rows above 1.")
     num_trials: int = option(5, "Trials per length.", "--num-trials", "-n")
+    decode_tokens: int | None = option(
+        None, "Tokens that decoding speeds are over; default: 256, as the time allows."
+    )
     time_limit: float = option(150.0, "Seconds in all; longer prompts are left out.")
     batch_sizes: str = option("1,8", f"With --table {BUDGET}: how many rows are decoded at once.")
     prefill_step_size: PrefillStepSize = 2048
@@ -71,7 +77,7 @@ def check(options: BenchOptions) -> None:
     """Refuse (ValueError) meaningless option values."""
     table, limit, prompt = options.table_name, options.time_limit, options.prompt
     tables = f"{', '.join(TABLES)} or all; or {BUDGET}"
-    counts = options.some("num_trials batch nu prefill_step_size")
+    counts = options.some("num_trials batch nu decode_tokens prefill_step_size")
     check_ranges(
         ("--table", repr(table), table in (*TABLES, BUDGET, "all"), tables),
         *(
@@ -81,6 +87,23 @@ def check(options: BenchOptions) -> None:
         ("--time-limit", f"{limit:g}", limit > 0, "seconds above 0"),
         ("--prompt", repr(prompt), prompt in (None, "text", "random"), "text or random"),
     )
+
+
+def precisions(options: BenchOptions) -> list[str | None]:
+    """The precisions of ``--precision``, each once; one None without it.
+
+    Raises:
+        ValueError: There are several, and one picture.
+    """
+    if options.precision is None:
+        return [None]
+    found = list[str | None](dict.fromkeys(options.precision.split(",")))
+    if len(found) > 1 and options.plot:
+        raise ValueError(
+            f"--plot draws one run, and --precision is {options.precision!r}; give one of them, or "
+            "leave --plot out"
+        )
+    return found
 
 
 def geometry_names(options: BenchOptions) -> tuple[str, str] | None:
@@ -99,7 +122,8 @@ def geometry_names(options: BenchOptions) -> tuple[str, str] | None:
     if len(names) != 2:
         raise ValueError(f"--geometry is {options.geometry!r}; give SOURCE:TARGET of {known}")
     for name in names:
-        check(name, options.layers, options.precision)
+        for precision in precisions(options):
+            check(name, options.layers, precision)
     depth = options.layers or GEOMETRIES[names[0]]["num_hidden_layers"]
     if options.nu is not None and options.nu > depth:
         raise ValueError(

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from kvlingo_mlx.cli.output import ms, say, table
 
 if TYPE_CHECKING:
+    from kvlingo_mlx.timing.beside import Row
     from kvlingo_mlx.timing.ceilings import Rates
     from kvlingo_mlx.timing.pairs import Pair
-    from kvlingo_mlx.timing.reference import Layers, Reference, Times
+    from kvlingo_mlx.timing.reference import Reference, Times
     from kvlingo_mlx.timing.runs import Ran
     from kvlingo_mlx.timing.tables import Table, Timing
 
@@ -31,12 +32,17 @@ SPEED_LABELS = {
 }
 
 
-def show(ran: Ran, pair: Pair, beside: Reference | None) -> dict[str, Any]:
-    """Print a table, beside a reference if there is one; returns the contents of its record."""
+def show(
+    ran: Ran, pair: Pair, beside: Reference | None, config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Print a table, beside a reference if there is one; returns the contents of its record.
+
+    ``config`` holds the run's settings.
+    """
     from kvlingo_mlx.timing import derived, tables
 
     shown, timings = ran.table, ran.timings
-    least, grown = [], []
+    least, grown, compared = [], [], None
     if not timings:
         say(shown.title)
     else:
@@ -49,8 +55,15 @@ def show(ran: Ran, pair: Pair, beside: Reference | None) -> dict[str, Any]:
         say("Medians in ms; in brackets: how close to the fastest that this machine could be.")
         table("Fastest / interquartile range (ms)", columns, _spreads(timings))
         grown = _extrapolate(timings, pair, columns)
+        if derived.tokens_per_second(timings[0]):
+            config = {**config, "decoded": timings[0].decoded}
+            if config["decode_tokens"] is None and timings[0].decoded < tables.DECODED:
+                say(
+                    f"decoding speeds are over {timings[0].decoded} tokens, in the paper over "
+                    f"{tables.DECODED}: --time-limit allows no more; --decode-tokens sets them"
+                )
         if beside is not None:
-            _beside(ran.name, timings, grown, pair.layers, beside)
+            compared = _beside(ran.name, timings, grown, beside, config)
     if ran.over:
         listed = ", ".join(map(str, ran.over))
         say(f"left out, since --time-limit allows no more: {listed} tokens")
@@ -61,6 +74,7 @@ def show(ran: Ran, pair: Pair, beside: Reference | None) -> dict[str, Any]:
         "floors": least,
         "extrapolated": grown,
         "left_out": [*ran.over, *ran.beyond],
+        "reference": compared,
     }
 
 
@@ -85,20 +99,21 @@ def _derived(shown: Table, timings: Sequence[Timing]) -> list[list[str]]:
 def _spreads(timings: Sequence[Timing]) -> list[list[str]]:
     """One row per timed phase."""
     return [
-        [label(phase), *("{} / {}".format(*map(ms, t.spread(phase))) for t in timings)]
+        [
+            label(phase, timings[0].decoded),
+            *("{} / {}".format(*map(ms, t.spread(phase))) for t in timings),
+        ]
         for phase in timings[0].samples
     ]
 
 
-def label(phase: str) -> str:
-    """The name of a phase in a table."""
+def label(phase: str, decoded: int | None = None) -> str:
+    """The name of a phase in a table; of decoding, over so many tokens, or over one."""
     kind, _, rest = phase.partition(" ")
     if kind == "hybrid":
         return f"switch, {rest} layers native"
     if phase in SPEED_LABELS:
-        from kvlingo_mlx.timing.paths import DECODED
-
-        return f"{SPEED_LABELS[phase]}, {DECODED} tokens"
+        return f"{SPEED_LABELS[phase]}, {'a token' if decoded is None else f'{decoded} tokens'}"
     return LABELS.get(phase, phase.replace("translate", "translation,"))
 
 
@@ -131,34 +146,30 @@ def _beside(
     name: str,
     timings: Sequence[Timing],
     grown: Sequence[Mapping[str, float]],
-    layers: Layers,
     reference: Reference,
-) -> None:
-    """Print a reference's times, and the ratio of this machine's times to them.
+    config: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Print a reference's times, and the ratio of this machine's times to them; returns both.
 
-    Models with the same layers are compared as measured, others only at full depth.
+    Models with the same layers are compared as measured, others only at full depth. A star marks a
+    number that was measured in another way than this machine's.
     """
-    from kvlingo_mlx.timing.reference import counterpart
+    from kvlingo_mlx.timing import beside
 
+    layers = config["layers"]
     alike = reference.layers == layers
     theirs = (reference.measured if alike else reference.whole).get(name, {})
-    ours = {t.prompt_tokens: {p: s["median"] for p, s in t.summary().items()} for t in timings}
+    ours = beside.seconds_of(timings)
     if not alike and layers is not None:
         ours = {t.prompt_tokens: dict(g) for t, g in zip(timings, grown, strict=True)}
-    lengths = [length for length in ours if length in theirs]
-    rows = []
-    for phase in ours[lengths[0]] if lengths else ():
-        other = counterpart(phase, theirs[lengths[0]])
-        if all(phase in ours[n] and other in theirs[n] for n in lengths):
-            said = label(phase) if other == phase else f"{label(phase)}, beside {label(other)}"
-            pairs = [(ours[n][phase], theirs[n][other]) for n in lengths]
-            rows.append([said, *(f"{ms(o)} ({m / o:.1f}x)" for m, o in pairs)])
-    if not rows:
+    found = reference.differences(config)
+    common = beside.rows(ours, theirs, found)
+    if not common:
         say(
             f"the reference ({reference.name}) has nothing in common with this table: it holds "
             f"{_contents(theirs)}; this table holds {_contents(ours)}"
         )
-        return
+        return beside.as_json(reference, common, config, timings[0].samples)
     title = "Reference (ms)"
     if not alike:
         whose = [
@@ -167,8 +178,26 @@ def _beside(
             if of is not None
         ]
         title += f", at full depth: {' and '.join(whose)} extrapolated, not measured"
-    table(title, ["prompt tokens", *map(str, lengths)], rows)
+    table(title, ["prompt tokens", *map(str, common[0].theirs)], [_compared(row) for row in common])
     say(f"reference: {reference.name}; in brackets how many times as long this machine takes")
+    starred = dict.fromkeys(str(one) for row in common for one in row.differs)
+    if starred:
+        say(f"* measured otherwise: {'; '.join(starred)}")
+    if unsaid := reference.unsaid(config):
+        say(f"the reference does not say: {', '.join(unsaid).replace('_', ' ')}")
+    if reference.note:
+        say(f"of the reference: {reference.note}")
+    return beside.as_json(reference, common, config, timings[0].samples)
+
+
+def _compared(row: Row) -> list[str]:
+    """A row of a table beside a reference's."""
+    said = label(row.phase)
+    if row.other != row.phase:
+        said += f", beside {label(row.other)}"
+    star = "*" if row.differs else ""
+    times = [f"{ms(row.theirs[n])}{star} ({row.ours[n] / row.theirs[n]:.1f}x)" for n in row.theirs]
+    return [said, *times]
 
 
 def _contents(times: Times) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli import eval_options as parsing
+from kvlingo_mlx.cli import eval_suite
 from kvlingo_mlx.cli.command import verb
 from kvlingo_mlx.cli.eval_options import EvalOptions, words
+from kvlingo_mlx.cli.eval_printing import print_outcome, print_seeds, resumable
 from kvlingo_mlx.cli.output import (
     draw,
     keep,
@@ -23,8 +24,9 @@ from kvlingo_mlx.cli.output import (
 from kvlingo_mlx.cli.sampling import check_ranges
 
 if TYPE_CHECKING:
-    from kvlingo_mlx.evaluation.compare import Outcome
-    from kvlingo_mlx.evaluation.error_bars import Mean
+    from kvlingo_mlx.evaluation.compare import Outcome, Results
+    from kvlingo_mlx.evaluation.droidspeak import Profile
+    from kvlingo_mlx.evaluation.journal import Journal
     from kvlingo_mlx.evaluation.lineup import Condition
     from kvlingo_mlx.evaluation.probes import Task
     from kvlingo_mlx.models.language_model import LanguageModel
@@ -32,18 +34,23 @@ if TYPE_CHECKING:
 
     Models = tuple[LanguageModel, LanguageModel]
 
+ALONE = "source alone"
 ANSWER_TOKENS = 128
-MOST_COLUMNS = 4
 
 
 @verb(EvalOptions)
 def command(options: EvalOptions) -> None:
     """Compare translated caches with native ones, controls and alternatives."""
+    if options.turns is not None:
+        from kvlingo_mlx.cli.eval_turns import hold
+
+        hold(options)
+        return
     own, public, harness = _parsed(options)
+    rows = eval_suite.benchmarks(options)
 
     from kvlingo_mlx.evaluation import compare
     from kvlingo_mlx.evaluation.journal import Journal
-    from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.loading.pairing import check_tokenizers
     from kvlingo_mlx.reporting import measure, pictures
 
@@ -51,50 +58,133 @@ def command(options: EvalOptions) -> None:
         pictures.check(options.plot)
     journal = Journal(options.out)
     haystack = parsing.haystack_text(options.haystack)
-    models = load_pair(options.source, options.target)
-    if public:
-        check_tokenizers(*models, "lm-eval's tasks are cut by one tokenizer; use our own tasks")
+    harness["prompts"] = eval_suite.judge_prompts(options)
+    models = _models(options)
+    if options.compare and not own:
+        check_tokenizers(*models, "times are of our own tasks' prompts; add one: --tasks recall")
     asked = _tasks(options, own, models, haystack)
-    named, line = _line_up(options, models)
+    decoding = _decoding(options, models)
+    settings = eval_suite.prepared(options, rows, models, harness | decoding, haystack)
+    named, line, profile = _line_up(options, models)
+    compare.check_points(asked, line)
     outcomes: list[Outcome] = []
-    with _resumable():
+    with resumable():
         if public:  # first, since their data may be out of reach
-            outcomes += _public(options, public, models, line, harness)
-        with progress_bar("evaluating", sum(len(task.items) for task in asked)) as step:
-            results = compare.evaluate(models[1], asked, line, journal, lambda name: step())
+            outcomes += _public(options, public, models, line, harness | decoding)
+        if rows:
+            outcomes += eval_suite.outcomes(rows, models, line, settings, journal, options.judge)
+        results = _own(options, asked, models, line, journal)
     outcomes += [compare.outcome(task, results[task.name]) for task in asked]
-    for outcome in outcomes:
-        _print(outcome)
+    shared = _printed(options, outcomes, models, line)
     times = _times(models[1], line, asked, outcomes) if options.compare else {}
     say(measure.machine_line())
-    if asked:
+    mine = [row for row in rows if row.task in parsing.OWN]
+    if asked or mine:
         say(f"every item's scores are in {options.out}")
-    if public:
+    if public or len(mine) < len(rows):
         say(f"every response is in {options.responses}")
     translators = {
         name: [{"path": str(t.path), "digest": t.digest} for t in every]
         for name, every in named.items()
     }
-    found = compare.found(outcomes, times) | {"translators": translators}
-    keep(options.json_file, "eval", _config(options, models, harness["data"]), found)
+    results = compare.found(outcomes, times) | {
+        "translators": translators,
+        "compute": shared,
+        "profile": None if profile is None else vars(profile),
+    }
+    keep(options.json_file, "eval", _config(options, models, harness["data"]), results)
     if options.plot:
         from kvlingo_mlx.evaluation.figures import score_against_time
 
         draw(score_against_time(outcomes, times), options.plot, *(m.name for m in models))
 
 
+def _own(
+    options: EvalOptions,
+    asked: list[Task],
+    models: Models,
+    line: list[Condition],
+    journal: Journal,
+) -> Results:
+    """The scores of our own tasks; of windows, the source's own perplexity too."""
+    from kvlingo_mlx.evaluation import compare
+
+    with progress_bar("evaluating", sum(len(task.items) for task in asked)) as step:
+        results = compare.evaluate(models[1], asked, line, journal, lambda name: step())
+    if options.window:
+        (task,) = (task for task in asked if task.name == "continuation")
+        found = results[task.name]
+        found[ALONE] = compare.alone(models[0], task, found[compare.NATIVE], journal)
+    return results
+
+
+def _printed(
+    options: EvalOptions, outcomes: list[Outcome], models: Models, line: list[Condition]
+) -> dict[str, dict[str, float]]:
+    """Print all outcomes; returns what each condition computes, which PyTorch's do not tell."""
+    from kvlingo_mlx.evaluation import lineup
+
+    shared: dict[str, dict[str, float]] = {}
+    if options.device == "mlx":
+        shared = {o.task: lineup.shares(models[1], line, o.prefix_tokens) for o in outcomes}
+    reuses = any("recomputed" in condition.identity for condition in line)
+    for outcome in outcomes:
+        print_outcome(outcome, shared[outcome.task] if reuses else None)
+        for note in outcome.notes:
+            warn(note)
+    print_seeds(outcomes)
+    return shared
+
+
 def _parsed(options: EvalOptions) -> tuple[list[str], list[str], dict[str, Any]]:
     """Our own tasks, lm-eval's tasks, and the latter's options; bad options are refused first."""
     most = options.max_tokens
     check_ranges(
-        ("--limit", options.limit, options.limit > 0, "1 or more"),
+        ("--limit", options.limit, options.limit is None or options.limit > 0, "1 or more"),
         ("--max-tokens", most, most is None or most > 0, "1 or more"),
+        ("--batch-size", options.batch_size, options.batch_size > 0, "1 or more"),
     )
-    own, public = parsing.split_tasks(words(options.tasks), options.judge)
+    named = None if options.suite is not None else words(options.tasks)
+    own, public = parsing.split_tasks(named, options.judge)
     data, metadata = parsing.named_files(options.task_data), parsing.json_object(options.metadata)
     parsing.forms(options.quantize)
+    parsing.points(options.switch_at, options.thinking)
+    parsing.check_device(options.device, own, words(options.baselines))
+    parsing.window(options.window)
     native_number(options.native_layers)
     return own, public, {"data": data, "metadata": metadata}
+
+
+def _models(options: EvalOptions) -> Models:
+    """The source and the target, by MLX or PyTorch."""
+    names = options.source, options.target
+    if options.device == "mlx":
+        from kvlingo_mlx.loading.models import load_pair
+
+        return load_pair(*names)
+    from kvlingo_mlx.training.on_torch.runtime import load_as_stored
+
+    loaded: Any = tuple(load_as_stored(name, options.device) for name in names)
+    return loaded  # with the same facts under the same names
+
+
+def _ways(options: EvalOptions) -> tuple[Any, Any]:
+    """The functions that fill caches, and who decodes from these."""
+    if options.device == "mlx":
+        from kvlingo_mlx.evaluation import conditions
+        from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
+
+        return conditions, MLXDecoder
+    from kvlingo_mlx.training.on_torch import decoding
+
+    return decoding, decoding.TorchDecoder
+
+
+def _decoding(options: EvalOptions, models: Models) -> dict[str, Any]:
+    """Who decodes lm-eval's tasks, and who writes the traces that are handed over."""
+    ways, decoder = _ways(options)
+    decode = partial(decoder, batch_size=options.batch_size)
+    return {"decode": decode, "writer": decode(models[0], ways.native(models[0]))}
 
 
 def _tasks(
@@ -107,15 +197,17 @@ def _tasks(
         lengths=parsing.lengths(options.lengths),
         haystack=haystack,
         max_tokens=options.max_tokens or ANSWER_TOKENS,
-        **options.some("limit seed data style thinking"),
+        limit=options.count,
+        window=parsing.window(options.window),
+        **options.some("seed data style thinking"),
     )
     return [own_tasks.make(name, *models, asked) for name in names]
 
 
 def _line_up(
     options: EvalOptions, models: Models
-) -> tuple[dict[str, list[Translator]], list[Condition]]:
-    """The translators by name, and all conditions to compare."""
+) -> tuple[dict[str, list[Translator]], list[Condition], Profile | None]:
+    """The translators by name, all conditions to compare, and what DroidSpeak was chosen by."""
     from kvlingo_mlx.evaluation import lineup
 
     mismatch = options.some("allow_mismatch")
@@ -125,7 +217,23 @@ def _line_up(
         say(f"{name}: {', '.join(translator.name for translator in found)}")
     baselines = [name for name in words(options.baselines) if name != "none"]
     layers = native_number(options.native_layers)
-    return named, lineup.line_up(*models, named, baselines, layers, **mismatch)
+    profile = _profile(options, models) if "droidspeak" in baselines else None
+    if profile is not None:
+        baselines[baselines.index("droidspeak")] = f"droidspeak:{profile.recomputed}"
+    points, (ways, _) = parsing.points(options.switch_at, options.thinking), _ways(options)
+    more: dict[str, Any] = {"points": points, "ways": ways, **mismatch}
+    return named, lineup.line_up(*models, named, baselines, layers, **more), profile
+
+
+def _profile(options: EvalOptions, models: Models) -> Profile:
+    """What DroidSpeak's profiler finds on ``--profile-data``, or on generated dialogues."""
+    from kvlingo_mlx.evaluation import droidspeak
+
+    file = options.profile_data
+    samples = None if file is None else droidspeak.given(file, models[1], options.count)
+    profile = droidspeak.measured(*models, samples)
+    say(f"droidspeak: {profile.recomputed} layers chosen on {profile.samples} samples")
+    return profile
 
 
 def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[str, Any]:
@@ -137,17 +245,11 @@ def _config(options: EvalOptions, models: Models, data: dict[str, str]) -> dict[
         "task_data": data,
         "native_layers": native_number(options.native_layers),
         "weights": [model.precision for model in models],
-        **options.some("data limit seed thinking max_tokens num_shots judge quantize"),
+        **options.some(
+            "data window profile_data limit seed thinking max_tokens num_shots judge quantize "
+            "suite switch_at device"
+        ),
     }
-
-
-@contextlib.contextmanager
-def _resumable() -> Iterator[None]:
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        warn("interrupted; what was scored is kept, and the same command goes on from there")
-        raise
 
 
 def _public(
@@ -160,6 +262,7 @@ def _public(
     """The outcomes of lm-eval's tasks."""
     from kvlingo_mlx.evaluation.harness import benchmarks
     from kvlingo_mlx.evaluation.harness.judge import Judge
+    from kvlingo_mlx.tokenization.samples import other_tokenizer
 
     judge, responses = options.judge, options.responses
     with progress_bar("lm-eval", None) as step:
@@ -169,53 +272,18 @@ def _public(
             line,
             judge=None if judge is None else lambda: Judge(judge, responses=responses),
             progress=lambda text, done, total: step(done, total, text),
+            source_tokenizer=other_tokenizer(*(model.tokenizer for model in models)),
             max_length=min(model.context_length for model in models),
             num_fewshot=options.num_shots,
             apply_chat_template=options.chat,
             enable_thinking=options.thinking,
             max_gen_toks=options.max_tokens,
             responses=responses,
-            **options.some("limit seed include_path unsafe_code"),
+            limit=options.count,
+            **options.some("seed include_path unsafe_code"),
             **harness,
         )
-    for outcome in outcomes:
-        for note in outcome.notes:
-            warn(note)
     return outcomes
-
-
-def _print(outcome: Outcome) -> None:
-    """Print an outcome.
-
-    One metric makes one table with a column per group, or a row per group if there are many.
-    Several metrics make a table per group.
-    """
-    title, tables, metrics = outcome.task, outcome.tables, outcome.metrics
-    groups = list(next(iter(tables.values())))
-    if len(metrics) == 1:
-        title += f": {metrics[0]}, {outcome.count} items"
-        cells = {g: [_cell(found[g][metrics[0]]) for found in tables.values()] for g in groups}
-        if len(groups) > MOST_COLUMNS:
-            table(title, ["", *tables], [[group, *row] for group, row in cells.items()])
-        else:
-            rows = zip(tables, *cells.values(), strict=True)
-            table(title, ["cache", *groups], [list(row) for row in rows])
-        return
-    for group in groups:
-        first = next(iter(tables.values()))[group]
-        count = max(mean.count for mean in first.values())
-        table(
-            f"{title} ({group}), {count} items",
-            ["cache", *metrics],
-            [
-                [name, *(_cell(found[group][metric]) for metric in metrics)]
-                for name, found in tables.items()
-            ],
-        )
-
-
-def _cell(mean: Mean) -> str:
-    return str(mean) if mean.count else "none"
 
 
 def _times(

@@ -17,6 +17,7 @@ from kvlingo_mlx.cli.command import (
     option,
 )
 
+ITEMS = 64
 OWN = ("continuation", "recall", "needles")
 
 
@@ -35,12 +36,36 @@ class EvalOptions(Options):
     tasks: str = option(
         "continuation,recall", "continuation, recall, needles, and any that lm-eval has."
     )
+    suite: str | None = option(
+        None, "The paper's benchmarks: paper, base, or some of them: paper:ruler,xquad."
+    )
+    turns: str | None = option(
+        None,
+        "Instead of --tasks: coqa, quac or multichallenge, answered by both models in turn; coqa:J "
+        "for J turns.",
+    )
     baselines: str = option(
         "hidden,shuffled",
         "hidden, shuffled, canonical, reuse, droidspeak, droidspeak:J, text, folded; or none.",
     )
+    profile_data: str | None = option(
+        None, "JSONL on which droidspeak chooses its layers; default: generated dialogues."
+    )
+    device: str = option(
+        "mlx", "Who decodes lm-eval's tasks: mlx; or PyTorch on cuda, cuda:N or cpu."
+    )
+    switch_at: str = option(
+        "prompt",
+        "Where the cache changes hands: after the prompt, after its context, after a trace; "
+        "prompt,context,trace compares them.",
+    )
     data: str | None = option(None, "JSONL for continuation; default: generated dialogues.")
-    limit: int = option(64, "Items a task; of needles, a variant and length.")
+    window: str | None = option(
+        None, "Cut the texts of --data into windows of a prefix and a continuation: 256+64."
+    )
+    limit: int | None = option(
+        None, "Items a task; of needles, a variant and length; default: 64, or all of a suite's."
+    )
     seed: int = option(0, "Seed of what is generated.")
     needles: str = option("single,multi-key,multi-value,multi-query", "Variants of needles.")
     lengths: str | None = option(None, "Lengths of haystacks in tokens: 4096,8192.")
@@ -50,6 +75,9 @@ class EvalOptions(Options):
         None, "Longest answer; default: 128, or as lm-eval's task has it.", "--max-tokens", "-m"
     )
     thinking: bool = option(False, "The chat template's thinking switch.")
+    batch_size: int = option(
+        8, "lm-eval: answers that are written at once; fewer while memory is short."
+    )
     num_shots: int | None = option(None, "lm-eval: examples shown; default: the task's own.")
     chat: bool | None = option(
         None,
@@ -58,16 +86,26 @@ class EvalOptions(Options):
     )
     include_path: str | None = option(None, "lm-eval: a folder of further task files.")
     task_data: list[str] | None = option(
-        None, "NAME=FILE: local records for a task of ours, such as quac."
+        None, "NAME=FILE: local records for a task; NAME=FOLDER: a file for each split."
     )
     metadata: str | None = option(None, 'lm-eval: JSON for tasks that ask: {"key": ...}.')
     judge: str | None = option(None, "A model that judges free answers: a folder or Hub id.")
+    judge_prompts: str | None = option(
+        None, "The benchmarks' own judge prompts: a folder of texts, or a JSON file."
+    )
     unsafe_code: bool = option(
         False, "lm-eval: allow tasks that run generated code.", "--confirm-run-unsafe-code"
     )
     out: str = option("kvlingo-eval.jsonl", "Items' scores; the same command resumes.")
-    plot: str | None = option(None, "Draw score against first-token time (with --compare).")
+    plot: str | None = option(
+        None, "Draw score against first-token time (with --compare), or by turn."
+    )
     allow_mismatch: AllowMismatch = False
+
+    @property
+    def count(self) -> int:
+        """The items of a task that is asked for by name."""
+        return ITEMS if self.limit is None else self.limit
 
     @property
     def responses(self) -> str:
@@ -80,14 +118,16 @@ def words(text: str) -> list[str]:
     return list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
-def split_tasks(names: list[str], judge: str | None) -> tuple[list[str], list[str]]:
-    """Our own tasks, and the tasks that lm-eval runs.
+def split_tasks(names: list[str] | None, judge: str | None) -> tuple[list[str], list[str]]:
+    """Our own tasks, and the tasks that lm-eval runs; none of either where a suite is asked for.
 
     Raises:
         ValueError: No task is given, a name looks misspelt, or answers need a judge and have none.
     """
     from kvlingo_mlx.evaluation.harness.tasks import JUDGED
 
+    if names is None:
+        return [], []
     if not names:
         raise ValueError(f"--tasks is empty; known are {', '.join(OWN)}, and lm-eval's")
     public = [name for name in names if name not in OWN]
@@ -97,6 +137,67 @@ def split_tasks(names: list[str], judge: str | None) -> tuple[list[str], list[st
         if name in JUDGED and judge is None:
             raise ValueError(f"a model judges the answers of {name}; add --judge MODEL")
     return [name for name in names if name in OWN], public
+
+
+def check_device(device: str, own: list[str], baselines: list[str]) -> None:
+    """Refuse what PyTorch does not do.
+
+    Raises:
+        ValueError: There is no such device, or a task or a baseline is for MLX alone.
+        MissingExtraError: PyTorch is not installed.
+    """
+    from kvlingo_mlx.training.command_line import checked_place, runtime_of
+
+    if checked_place(device) == "mlx":
+        return
+    others = [name for name in baselines if name not in ("hidden", "shuffled", "none")]
+    for where, names in (("--tasks", own), ("--baselines", others)):
+        if names:
+            raise ValueError(
+                f"--device {device} decodes lm-eval's tasks from native and translated caches "
+                f"alone; take {', '.join(names)} out of {where}, or use --device mlx"
+            )
+    runtime_of(device).check_device(device)
+
+
+def points(text: str, thinking: bool) -> list[str]:
+    """Where the cache changes hands, by ``--switch-at``; :func:`.lineup.line_up` checks the words.
+
+    Raises:
+        ValueError: A trace is to be handed over, and thinking is off.
+    """
+    found = words(text)
+    if "trace" in found and not thinking:
+        raise ValueError(
+            "--switch-at names trace, but without --thinking no reasoning is written; add "
+            "--thinking, or take trace out"
+        )
+    return found
+
+
+def turns(text: str) -> list[tuple[str, int | None]]:
+    """The benchmarks of ``--turns``, each with the number of turns to use if it is given."""
+    found = []
+    for word in words(text):
+        name, colon, number = word.partition(":")
+        if colon and not (number.isdecimal() and int(number) > 0):
+            raise ValueError(
+                f"--turns names {word!r}; give {name}, or {name}:J with J of 1 or more"
+            )
+        found.append((name, int(number) if colon else None))
+    if not found or len({name for name, _ in found}) < len(found):
+        raise ValueError(f"--turns is {text!r}; give benchmarks, each once: coqa,quac")
+    return found
+
+
+def window(text: str | None) -> tuple[int, int] | None:
+    """The numbers of tokens of a prefix and of its continuation, of ``--window``."""
+    if text is None:
+        return None
+    numbers = [part.strip() for part in text.split("+")]
+    if len(numbers) != 2 or not all(n.isdecimal() and int(n) > 0 for n in numbers):
+        raise ValueError(f"--window is {text!r}; give two numbers of tokens: 256+64")
+    return int(numbers[0]), int(numbers[1])
 
 
 def named_files(texts: list[str] | None) -> dict[str, str]:

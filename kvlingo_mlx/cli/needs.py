@@ -6,6 +6,7 @@ test's list of options that always have an effect.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from typer.core import TyperCommand
@@ -16,14 +17,28 @@ from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.errors import tell_new_name
 from kvlingo_mlx.evaluation.harness.tasks import JUDGED
+from kvlingo_mlx.evaluation.suites import Benchmark, chosen
 from kvlingo_mlx.format.kinds import KINDS
 
 OLD_OPTIONS = {"--save-profile": "--save-timings"}  # old names with new ones, for one release
 
 
 def _asks(*names: str) -> Any:
-    """A function that tells whether one of these tasks is among ``--tasks``."""
-    return lambda tasks: any(name in names for name in words(tasks))
+    """A function that tells whether one of these tasks is asked for, by ``--tasks`` or a suite."""
+    return lambda tasks, suite=None: any(name in names for name in _asked(tasks, suite))
+
+
+def _asked(tasks: str, suite: str | None) -> list[str]:
+    """The names of the tasks that are asked for; a suite takes the place of ``--tasks``."""
+    return words(tasks) if suite is None else [row.task for row in _rows(suite)]
+
+
+def _rows(suite: str) -> list[Benchmark]:
+    """A suite's benchmarks; none if it is misspelt, which the verb tells."""
+    try:
+        return list(chosen(suite))
+    except ValueError:
+        return []
 
 
 def _public(tasks: str) -> bool:
@@ -31,9 +46,23 @@ def _public(tasks: str) -> bool:
     return any(name not in OWN for name in words(tasks))
 
 
-def _written(tasks: str) -> bool:
+def _lm_eval(tasks: str, suite: str | None) -> bool:
+    """Whether lm-eval runs one of the tasks, or one of a suite's."""
+    return _public(tasks) if suite is None else any(row.task not in OWN for row in _rows(suite))
+
+
+def _written(tasks: str, suite: str | None) -> bool:
     """Whether a model writes the answers of one of the tasks."""
+    if suite is not None:
+        return any(row.budget for row in _rows(suite))
     return _asks("needles")(tasks) or _public(tasks)
+
+
+def _reasons(tasks: str, suite: str | None) -> bool:
+    """Whether a chat template renders one of the prompts whose answers are written."""
+    if suite is not None:
+        return any(row.chat is not False for row in _rows(suite))
+    return _written(tasks, suite)
 
 
 def _drawn(data: str | None, tasks: str) -> bool:
@@ -41,9 +70,26 @@ def _drawn(data: str | None, tasks: str) -> bool:
     return data is None or words(tasks) != ["continuation"]
 
 
-def _local(files: list[str] | None, tasks: str) -> bool:
+def _held(turns: str | None) -> list[str]:
+    """The benchmarks whose conversations are held, without their numbers of turns."""
+    return [word.partition(":")[0] for word in words(turns or "")]
+
+
+def _local(files: list[str] | None, tasks: str, suite: str | None, turns: str | None) -> bool:
     """Whether every NAME=FILE names one of the tasks."""
-    return all(text.partition("=")[0] in words(tasks) for text in files or [])
+    asked = _asked(tasks, suite) if turns is None else _held(turns)
+    return all(text.partition("=")[0] in asked for text in files or [])
+
+
+def _or_turns(test: Callable[[str, str | None], bool]) -> Callable[..., bool]:
+    """Whether conversations are held, or a test of the tasks holds."""
+    return lambda tasks, suite, turns: is_set(turns) or test(tasks, suite)
+
+
+def _judged(tasks: str, suite: str | None, turns: str | None) -> bool:
+    """Whether a judge is asked about some answer."""
+    asked = _asked(tasks, suite) if turns is None else _held(turns)
+    return any(name in JUDGED for name in asked)
 
 
 GREEDY = "which takes the likeliest token"
@@ -57,11 +103,12 @@ PAIR = (
 )
 HISTOGRAM = (
     "out kind head_mixing joint capture nu assignment norm ridge hidden native_layers objective "
-    "ce_weight lr held_out val_every dtype device plot force gated stage1_steps stage1_lr"
+    "ce_weight lr held_out val_every dtype device plot force gated stage1_steps stage1_lr "
+    "sweep at_once seeds"
 )
 MEMORY_BUDGET = (
     "source target translator geometry nu quantize native_layers prompt batch "
-    "prefill_step_size reference plot save_timings"
+    "prefill_step_size plot save_timings"
 )
 
 VERBS: dict[str, tuple[Need, ...]] = {
@@ -105,9 +152,12 @@ VERBS: dict[str, tuple[Need, ...]] = {
              "whose stage 1 is a closed form"),
         Need("objective ce_weight lr plot minutes", "steps", lambda steps: steps != 0,
              5000, "which leaves stage 2 out"),
-        Need("held_out batch_size val_every", "steps kind",
+        Need("held_out batch_size val_every sweep", "steps kind",
              lambda steps, kind: steps != 0 or kind in UNSOLVED, 5000, "which leaves stage 2 out"),
         Need("packed_share", "plain_text", off, why="which packs nothing"),
+        Need("at_once", "sweep", is_set, True),
+        Need("sweep", "minutes", off, why="in which its rates would not all end"),
+        Need("seed", "seeds", off, why="which names them all"),
     ),
     "import": PAIR,
     "verify": (
@@ -115,22 +165,46 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("allow_mismatch", "source", is_set, "MODEL", "against which nothing is checked"),
     ),
     "eval": (
+        Need("tasks suite compare seed data window needles lengths style haystack num_shots chat "
+             "include_path metadata unsafe_code switch_at batch_size device", "turns", off,
+             why="which asks conversations alone, on MLX"),
+        Need("tasks data window needles style num_shots chat include_path metadata unsafe_code",
+             "suite", off, why="which has its own"),
         Need("data", "tasks", _asks("continuation"), "continuation"),
-        Need("needles lengths style haystack", "tasks", _asks("needles"), "needles"),
-        Need("thinking max_tokens", "tasks", _written, "needles", "whose tasks write no answer"),
-        Need("num_shots chat include_path task_data metadata unsafe_code", "tasks", _public,
-             "gsm8k", "which lm-eval does not run"),
-        Need("task_data", "task_data tasks", _local,
+        Need("window", "tasks", _asks("continuation"), "continuation"),
+        Need("window", "data", is_set, "FILE", "whose texts it cuts"),
+        Need("profile_data", "baselines", _asks("droidspeak"), "droidspeak",
+             "where no layers are chosen"),
+        Need("needles style", "tasks", _asks("needles"), "needles"),
+        Need("lengths", "tasks suite", _asks("needles", "longmemeval_rungs"), "needles"),
+        Need("haystack", "tasks suite", _asks("needles"), "needles"),
+        Need("max_tokens", "tasks suite turns", _or_turns(_written), "needles",
+             "whose tasks write no answer"),
+        Need("thinking", "tasks suite turns", _or_turns(_reasons), "needles",
+             "whose tasks write no answer"),
+        Need("compare quantize", "device", among("mlx"), "mlx", "which runs PyTorch"),
+        Need("switch_at", "tasks suite", _written, "needles",
+             "whose prompts are handed over whole"),
+        Need("batch_size", "tasks suite", _lm_eval, "gsm8k", "which lm-eval does not run"),
+        Need("num_shots chat include_path metadata unsafe_code", "tasks", _public, "gsm8k",
+             "which lm-eval does not run"),
+        Need("task_data", "task_data tasks suite turns", _local,
              told="where it names no task of --tasks; name it there, or leave the file out"),
-        Need("judge", "tasks", _asks(*JUDGED), JUDGED[0], "whose answers need no judge"),
+        Need("judge", "tasks suite turns", _judged, JUDGED[0], "whose answers need no judge"),
+        Need("judge_prompts", "judge", is_set, "MODEL"),
         Need("seed", "data tasks", _drawn, why="since the file's records are read in order"),
-        Need("plot", "compare", is_set, True, "which measures the times that the plot shows"),
+        Need("plot", "compare turns", lambda compare, turns: compare or is_set(turns), True,
+             "which measures the times that the plot shows"),
     ),
     "tune": (
         Need("seed", "data", off, why="since the file's records are read in order"),
     ),
     "analyze": (
         Need("hidden epochs", "mlp", is_set, True),
+    ),
+    "reproduce": (
+        Need("labels tiny models translators data text task_data judge steps items seeds device",
+             "listing", off, why="which makes nothing"),
     ),
     "bench": (
         Need(MEMORY_BUDGET, "table_name", but(BUDGET), "moe-switch",
@@ -144,7 +218,10 @@ VERBS: dict[str, tuple[Need, ...]] = {
              lambda geometry, table: is_set(geometry) or table == BUDGET,
              "qwen3-4b:qwen3-30b-a3b", "and models from a folder are as they are"),
         Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
-        Need("native_layers save_timings", "batch", among(1), 1, "of several prompts at once"),
+        Need("native_layers save_timings decode_tokens", "batch", among(1), 1,
+             "of several prompts at once"),
+        Need("decode_tokens", "table_name", among("moe-switch", "all", BUDGET), "moe-switch",
+             "which times no decoding"),
         Need("save_timings", "table_name", among("moe-switch", "all"), "moe-switch",
              "which does not time every way to a first token"),
     ),

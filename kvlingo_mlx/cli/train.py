@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli.command import Options, Source, Target, option, verb
@@ -23,6 +24,12 @@ class TrainOptions(Options):
     target: Target
     data: list[str] = option(
         ..., "JSONL file, folder, or Hugging Face dataset; NAME@WEIGHT, may be repeated."
+    )
+    english: bool = option(
+        False, "Only English records, by their language field or their words.", "--english"
+    )
+    apart_from: list[str] | None = option(
+        None, "Evaluation data, named like --data: records that ask the same are left out."
     )
     out: str | None = option(None, "The translator folder to write.")
     kind: str = option("linear", f"What the maps are: {', '.join(NAMES)}.")
@@ -59,6 +66,13 @@ class TrainOptions(Options):
     lr: str | None = option(
         None, "Learning rate; several as a,b,c: the best one wins. Default: the pair's, else 1e-4."
     )
+    sweep: bool = option(
+        False,
+        "Five rates, half a decade apart, around --lr, and further ones until the best is not the "
+        "outermost; of an MLP's stage 1, too.",
+        "--sweep",
+    )
+    at_once: int | None = option(None, "With --sweep: rates trained together; default: what fits.")
     held_out: int = option(64, "Conversations that choose the learning rate.")
     val_every: int = option(250, "Steps between two scores of these.")
     plain_text: bool = option(False, "Windows of 256 + 256 tokens, for base models.")
@@ -68,6 +82,10 @@ class TrainOptions(Options):
         None, "Tokens to which answers are cut, default: 2048. Fewer of either need less memory."
     )
     seed: int = option(0, "Seed of the data and of an MLP's start.")
+    seeds: str | None = option(
+        None,
+        "Several, as 42,43,44: a translator each, OUT-seed42 and so on, all at the first's rate.",
+    )
     dtype: str | None = option(
         None, "The frozen models': bfloat16 or float32; default: as stored, with PyTorch bfloat16."
     )
@@ -88,17 +106,21 @@ def command(options: TrainOptions) -> None:
     The closed form wants 32 tokens or more for each number that a map reads: 400 conversations are
     enough. The same command resumes a stopped training; a finished one is left unchanged.
     """
-    from kvlingo_mlx.format import translator_folder
     from kvlingo_mlx.reporting import pictures
 
     if options.out is None and not options.histogram:
         raise ValueError("--out is missing; name the translator folder to write")
     rates, stage1 = _rates("--lr", options.lr), _stage1(options)
+    seeds = _seeds(options.seeds)
 
     from kvlingo_mlx.training import command_line
 
-    names = "source target dtype device seed plain_text packed_share max_prefix max_continuation"
-    asked = command_line.Options(data=tuple(options.data), **options.some(names))
+    names = (
+        "source target dtype device seed plain_text packed_share max_prefix max_continuation "
+        "at_once english"
+    )
+    apart = tuple(options.apart_from or ())
+    asked = command_line.Options(data=tuple(options.data), apart_from=apart, **options.some(names))
     if options.out is None or options.histogram:
         _histogram(options, asked)
         return
@@ -109,7 +131,7 @@ def command(options: TrainOptions) -> None:
         "learning_rates": rates,
         "validate_every": options.val_every,
         "seconds": None if options.minutes is None else 60.0 * options.minutes,
-        **options.some("steps objective ce_weight"),
+        **options.some("steps objective ce_weight sweep"),
     }
     plan = options.some(
         "kind head_mixing joint capture nu assignment norm ridge fit_samples held_out hidden "
@@ -127,14 +149,38 @@ def command(options: TrainOptions) -> None:
                 step(text=f"{stage}: {getattr(report, 'step', report)}")
 
         heard = command_line.Listeners(show, warn, say)
-        done = command_line.train(asked, plan, recipe, options.out, heard, stage1, options.force)
-    if done is not None:  # a process that does not lead reports nothing
-        _tell(options, done)
-        curve = [] if done.log is None else command_line.read_log(done.log)
-        provenance = dict(translator_folder.read_config(done.folder).provenance)
-        results = {"provenance": provenance, "curve": curve}
-        config = vars(asked) | plan | recipe | {"stage1": stage1}
-        keep(options.json_file, "train", config, results)
+        job = command_line.Job(asked, plan, recipe, options.out, stage1, options.force)
+        done = command_line.train_seeds(job, seeds, heard)
+    _report(options, done, asdict(asked) | plan | recipe | {"stage1": stage1})
+
+
+def _report(options: TrainOptions, done: Sequence[command_line.Done], config: Any) -> None:
+    """Tell what was trained, and keep the record; a process that does not lead has nothing."""
+    from kvlingo_mlx.format import translator_folder
+    from kvlingo_mlx.training import command_line
+
+    results = []
+    for each in done:
+        _tell(options, each)
+        curve = [] if each.log is None else command_line.read_log(each.log)
+        provenance = dict(translator_folder.read_config(each.folder).provenance)
+        results.append({"provenance": provenance, "curve": curve})
+    if len(done) > 1 and (said := command_line.seeds_told(done)):
+        say(said)
+    if done:
+        seeds = {str(each.folder): found for each, found in zip(done, results, strict=True)}
+        keep(options.json_file, "train", config, seeds if options.seeds else results[0])
+
+
+def _seeds(text: str | None) -> tuple[int, ...]:
+    """The seeds of ``--seeds``; empty without it."""
+    try:
+        seeds = tuple(int(part) for part in text.split(",")) if text is not None else ()
+    except ValueError:
+        seeds = (-1,)
+    if any(seed < 0 for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds is {text!r}; give different whole numbers: 42,43,44")
+    return seeds
 
 
 def _rates(option: str, text: str | None) -> tuple[float, ...]:
@@ -168,7 +214,13 @@ def _histogram(options: TrainOptions, asked: command_line.Options) -> None:
         if cells:
             table(TITLES[stage], ["tokens", "reasoning", "without"], cells)
     say(str(found.survey))
-    keep(options.json_file, "prefix_lengths", vars(asked), results)
+    if asked.wanted.anything:
+        say(f"data: left out {asked.wanted}")
+    keep(options.json_file, "prefix_lengths", asdict(asked), results)
+
+
+def _final(kl: float | None) -> str:
+    return "diverged" if kl is None else f"{kl:.4f}"
 
 
 def _tell(options: TrainOptions, done: command_line.Done) -> None:
@@ -183,13 +235,18 @@ def _tell(options: TrainOptions, done: command_line.Done) -> None:
     elif done.log is None:
         say(f"wrote {done.folder}: stage 1 alone, as --steps is 0")
     else:
-        say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.best:.4f} at best")
+        ending = "at the end" if done.tried else "at best"
+        say(f"wrote {done.folder}: held-out KL {done.first:.4f} at first, {done.best:.4f} {ending}")
+        if done.tried:
+            rows = [[f"{t['learning_rate']:g}", _final(t["held_out"])] for t in done.tried]
+            table(f"The sweep, which chose {done.rate:g}", ["learning rate", "final KL"], rows)
         if done.outlook:
             say(done.outlook)
         say(f"the log is {done.log}")
         if options.plot:
             title = pictures.pair(options.source, options.target)
-            command_line.draw(done.log, options.plot, title)
-            say(f"drew {options.plot}")
+            picture = command_line.picture_of(options.plot, done.folder if options.seeds else None)
+            command_line.draw(done.log, picture, title)
+            say(f"drew {picture}")
     config = read_config(done.folder)
     say(f"grade: {said_of(config) if 'receipt' in config.provenance else NO_RECEIPT}")

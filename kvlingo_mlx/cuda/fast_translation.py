@@ -11,12 +11,13 @@ Legend: Ls source layers, L target layers, T tokens, Hs and H KV heads, Ds and D
     caches out    (L, H, capacity, D), written at positions start to start + T
     maps          (L, H, nu * Hs * Ds, D); head-wise (L, H, nu * Ds, D)
 
-All layers of a model must have the same shape, as in Qwen3 and Llama.
+All layers that it translates have the same shape, as in Qwen3 and Llama; :mod:`.grouped` takes a
+model with windows apart into such groups.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -24,13 +25,14 @@ import torch
 
 from kvlingo_mlx.cuda.finish import Finish, finish_of
 from kvlingo_mlx.cuda.maps import Cut, Maps, stacked_maps
-from kvlingo_mlx.cuda.memory import Memory, alike
-from kvlingo_mlx.cuda.products import MIN_WIDTH, fused, products
+from kvlingo_mlx.cuda.memory import Memory, alike, one_width
+from kvlingo_mlx.cuda.products import MAX_WIDTH, MIN_WIDTH, fused, products
 from kvlingo_mlx.cuda.tile import Tile
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.training.on_torch.families import TorchFamily
+from kvlingo_mlx.training.on_torch.families.gemma3 import Gemma3
 from kvlingo_mlx.training.on_torch.families.llama import Llama
 from kvlingo_mlx.training.on_torch.model import TorchModel
 
@@ -61,6 +63,7 @@ class FastTranslation:
         target: TorchModel,
         positions: int,
         dtype: torch.dtype | None = None,
+        layers: Sequence[int] | None = None,
     ) -> FastTranslation:
         """Lay out a translator's tensors (by the format's names) on the target's device.
 
@@ -70,6 +73,8 @@ class FastTranslation:
             target: The model whose norms and rotation the keys get.
             positions: The tokens of the longest prefix; cosines are computed once for all of them.
             dtype: The dtype of states, maps and caches; default the target's.
+            layers: The target's layers that are translated, alike in shape and rotation; default
+                all, of which none may keep a window then (:mod:`.grouped` serves those).
 
         Raises:
             UnsupportedModelError: The layers of one of the models differ, or its family processes
@@ -83,22 +88,24 @@ class FastTranslation:
                 "a whole prefix has one entry a token; this translator is between two tokenizers "
                 f"({config.alignment})"
             )
-        if type(target.family) not in (TorchFamily, Llama):
+        if type(target.family) not in (TorchFamily, Llama, Gemma3):
             raise UnsupportedModelError(
                 f"{target.name} ({target.geometry.model_type}) finishes its keys in a way of its "
                 "own; translate layer by layer"
             )
-        for spec in (config.source, config.target):
-            alike(spec)
-        if len(set(target.geometry.rope)) > 1:
+        one_width(config.source)
+        alike(config.target, layers)
+        layers = range(len(config.target.layers)) if layers is None else layers
+        if len({target.geometry.rope[layer] for layer in layers}) > 1:
             raise UnsupportedModelError(f"{target.name} has more than one rotation")
         dtype = dtype or target.dtype
         exact = torch.promote_types(dtype, torch.float32)
         finish = None
         if config.capture != "post_rope":
-            finish = finish_of(target, config.capture, positions, exact)
+            finish = finish_of(target, config.capture, positions, exact, layers)
         keys, values = (
-            stacked_maps(config, side, tensors, target.device, dtype, finish) for side in SIDES
+            stacked_maps(config, side, tensors, target.device, dtype, finish, layers)
+            for side in SIDES
         )
         return cls(keys, values, finish)
 
@@ -112,8 +119,11 @@ class FastTranslation:
         )
         weight = self.keys.weight
         fit = fit and weight.dtype != torch.float64  # kernels accumulate in float32
+        narrow = max(weight.shape[-1], self.values.weight.shape[-1]) <= MAX_WIDTH
         on_gpu = weight.device.type == "cuda" and find_spec("triton") is not None
-        return METHODS if fit and on_gpu else METHODS[:1]
+        if not (fit and on_gpu):
+            return METHODS[:1]
+        return METHODS if narrow else METHODS[:2]
 
     @property
     def nbytes(self) -> int:
@@ -135,6 +145,7 @@ class FastTranslation:
         memory: Memory,
         start: int = 0,
         *,
+        at: int | None = None,
         method: str | None = None,
         cut: Cut | None = None,
         tile: Tile | None = None,
@@ -147,6 +158,8 @@ class FastTranslation:
             values: The source's values, in the same layout.
             memory: The memory to write to; only the span is changed.
             start: The position of the first token.
+            at: The first token's place in the memory; default ``start``. A window's memory holds
+                the last tokens alone.
             method: One of :attr:`methods`; by default the last of them, but "products" if maps mix
                 heads.
             cut: How products are cut.
@@ -161,9 +174,10 @@ class FastTranslation:
             method = "products" if mixing and "products" in there else there[-1]
         if method not in there:
             raise ValueError(f"method is {method!r}; here it must be one of {', '.join(there)}")
-        end = start + keys.shape[-2]
+        at, end = start if at is None else at, start + keys.shape[-2]
+        last = at + keys.shape[-2]
         positions = end if self.finish is None else len(self.finish.cos)
-        if start < 0 or end > min(memory.keys.shape[2], positions):
+        if min(start, at) < 0 or last > memory.keys.shape[2] or end > positions:
             raise ValueError(
                 f"positions {start} to {end} are asked for; there is room for "
                 f"{memory.keys.shape[2]} and cosines for {positions}"
@@ -175,7 +189,7 @@ class FastTranslation:
         for maps, states, out, finish in work:
             if states.ndim == 3:
                 states = states.unflatten(-1, (-1, maps.width)).transpose(1, 2)
-            span = out[:, :, start:end]
+            span = out[:, :, at:last]
             maps.check(states, span)
             if method == "fused":
                 fused(maps, states, span, finish, start, tile)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,17 +30,20 @@ class Finish:
     sin: torch.Tensor
 
 
-def finish_of(target: TorchModel, capture: str, positions: int, exact: torch.dtype) -> Finish:
-    attentions, norm, eps = target.attentions, None, 0.0
+def finish_of(
+    target: TorchModel, capture: str, positions: int, exact: torch.dtype, layers: Sequence[int]
+) -> Finish:
+    """What the keys of some layers still need; these share one rotation."""
+    attentions, norm, eps = [target.attentions[layer] for layer in layers], None, 0.0
     if capture == POINTS[0] and hasattr(attentions[0], "k_norm"):
-        weights = [attention.k_norm.weight.to(exact) for attention in attentions]
-        norm, eps = in_pairs(torch.stack(weights)), attentions[0].k_norm.variance_epsilon
+        norms = [target.family.key_norm(attention) for attention in attentions]
+        norm, eps = in_pairs(torch.stack([weight.to(exact) for weight, _ in norms])), norms[0][1]
     places = torch.arange(positions, device=target.device)[None]
     like = torch.empty(0, dtype=exact, device=target.device)
     with torch.no_grad():
         both = target.family.cosines(target.model, attentions[0], like, places)
     cos, sin = (table[0, :, : table.shape[-1] // 2].contiguous() for table in both)
-    if 2 * cos.shape[-1] != target.geometry.layers[0].key_dim:
+    if 2 * cos.shape[-1] != target.geometry.layers[layers[0]].key_dim:
         raise UnsupportedModelError(f"{target.name} rotates a part of each key only")
     return Finish(norm, eps, cos, sin)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,13 +117,15 @@ def stacked_maps(
     device: torch.device,
     dtype: torch.dtype,
     finish: Finish | None,
+    layers: Sequence[int],
 ) -> Maps:
-    geometry = config.target.layers[0]
+    """The maps of one side of some target layers, which are alike."""
+    geometry = config.target.layers[layers[0]]
     heads = None if config.head_mixing else head_map_of(config)
     count, dim = geometry.kv_heads, geometry.head_dim(side)
     paired = side == "keys" and finish is not None
     weights, biases = [], []
-    for layer in range(len(config.target.layers)):
+    for layer in layers:
         weight = tensors[f"{side}.{layer}.weight"].detach().to(device)
         # Stored as (H * D, inputs), or (H, D, inputs). Mixing maps keep all outputs of an input
         # adjacent, (inputs, H, D), so that they can be one product.
@@ -134,14 +136,14 @@ def stacked_maps(
             bias = bias.detach().to(device).view(count, dim)
             biases.append((in_pairs(bias) if paired else bias).to(dtype))
     stacked = torch.stack(weights).contiguous()
-    layers = config.assignment.side(side)
+    sources = tuple(config.assignment.side(side)[layer] for layer in layers)
     there: dict[str, Any] = {"dtype": torch.int32, "device": device}
     return Maps(
         weight=stacked if heads is not None else stacked.transpose(1, 2),
         bias=torch.stack(biases) if biases else None,
         width=config.source.layers[0].head_dim(side),
-        layers=layers,
-        sources=torch.tensor(layers, **there),
+        layers=sources,
+        sources=torch.tensor(sources, **there),
         heads=heads,
         heads_there=None if heads is None else torch.tensor(heads, **there),
     )

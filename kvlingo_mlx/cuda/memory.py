@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.geometry import LayerGeometry
@@ -40,6 +41,24 @@ class Filled(DynamicLayer):
         return self._show(end)
 
 
+class FilledWindow(DynamicSlidingWindowLayer):
+    """A layer with a window, filled with its last tokens without a copy."""
+
+    def __init__(
+        self, room: tuple[torch.Tensor, torch.Tensor], num_tokens: int, window: int
+    ) -> None:
+        super().__init__(window)
+        kept = kept_of(window, num_tokens)
+        self.keys, self.values = (array[:, :, :kept] for array in room)
+        self.dtype, self.device = room[0].dtype, room[0].device
+        self.is_initialized, self.cumulative_length = True, num_tokens
+
+
+def kept_of(window: int | None, num_tokens: int) -> int:
+    """How many of ``num_tokens`` tokens a layer of a cache holds: the next one sees itself too."""
+    return num_tokens if window is None else min(num_tokens, window - 1)
+
+
 @dataclass(frozen=True)
 class Memory:
     """Preallocated memory for a target's keys and values, (L, H, capacity, D) each."""
@@ -49,14 +68,20 @@ class Memory:
 
     @classmethod
     def allocate(
-        cls, spec: ModelSpec, capacity: int, dtype: torch.dtype, device: torch.device | str
+        cls,
+        spec: ModelSpec,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        layers: Sequence[int] | None = None,
     ) -> Memory:
-        """Allocate uninitialised memory for ``capacity`` tokens."""
-        geometry = alike(spec)
+        """Allocate uninitialised memory for ``capacity`` tokens of some layers, or of all."""
+        geometry = alike(spec, layers)
+        count = len(spec.layers if layers is None else layers)
         return cls(
             *(
                 torch.empty(
-                    (len(spec.layers), geometry.kv_heads, capacity, geometry.head_dim(side)),
+                    (count, geometry.kv_heads, capacity, geometry.head_dim(side)),
                     dtype=dtype,
                     device=device,
                 )
@@ -64,21 +89,40 @@ class Memory:
             )
         )
 
+    def rooms(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each layer's keys and values, (1, H, capacity, D)."""
+        return list(zip(self.keys[:, None], self.values[:, None], strict=True))
+
     def cache(self, num_tokens: int) -> Cache:
         """A cache for decoding, with the first ``num_tokens`` of this memory and room to grow."""
-        rooms = zip(self.keys[:, None], self.values[:, None], strict=True)
-        return Cache(layers=[Filled(room, num_tokens) for room in rooms])
+        return Cache(layers=[Filled(room, num_tokens) for room in self.rooms()])
 
 
-def alike(spec: ModelSpec) -> LayerGeometry:
-    """The shape that all layers of a model share.
+def alike(spec: ModelSpec, layers: Sequence[int] | None = None) -> LayerGeometry:
+    """The shape that all layers of a model share, or that some of them do, windows included.
 
     Raises:
-        UnsupportedModelError: The shapes differ, or the layers keep windows or latents.
+        UnsupportedModelError: The shapes differ, or the layers keep latents; of all layers, also
+            where they keep windows.
     """
-    shapes = {(g.kv_heads, g.key_dim, g.value_dim, g.attention, g.window) for g in spec.layers}
-    if len(shapes) > 1 or spec.layers[0].attention != "full":
+    those = [spec.layers[i] for i in (range(len(spec.layers)) if layers is None else layers)]
+    shapes = {(g.kv_heads, g.key_dim, g.value_dim, g.attention, g.window) for g in those}
+    kinds = ("full",) if layers is None else ("full", "sliding")
+    if len(shapes) > 1 or those[0].attention not in kinds:
         raise UnsupportedModelError(
             f"the layers of {spec.name} differ or keep windows or latents; translate layer by layer"
         )
-    return spec.layers[0]
+    return those[0]
+
+
+def one_width(spec: ModelSpec) -> None:
+    """Refuse (UnsupportedModelError) a source whose layers' states differ in shape.
+
+    Windows do not matter: states are recorded for every token.
+    """
+    shapes = {(g.kv_heads, g.key_dim, g.value_dim) for g in spec.layers}
+    if len(shapes) > 1 or spec.layers[0].attention == "latent":
+        raise UnsupportedModelError(
+            f"the states of {spec.name}'s layers differ in shape or are latents; translate layer "
+            "by layer"
+        )

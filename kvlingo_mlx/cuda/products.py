@@ -8,6 +8,8 @@ from kvlingo_mlx.cuda.finish import Finish, finish_plainly, table_of
 from kvlingo_mlx.cuda.maps import Cut, Maps
 from kvlingo_mlx.cuda.tile import Tile
 
+# The fused kernel's pipeline of a head's outputs fits a block's shared memory up to this width.
+MAX_WIDTH = 128
 MIN_WIDTH = 16  # the least width of a product in Triton, whose output widths are also powers of two
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-import numpy as np
-
-from kvlingo_mlx.evaluation import probes
-from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters
-from kvlingo_mlx.evaluation.journal import Journal, Scores
+from kvlingo_mlx.evaluation import lineup, probes
+from kvlingo_mlx.evaluation.conditions import CacheMaker, read, target_ids
+from kvlingo_mlx.evaluation.error_bars import Mean, over_clusters, over_tokens
+from kvlingo_mlx.evaluation.harness.decoding import CONTEXT, PROMPT, TRACE
+from kvlingo_mlx.evaluation.journal import Journal, Scores, Seeds, averaged
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.needles import prose
 from kvlingo_mlx.evaluation.probes import Task
@@ -27,12 +28,13 @@ ALL = "mean"
 
 @dataclass(frozen=True)
 class Scored:
-    """One item's scores under one condition, averaged over the condition's seeds."""
+    """One item's scores under one condition, averaged over seeds, and of each if several."""
 
     item: str
     group: str
     cluster: str
     scores: Scores
+    seeds: Seeds = ()
 
 
 Results = dict[str, dict[str, list[Scored]]]  # by task, then by condition
@@ -53,14 +55,19 @@ def evaluate(
         conditions: Conditions with different names; the target's own cache is named ``NATIVE``.
         journal: Keeps each score as soon as it is known.
         progress: Called before each item.
+
+    Raises:
+        ValueError: A condition's cache changes hands where a task has no such place.
     """
+    check_points(questions, conditions)
     results: Results = {task.name: {c.name: [] for c in conditions} for task in questions}
     for task in questions:
         keys = {c.name: journal.run(_settings(target, task, c)) for c in conditions}
         for item in task.items:
             progress(task.name)
-            for name, scores in _score(target, task, item, conditions, keys, journal).items():
-                scored = Scored(item.name, item.group, item.cluster, scores)
+            for name, seeds in _score(target, task, item, conditions, keys, journal).items():
+                several = seeds if len(seeds) > 1 else ()
+                scored = Scored(item.name, item.group, item.cluster, averaged(seeds), several)
                 results[task.name][name].append(scored)
     return results
 
@@ -72,21 +79,47 @@ def _score(
     conditions: Sequence[Condition],
     keys: Mapping[str, str],
     journal: Journal,
-) -> dict[str, Scores]:
-    """One item's scores by condition; the target reads it only if a score is missing."""
+) -> dict[str, Seeds]:
+    """One item's scores by condition and seed; the target reads it only if a score is missing."""
     name = f"{item.name} {probes.fingerprint(item)[:16]}"
-    kept: dict[str, Scores] = {}
+    kept: dict[str, Seeds] = {}
     score: probes.Scorer | None = None
     for condition in conditions:
         found = journal.find(keys[condition.name], name)
-        if found is None:
+        if len(found) != len(condition.makers):
             score = score or task.scorer(target, item)
             own = condition.name == NATIVE
-            found = _mean([score(None if own else make) for make in condition.makers])
+            makers = [_at_its_point(make, target, item, condition) for make in condition.makers]
+            found = tuple(score(None if own else make) for make in makers)
             journal.keep(keys[condition.name], name, found)
             mx.clear_cache()
         kept[condition.name] = found
     return kept
+
+
+def _at_its_point(
+    make: CacheMaker, target: LanguageModel, item: probes.Item, condition: Condition
+) -> CacheMaker:
+    """A condition's maker, after which the target reads the question itself if it is to."""
+    if condition.point != CONTEXT:
+        return make
+    return lambda prefix: read(make, target, target_ids(prefix), item.question)
+
+
+def check_points(questions: Sequence[Task], conditions: Sequence[Condition]) -> None:
+    """Refuse conditions whose caches change hands where a task of ours has no such place.
+
+    Raises:
+        ValueError: The message names the task and what it has.
+    """
+    for point in {condition.point for condition in conditions} - {PROMPT}:
+        for task in questions:
+            if point == TRACE or any(item.question is None for item in task.items):
+                raise ValueError(
+                    f"{task.name} has no {point} after which a cache could change hands: take it "
+                    f"out of --tasks, or {point} out of --switch-at (needles has a context, and "
+                    "lm-eval's tasks whose answers are written a trace)"
+                )
 
 
 def _settings(target: LanguageModel, task: Task, condition: Condition) -> dict:
@@ -97,11 +130,6 @@ def _settings(target: LanguageModel, task: Task, condition: Condition) -> dict:
         "target": identity_of(target),
         **condition.identity,
     }
-
-
-def _mean(runs: Sequence[Scores]) -> Scores:
-    """The mean of each score over seeds (appendix "Seeds and error bars")."""
-    return {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
 
 
 Table = dict[str, dict[str, Mean]]  # by group, then by metric
@@ -119,6 +147,7 @@ class Outcome:
         tables: The tables, by condition.
         items: Every item's scores, by condition.
         notes: Remarks that a reader of the tables needs.
+        seeds: A table for each seed, by condition, of conditions with several.
     """
 
     task: str
@@ -128,19 +157,54 @@ class Outcome:
     tables: dict[str, Table]
     items: dict[str, list[Scored]]
     notes: tuple[str, ...] = ()
+    seeds: Mapping[str, Sequence[Table]] = field(default_factory=dict)
 
 
 def outcome(task: Task, scored: Mapping[str, list[Scored]]) -> Outcome:
     """Average a task's items under every condition."""
     tables = {name: summarise(task, found) for name, found in scored.items()}
     length = statistics.median_low([len(item.prefix) for item in task.items])
-    return Outcome(task.name, task.metrics, len(task.items), length, tables, dict(scored))
+    seeds = {name: each for name, found in scored.items() if (each := _by_seed(task, found))}
+    facts = task.name, task.metrics, len(task.items), length
+    return Outcome(*facts, tables, dict(scored), task.notes, seeds)
+
+
+def _by_seed(task: Task, scored: Sequence[Scored]) -> list[Table]:
+    """The table of each seed alone; none where there is one seed."""
+    count = min((len(each.seeds) for each in scored), default=0)
+    alone = ([replace(s, scores=s.seeds[n], seeds=()) for s in scored] for n in range(count))
+    return [summarise(task, each) for each in alone]
+
+
+def alone(
+    source: LanguageModel, task: Task, native: Sequence[Scored], journal: Journal
+) -> list[Scored]:
+    """The log loss of a source with the same tokenizer, beside that of the target's own cache."""
+    condition = lineup.native(source)
+    found = evaluate(source, [task], [condition], journal)[task.name][condition.name]
+    return [
+        replace(
+            own,
+            scores={
+                "nll": own.scores["nll"],
+                "gap": own.scores["nll"] - theirs.scores["nll"],
+                "tokens": own.scores["tokens"],
+            },
+        )
+        for own, theirs in zip(found, native, strict=True)
+    ]
 
 
 def summarise(task: Task, scored: Sequence[Scored]) -> Table:
+    """A task's :func:`tabulated` scores."""
+    return tabulated(task.metrics, scored)
+
+
+def tabulated(metrics: Sequence[str], scored: Sequence[Scored]) -> Table:
     """Means over the items of each group, and over all items if there are several groups.
 
-    Perplexity is computed over all tokens, and has no error bar.
+    Perplexity is computed over all tokens, and has no error bar; so is ``gap``, its logarithm less
+    that of native, with an error. Items that lack a score do not count.
     """
     groups: dict[str, list[Scored]] = {}
     for entry in scored:
@@ -148,7 +212,7 @@ def summarise(task: Task, scored: Sequence[Scored]) -> Table:
     if len(groups) > 1:
         groups[ALL] = list(scored)
     return {
-        group: {metric: _over(metric, found) for metric in task.metrics}
+        group: {metric: _over(metric, found) for metric in metrics}
         for group, found in groups.items()
     }
 
@@ -156,6 +220,14 @@ def summarise(task: Task, scored: Sequence[Scored]) -> Table:
 def _over(metric: str, found: Sequence[Scored]) -> Mean:
     if metric == "perplexity":
         return Mean(probes.perplexity([s.scores for s in found]), float("nan"), len(found))
+    found = [entry for entry in found if metric in entry.scores]
+    if not found:
+        return Mean(math.nan, math.nan, 0)
+    if metric == "gap":
+        tokens = [entry.scores["tokens"] for entry in found]
+        return over_tokens(
+            [entry.scores[metric] for entry in found], tokens, [entry.cluster for entry in found]
+        )
     return over_clusters([s.scores[metric] for s in found], [s.cluster for s in found])
 
 
@@ -172,14 +244,24 @@ def plain(tables: Mapping[str, Table]) -> dict:
 
 def found(outcomes: Sequence[Outcome], times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
     """All results as JSON values."""
+    seeds = {
+        o.task: {name: [plain({name: t})[name] for t in each] for name, each in o.seeds.items()}
+        for o in outcomes
+        if o.seeds
+    }
     return {
         "means": {o.task: plain(o.tables) for o in outcomes},
+        **({"seeds": seeds} if seeds else {}),
         "first_token_s": times,
         "items": {
-            o.task: {name: [vars(item) for item in items] for name, items in o.items.items()}
+            o.task: {name: [_facts(item) for item in items] for name, items in o.items.items()}
             for o in outcomes
         },
     }
+
+
+def _facts(item: Scored) -> dict[str, Any]:
+    return {name: value for name, value in vars(item).items() if value != ()}
 
 
 def first_tokens(

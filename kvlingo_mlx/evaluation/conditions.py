@@ -79,7 +79,12 @@ def text(source: LanguageModel, target: LanguageModel) -> CacheMaker:
 
 def hidden(target: LanguageModel) -> CacheMaker:
     """Control: make empty caches, so that the prefix is hidden."""
-    return lambda prefix: make_prompt_cache(target.model)
+    return lambda prefix: empty(target)
+
+
+def empty(target: LanguageModel) -> list:
+    """The target's caches of nothing."""
+    return make_prompt_cache(target.model)
 
 
 def translated(
@@ -108,6 +113,19 @@ def translated(
         return filled(plan_of(source, target, translator, prefix, part))
 
     return make
+
+
+def read(
+    make: CacheMaker, target: LanguageModel, tokens: Sequence[int], begin: int | None = None
+) -> list:
+    """A cache of all tokens but the last, of which the target reads those from ``begin`` on.
+
+    ``make`` makes the cache of the tokens before ``begin``, by default of all but the last.
+    """
+    begin = len(tokens) - 1 if begin is None else begin
+    cache = make(list(tokens[: begin + 1]))
+    hybrid.read_layers(target, tokens[begin:-1], cache)
+    return cache
 
 
 def canonical(make: CacheMaker) -> CacheMaker:
@@ -173,43 +191,75 @@ def shuffled(translator: Translator, seed: int = 0) -> Translator:
     return build(config, Weights(weights.dtype, arrays))
 
 
-def reused(
-    source: LanguageModel, target: LanguageModel, recomputed: int = 0, step_size: int = 2048
-) -> CacheMaker:
-    """Make caches by DroidSpeak as the paper adapts it (appendix "Comparison with DroidSpeak").
+class Reuse:
+    """DroidSpeak's caches as the paper adapts it (appendix "Comparison with DroidSpeak").
 
-    The target computes its first ``recomputed`` layers over the prefix; the layers above are the
-    source's cache, unchanged. With 0 this is verbatim reuse, with all layers a re-prefill.
+    The target computes its first layers over the prefix; the layers above are the source's cache,
+    unchanged. Makers of several numbers of layers share what was read of the latest prefix: the
+    source reads it once, and the target once, up to the most layers that any of them takes.
 
     Raises:
         IncompatibleTranslatorError: The two caches differ in shape.
-        ValueError: ``recomputed`` is not a possible number of layers.
     """
-    check_tokenizers(source, target, "a cache of other tokens cannot be reused")
-    layers = len(target.attentions)
-    differ = layer_differences(target.geometry.layers, source.geometry.layers)
-    for layer in range(0 if differ else layers):
-        ours, theirs = (caches.stored_shape(model, layer) for model in (target, source))
-        if ours != theirs:
-            differ = [f"layer {layer} stores (heads, width) {theirs}, expected {ours}"]
-            break
-    if differ:
-        raise IncompatibleTranslatorError(
-            f"the cache of {source.name} cannot be reused by {target.name}: {differ[0]}"
-        )
-    if not 0 <= recomputed <= layers:
-        raise ValueError(f"recomputed is {recomputed}; {target.name} has {layers} layers")
 
-    def make(prefix: Prefix) -> list:
-        tokens = target_ids(prefix)
-        own = prefill_layers(target, tokens[:-1], step_size, recomputed)
-        if recomputed == layers:
-            return own
-        return (
-            own[:recomputed] + prefill_layers(source, tokens[:-1], step_size, layers)[recomputed:]
-        )
+    def __init__(self, source: LanguageModel, target: LanguageModel, step_size: int = 2048) -> None:
+        self.source, self.target, self._step_size = source, target, step_size
+        self.layers = len(target.attentions)
+        self._asked: set[int] = set()
+        self._latest: tuple[tuple[int, ...], list, list] | None = None
+        check_tokenizers(source, target, "a cache of other tokens cannot be reused")
+        differ = layer_differences(target.geometry.layers, source.geometry.layers)
+        for layer in range(0 if differ else self.layers):
+            ours, theirs = (caches.stored_shape(model, layer) for model in (target, source))
+            if ours != theirs:
+                differ = [f"layer {layer} stores (heads, width) {theirs}, expected {ours}"]
+                break
+        if differ:
+            raise IncompatibleTranslatorError(
+                f"the cache of {source.name} cannot be reused by {target.name}: {differ[0]}"
+            )
 
-    return make
+    def maker(self, recomputed: int) -> CacheMaker:
+        """Make caches of which the target computes the first ``recomputed`` layers.
+
+        With 0 this is verbatim reuse, with all layers a re-prefill.
+
+        Raises:
+            ValueError: ``recomputed`` is not a possible number of layers.
+        """
+        if not 0 <= recomputed <= self.layers:
+            raise ValueError(
+                f"recomputed is {recomputed}; {self.target.name} has {self.layers} layers"
+            )
+        self._asked.add(recomputed)
+
+        def make(prefix: Prefix) -> list:
+            own, theirs = self._read(tuple(target_ids(prefix)[:-1]))
+            return [caches.shared(c) for c in (*own[:recomputed], *theirs[recomputed:])]
+
+        return make
+
+    def _read(self, tokens: tuple[int, ...]) -> tuple[list, list]:
+        """The target's cache and the source's, as far as the makers need them.
+
+        They are kept for the next maker, if there are several.
+        """
+        if self._latest is not None and self._latest[0] == tokens:
+            return self._latest[1:]
+        self._latest = None  # before two more are made
+        below = self.layers if min(self._asked) < self.layers else 0
+        own = prefill_layers(self.target, tokens, self._step_size, max(self._asked))
+        theirs = prefill_layers(self.source, tokens, self._step_size, below)
+        if len(self._asked) > 1:
+            self._latest = (tokens, own, theirs)
+        return own, theirs
+
+
+def reused(
+    source: LanguageModel, target: LanguageModel, recomputed: int = 0, step_size: int = 2048
+) -> CacheMaker:
+    """Make caches by :class:`Reuse`, which see, with one number of recomputed layers."""
+    return Reuse(source, target, step_size).maker(recomputed)
 
 
 def prefill_layers(

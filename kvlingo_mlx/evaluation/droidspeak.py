@@ -6,27 +6,53 @@ in width (appendix "Comparison with DroidSpeak").
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvlingo_mlx.embedded import dialogues
-from kvlingo_mlx.evaluation.conditions import native, reused
+from kvlingo_mlx.evaluation.conditions import Reuse
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.tokenization.samples import Sample, to_samples
+from kvlingo_mlx.tokenization.samples import Sample, read_jsonl, to_samples
 
 SHARE = 0.05  # the share of verbatim reuse's KL that may remain
 PROFILED = 8
 
 
+@dataclass(frozen=True)
+class Profile:
+    """What the profiler measured.
+
+    Attributes:
+        kls: The mean KL(native || reuse above j) over the samples, for j from 0 to all layers.
+        samples: The number of samples.
+    """
+
+    kls: tuple[float, ...]
+    samples: int
+
+    @property
+    def recomputed(self) -> int:
+        """The fewest recomputed layers that leave at most ``SHARE`` of verbatim reuse's KL."""
+        return next(j for j, kl in enumerate(self.kls) if kl <= SHARE * self.kls[0])
+
+
 def choose(
     source: LanguageModel, target: LanguageModel, samples: Sequence[Sample] | None = None
 ) -> int:
-    """The fewest recomputed layers that leave at most ``SHARE`` of verbatim reuse's KL.
+    """The number of layers that :func:`measured` recomputes, which see."""
+    return measured(source, target, samples).recomputed
 
-    The KL is measured at every number of layers, on ``samples`` (default: a few generated dialogues
-    that no evaluation uses).
+
+def measured(
+    source: LanguageModel, target: LanguageModel, samples: Sequence[Sample] | None = None
+) -> Profile:
+    """The KL at every number of recomputed layers.
+
+    It is measured on ``samples`` (default: a few generated dialogues that no evaluation uses).
 
     Raises:
         IncompatibleTranslatorError: The two caches differ in shape.
@@ -38,8 +64,7 @@ def choose(
             f"no dialogue to profile fits {target.name}'s context of {target.context_length} "
             "tokens; give droidspeak:J, the number of layers"
         )
-    kls = profile(source, target, samples)
-    return next(j for j, kl in enumerate(kls) if kl <= SHARE * kls[0])
+    return Profile(tuple(profile(source, target, samples)), len(samples))
 
 
 def bundled(target: LanguageModel) -> list[Sample]:
@@ -48,13 +73,35 @@ def bundled(target: LanguageModel) -> list[Sample]:
     return list(to_samples(talks, target.tokenizer, target.context_length))
 
 
+def given(file: str, target: LanguageModel, limit: int) -> list[Sample]:
+    """The first samples of a JSONL file of conversations or texts, for the profiler.
+
+    Raises:
+        ValueError: The file cannot be read, or none of its records has both a prefix that fits and
+            a continuation.
+    """
+    samples = to_samples(read_jsonl(file), target.tokenizer, target.context_length)
+    found = list(itertools.islice((s for s in samples if s.continuation), limit))
+    if not found:
+        raise ValueError(
+            f"no record of {file} has both a prefix that fits {target.name}'s context of "
+            f"{target.context_length} tokens and a continuation to profile on"
+        )
+    return found
+
+
 def profile(source: LanguageModel, target: LanguageModel, samples: Sequence[Sample]) -> list[float]:
-    """The mean KL(native || reuse above j) over the samples, for j from 0 to all layers."""
-    layers = len(target.attentions)
-    sums = np.zeros(layers + 1)
+    """The mean KL(native || reuse above j) over the samples, for j from 0 to all layers.
+
+    Each model reads a sample's prefix once; only its continuation is read for every j.
+    """
+    reuse = Reuse(source, target)
+    makers = [reuse.maker(j) for j in range(reuse.layers + 1)]
+    sums = np.zeros(len(makers))
     for sample in samples:
-        reference = list(predicted(target, native(target), sample))
-        for j in range(layers):  # with all layers it is the target's own cache
-            logs = predicted(target, reused(source, target, j), sample)
+        # With all layers it is the target's own cache.
+        reference = list(predicted(target, makers[-1], sample))
+        for j, make in enumerate(makers[:-1]):
+            logs = predicted(target, make, sample)
             sums[j] += per_token(reference, logs, sample.continuation).kl.mean()
     return (sums / len(samples)).tolist()

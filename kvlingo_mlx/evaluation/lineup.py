@@ -8,14 +8,19 @@ from typing import Any
 
 from kvlingo_mlx import folding
 from kvlingo_mlx.evaluation import conditions, droidspeak
-from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, target_ids
+from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, Reuse, target_ids
+from kvlingo_mlx.evaluation.harness.decoding import POINTS, PROMPT, TRACE
 from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.timing.ceilings import Costs, translation_work
 from kvlingo_mlx.timing.paths import translation
 from kvlingo_mlx.translators.base import Translator
 
 Action = Callable[[], list]
+CONTROLS = ("hidden", "shuffled")
+Share = Callable[[Sequence[float], int], float]
 BASELINES = ("hidden", "shuffled", "canonical", "reuse", "droidspeak", "text", "folded")
 
 
@@ -28,14 +33,32 @@ class Condition:
         makers: One cache maker per seed; an item's scores are averaged over them.
         identity: All that its results depend on beside the target. It distinguishes the condition
             from others, whatever their names; JSON-able.
+        point: Where the cache changes hands: after the ``prompt``; before its question
+            (``context``), which the target reads itself; after a reasoning ``trace`` that the
+            source has written.
         at_switch: Maps a prefix to the work that remains once the source has read it; None for
             controls, whose time means nothing.
+        share: Maps the target's work by layer (:meth:`.Costs.by_layer`) and the tokens of a prefix
+            to the share of the target's prefill that remains at a switch; None where it means
+            nothing or is not known.
     """
 
     name: str
     makers: tuple[CacheMaker, ...]
     identity: dict[str, Any] = field(default_factory=dict)
     at_switch: Callable[[Prefix], Action] | None = None
+    share: Share | None = None
+    point: str = PROMPT
+
+    def moved(self, point: str, source: LanguageModel) -> Condition:
+        """The same way to read, with the cache changing hands elsewhere."""
+        if point == PROMPT:
+            return self
+        identity = self.identity | {"switch_at": point}
+        if point == TRACE:
+            identity["source"] = identity_of(source)
+        name = f"{self.name}, {point}"
+        return replace(self, name=name, identity=identity, at_switch=None, share=None, point=point)
 
 
 def load(
@@ -72,22 +95,63 @@ def line_up(
     baselines: Sequence[str],
     native_layers: int | str | None = 0,
     *,
+    points: Sequence[str] = (PROMPT,),
     allow_mismatch: bool = False,
+    ways: Any = conditions,
 ) -> list[Condition]:
-    """The conditions to compare: native, the translators, then each :func:`baseline`."""
+    """The conditions to compare: native, the translators, then each :func:`baseline`.
+
+    ``points`` are where the cache changes hands (:class:`Condition`), for the translators and the
+    controls ``hidden`` and ``shuffled``. Beside a trace, the target also reads it itself. ``ways``
+    has the functions that fill caches, by their names in :mod:`.conditions`: another module where
+    the models are of another library, which has native, hidden and translated.
+
+    Raises:
+        ValueError: A point is unknown, or given for two tokenizers.
+    """
+    check_points(points, source, target)
     every = [translator for found in named.values() for translator in found]
-    more: dict[str, Any] = {"allow_mismatch": allow_mismatch}
-    return [
-        native(target),
-        *(translated(n, source, target, t, native_layers, **more) for n, t in named.items()),
-        *(baseline(b, source, target, every, native_layers, **more) for b in baselines),
-    ]
+    reuse = Reuse(source, target) if any(_reuses(spec) for spec in baselines) else None
+    more: dict[str, Any] = {"allow_mismatch": allow_mismatch, "ways": ways}
+    own = native(target, ways)
+    line = [own] + ([own.moved(TRACE, source)] if TRACE in points else [])
+    for name, found in named.items():
+        whole = translated(name, source, target, found, native_layers, **more)
+        line += [whole.moved(point, source) for point in points]
+    for spec in baselines:
+        whole = baseline(spec, source, target, every, native_layers, reuse=reuse, **more)
+        line += [whole.moved(p, source) for p in (points if spec in CONTROLS else (PROMPT,))]
+    # The profiler may choose a number of layers that is asked for beside it.
+    return list({condition.name: condition for condition in line}.values())
 
 
-def native(target: LanguageModel) -> Condition:
+def _reuses(spec: str) -> bool:
+    return spec.partition(":")[0] in ("reuse", "droidspeak")
+
+
+def check_points(points: Sequence[str], source: LanguageModel, target: LanguageModel) -> None:
+    """Refuse points of a prompt at which a cache cannot change hands.
+
+    Raises:
+        ValueError: One is unknown, or given for two tokenizers.
+    """
+    if not points or set(points) - set(POINTS):
+        raise ValueError(
+            f"--switch-at is {','.join(points)!r}; give one or more of {', '.join(POINTS)}"
+        )
+    if set(points) != {PROMPT}:
+        check_tokenizers(source, target, "their caches change hands after the whole prompt alone")
+
+
+def native(target: LanguageModel, ways: Any = conditions) -> Condition:
     """The condition in which the target reads the prefix itself, as in a full re-prefill."""
-    make = conditions.native(target)
-    return Condition("native", (make,), at_switch=lambda tokens: lambda: make(tokens))
+    make = ways.native(target)
+    return Condition(
+        "native",
+        (make,),
+        at_switch=lambda tokens: lambda: make(tokens),
+        share=lambda layers, n: 1.0,
+    )
 
 
 def translated(
@@ -98,6 +162,7 @@ def translated(
     native_layers: int | str | None = 0,
     *,
     allow_mismatch: bool = False,
+    ways: Any = conditions,
 ) -> Condition:
     """A cache translated from the source's; several translators are seeds of one method.
 
@@ -115,14 +180,30 @@ def translated(
     return Condition(
         name,
         tuple(
-            conditions.translated(source, target, t, j, allow_mismatch=allow_mismatch)
+            ways.translated(source, target, t, j, allow_mismatch=allow_mismatch)
             for t, j in zip(translators, layers, strict=True)
         ),
         identity,
         lambda prefix: translation(
             conditions.plan_of(source, target, translators[0], prefix, parts[0])
         ),
+        _share_of(source, target, translators[0], layers[0]),
     )
+
+
+def _share_of(
+    source: LanguageModel, target: LanguageModel, translator: Translator, native_layers: int
+) -> Share | None:
+    """What a translation and the native layers below it take; not known between tokenizers."""
+    if translator.config.alignment is not None:
+        return None
+    above = translator.above(native_layers)
+
+    def share(layers: Sequence[float], count: int) -> float:
+        maps = translation_work(above, source, target, count).flops
+        return (sum(layers[:native_layers]) + maps) / sum(layers)
+
+    return share
 
 
 def _folded(
@@ -150,6 +231,8 @@ def baseline(
     native_layers: int | str | None = 0,
     *,
     allow_mismatch: bool = False,
+    ways: Any = conditions,
+    reuse: Reuse | None = None,
 ) -> Condition:
     """A control or an alternative, by name.
 
@@ -166,6 +249,8 @@ def baseline(
         native_layers: The native layers of ``shuffled``, as in :func:`translated`, so that the
             control equals what it controls; ``folded`` refuses any.
         allow_mismatch: Whether the translators may be made for another checkpoint.
+        ways: As for :func:`line_up`, for ``hidden`` and ``shuffled``.
+        reuse: What ``reuse`` and all of ``droidspeak`` share; by default each reads for itself.
 
     Raises:
         ValueError: There is no such baseline, or ``canonical`` is asked for with one tokenizer.
@@ -181,32 +266,39 @@ def baseline(
             f"--baselines names {spec!r}; known are {', '.join(BASELINES)}, and droidspeak:J"
         )
     if name == "hidden":
-        return Condition("prefix hidden", (conditions.hidden(target),), {"hidden": True})
+        return Condition("prefix hidden", (ways.hidden(target),), {"hidden": True})
     if name == "text":
         make = conditions.text(source, target)
-        return Condition("text", (make,), theirs, lambda tokens: lambda: make(tokens))
+        return Condition(
+            "text", (make,), theirs, lambda tokens: lambda: make(tokens), lambda layers, n: 1.0
+        )
     if name == "folded":
         folding.check_whole(translators[0].config, native_layers)
         return _folded(source, target, translators[0], **match)
     if name == "shuffled":
         control = conditions.shuffled(translators[0])
-        found = translated(name, source, target, [control], native_layers, **match)
-        return replace(found, at_switch=None)
+        found = translated(name, source, target, [control], native_layers, ways=ways, **match)
+        return replace(found, at_switch=None, share=None)
     if name == "canonical":
         if translators[0].config.alignment is None:
             raise ValueError("--baselines names 'canonical', which needs a pair of two tokenizers")
         found = translated(name, source, target, translators[:1], **match)
         make = conditions.canonical(found.makers[0])
         return Condition(name, (make,), found.identity | {"canonical": True})
-    label, recomputed = name, 0
+    recomputed = 0
     if name == "droidspeak":
         recomputed = int(argument) if argument else droidspeak.choose(source, target)
-        label = f"DroidSpeak, {recomputed} of {len(target.attentions)} recomputed"
-    make = conditions.reused(source, target, recomputed)
+    return _reused(name, reuse or Reuse(source, target), recomputed)
+
+
+def _reused(name: str, reuse: Reuse, recomputed: int) -> Condition:
+    """The source's cache above the first ``recomputed`` layers, which the target computes."""
+    target = reuse.target
+    label = f"DroidSpeak, {recomputed} of {reuse.layers} recomputed"
 
     def at_switch(prefix: Prefix) -> Action:
         tokens = target_ids(prefix)
-        theirs = conditions.native(source)(tokens)
+        theirs = conditions.native(reuse.source)(tokens)
 
         def recompute() -> list:
             own = conditions.prefill_layers(target, tokens[:-1], 2048, recomputed)
@@ -214,7 +306,25 @@ def baseline(
 
         return recompute
 
-    return Condition(label, (make,), theirs | {"recomputed": recomputed}, at_switch)
+    return Condition(
+        name if name == "reuse" else label,
+        (reuse.maker(recomputed),),
+        {"source": identity_of(reuse.source), "recomputed": recomputed},
+        at_switch,
+        lambda layers, count: sum(layers[:recomputed]) / sum(layers),
+    )
+
+
+def shares(target: LanguageModel, conditions: Sequence[Condition], tokens: int) -> dict[str, float]:
+    """What remains to be computed at a switch, as shares of the target's own prefill.
+
+    Floating-point operations are counted, of weights and of causal attention, for a prefix of so
+    many tokens, as the paper's table "DroidSpeak against KV-Lingo" does; embeddings and the output
+    head are left out. Recomputed and native layers count whole. Conditions without a share are left
+    out.
+    """
+    layers = Costs(target).by_layer(tokens)
+    return {c.name: c.share(layers, tokens) for c in conditions if c.share is not None}
 
 
 def identity_of(model: LanguageModel) -> dict[str, Any]:

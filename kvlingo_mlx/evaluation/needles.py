@@ -81,6 +81,12 @@ class Item:
     references: tuple[str, ...]
     depths: tuple[float, ...]
 
+    @property
+    def context(self) -> list[dict[str, str]]:
+        """The chat without its question, which is its last line."""
+        (message,) = self.messages
+        return [{**message, "content": message["content"].rpartition("\n")[0]}]
+
 
 @dataclass(frozen=True)
 class Style:

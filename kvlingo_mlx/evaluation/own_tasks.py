@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import probes
 from kvlingo_mlx.evaluation.probes import Task
+from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import other_tokenizer, read_jsonl
 
@@ -22,6 +23,7 @@ class Asked:
         limit: The most items of a task; for needles, of each variant and length.
         seed: The seed of generated items.
         data: A JSONL file for ``continuation``; None uses generated dialogues.
+        window: Cut the file's texts into windows of so many tokens of prefix and of continuation.
         lengths: The lengths of haystacks in tokens; None uses those of ``LENGTHS`` that fit.
         needles, style, haystack, max_tokens, thinking: The ``variants``, ``style``, ``text``,
             ``max_tokens`` and ``thinking`` of :func:`.probes.find_needles`.
@@ -30,6 +32,7 @@ class Asked:
     limit: int = 64
     seed: int = 0
     data: str | None = None
+    window: tuple[int, int] | None = None
     needles: Sequence[str] = ()
     lengths: Sequence[int] | None = None
     style: str = "magic"
@@ -51,6 +54,9 @@ def make(name: str, source: LanguageModel, target: LanguageModel, asked: Asked) 
         else:
             talks = dialogues.held_out(asked.limit, seed=asked.seed)
             records = [{"messages": talk.conversation()} for talk in talks]
+        if asked.window is not None:
+            check_tokenizers(source, target, "--window cuts by one tokenizer; leave it out")
+            return probes.windows(target, records, asked.limit, asked.window, context)
         other = other_tokenizer(source.tokenizer, target.tokenizer)
         return probes.continuation(target, records, asked.limit, context, other)
     if name == "recall":
@@ -58,7 +64,7 @@ def make(name: str, source: LanguageModel, target: LanguageModel, asked: Asked) 
     return probes.find_needles(
         target,
         asked.needles,
-        _lengths(asked.lengths, context - asked.max_tokens),
+        lengths_within(asked.lengths, context - asked.max_tokens),
         asked.limit,
         seed=asked.seed,
         style=asked.style,
@@ -69,8 +75,12 @@ def make(name: str, source: LanguageModel, target: LanguageModel, asked: Asked) 
     )
 
 
-def _lengths(lengths: Sequence[int] | None, room: int) -> Sequence[int]:
-    """The lengths of haystacks that leave room for an answer."""
+def lengths_within(lengths: Sequence[int] | None, room: int) -> Sequence[int]:
+    """The lengths of haystacks that leave room for an answer.
+
+    Raises:
+        ValueError: A length that is asked for does not.
+    """
     if lengths is None:
         return [length for length in LENGTHS if length <= room] or [room]
     for length in lengths:

@@ -20,12 +20,20 @@ from kvlingo_mlx.embedded import dialogues
 from kvlingo_mlx.evaluation import needles
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.continuation import RecallSample, hits_of, recall_sample
+from kvlingo_mlx.evaluation.harness.decoding import shared_start
 from kvlingo_mlx.evaluation.journal import Scores
 from kvlingo_mlx.evaluation.teacher_forcing import per_token, predicted
 from kvlingo_mlx.handover.plan import align
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
-from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, reasons, to_samples
+from kvlingo_mlx.tokenization.renderings import front, opened
+from kvlingo_mlx.tokenization.samples import (
+    Sample,
+    encode_plain,
+    other_tokenizer,
+    reasons,
+    to_samples,
+)
 
 Scorer = Callable[[CacheMaker | None], Scores]
 
@@ -41,6 +49,7 @@ class Item:
             length.
         sample: The prefix whose cache the conditions fill, and its continuation if it is known.
         references: The values that an answer should contain, where the target writes it.
+        question: The token at which the question begins, where there is one place for that.
     """
 
     name: str
@@ -48,6 +57,7 @@ class Item:
     cluster: str
     sample: RecallSample
     references: tuple[str, ...] = ()
+    question: int | None = field(default=None, repr=False)  # no part of the fingerprint
 
     @property
     def prefix(self) -> tuple[int, ...]:
@@ -71,6 +81,7 @@ class Task:
         scorer: Maps the target and an item to a function. That function takes a condition's cache
             maker (None for the target's own cache) and returns the item's scores.
         settings: All that scores depend on beside the items themselves; JSON-able.
+        notes: Remarks that a reader of its tables needs.
     """
 
     name: str
@@ -78,6 +89,7 @@ class Task:
     items: Sequence[Item]
     scorer: Callable[[LanguageModel, Item], Scorer]
     settings: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
 
 # ---- a known continuation ---------------------------------------------------------------
@@ -89,7 +101,9 @@ def _known(name: str, group: str, sample: RecallSample) -> Item:
 
 
 def _teacher_forced(target: LanguageModel, item: Item) -> Scorer:
-    """Score by KL, log loss, agreement with the target's own first choice, and recall."""
+    """Score by KL, log loss (alone, and less native), agreement with the target's own first choice,
+    and recall.
+    """
     sample, continuation = item.sample, item.sample.continuation
     reference = list(predicted(target, native(target), sample))
     own = per_token(reference, reference, continuation)
@@ -101,6 +115,7 @@ def _teacher_forced(target: LanguageModel, item: Item) -> Scorer:
         scores = {
             "kl": float(found.kl.mean()),
             "nll": float(found.nll.mean()),
+            "gap": float(found.nll.mean() - own.nll.mean()),
             "agreement": float((found.best == own.best).mean()),
             "tokens": len(continuation),
         }
@@ -142,6 +157,82 @@ def continuation(
     if not items:
         raise ValueError("no record of the data has both a prefix that fits and a continuation")
     return Task("continuation", ("kl", "perplexity", "agreement"), items, _teacher_forced)
+
+
+def windows(
+    target: LanguageModel,
+    records: Sequence[Mapping[str, Any]],
+    limit: int,
+    size: tuple[int, int],
+    context_length: int,
+) -> Task:
+    """Predict continuations within windows of plain texts, as the paper does for base models.
+
+    A text is cut into windows that do not overlap, from its first token on; its last tokens are
+    left over. Each text gives its first window, then each its second, up to the limit, so that no
+    text counts more than it must. Windows of one text are one cluster. Where the tokenizer puts a
+    token at a text's beginning, every window's prefix begins with it.
+
+    Args:
+        target: The model whose tokenizer cuts the texts; the source must have the same.
+        records: ``{"text": ...}``.
+        limit: The most windows.
+        size: The tokens of a prefix and of its continuation.
+        context_length: The shorter context of the two models.
+
+    Raises:
+        ValueError: A record is no text, or none is long enough; or the windows do not fit.
+    """
+    read, predicted = size
+    if read + predicted > context_length:
+        raise ValueError(
+            f"--window {read}+{predicted} takes {read + predicted} tokens, and the shorter of the "
+            f"two contexts has {context_length}; give smaller numbers"
+        )
+    cut = [(str(number), found) for number, record in enumerate(records)
+           if (found := _windows_of(target, record, number, size))]  # fmt: skip
+    if not cut:
+        raise ValueError(
+            f"no text of the data has the {read + predicted} tokens of --window {read}+{predicted};"
+            " give longer texts, or smaller numbers"
+        )
+    rounds = range(max(len(found) for _, found in cut))
+    items = [
+        Item(f"{name}/{index}", "text", name, found[index])
+        for index in rounds
+        for name, found in cut
+        if index < len(found)
+    ]
+    short = len(records) - len(cut)
+    told = f"continuation: {short} of {len(records)} texts are shorter than a window, and left out"
+    return Task(
+        "continuation",
+        ("perplexity", "gap", "kl"),
+        items[:limit],
+        _teacher_forced,
+        {"window": list(size)},
+        (told,) if short else (),
+    )
+
+
+def _windows_of(
+    target: LanguageModel, record: Mapping[str, Any], number: int, size: tuple[int, int]
+) -> list[RecallSample]:
+    if not isinstance(record.get("text"), str):
+        raise ValueError(
+            f"record {number + 1} of the data is a conversation, and --window cuts plain texts; "
+            'give {"text": ...}, or leave --window out'
+        )
+    begins, text = front(target.tokenizer), record["text"]
+    if opened(target.tokenizer, text):
+        text = text.removeprefix(target.tokenizer.bos_token)
+    bare = encode_plain(target.tokenizer, text)
+    room = size[0] - len(begins)
+    step = room + size[1]
+    return [
+        RecallSample((*begins, *bare[at : at + room]), bare[at + room : at + step], ())
+        for at in range(0, len(bare) - step + 1, step)
+    ]
 
 
 def _recall(spans: tuple[tuple[int, ...], ...], sample: Sample) -> RecallSample:
@@ -282,7 +373,8 @@ def find_needles(
                 question = f"{variant}/{seed}/{index}"
                 name, group = f"{question}/{length}", f"{variant}, {length}"
                 sample = RecallSample(prefix, (), (), aligned=both)
-                items.append(Item(name, group, question, sample, item.references))
+                asked = shared_start(prefix, encode(target, item.context, thinking))
+                items.append(Item(name, group, question, sample, item.references, asked))
 
     def scorer(target: LanguageModel, item: Item) -> Scorer:
         own = native(target)

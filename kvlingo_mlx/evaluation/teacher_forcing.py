@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvlingo_mlx.backend import mx
+from kvlingo_mlx.backend import mx, nn
 
 import numpy as np
 
@@ -45,8 +45,8 @@ def log_probabilities(
     tokens = [last, *continuation[:-1]]
     for start in range(0, len(tokens), BLOCK):
         block = mx.array(tokens[start : start + BLOCK])
-        logits = target.model(block[None], cache=cache)[0].astype(mx.float32)
-        yield logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        logits = target.model(block[None], cache=cache)[0]
+        yield nn.log_softmax(logits.astype(mx.float32))
 
 
 def predicted(target: LanguageModel, make: CacheMaker, sample: Any) -> Iterator[mx.array]:

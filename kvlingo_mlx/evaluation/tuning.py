@@ -17,6 +17,7 @@ from typing import Any
 from kvlingo_mlx.embedded import TRANSLATORS
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import compare, lineup, probes
+from kvlingo_mlx.evaluation.conditions import Reuse
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
@@ -174,8 +175,10 @@ def line_up(
             f"{HYBRID} {j}", source, target, [translator], j, allow_mismatch=allow_mismatch
         )
     try:
+        reuse = Reuse(source, target) if droidspeak else None
         for j in layers if droidspeak else ():
-            line[DROIDSPEAK, j] = lineup.baseline(f"droidspeak:{j}", source, target, [])
+            found = lineup.baseline(f"droidspeak:{j}", source, target, [], reuse=reuse)
+            line[DROIDSPEAK, j] = found
     except IncompatibleTranslatorError:
         pass  # caches of another shape cannot be reused verbatim
     for name in CONTROLS:

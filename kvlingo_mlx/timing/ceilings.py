@@ -91,7 +91,7 @@ class Costs:
         self.head = text.lm_head if "lm_head" in text else text.model.embed_tokens
         self.active = int(model.facts.get("num_experts_per_tok") or 0)
         owner, kept = model.attentions[-1], model.family.taps(model.attentions[-1])
-        layers = list(text.model.layers)
+        self.layers = layers = list(text.model.layers)
         holder = next(i for i, layer in enumerate(layers) if _is_in(owner, layer))
         self.behind = {  # modules that reading a prompt does not run: see `reading`
             id(module)
@@ -126,6 +126,26 @@ class Costs:
         )
         work = self._pass(dense, experts, count, touched)
         return work + self._attention(self.model.geometry.layers[:-1], count, 0)
+
+    def by_layer(self, count: int) -> list[float]:
+        """The operations of a prefill in each cache layer: linear layers and causal attention.
+
+        Embeddings and the output head are left out. A layer without a cache of its own counts with
+        the next one that has one; those above the last one are not run.
+        """
+        holders = [
+            next(i for i, layer in enumerate(self.layers) if _is_in(owner, layer))
+            for owner in self.model.attentions
+        ]
+        found = []
+        for place, (last, geometry) in enumerate(
+            zip(holders, self.model.geometry.layers, strict=True)
+        ):
+            first = holders[place - 1] + 1 if place else 0
+            held = {id(m) for layer in self.layers[first : last + 1] for m in layer.modules()}
+            linear = self._each(m for m in (*self.dense, *self.experts) if id(m) in held)
+            found.append(linear * count + self._attention([geometry], count, 0).flops)
+        return found
 
     def _pass(
         self, dense: Sequence[nn.Module], experts: Sequence[nn.Module], count: int, touched: float

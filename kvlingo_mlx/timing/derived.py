@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from kvlingo_mlx.handover.hybrid import Native, native_part
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, translation_work
-from kvlingo_mlx.timing.paths import DECODED
-from kvlingo_mlx.timing.tables import SPEEDS, Timing
+from kvlingo_mlx.timing.phases import SPEEDS
+from kvlingo_mlx.timing.tables import Timing
 from kvlingo_mlx.translators.base import Translator
 
 
@@ -70,7 +70,8 @@ def speedups(timing: Timing) -> dict[str, float]:
 
 def tokens_per_second(timing: Timing) -> dict[str, float]:
     """Decoding speeds, in tokens per second."""
-    return {name: DECODED / timing.median(name) for name in SPEEDS if name in timing.samples}
+    known = [name for name in SPEEDS if name in timing.samples]
+    return {name: timing.decoded / timing.median(name) for name in known}
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,17 @@ class Pair:
         return next(iter(self.translators.values())).config.nu
 
     @property
+    def head_mixing(self) -> bool:
+        """Whether the translator's maps mix heads."""
+        return next(iter(self.translators.values())).config.head_mixing
+
+    @property
+    def form(self) -> str:
+        """The form of the maps that serve whole ways: a stored translator's is its dtype."""
+        form, translator = next(iter(self.translators.items()))
+        return translator.dtype if form == "stored" else form
+
+    @property
     def smaller(self) -> LanguageModel:
         """The model with the shorter context, which every prompt must fit."""
         return min((self.source, self.target), key=lambda model: model.context_length)
@@ -69,13 +80,13 @@ def of_geometry(
         geometries.random_model(name, layers, precision, seed) for seed, name in enumerate(names)
     )
     translators = geometries.random_translators(source, target, nu, _forms(bits))
-    note = f"random weights in {precision}"
+    weights, maps = f"random weights in {precision}", f"random maps, nu = {nu}"
     if layers is None:
-        return Pair(source, target, translators, notes=(note,), precision=precision)
+        return Pair(source, target, translators, notes=(weights, maps), precision=precision)
     first, second = (geometries.GEOMETRIES[name]["num_hidden_layers"] for name in names)
     depths = (layers, first), (layers, second)
-    note += f", {layers} layers of each model"
-    return Pair(source, target, translators, depths, (note,), precision)
+    weights += f", {layers} layers of each model"
+    return Pair(source, target, translators, depths, (weights, maps), precision)
 
 
 def of_models(
@@ -107,8 +118,11 @@ def of_models(
 
 
 def _forms(bits: Sequence[int]) -> dict[str, tuple[Any, int | None]]:
-    """The forms of a translator's maps; 16-bit maps only on a GPU, since a CPU widens them."""
+    """The forms of a translator's maps; 16-bit maps only on a GPU, since a CPU widens them.
+
+    The first one serves whole ways: float32, as in the paper's table of the mixture of experts.
+    """
     floats: dict[str, tuple[Any, int | None]] = {"float32": ("float32", None)}
     if on_gpu():
-        floats = {"bfloat16": ("bfloat16", None), **floats}
+        floats["bfloat16"] = ("bfloat16", None)
     return floats | {f"{number} bits": ("float32", number) for number in bits}

@@ -26,13 +26,13 @@ from kvlingo_mlx.models.hidden import text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting.measure import seconds
+from kvlingo_mlx.timing.phases import HYBRID
 from kvlingo_mlx.translators.base import Translator
 
 MAX_WARM_UP = 5
 LONG = 1.0  # seconds of warming up, after which the extra cost of a first run does not matter
-HYBRID = "hybrid "  # the prefix of a phase's name, before a number of layers
 QUEUED = 2  # steps that mlx-lm runs up to its first token on a CPU: queued work runs at once there
-DECODED = 8  # tokens over which a decoding speed is measured
+FEW = 8  # the least tokens over which a decoding speed is measured
 
 
 class Paths:
@@ -44,9 +44,12 @@ class Paths:
         translators: By form ("float32", "8 bits"); the first one serves every whole path.
         tokens: The prompt.
         step_size: Tokens per prefill chunk.
+
+    Attributes:
+        decoded: The tokens over which decoding speeds are measured; it may be set at any time.
     """
 
-    batch = 1
+    batch, decoded = 1, FEW
 
     def __init__(
         self,
@@ -152,18 +155,18 @@ class Paths:
 
     def decode_source(self) -> None:
         """The source decodes some tokens from its own cache."""
-        first_token(self.source, self.tokens[-1:], again(self._own), count=DECODED)
+        first_token(self.source, self.tokens[-1:], again(self._own), count=self.decoded)
 
     def decode_translated(self) -> None:
         """The target decodes some tokens from the translated cache."""
-        first_token(self.target, self.tokens[-1:], again(self._cache), count=DECODED)
+        first_token(self.target, self.tokens[-1:], again(self._cache), count=self.decoded)
 
     def decode_native(self) -> None:
         """The target decodes some tokens from a cache that it filled itself."""
         if self._native is None:
             self._native = make_prompt_cache(self.target.model)
             first_token(self.target, self.tokens, self._native, self.step_size)
-        first_token(self.target, self.tokens[-1:], again(self._native), count=DECODED)
+        first_token(self.target, self.tokens[-1:], again(self._native), count=self.decoded)
 
 
 def head(model: LanguageModel) -> Callable[[mx.array], mx.array]:

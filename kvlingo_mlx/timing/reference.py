@@ -9,29 +9,56 @@ from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.reporting.measure import median
+from kvlingo_mlx.timing.paper import LENGTHS, MOE_SPEED, MOE_SPEED_NOTE, MOE_SPEEDS, STATED
+from kvlingo_mlx.timing.phases import SPEEDS, WHOLE
+from kvlingo_mlx.timing.shapes import released
 
-# Milliseconds in the paper's table app:tab:moespeed: Qwen3-4B to Qwen3-30B-A3B, bfloat16.
-_LENGTHS = (64, 128, 256, 512, 1024)
-_PAPER = {
-    "source_prefill": (67.9, 94.9, 140.4, 248.7, 393.7),
-    "native": (151.8, 188.6, 215.8, 287.9, 421.4),
-    "translate float32": (1.8, 3.1, 5.7, 11.0, 17.2),
-    "translate bfloat16": (1.7, 2.7, 4.7, 7.3, 13.1),
-    "switch": (15.8, 17.1, 19.8, 25.3, 31.7),
-    "accelerator": (83.6, 112.0, 160.2, 274.0, 425.4),
-}
+PAPER, LABEL = "paper-m3-ultra", "app:tab:moespeed"
 _TABLES = ("moe-switch", "switch", "quant")  # each is compared with the paper's one table
-COMPARED = ("source", "target", "layers", "batch", "precision", "nu", "prompt", "prefill_step_size")
+# All that makes a run comparable, but for the prompt's length, by which columns are paired.
+COMPARED = (
+    "machine", "source", "target", "layers", "batch", "weights", "prompt", "prefill_step_size",
+    "translator", "nu", "head_mixing", "decoded",
+)  # fmt: skip
 # A stored translator's times are compared with this form's, if the reference has no stored ones.
 STORED, STORED_AS = "translate stored", "translate bfloat16"
+BEFORE = 8  # tokens that decoding speeds were measured over before records said how many
 
 Layers = tuple[tuple[int, int], tuple[int, int]] | None  # (measured, full) for both models
 Times = Mapping[int, Mapping[str, float]]  # seconds by prompt length and phase
 
 
 @dataclass(frozen=True)
+class Difference:
+    """A setting in which two runs differ.
+
+    Attributes:
+        field: One of ``COMPARED``, or of a table's stated settings.
+        theirs: The reference's value, in words.
+        ours: This run's.
+    """
+
+    field: str
+    theirs: str
+    ours: str
+
+    def __str__(self) -> str:
+        return f"{self.field.replace('_', ' ')} {self.theirs}, here {self.ours}"
+
+    def concerns(self, phase: str) -> bool:
+        """Whether a phase's time depends on this setting."""
+        if self.field == "decoded":
+            return phase in SPEEDS
+        if self.field == "translator":
+            return phase in WHOLE
+        if self.field in ("nu", "head_mixing"):
+            return phase in WHOLE or phase.startswith(("translate ", "hybrid "))
+        return self.field != "machine"  # which every reference has of its own
+
+
+@dataclass(frozen=True)
 class Reference:
-    """The seconds that another run took.
+    """The seconds that another run took; of decoding, the seconds for a token.
 
     Attributes:
         name: The name to print.
@@ -39,6 +66,8 @@ class Reference:
         measured: For each table's name, median seconds.
         whole: The same at full depth, extrapolated where the models were not whole.
         layers: As in a bench's record; None for whole models.
+        label: The label of the paper's table; None for a record.
+        note: What a reader of its numbers should know.
     """
 
     name: str
@@ -46,19 +75,37 @@ class Reference:
     measured: Mapping[str, Times]
     whole: Mapping[str, Times]
     layers: Layers = None
+    label: str | None = None
+    note: str | None = None
 
-    def differences(self, config: Mapping[str, Any]) -> str | None:
-        """In one line, how this reference's config differs from ``config``; None if it is equal."""
-        found = []
-        for field in COMPARED:
-            if field not in self.config or field not in config:
-                continue
-            theirs, ours = self.config[field], config[field]
-            if field == "precision" and None in (theirs, ours):
-                continue  # models from a folder have a precision of their own
-            if _comparable(theirs) != _comparable(ours):
-                found.append(f"{field} {_told(theirs)}, here {_told(ours)}")
-        return "; ".join(found) or None
+    def differences(self, config: Mapping[str, Any]) -> list[Difference]:
+        """The settings of a run of ``config`` that are not this reference's."""
+        return differences(self.config, config, COMPARED)
+
+    def unsaid(self, config: Mapping[str, Any]) -> list[str]:
+        """The settings of a run that this reference does not say, so they cannot be compared."""
+        return [name for name in COMPARED if name in config and name not in self.config]
+
+
+def differences(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], fields: Sequence[str] | None = None
+) -> list[Difference]:
+    """The fields of ``theirs`` that ``ours`` has otherwise or does not say, in order."""
+    found = []
+    for name in theirs if fields is None else [f for f in fields if f in theirs]:
+        one, other = theirs[name], ours.get(name, UNSAID)
+        if not _alike(name, one, other):
+            found.append(Difference(name, _told(name, one), _told(name, other)))
+    return found
+
+
+UNSAID = "not said"
+
+
+def _alike(name: str, one: Any, other: Any) -> bool:
+    if name == "machine":
+        return str(one).lower() in str(other).lower()
+    return _comparable(one) == _comparable(other)
 
 
 def counterpart(phase: str, theirs: Mapping[str, float]) -> str:
@@ -67,16 +114,24 @@ def counterpart(phase: str, theirs: Mapping[str, float]) -> str:
 
 
 def _comparable(value: Any) -> Any:
+    """Models by their names alone, random or released; two equal values as one."""
     if isinstance(value, str):
-        return value.lower().removeprefix("random ")
+        return released(value).rsplit("/", 1)[-1].lower()
+    if isinstance(value, Sequence) and value and all(isinstance(one, str) for one in value):
+        same = {_comparable(one) for one in value}
+        return same.pop() if len(same) == 1 else tuple(map(_comparable, value))
     return _layers(value) if isinstance(value, Sequence) else value
 
 
-def _told(value: Any) -> str:
+def _told(name: str, value: Any) -> str:
     if value is None:
-        return "whole"  # layers is None
+        return "whole" if name == "layers" else "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     if isinstance(value, str) or not isinstance(value, Sequence):
         return str(value)
+    if all(isinstance(one, str) for one in value):
+        return " and ".join(dict.fromkeys(value))
     return " and ".join(f"{some} of {whole}" for some, whole in value)
 
 
@@ -93,7 +148,7 @@ def load_reference(name: str) -> Reference:
     Raises:
         ValueError: There is no such file, or it has no such record; the message says what it has.
     """
-    if name == "paper-m3-ultra":
+    if name == PAPER:
         return _paper()
     try:
         text = Path(name).read_text(encoding="utf-8")
@@ -138,33 +193,37 @@ def _refused(name: str, wrong: str) -> ValueError:
 
 def _paper() -> Reference:
     times = {
-        length: {phase: values[i] / 1e3 for phase, values in _PAPER.items()}
-        for i, length in enumerate(_LENGTHS)
-    }
-    config = {
-        "source": "Qwen3-4B",
-        "target": "Qwen3-30B-A3B",
-        "layers": None,
-        "batch": 1,
-        "precision": "bfloat16",
+        length: {phase: values[i] / 1e3 for phase, values in MOE_SPEED.items()}
+        | {phase: 1 / values[i] for phase, values in MOE_SPEEDS.items()}
+        for i, length in enumerate(LENGTHS)
     }
     sheets = dict.fromkeys(_TABLES, times)
-    name = "paper, M3 Ultra, Qwen3-4B to Qwen3-30B-A3B in bfloat16"
-    return Reference(name, config, sheets, sheets)
+    name = f"paper, {LABEL}, M3 Ultra, Qwen3-4B to Qwen3-30B-A3B in bfloat16"
+    return Reference(name, STATED[LABEL], sheets, sheets, None, LABEL, MOE_SPEED_NOTE)
 
 
 def _of_record(record: Mapping[str, Any], results: Mapping[str, Any]) -> Reference:
-    config = record.get("config", {})
+    config = dict(record.get("config", {}))
     layers = _layers(config.get("layers"))
+    counts = {found["timings"][0].get("decoded", BEFORE) for found in results.values()
+              if found["timings"] and SPEEDS[0] in found["timings"][0]["samples"]}  # fmt: skip
+    config |= {"decoded": counts.pop()} if counts else {}
     measured, whole = {}, {}
     for table, found in results.items():
         lengths = [timing["prompt_tokens"] for timing in found["timings"]]
         medians = [
-            {phase: median(samples) for phase, samples in timing["samples"].items()}
+            {phase: each(timing, phase) for phase in timing["samples"]}
             for timing in found["timings"]
         ]
         measured[table] = dict(zip(lengths, medians, strict=True))
         grown = medians if layers is None else found["extrapolated"]
         whole[table] = dict(zip(lengths, grown, strict=True))
-    name = f"{record['environment']['chip']}, {record['date']}"
+    config["machine"] = record["environment"]["chip"]
+    name = f"{config['machine']}, {record['date']}"
     return Reference(name, config, measured, whole, layers)
+
+
+def each(timing: Mapping[str, Any], phase: str) -> float:
+    """A phase's median seconds in a record's timing; of decoding, those for one token."""
+    took = median(timing["samples"][phase])
+    return took / timing.get("decoded", BEFORE) if phase in SPEEDS else took

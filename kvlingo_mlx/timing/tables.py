@@ -22,12 +22,15 @@ from kvlingo_mlx.timing.ceilings import (
     expert_layers,
     experts_touched,
 )
-from kvlingo_mlx.timing.paths import HYBRID, Paths, interleaved
+from kvlingo_mlx.timing.paths import FEW, Paths, interleaved
+from kvlingo_mlx.timing.phases import HYBRID, SPEEDS, STEPS
 from kvlingo_mlx.translators.base import Translator
 
 RUNS = 3  # least runs of every phase: to count experts or take a peak, to warm up, to be timed
-SPEEDS = ("decode_source", "decode_native", "decode_translated")
-STEPS = ("target_step", "source_step", "eager_switch", *SPEEDS)  # their time ignores the length
+DECODED = 256  # tokens that decoding speeds are averaged over, as in the paper's app:tab:moespeed
+COUNTS = (DECODED, 128, 64, 32, 16, FEW)  # what is tried where there is no time for so many
+PROBED = 4  # tokens that are decoded to learn how long one takes
+DECODING = 0.5  # the share of the time that decoding speeds may take
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ class Timing:
         experts: The share of its experts that a layer of the target touches while it reads the
             prompt, and in one step; empty where it has none.
         batch: Prompts at once.
+        decoded: Tokens over which each decoding speed was measured.
     """
 
     prompt_tokens: int
@@ -109,6 +113,7 @@ class Timing:
     peak: dict[str, int] = field(default_factory=dict)
     experts: dict[str, float] = field(default_factory=dict)
     batch: int = 1
+    decoded: int = FEW
 
     def median(self, phase: str) -> float:
         return median(self.samples[phase])
@@ -183,14 +188,15 @@ def measure_length(
 ) -> Timing:
     """Time a table's phases for one prompt, interleaved, and take their peak memory.
 
+    Decoding is timed once, before the rounds: its time is an average over many steps already.
     After each round ``enough`` is asked whether the measurements so far are enough.
     """
     names: list[str] = []
     for phase in table.phases:
         forms = [f"translate {form}" for form in paths.translators]
         names += forms if phase == "translate" else [phase]
-    runs = {name: paths.phase(name) for name in names}
-    found = Timing(len(paths.tokens), {}, batch=paths.batch)
+    runs = {name: paths.phase(name) for name in names if name not in SPEEDS}
+    found = Timing(len(paths.tokens), {}, batch=paths.batch, decoded=paths.decoded)
     # Runs that are not timed come first and count as warm-up, so a long prompt is read less often.
     spent = dict.fromkeys(runs, 0.0)
     for name, phase in (("prompt", "native"), ("step", "target_step")):
@@ -198,9 +204,36 @@ def measure_length(
             spent[phase] += seconds(partial(_count_experts, paths, name, phase, found))
     for phase in table.peaks:
         spent[phase] += seconds(partial(_take_peak, paths, phase, found))
-    found.samples.update({name: [] for name in runs})
+    found.samples.update({name: [] for name in names})
+    for name in (n for n in names if n in SPEEDS):
+        _decode(paths, name, PROBED)  # warm-up
+        found.samples[name].append(_decode(paths, name, paths.decoded))
     interleaved(runs, trials, progress, lambda: enough(found), spent, found.samples)
     return found
+
+
+def _decode(paths: Paths, phase: str, count: int) -> float:
+    """The seconds of a phase that decodes, over ``count`` tokens."""
+    before, paths.decoded = paths.decoded, count
+    try:
+        return seconds(paths.phase(phase))
+    finally:
+        paths.decoded = before
+
+
+def affordable(paths: Paths, table: Table, clock: Clock, lengths: int) -> int:
+    """The most tokens of ``COUNTS`` for which so many lengths' speeds take their share of the time.
+
+    A few tokens are decoded to find out; a phase's first run also fills its cache.
+    """
+    phases = [phase for phase in table.phases if phase in SPEEDS]
+    if not phases or clock.left() == float("inf"):
+        return DECODED
+    for phase in phases:
+        _decode(paths, phase, 1)
+    token = sum(_decode(paths, phase, PROBED) / PROBED for phase in phases)
+    room = DECODING * clock.left() / (lengths * token)
+    return next((count for count in COUNTS if count <= room), FEW)
 
 
 def _count_experts(paths: Paths, name: str, phase: str, found: Timing) -> None:
@@ -229,8 +262,9 @@ def _least(table: Table, length: int, before: Timing) -> float:
     took = {
         name: before.median(name) * (1.0 if name in STEPS else grows) for name in before.samples
     }
-    each = [t for n, t in took.items() if n in table.phases or n.startswith("translate ")]
-    return RUNS * sum(each) + took.get("source_prefill", 0.0)
+    each = {n: t for n, t in took.items() if n in table.phases or n.startswith("translate ")}
+    times = (t if name in SPEEDS else RUNS * t for name, t in each.items())
+    return sum(times) + took.get("source_prefill", 0.0)
 
 
 @dataclass(frozen=True)
@@ -245,6 +279,8 @@ class Effort:
         progress: Called after each round.
         before: Another table's measurements, to estimate how long a length takes.
         batch: How many prompts of one length at once.
+        decoded: The tokens over which decoding speeds are measured; None is the paper's 256, or
+            fewer where the time allows no more (:func:`affordable`).
     """
 
     text: bool
@@ -254,6 +290,7 @@ class Effort:
     progress: Callable[[], None] = lambda: None
     before: Timing | None = None
     batch: int = 1
+    decoded: int | None = None
 
 
 def run_table(
@@ -271,7 +308,7 @@ def run_table(
     first length is always measured. Rounds beyond the first get an equal share of the time for each
     length to come, unless the next length would not fit: then they get all of it.
     """
-    clock, trials = effort.clock, effort.trials
+    clock, trials, decoded = effort.clock, effort.trials, effort.decoded
     done: list[Timing] = []
     lengths = sorted(lengths)
     for index, length in enumerate(lengths):
@@ -281,6 +318,8 @@ def run_table(
         tokens = prompt_of(source, target, length, text=effort.text)
         arguments = source, target, translators, tokens, effort.step_size
         paths = Paths(*arguments) if effort.batch == 1 else Batch(*arguments, effort.batch)
+        decoded = decoded or affordable(paths, table, clock, len(lengths) - index)
+        paths.decoded = decoded
         share = clock.part(len(lengths) - index)
 
         def enough(found: Timing, index: int = index, share: Clock = share) -> bool:

@@ -12,7 +12,7 @@ from kvlingo_mlx.errors import needs_extra
 
 def check_extra() -> None:
     """Refuse (MissingExtraError) an installation without PyTorch and transformers."""
-    with needs_extra("cuda", "training with PyTorch needs it; --device mlx does not"):
+    with needs_extra("cuda", "PyTorch needs it; --device mlx does not"):
         import torch  # noqa: F401
         import transformers  # noqa: F401
 

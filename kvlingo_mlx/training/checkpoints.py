@@ -15,8 +15,7 @@ import errno
 import json
 import math
 import os
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -76,6 +75,19 @@ def read_facts(path: Path) -> dict[str, Any]:
 def log_of(folder: Path) -> Path:
     """The log of a finished stage 2, beside its translator: held-out KL and more, as JSON lines."""
     return folder.with_name(f"{folder.name}.log.jsonl")
+
+
+def write_log(path: Path, curve: Sequence[Mapping[str, Any]]) -> None:
+    """Replace a log atomically.
+
+    Raises:
+        KVLingoError: The file could not be written; the old one is still there.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    with disk_errors("the log", path.parent):
+        lines = [json.dumps(plain(dict(line))) for line in curve]
+        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        _replace(temporary, path)
 
 
 @contextlib.contextmanager
@@ -200,6 +212,7 @@ class Checkpoints:
             "told": sorted(training.told),
             "runs": [
                 {
+                    "rate": run.rate,
                     "diverged_at": run.diverged_at,
                     "dropped_at": run.dropped_at,
                     "kl_sum": run.kl_sum,
@@ -251,11 +264,11 @@ class Checkpoints:
             check_settings(self.folder, newest[1]["settings"], self.settings)
         return bool(differences(newest[1]["settings"], self.settings))
 
-    def finish(self, log: Path) -> None:
-        """Move the log to ``log`` and remove the folder, once the translator is written."""
-        if (self.folder / LOG).exists():  # already moved if a process was killed here
-            os.replace(self.folder / LOG, log)
-        shutil.rmtree(self.folder)
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates of the last checkpoint's runs; none without a checkpoint."""
+        newest = self._newest()
+        return () if newest is None else tuple(run["rate"] for run in newest[1]["runs"])
 
     def _newest(self) -> tuple[Path, dict[str, Any]] | None:
         paths = (self.folder / name for name in (VALIDATED, LATEST))

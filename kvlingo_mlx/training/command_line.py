@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,40 @@ from kvlingo_mlx.training.paper_pairs import filled, rate_of
 from kvlingo_mlx.training.pipeline import Progress, Training
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
 from kvlingo_mlx.training.recipe import Recipe, require
-from kvlingo_mlx.training.watch import lowest, outlook
+from kvlingo_mlx.training.sweep import window
+from kvlingo_mlx.training.wanted import Wanted
+from kvlingo_mlx.training.watch import outlook
 
 SHORTEST = 64  # tokens: the least that --max-prefix takes
 SHOWN = 480  # the number of samples that a run's histogram is made of
 
 
+def checked_place(place: str) -> str:
+    """A device by its name in ``--device``; ValueError for any other name."""
+    if not re.fullmatch(r"mlx|cpu|cuda(:\d+)?", place):
+        raise ValueError(f"--device is {place!r}; it must be mlx, cuda, cuda:N or cpu")
+    return place
+
+
+def runtime_of(place: str) -> Any:
+    """The module that opens models for a device.
+
+    Raises:
+        MissingExtraError: The device needs PyTorch, which is not installed.
+    """
+    if place != "mlx":
+        training.check_extra()
+    room = "on_mlx" if place == "mlx" else "on_torch"
+    return importlib.import_module(f"kvlingo_mlx.training.{room}.runtime")
+
+
 @dataclass(frozen=True)
 class Options:
-    """The models, the data and the device of a training."""
+    """The models, the data and the device of a training.
+
+    ``at_once`` is the most learning rates of a sweep that are trained together; None: what fits.
+    ``english`` and ``apart_from`` are those of :class:`~kvlingo_mlx.training.wanted.Wanted`.
+    """
 
     source: str
     target: str
@@ -40,21 +67,23 @@ class Options:
     packed_share: float = 0.5
     max_prefix: int | None = None
     max_continuation: int | None = None
+    at_once: int | None = None
+    english: bool = False
+    apart_from: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known = self.runtime.DTYPES
         if self.dtype is not None and self.dtype not in known:
             raise ValueError(f"--dtype is {self.dtype!r}; it must be one of {', '.join(known)}")
+        if self.at_once is not None:
+            require("learning rates trained at a time (--at-once)", self.at_once, 1)
         self._mixture()
         self.runtime.check_device(self.place)
 
     @property
     def place(self) -> str:
         """The device: ``mlx``, or PyTorch's name of one."""
-        place = self.device or ("cuda" if training.has_cuda() else "mlx")
-        if not re.fullmatch(r"mlx|cpu|cuda(:\d+)?", place):
-            raise ValueError(f"--device is {place!r}; it must be mlx, cuda, cuda:N or cpu")
-        return place
+        return checked_place(self.device or ("cuda" if training.has_cuda() else "mlx"))
 
     @property
     def runtime(self) -> Any:
@@ -63,10 +92,7 @@ class Options:
         Raises:
             MissingExtraError: The device needs PyTorch, which is not installed.
         """
-        if self.place != "mlx":
-            training.check_extra()
-        room = "on_mlx" if self.place == "mlx" else "on_torch"
-        return importlib.import_module(f"kvlingo_mlx.training.{room}.runtime")
+        return runtime_of(self.place)
 
     def load(self, name: str) -> Any:
         """Load one of the two models onto this process's device."""
@@ -81,7 +107,14 @@ class Options:
         source's tokenizer where it differs from ``tokenizer``.
         """
         mixture = self._mixture().scaled(context_length)
-        return Stream(self.data, tokenizer, mixture, self.seed, source_tokenizer, planned)
+        return Stream(
+            self.data, tokenizer, mixture, self.seed, source_tokenizer, planned, self.wanted
+        )
+
+    @cached_property
+    def wanted(self) -> Wanted:
+        """What is asked of the data's records."""
+        return Wanted(self.english, self.apart_from)
 
     def settings(self, stream: Stream) -> dict[str, Any]:
         """The settings, beside plan and models, that must not change when a training is resumed."""
@@ -89,6 +122,8 @@ class Options:
         contents = {f"contents of {name}": text for name, text in stream.contents.items()}
         own = {name: getattr(self, name) for name in names}
         # The order of samples depends on their planned number.
+        if self.wanted.anything:
+            own |= {"english": self.english, "apart_from": self.wanted.contents}
         return {"data": list(self.data), **own, **contents, "samples": stream.survey.samples}
 
     def _mixture(self) -> Mixture | PlainText:
@@ -116,49 +151,116 @@ class Listeners:
 class Done:
     """The result of a finished training: its folder and, after stage 2, its log and held-out KL.
 
-    ``log``, ``first`` and ``best`` are None without a stage 2. ``outlook`` says what more time
-    would bring, where the curve tells. ``before`` means that the training was already finished, so
-    nothing was done.
+    ``log``, ``first``, ``best`` and ``rate``, the learning rate that was chosen, are None without a
+    stage 2. ``tried`` has each rate of a sweep with its final held-out KL. ``outlook`` says what
+    more time would bring, where the curve tells. ``before`` means that the training was already
+    finished, so nothing was done.
     """
 
     folder: Path
     log: Path | None = None
     first: float | None = None
     best: float | None = None
+    rate: float | None = None
+    tried: Sequence[Mapping[str, float | None]] = ()
     outlook: str | None = None
     before: bool = False
 
 
-def train(
-    options: Options,
-    plan: Mapping[str, Any],
-    recipe: Mapping[str, Any],
-    out: str,
-    listeners: Listeners,
-    stage1: Mapping[str, Any] | None = None,
-    force: bool = False,
-) -> Done | None:
-    """Train, or resume a training; returns None in a process that does not lead.
+@dataclass(frozen=True)
+class Job:
+    """What to train, as the verb's options say it.
 
-    Where a ``plan``'s ``nu`` or ``norm`` and a ``recipe``'s ``learning_rates`` are not given, they
-    are the paper's for the pair. ``stage1`` has the ``rates`` and ``steps`` of an MLP's stage 1,
-    and is None for other kinds.
-    ``force`` trains again even if the training is finished, and replaces another translator at
-    ``out``.
+    Attributes:
+        options: The models, the data and the device.
+        plan: The arguments of a :class:`TrainingPlan`; where ``nu`` or ``norm`` are None, they are
+            the paper's for the pair.
+        recipe: Those of a :class:`Recipe`; without ``learning_rates`` it is the paper's for the
+            pair. In a ``sweep`` one rate is the centre of the first window.
+        out: The translator folder to write.
+        stage1: The ``rates`` and ``steps`` of an MLP's stage 1; None for other kinds.
+        force: Whether to train again what is finished, and to replace another translator.
+    """
+
+    options: Options
+    plan: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    out: str
+    stage1: Mapping[str, Any] | None = None
+    force: bool = False
+
+
+def train_seeds(job: Job, seeds: Sequence[int], listeners: Listeners) -> list[Done]:
+    """Train a translator for each seed, in ``OUT-seed42`` and so on, or one in ``OUT``.
+
+    All have the learning rates that the first one's training chose (appendix "Training protocol").
+    The list is empty in a process that does not lead.
+
+    Raises:
+        ValueError, KVLingoError: As :func:`train` does.
+    """
+    jobs = [
+        replace(job, options=replace(job.options, seed=seed), out=f"{job.out}-seed{seed}")
+        for seed in seeds
+    ] or [job]
+    for each in jobs:
+        translator_folder.check_destination(each.out)
+    done, found = [], dict[str, Any]()
+    for each in jobs:
+        done.append(train(_at_rates_of(found, each), listeners))
+        found = found or dict(translator_folder.read_config(each.out).provenance)
+    return [each for each in done if each is not None]
+
+
+def _at_rates_of(found: Mapping[str, Any], job: Job) -> Job:
+    """The job at the learning rates of another translator, by its provenance."""
+    if "stage1_rate" in found and job.stage1 is not None:
+        job = replace(job, stage1={**job.stage1, "rates": (found["stage1_rate"],)})
+    if "learning_rate" in found:
+        own = {"learning_rates": (found["learning_rate"],), "sweep": False}
+        job = replace(job, recipe={**job.recipe, **own})
+    return job
+
+
+def seeds_told(done: Sequence[Done]) -> str:
+    """The mean of the seeds' held-out KL, and its standard deviation; empty without a stage 2."""
+    values = [each.best for each in done if each.best is not None]
+    if len(values) < 2:
+        return ""
+    mean, spread = statistics.mean(values), statistics.stdev(values)
+    return f"{len(values)} seeds: held-out KL {mean:.4f}, standard deviation {spread:.4f}"
+
+
+def picture_of(picture: str, folder: Path | None) -> str:
+    """The file of a training's picture; several seeds' have their folders' names in it."""
+    path = Path(picture)
+    return picture if folder is None else str(path.with_stem(f"{path.stem}-{folder.name}"))
+
+
+def _plan(job: Job) -> TrainingPlan:
+    """The plan of a job, with what the paper has for its pair."""
+    ends = job.options.source, job.options.target
+    plan = filled(job.plan, *ends)
+    rates = job.recipe["learning_rates"] or (rate_of(*ends, plan),)
+    if job.recipe.get("sweep") and len(rates) == 1:
+        rates = window(rates[0])
+    stage2 = Recipe(**{**job.recipe, "learning_rates": rates})
+    first: dict[str, Any] = {}
+    if job.stage1 is not None:
+        first["stage1_recipe"] = reconstruction(stage2, **job.stage1)
+    return TrainingPlan(**plan, **first, seed=job.options.seed, recipe=stage2)
+
+
+def train(job: Job, listeners: Listeners) -> Done | None:
+    """Train, or resume a training; returns None in a process that does not lead.
 
     Raises:
         ValueError: A bad option, unusable data, or a destination that holds something else.
         KVLingoError: A model cannot be used, training diverged, or the disk is full.
     """
-    translator_folder.check_destination(out)
-    # Bad options are refused before any model is loaded.
-    plan = filled(plan, options.source, options.target)
-    rates = recipe["learning_rates"] or (rate_of(options.source, options.target, plan),)
-    stage2 = Recipe(**{**recipe, "learning_rates": rates})
-    first: dict[str, Any] = {}
-    if stage1 is not None:
-        first["stage1_recipe"] = reconstruction(stage2, **stage1)
-    whole = TrainingPlan(**plan, **first, seed=options.seed, recipe=stage2)
+    translator_folder.check_destination(job.out)
+    options, whole = job.options, _plan(job)  # bad options are refused before any model is loaded
+    stage2 = whole.recipe
     source, target = options.load(options.source), options.load(options.target)
     stream = options.stream(
         target.tokenizer,
@@ -168,20 +270,23 @@ def train(
     )
     group = options.runtime.join(options.place)
     try:
+        if options.wanted.anything and group.leads:
+            listeners.say(f"data: left out {options.wanted}")
         training = Training(
             source,
             target,
             stream,
             whole,
-            Path(out),
+            Path(job.out),
             group,
             listeners.progress,
             options.settings(stream),
             listeners.warn,
             notes=[str(stream.survey)] if stream.survey.falls_short else [],
-            force=force,
+            force=job.force,
             lengths=stream.longest,
             say=listeners.say,
+            at_once=options.at_once,
         )
         before = training.finished()
         folder = training.run()
@@ -189,11 +294,22 @@ def train(
         options.runtime.leave(group)
     if not group.leads:
         return None
-    if before or stage2.steps == 0:
+    if stage2.steps == 0:
         return Done(folder, before=before)
+    found = translator_folder.read_config(folder).provenance
+    if before:
+        return Done(folder, best=found["held_out_kl"], before=True)
     log = read_log(training.log)
-    curve = [lowest(line["held_out"]) for line in log]
-    return Done(folder, training.log, curve[0], min(curve), outlook(log))
+    tried = found.get("sweep", ())
+    return Done(
+        folder,
+        training.log,
+        found["held_out_kl_at_first"],
+        found["held_out_kl"],
+        found["learning_rate"],
+        tried,
+        None if tried else outlook(log),
+    )
 
 
 def samples_of(steps: int, batch: int, fit_samples: int) -> int:

@@ -32,6 +32,7 @@ from kvlingo_mlx.training.library import Library, Place, Shelf, Talk, fill
 from kvlingo_mlx.training.mixture import Kind, Mixture, PlainText, Range, slot_at, spread
 from kvlingo_mlx.training.orders import ELSEWHERE, Orders, Survey, reach
 from kvlingo_mlx.training.records import Spec
+from kvlingo_mlx.training.wanted import Wanted
 
 Bin = tuple[int, int, int, int]
 
@@ -70,11 +71,13 @@ class Stream:
         seed: int = 0,
         source_tokenizer: Any = None,
         planned: int = 40_000,
+        wanted: Wanted | None = None,
     ) -> None:
         """Open ``sources`` (see ``records.open_source``) for models that share ``tokenizer``.
 
         ``source_tokenizer`` is the source's tokenizer where it differs. ``planned`` is the number
         of samples that the run draws (the paper: 5,000 steps of 8), over which lengths are spread.
+        ``wanted`` is what is asked of the records; None is nothing.
 
         Raises:
             ValueError: Plain text is asked for with two tokenizers; a source cannot be read, has a
@@ -94,7 +97,7 @@ class Stream:
         both = [tokenizer] if source_tokenizer is None else [tokenizer, source_tokenizer]
         self._fold = not texts and not all(map(keeps_system, both))
         template = None if texts else boilerplate(*both)
-        self._library = Library(sources, both, template, reach(mixture), seed)
+        self._library = Library(sources, both, template, reach(mixture), seed, wanted)
         self._order(mixture)
 
     def at(self, mixture: Mixture) -> Stream:

@@ -35,6 +35,10 @@ VALIDATING = 0.1
 CLOSE = 1.3
 
 
+class DivergedError(KVLingoError):
+    """No run's loss is finite any more."""
+
+
 class Samples(Protocol):
     """A source of samples, each a function of its index alone."""
 
@@ -92,7 +96,8 @@ class Distillation:
         """Train to the last step; returns the translator of lowest held-out KL.
 
         Raises:
-            KVLingoError: Every run has diverged (the message names the steps), or the disk is full.
+            DivergedError: Every run has diverged; the message names the steps.
+            KVLingoError: The disk is full.
             KeyboardInterrupt, SystemExit: ``stop`` was set; the state of this step is kept.
         """
         resumed = self.checkpoints is not None and self.checkpoints.restore(self)
@@ -153,7 +158,8 @@ class Distillation:
     def look(self, entry: Mapping[str, Any]) -> None:
         """Record a validation: the best translator, a checkpoint, and warnings of complaints."""
         leading = self.leading()
-        if self.best is None or leading.held_out < self.best.held_out:
+        ended = self.step == self.recipe.steps or not self.recipe.sweep  # a sweep goes by its ends
+        if self.best is None or (ended and leading.held_out < self.best.held_out):
             self.best = Best.of(leading, self.step)
         self.curve.append(entry)
         for run in self.runs:
@@ -190,7 +196,7 @@ class Distillation:
         self._require_live()
 
     def _require_live(self) -> None:
-        """Raise KVLingoError if every run has diverged."""
+        """Raise DivergedError if every run has diverged."""
         if self.live:
             return
         if self.step == 0:
@@ -203,8 +209,8 @@ class Distillation:
         where = ", ".join(f"{run.rate:g} at step {run.diverged_at}" for run in self.runs)
         what = f"training diverged (the loss is not finite): learning rate {where}"
         if self.recipe.objective == "reconstruction":
-            raise KVLingoError(f"{what}, in the MLP's stage 1; try --dtype float32 or --seed")
-        raise KVLingoError(
+            raise DivergedError(f"{what}, in the MLP's stage 1; try --dtype float32 or --seed")
+        raise DivergedError(
             f"{what}; stage 1 and the last good checkpoint are kept: give a lower --lr, and "
             "stage 2 starts again from stage 1"
         )

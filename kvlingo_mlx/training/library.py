@@ -17,6 +17,7 @@ from kvlingo_mlx.tokenization.samples import encode_plain
 from kvlingo_mlx.training.conversations import Message, normalise, replies
 from kvlingo_mlx.training.mixture import key_of, shuffled
 from kvlingo_mlx.training.records import Source, Spec, open_source
+from kvlingo_mlx.training.wanted import Wanted
 
 Place = tuple[int, int]  # a source and one of its records, both numbered from 0
 
@@ -112,6 +113,7 @@ class Library:
         template: tuple[float, float] | None,
         limits: tuple[float, float],
         seed: int,
+        wanted: Wanted | None = None,
     ) -> None:
         """Read all records.
 
@@ -121,12 +123,14 @@ class Library:
             template: The result of ``conversations.boilerplate``; None for plain texts.
             limits: The shortest and the longest usable prefix.
             seed: Chooses the reserved records.
+            wanted: What is asked of the records; None is nothing.
         """
         if not specs:
             raise ValueError("no training data; name a JSONL file, a folder or a dataset")
         opened = [open_source(spec) for spec in specs]
         self.sources: tuple[Source, ...] = tuple(source for source, _ in opened)
         self.skipped = 0
+        self.wanted = wanted or Wanted()
         self._kind = "text" if template is None else "messages"
         self._template, self._limits = template or (0.0, 0.0), limits
         self._tokenizers = tokenizers
@@ -162,9 +166,15 @@ class Library:
         Raises:
             ValueError: The record is malformed; the message names its file and line.
         """
+        found, refusal = self._judged(place)
+        return found if found.get(self._kind) and not refusal else None
+
+    def _judged(self, place: Place) -> tuple[dict[str, Any], str]:
+        """A normalised record, and why it is not wanted."""
         record, where = self.sources[place[0]].read(place[1])
         found = {} if record is None else normalise(record, where)
-        return found if found.get(self._kind) else None
+        asked = found.get(self._kind) and self.wanted.anything
+        return found, self.wanted.refusal(record, found) if asked else ""
 
     def talk(self, place: Place, reply: int = -1) -> Talk:
         """A conversation with one of its replies, by default the last."""
@@ -203,7 +213,12 @@ class Library:
 
     def _useless(self, number: int) -> ValueError:
         source = self.sources[number]
-        count = len(source.sizes)
+        count, left_out = len(source.sizes), sum(self.wanted.left_out.values())
+        if left_out:
+            return ValueError(
+                f"no record of {source.name} is left: {self.wanted}, of {count}; give other "
+                "data, or leave out --english or --apart-from"
+            )
         if self._kind == "text":
             return ValueError(
                 f'no text in {source.name}: none of {count} records is {{"text": ...}}'
@@ -219,9 +234,10 @@ class Library:
         """A shelf of a source's usable ``records``, without those whose opening is ``known``."""
         rows, whole, counts, lengths, traces = [], [], [], [], []
         for record in records.tolist():
-            found = self.read((number, record))
-            if found is None:
+            found, refusal = self._judged((number, record))
+            if refusal or not found.get(self._kind):
                 self.skipped += 1
+                self.wanted.left_out.update([refusal] if refusal else [])
                 continue
             if "messages" in found and opening(found["messages"]) in known:
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import shutil
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from safetensors.numpy import load_file
 
-from kvlingo_mlx.errors import MalformedTranslatorError
+from kvlingo_mlx.errors import MalformedTranslatorError, NotEnoughMemoryError
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.assignment import Assignment, narrow_groups
 from kvlingo_mlx.format.geometry import canonical_json
@@ -34,9 +35,10 @@ from kvlingo_mlx.training.checkpoints import (
     disk_errors,
     log_of,
     read_facts,
+    write_log,
     write_state,
 )
-from kvlingo_mlx.training.distill import Distillation, Report, Samples
+from kvlingo_mlx.training.distill import Distillation, DivergedError, Report, Samples
 from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.interruption import Interruption, postponed
@@ -44,6 +46,8 @@ from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
 from kvlingo_mlx.training.recipe import Recipe
 from kvlingo_mlx.training.runs import Best, start_runs
 from kvlingo_mlx.training.runtime import Model, Pair, pair_of
+from kvlingo_mlx.training.sweep import Curve, Sweep, Trained, chosen
+from kvlingo_mlx.training.watch import complaints
 
 
 class Data(Samples, Protocol):
@@ -57,6 +61,16 @@ Progress = Callable[[str, Report | int], None]
 
 
 @dataclass(frozen=True)
+class Work:
+    """What both stages share: the held-out conversations, the signal to stop, and how many
+    translators of a sweep are trained together."""
+
+    held_out: Sequence[Sample]
+    stop: Interruption
+    at_once: int
+
+
+@dataclass(frozen=True)
 class Training:
     """One command's work: both stages of a plan, resumable, and the folder with the result.
 
@@ -65,6 +79,7 @@ class Training:
     lose none. ``notes`` are shown to the user as warnings before the work begins. ``fit`` is the
     closed form of this plan and data where it has been made before. ``lengths`` are the tokens of
     the longest prefix and continuation of the data, if known; ``say`` is told what they take.
+    ``at_once`` is the most learning rates of a sweep that are trained together; None: what fits.
     """
 
     source: Model
@@ -82,6 +97,7 @@ class Training:
     fit: ClosedForm | None = None
     lengths: tuple[int, int] | None = None
     say: Callable[[str], None] = lambda text: None
+    at_once: int | None = None
 
     def finished(self) -> bool:
         """Whether ``out`` holds the finished result of this same training.
@@ -135,31 +151,61 @@ class Training:
             self._check(self._initial, config)
         # Checked even if this plan has no stage 2: unfinished work on one must not be lost
         # silently.
-        stage2 = self._checkpoints("stage2", config, self.plan.recipe)
+        self._checkpoints("stage2", config, self.plan.recipe)
         held_out = self._held_out()
-        rates = self.plan.recipe.learning_rates
-        if self.plan.recipe.steps and self.lengths is not None:
-            told = self.pair.check_memory(config, self.lengths, len(rates), self.plan.hidden)
-            if told and self.group.leads:
-                self.say(told)
+        at_once = self._at_once(config)
         if self.plan.recipe.steps and (sample := _short(held_out)):
             self.pair.check_gradients(sample, config)
-        config, arrays, provenance = self._first(config, held_out, stop)
+        work = Work(held_out, stop, at_once)
+        config, arrays, provenance = self._first(config, work)
         best: Best | None = None
-        curve: Sequence[Mapping[str, Any]] = ()
+        curve: Curve = ()
         if self.plan.recipe.steps:
-            arguments = config, arrays, held_out, self.plan.recipe, stop
-            best, curve = self._distill(stage2, *arguments)
-            arrays = _arrays(best)
+            found = self._distill("stage2", config, arrays, self.plan.recipe, work)
+            best, curve, arrays = found.best, found.curve, dict(found.best.tensors)
+            if self.plan.recipe.sweep:
+                provenance = {**provenance, "sweep": found.tried}
         if self.group.leads:
-            own = {"data": self.settings["data"]} if "data" in self.settings else {}
+            told = ("data", "english", "apart_from")
+            own = {name: self.settings[name] for name in told if name in self.settings}
             facts = provenance_of(self.plan, self.pair, own | provenance, best, held_out, curve)
             self._write(config, arrays, facts)
             if best is not None:
-                stage2.finish(self.log)
+                write_log(self.log, curve)
             shutil.rmtree(self.partial)
         self.group.wait()
         return self.out
+
+    def _at_once(self, config: TranslatorConfig) -> int:
+        """How many translators are trained together: all of a run, of a sweep those that fit.
+
+        Raises:
+            NotEnoughMemoryError: There is too little for one step.
+        """
+        recipe, hidden = self.plan.recipe, self.plan.hidden
+        wanted = len(recipe.learning_rates)
+        most = min(wanted, self.at_once or wanted) if recipe.sweep else wanted
+        told = ""
+        if recipe.steps and self.lengths is not None:
+            most, told = self._fitting(config, self.lengths, most, hidden)
+        if self.group.leads and told:
+            self.say(told)
+        if self.group.leads and most < wanted:
+            self.say(
+                f"sweep: of {wanted} learning rates at most {most} are trained at a time; each "
+                "group reads the same samples again"
+            )
+        return most
+
+    def _fitting(
+        self, config: TranslatorConfig, lengths: tuple[int, int], most: int, hidden: int
+    ) -> tuple[int, str]:
+        """As many translators as fit into memory, and what they take; fewer only in a sweep."""
+        fewest = 1 if self.plan.recipe.sweep else most
+        for count in range(most, fewest, -1):
+            with contextlib.suppress(NotEnoughMemoryError):
+                return count, self.pair.check_memory(config, lengths, count, hidden)
+        return fewest, self.pair.check_memory(config, lengths, fewest, hidden)
 
     @cached_property
     def pair(self) -> Pair:
@@ -257,13 +303,13 @@ class Training:
     # ---- the stages -------------------------------------------------------------------
 
     def _first(
-        self, config: TranslatorConfig, held_out: Sequence[Sample], stop: Interruption
+        self, config: TranslatorConfig, work: Work
     ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
         """The starting point of stage 2: computed once, and kept for resumed runs."""
         ready = self._initial.exists()
         self.group.wait()  # a late process must not see the file that the leading one writes next
         if not ready:
-            config, arrays, provenance = self._stage1(config, held_out, stop)
+            config, arrays, provenance = self._stage1(config, work)
             if self.group.leads:
                 tensors = {n: np.asarray(a, np.float32) for n, a in arrays.items()}
                 facts = {
@@ -280,13 +326,13 @@ class Training:
         return config, arrays, facts["provenance"]
 
     def _stage1(
-        self, config: TranslatorConfig, held_out: Sequence[Sample], stop: Interruption
+        self, config: TranslatorConfig, work: Work
     ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
         plan, spec = self.plan, config.spec
         arrays: dict[str, np.ndarray] = {}
         provenance: dict[str, Any] = {}
         if spec.solved or plan.assignment in METHODS:
-            fit = self.fit or self._closed_form(config, stop)
+            fit = self.fit or self._closed_form(config, work.stop)
             config = dataclasses.replace(config, assignment=fit.config.assignment)
             provenance = {"norm": fit.norm, **fit.facts()}
             arrays = fit.weights if spec.solved else {}
@@ -294,11 +340,11 @@ class Training:
                 self.warn(short)
         arrays |= initial(config, plan.hidden, plan.seed, gated=plan.gated)
         if not spec.solved:
-            recipe = plan.stage1_recipe
-            checkpoints = self._checkpoints("stage1", config, recipe)
-            best, _ = self._distill(checkpoints, config, arrays, held_out, recipe, stop)
-            arrays = _arrays(best)
-            provenance = {"stage1_rate": best.rate, "stage1_error": best.held_out}
+            found = self._distill("stage1", config, arrays, plan.stage1_recipe, work)
+            arrays = dict(found.best.tensors)
+            provenance = {"stage1_rate": found.best.rate, "stage1_error": found.best.held_out}
+            if plan.stage1_recipe.sweep:
+                provenance["stage1_sweep"] = found.tried
         return config, arrays, provenance
 
     def _closed_form(self, config: TranslatorConfig, stop: Interruption) -> ClosedForm:
@@ -346,29 +392,57 @@ class Training:
 
     def _distill(
         self,
-        checkpoints: Checkpoints,
+        stage: str,
         config: TranslatorConfig,
         arrays: Mapping[str, np.ndarray],
-        held_out: Sequence[Sample],
         recipe: Recipe,
-        stop: Interruption,
-    ) -> tuple[Best, Sequence[Mapping[str, Any]]]:
-        """The best translator of a stage, and the stage's curve."""
-        runs = start_runs(self.pair, config, arrays, recipe.learning_rates)
-        training = Distillation(
-            self.pair,
-            runs,
-            self.data,
-            held_out,
-            recipe,
-            checkpoints,
-            self.group,
-            self.keep_every,
-            stop,
-            self.warn,
-        )
-        stage = checkpoints.folder.name
-        return training.run(lambda report: self.progress(stage, report)), training.curve
+        work: Work,
+    ) -> Trained:
+        """The best translator of a stage, over all learning rates of a run or a sweep."""
+
+        def train(number: int, rates: Sequence[float]) -> Trained:
+            training = Distillation(
+                self.pair,
+                start_runs(self.pair, config, arrays, rates),
+                self.data,
+                work.held_out,
+                recipe,
+                self._checkpoints(_part(stage, number), config, recipe),
+                self.group,
+                self.keep_every,
+                work.stop,
+                (lambda text: None) if recipe.sweep else self.warn,
+            )
+            try:
+                best = training.run(lambda report: self.progress(stage, report))
+            except DivergedError:
+                if not recipe.sweep or training.best is None:
+                    raise
+                best = training.best
+            return Trained.of(best, training.runs, training.curve)
+
+        if not recipe.sweep:
+            return train(0, recipe.learning_rates)
+
+        def begun(number: int) -> tuple[float, ...]:
+            return self._checkpoints(_part(stage, number), config, recipe).rates
+
+        tell = self.say if self.group.leads else (lambda text: None)
+        found = Sweep(recipe.learning_rates, work.at_once, train, begun, tell).run()
+        if self.group.leads:
+            self._judge(found, recipe)
+        return found
+
+    def _judge(self, found: Trained, recipe: Recipe) -> None:
+        """Tell what speaks against a sweep's result."""
+        if chosen(found.finals) in (min(found.finals), max(found.finals)):
+            rates = f"{min(found.finals):g} to {max(found.finals):g}"
+            self.warn(f"the best learning rate is at the edge of those tried, {rates}")
+        # An MLP's stage 1 measures the reconstruction error, and no KL to judge.
+        for text in (
+            {} if recipe.objective == "reconstruction" else complaints(found.curve).values()
+        ):
+            self.warn(text)
 
     # ---- the result -------------------------------------------------------------------
 
@@ -401,5 +475,6 @@ def _pass_name(done: int, passes: int) -> str:
     return "stage 1" if passes == 1 else f"stage 1, pass {done + 1} of {passes}"
 
 
-def _arrays(best: Best) -> dict[str, np.ndarray]:
-    return dict(best.tensors)
+def _part(stage: str, number: int) -> str:
+    """The folder of a stage's group of learning rates; one that is not swept has one group."""
+    return stage if number == 0 else f"{stage}-{number + 1}"

@@ -36,6 +36,9 @@ class Recipe:
         seconds: The time that steps and validations may take together; None is any. The rate falls
             with the steps or with the time, whichever is further on, so a run that has too little
             time for its steps ends with the rates of a whole one.
+        sweep: Whether further rates are tried until the best is none of the outermost ones
+            (``training.sweep``); the rate of the lowest final KL wins, and the translator that it
+            ended with.
         halving: Whether only the better half of the learning rates goes on after each tenth of the
             run, until one is left.
     """
@@ -50,6 +53,7 @@ class Recipe:
     validate_every: int = 250
     seconds: float | None = None
     halving: bool = False
+    sweep: bool = False
 
     def __post_init__(self) -> None:
         require("stage 2's steps (--steps)", self.steps, 0)

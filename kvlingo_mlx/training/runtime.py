@@ -149,11 +149,11 @@ class Pair(Rows, Protocol):
         """The source's and the target's states of a whole prefix, row by row."""
 
     def reconstruction(self, translator: Any, states: tuple[Any, Any], scale: float = 0.0) -> float:
-        """The mean squared error of the target's states, averaged over maps.
+        """The squared error of the target's states, summed over tokens, widths and maps.
 
-        A translator without a closed form is first trained on it (appendix "Training protocol", MLP
-        translators). Each map's error is divided by the mean square of its target states, so that a
-        layer of large values does not dominate.
+        A translator without a closed form is first trained on it: the cache-reconstruction error
+        (equation for the closed form; appendix "Training protocol", MLP translators). Every
+        position is charged equally, so a long conversation counts more than a short one.
         """
 
     # ---- the result -----------------------------------------------------------------------

@@ -248,15 +248,15 @@ def test_every_bucket_has_a_map_of_its_own() -> None:
     first, second = rng.normal(size=(2, 8, 8))
     y = np.where(late[:, None], x @ second, x @ first)
     source, target = States([x], [x]), States([y], [x @ first])
-    found = by_position(source, target, corpus, [0], seed=0)
+    found = by_position(source, target, corpus, [0], None, seed=0)
     assert [(b.start, b.stop) for b in found] == [(0, 256), (256, 1024), (1024, 4096)]
     assert [b.available for b in found] == [256 + 200 + 256, 344 + 444, 0]
     assert [b.scored for b in found] == [2 * 256, 768 + 344, 16]
     assert [b.fitted for b in found] == [712, 712, 0]  # as many tokens for either
     for bucket in found[:2]:
-        assert bucket.r2 is not None
-        assert bucket.r2["keys"][0] > 1 - 1e-5 and bucket.r2["values"][0] > 1 - 1e-5
-    assert found[2].r2 is None
+        assert bucket.linearity is not None
+        assert all(bucket.linearity[side][0].linear > 1 - 1e-5 for side in SIDES)
+    assert found[2].linearity is None and found[2].summary is None
     settings = Settings(mlp=False, cka=False, heads=False)
     report = compare(source, target, corpus, settings, ({1}, {1}))
     assert report.linearity["keys"][0].linear < 0.9  # one map cannot be both
@@ -371,8 +371,9 @@ def test_verb_on_the_zoo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run([*ZOO, *SMALL, *more]) == 0
     captured = capsys.readouterr()
     entry = json.loads(captured.out)
-    assert "bundled dialogues" in captured.err and "Linear map by position" in captured.err
+    assert "bundled dialogues" in captured.err and "R2 by position" in captured.err
     assert "best after their last epoch (1)" in captured.err
+    assert "with depth" in captured.err and "irreducible" in captured.err
     assert "4 source heads have no counterparts of their own among 2" in captured.err
     assert entry["kind"] == "analyze" and entry["config"]["data"].startswith("bundled dialogues")
     results = entry["results"]
@@ -383,10 +384,14 @@ def test_verb_on_the_zoo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         for fit in results["linearity"][side]:
             assert 0 < fit["linear"] <= fit["mlp"] <= 1
         assert len(results["translator"][side]) == 6
+        mean, fits = results["summary"][side], results["linearity"][side]
+        assert mean["mlp"] == pytest.approx(sum(fit["mlp"] for fit in fits) / 6)
+        assert mean["linear"] + mean["extra"] + mean["irreducible"] == pytest.approx(1)
+        assert -1 <= mean["depth"]["rho"] <= 1 and 0 <= mean["depth"]["p"] <= 1
         assert np.shape(results["heads"]["translator"][side]["grid"]) == (4, 2)
         assert len(results["rank"]["source"][side]) == 4
         assert 1 < results["rank"]["target"][side][5]["effective"] < 128
-        assert len(results["positions"][0]["r2"][side]) == 6
+        assert len(results["positions"][0]["linearity"][side]) == 6
     assert sorted(path.name for path in out.iterdir()) == FIGURES
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in out.iterdir())
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import numpy as np
 import pytest
 
@@ -94,3 +97,64 @@ def test_head_alignment() -> None:
     assert found.p == pytest.approx(1 / 24, abs=0.01)  # the identity is one of 4! orders
     flat = s.head_alignment([np.ones((12, 12))], heads, heads, permutations=500)
     assert flat.diagonal == pytest.approx(0.25) and flat.p == 1.0
+
+
+def test_spearman() -> None:
+    """By hand, ties included; and against the count of all orders' correlations."""
+    found = s.spearman([1, 2, 3, 4, 5], [2, 1, 4, 3, 5])
+    assert found.rho == pytest.approx(1 - 6 * (1 + 1 + 1 + 1 + 0) / (5 * 24))
+    # ranks 1, 2.5, 2.5, 4 against 1, 2, 3, 4: Pearson's correlation of the ranks
+    assert s.spearman([0, 7, 7, 9], [1, 2, 3, 4]).rho == pytest.approx(4.5 / math.sqrt(4.5 * 5))
+    assert s.spearman([1, 2, 3, 4], [-1, -8, -27, -64]) == s.Spearman(-1.0, 0.0)
+    series = [0.3, 0.1, 0.45, 0.2, 0.9, 0.6, 0.7]
+    found = s.spearman(range(7), series)
+
+    def rho(order: tuple[int, ...]) -> float:
+        return 1 - 6 * sum((i - r) ** 2 for i, r in enumerate(order)) / (7 * 48)
+
+    ranks = tuple(sorted(series).index(v) for v in series)
+    assert found.rho == pytest.approx(rho(ranks))
+    orders = [abs(rho(order)) >= abs(found.rho) - 1e-12 for order in itertools.permutations(ranks)]
+    assert found.p == pytest.approx(sum(orders) / len(orders), abs=0.02)
+    for few in ([], [1.0], [1.0, 2.0], [3.0, 3.0, 3.0], [1.0, math.nan, 2.0]):
+        assert math.isnan(s.spearman(few, range(len(few))).p)
+    with pytest.raises(ValueError, match="have 2 and 3 numbers"):
+        s.spearman([1, 2], [1, 2, 3])
+
+
+@pytest.mark.parametrize("freedom", [1, 2, 3, 4, 26, 34, 35])
+def test_the_p_of_a_correlation_is_students(freedom: int) -> None:
+    """The tails of the density, summed in small steps of the angle atan(t / sqrt(freedom))."""
+    for rho in (0.0, 0.2, 0.51, 0.9):
+        angles = np.linspace(0, np.pi / 2, 200_001)
+        density = np.cos(angles) ** (freedom - 1)
+        beyond = density[angles >= math.asin(rho)].sum() / density.sum()
+        assert s._correlation_p(rho, freedom) == pytest.approx(beyond, abs=1e-4)
+
+
+def test_the_papers_ps() -> None:
+    """Its correlations and their bounds on p, paragraph "What the per-layer curves show"."""
+    assert s._correlation_p(-0.26, 26) == pytest.approx(0.18, abs=0.005)  # p >= 0.19, rounded rho
+    assert s._correlation_p(-0.34, 34) == pytest.approx(0.042, abs=0.003)  # p <= 0.04
+    assert s._correlation_p(-0.51, 26) == pytest.approx(0.0055, abs=0.0005)  # p <= 0.005
+    worse = [-1.0] * 33 + [1.0] * 7  # 33 of 40 cells: p < 1e-4
+    coin = sum(math.factorial(40) // (math.factorial(k) * math.factorial(40 - k)) for k in range(8))
+    assert s.sign_test(worse).p == pytest.approx(2 * coin / 2**40) and s.sign_test(worse).p < 1e-4
+
+
+def test_sign_test() -> None:
+    found = s.sign_test([-1, -2, -0.5, -3, 4, 0, 0])
+    # Five signs, at most one of the rarer kind: (1 + 5) of 32 ways, on either side.
+    assert (found.above, found.below, found.ties) == (1, 4, 2)
+    assert found.p == 2 * 6 / 32 and found.mean == pytest.approx(-2.5 / 7)
+    assert s.sign_test([1, -1]).p == 1 and s.sign_test([0, 0]).p == 1
+    assert s.sign_test([1] * 6).p == 2 / 64
+    signs = list(itertools.product((-1, 1), repeat=9))
+    wanted = abs(sum((-1, -1, 1, -1, -1, -1, -1, 1, -1)))
+    share = sum(abs(sum(order)) >= wanted for order in signs) / len(signs)
+    assert s.sign_test((-1, -1, 1, -1, -1, -1, -1, 1, -1)).p == pytest.approx(share)
+    broken = s.sign_test([1, math.nan, -1, -1])
+    assert (broken.above, broken.below, broken.ties) == (1, 2, 0) and math.isnan(broken.p)
+    assert 0 < s.sign_test([1] * 1000 + [-1] * 900).p < 0.05
+    with pytest.raises(ValueError, match="needs at least one difference"):
+        s.sign_test([])

@@ -48,8 +48,8 @@ ALWAYS = {
     "pair": "pair source target data minutes out max_kl min_recall nu seed plot force json_file",
     "fit": "source target data out norm capture assignment head_mixing ridge memory_gb "
     "force json_file",
-    "train": "source target data plain_text max_prefix max_continuation seed histogram steps "
-    "json_file",
+    "train": "source target data english apart_from plain_text max_prefix max_continuation "
+    "histogram steps json_file",
     "import": "path_or_hub_id revision out dtype allow_mismatch force json_file",
     "list": "source target json_file",
     "remove": "translator yes json_file",
@@ -57,13 +57,14 @@ ALWAYS = {
     "show": "path_or_hub_id quantize json_file",
     "verify": "translator json_file",
     "doctor": "json_file",
-    "eval": "translators source target quantize native_layers compare tasks baselines limit out "
+    "eval": "translators source target native_layers turns baselines limit out "
             "allow_mismatch json_file",
     "tune": "pair source target translator data max_kl min_recall limit native_layers "
                "droidspeak trials out plot allow_mismatch json_file",
     "analyze": "source target data translator capture documents tokens random_init cka mlp heads "
                "seed plot json_file",
-    "bench": "table_name prompt_tokens num_trials time_limit json_file",
+    "bench": "table_name prompt_tokens num_trials time_limit reference json_file",
+    "reproduce": "listing room json_file",
 }  # fmt: skip
 # Texts that stand for the states of an option; others are tried with TEXTS.
 TEXTS = ("x", "x.json")
@@ -75,6 +76,11 @@ STATES = {
     "strategy": ("native", "accelerator"),
     "assignment": ("x.json", "relative_depth", "r2"),
     "task_data": ("quac=x", "gsm8k=x"),
+    "suite": ("paper", "base", "paper:gsm8k", "base:boolq"),
+    "switch_at": ("prompt", "context"),
+    "device": ("mlx", "cuda"),
+    "turns": ("quac", "multichallenge"),
+    "baselines": ("hidden", "droidspeak"),
 }
 COMMANDS = command_line.commands  # type: ignore[attr-defined]
 ROWS = sorted({(verb, option) for verb, needs in verbs.VERBS.items() for need in needs
@@ -197,7 +203,16 @@ FIT = ["fit", *PAIR, "--data", "/none", "--out", "/none"]
         ([*EVAL, "--num-shots", "3"], "--num-shots has no effect with --tasks continuation"),
         ([*EVAL, "--no-thinking"], "--no-thinking has no effect with --tasks continuation"),
         ([*EVAL, "--data", "x", "--seed", "1"], "--seed has no effect with --data x"),
+        ([*EVAL, "--window", "9+9"], "--window has no effect without --data"),
+        ([*EVAL, "--profile-data", "x"], "--profile-data has no effect with --baselines hidden"),
+        (["eval", *PAIR, "--turns", "coqa", "--data", "x"], "--data has no effect with --turns"),
         ([*EVAL, "--plot", "x.png"], "--plot has no effect without --compare"),
+        ([*EVAL, "--suite", "paper"], "--tasks has no effect with --suite paper, which has its"),
+        (["eval", *PAIR, "--suite", "paper", "--num-shots", "5"], "--num-shots has no effect with"),
+        (["eval", *PAIR, "--suite", "paper:coqa", "--lengths", "8"], "--lengths has no effect"),
+        (["eval", *PAIR, "--suite", "base", "--thinking"], "--thinking has no effect with"),
+        (["eval", *PAIR, "--suite", "paper:coqa", "--judge", "x"], "--judge has no effect with"),
+        (["eval", *PAIR, "--suite", "paper", "--judge-prompts", "x"], "without --judge; add --jud"),
         (["eval", *PAIR, "--tasks", "recall", "--data", "x"], "--data has no effect with --tasks"),
         (["eval", *PAIR, "--tasks", "gsm8k", "--task-data", "quac=x"], "it names no task of --t"),
         ([*FIT, "--assignment", "a.json", "--nu", "3"], "--nu has no effect with --assignment a.j"),

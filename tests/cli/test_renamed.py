@@ -20,7 +20,7 @@ from kvlingo_mlx.handover import timings
 from kvlingo_mlx.handover.timings import Timings
 from kvlingo_mlx.models.language_model import LanguageModel
 
-OF_ONE_OR_NONE = {"demo", "remove", "publish", "show", "doctor", "serve"}
+OF_ONE_OR_NONE = {"demo", "remove", "publish", "reproduce", "show", "doctor", "serve"}
 OF_TWO = [verb for verb in VERBS if verb not in OF_ONE_OR_NONE]
 NEEDED = {
     "fit": ["--data", "x", "--out", "y"], "train": ["--data", "x"], "import": ["t"],

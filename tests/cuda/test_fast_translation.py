@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import os
 from pathlib import Path
@@ -39,9 +38,7 @@ from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
 from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.translators import build  # noqa: E402
-from tests.support import ROOT  # noqa: E402
 
-BENCHMARKS = ROOT / "benchmarks"
 # Triton's interpreter runs kernels on a CPU where TRITON_INTERPRET=1 is set, slowly.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 KERNELS = pytest.mark.skipif(
@@ -273,10 +270,12 @@ def test_what_cannot_be_done_is_refused(ours: dict[str, TorchModel]) -> None:
 
     with pytest.raises(ValueError, match="only linear maps .* joint"):
         built(dataclasses.replace(config, joint=True))
-    with pytest.raises(UnsupportedModelError, match="gemma3_text.*layer by layer"):
-        built(config, "gemma")
     with pytest.raises(UnsupportedModelError, match="differ or keep windows"):
-        built(dataclasses.replace(config, source=ours["gemma"].spec()))
+        built(dataclasses.replace(config, target=ours["gemma"].spec()), "gemma")
+    wide = dataclasses.replace(config.source.layers[0], kv_heads=9)
+    mixed = dataclasses.replace(config.source, layers=(wide, *config.source.layers[1:]))
+    with pytest.raises(UnsupportedModelError, match="layers differ in shape"):
+        built(dataclasses.replace(config, source=mixed))
     with pytest.raises(ValueError, match="positions 6 to 10 .* room for 9"):
         memory = Memory.allocate(config.target, 9, torch.float32, "cpu")
         built(config)(*map(torch.tensor, states), memory, 6)
@@ -351,105 +350,3 @@ def test_a_kernels_pipeline_fits_in_shared_memory(itemsize: int) -> None:
         tile = kernels.tile_of(mixing, itemsize)
         stage = (tile.tokens + 128) * tile.inputs * itemsize
         assert tile.stages * stage <= 227 * 1024
-
-
-# ---- the benchmark -------------------------------------------------------------------------
-
-
-def test_the_benchmark_measures_what_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cuda_switch
-
-    record = tmp_path / "record.jsonl"
-    options = ["--device", "cpu", "--dtype", "float32", "--pairs", "tiny-s:tiny-l",
-               "tiny-l:tiny-s", "--tokens", "9", "21", "--trials", "2", "--gemm", "16",
-               "--prefill-chunk", "10", "--cuts", "4096,4,1", "8,1,0",
-               "--json", str(record)]  # fmt: skip
-    cuda_switch.main(options)
-    results = json.loads(record.read_text())["results"]
-    assert list(results["pairs"]) == ["tiny-s:tiny-l", "tiny-l:tiny-s"]
-    forms = ("mixing", "head-wise", "mixing, after RoPE")
-    for pair, found in results["pairs"].items():
-        for length in found:
-            rows = length["rows"]
-            named = {f"translation: {form}, torch {cut}"
-                     for form in forms for cut in ("4096,4,1", "8,1,0")}  # fmt: skip
-            named |= {"step", "switch", "re-prefill"}
-            assert set(rows) == named | ({"bare products"} if pair == "tiny-l:tiny-s" else set())
-            assert all(len(row["samples_s"]) == 2 for row in rows.values())
-            assert all(row.get("error", 0) < 1e-5 for row in rows.values())
-            layers = 3 if pair == "tiny-s:tiny-l" else 2
-            flops = length["tokens"] * layers * 2 * 2 * 32 * 32
-            assert rows["translation: mixing, torch 8,1,0"]["flops"] == flops
-            assert rows["translation: head-wise, torch 8,1,0"]["flops"] == flops / 2
-            assert length["peak_bytes"] == {} and length["prefill_chunk"] == 10
-            (ratios,) = length["ratios"].values()
-            both = (rows[name]["samples_s"] for name in ("re-prefill", "switch"))
-            assert ratios == [slow / quick for slow, quick in zip(*both, strict=True)]
-    printed = capsys.readouterr().out
-    assert "tiny-s to tiny-l, 21 tokens" in printed and "GB/s" in printed
-    assert "memory" not in printed and "graph" not in printed  # not measured
-    with pytest.raises(SystemExit):
-        cuda_switch.main(["--pairs", "qwen3-0.6b"])
-
-
-def test_the_benchmark_keeps_what_it_measured_before_it_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cuda_switch
-
-    run, record = cuda_switch.run, tmp_path / "record.jsonl"
-
-    def fails(source: Any, target: Any, fasts: Any, num_tokens: int, *more: Any) -> Any:
-        if num_tokens == 7:
-            raise torch.OutOfMemoryError("planted")
-        return run(source, target, fasts, num_tokens, *more)
-
-    monkeypatch.setattr(cuda_switch, "run", fails)
-    options = ["--device", "cpu", "--dtype", "float32", "--pairs", "tiny-s:tiny-l", "--gemm", "16",
-               "--trials", "1", "--json", str(record), "--tokens"]  # fmt: skip
-    with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        cuda_switch.main([*options, "5", "7"])
-    (found,) = json.loads(record.read_text())["results"]["pairs"]["tiny-s:tiny-l"]
-    assert found["tokens"] == 5
-    with pytest.raises(torch.OutOfMemoryError, match="planted"):
-        cuda_switch.main([*options, "7"])
-    assert len(record.read_text().splitlines()) == 1
-
-
-def test_the_benchmarks_switch_ends_in_the_logits_of_the_target(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A re-prefill of one token more is what a step over the re-prefilled cache gives."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cuda_switch
-
-    args = cuda_switch.parse(["--device", "cpu", "--dtype", "float32", "--layers", "2"])
-    target = cuda_switch.build_target("tiny-l", args)
-    scene = cuda_switch.make_scene(cuda_switch.source_spec("tiny-s", args), target, 12)
-    with torch.no_grad():
-        wanted = scene.read(0, 13, 5)
-        scene.memory.keys[:, :, 12:] = math.nan
-        assert torch.allclose(scene.step(), wanted, atol=1e-5)
-        scene.memory.keys[:, :, 3] += 1
-        assert not torch.allclose(scene.step(), wanted, atol=1e-3)
-
-
-def test_the_benchmarks_widths_are_the_released_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import cuda_switch
-
-    args = cuda_switch.parse(["--device", "cpu"])
-    with torch.device("meta"):
-        for name, billions in (("qwen3-0.6b", 0.596), ("qwen3-1.7b", 1.721), ("qwen3-4b", 4.022),
-                               ("qwen3-8b", 8.191)):  # fmt: skip
-            config = cuda_switch.Qwen3Config(**cuda_switch.SHAPES[name])
-            model = cuda_switch.Qwen3ForCausalLM(config)
-            assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
-                billions, abs=5e-4
-            )
-            spec = cuda_switch.source_spec(name, args)
-            assert {layer.key_width for layer in spec.layers} == {1024}

@@ -59,6 +59,15 @@ def test_seeds_are_averaged_item_by_item_and_groups_weighted(
     assert tables["tiny_words"]["perplexity"].value == pytest.approx(np.mean(two))
     assert np.isnan(tables["tiny_words"]["perplexity"].error)
     assert found[0].count == len(single[0]["tiny_choice"]["items"])
+    # Each seed alone, and the group of each seed's tasks.
+    for outcome in found[:2]:
+        alone = [run[outcome.task]["metrics"]["acc_norm"] for run in single]
+        each = [table["mean"]["acc_norm"] for table in outcome.seeds["two"]]
+        assert [m.value for m in each] == pytest.approx([one["value"] for one in alone])
+        assert [m.error for m in each] == pytest.approx([one["error"] for one in alone])
+    whole = [table["mean"]["acc_norm"].value for table in found[3].seeds["two"]]
+    parts = [[t["mean"]["acc_norm"].value for t in o.seeds["two"]] for o in found[:2]]
+    assert whole == pytest.approx(np.mean(parts, axis=0)) and list(found[3].seeds) == ["two"]
 
 
 def evaluated(tmp_path: Path, *more: str) -> dict[str, Any]:
@@ -93,6 +102,30 @@ def test_the_verb_runs_them_and_resumes(
     assert len(before.splitlines()) == 3 * (3 + 3)  # conditions, contexts of both tasks
     assert evaluated(tmp_path, *options)["means"] == found["means"]
     assert kept.read_text() == before
+
+
+def test_caches_change_hands_elsewhere(tmp_path: Path, task_folder: Path) -> None:
+    record = {"document_id": "d", "document_topic": "t", "document_extracted": "Ann has won.",
+              "question_id": "q", "question": "Who won?", "answer": "Ann."}  # fmt: skip
+    (tmp_path / "records.jsonl").write_text(json.dumps(record))
+    found = evaluated(
+        tmp_path, "--tasks", "repliqa,needles", "--task-data",
+        f"repliqa={tmp_path / 'records.jsonl'}", "--judge", "tiny-qwen3-s", "--needles", "single",
+        "--lengths", "100", "--limit", "1", "--style", "facts", "--switch-at", "prompt,context",
+        "--baselines", "none", "--max-tokens", "3", "--batch-size", "2",
+    )  # fmt: skip
+    names = {"native", "translated", "translated, context"}
+    assert set(found["means"]["needles"]) == set(found["means"]["repliqa"]) == names
+    found = evaluated(
+        tmp_path, "--tasks", "tiny_answers", "--include-path", str(task_folder), "--limit", "2",
+        "--thinking", "--switch-at", "trace", "--baselines", "hidden", "--max-tokens", "6",
+    )  # fmt: skip
+    assert set(found["means"]["tiny_answers"]) == {
+        "native", "native, trace", "translated, trace", "prefix hidden, trace",
+    }  # fmt: skip
+    kept = (tmp_path / "scores.responses.jsonl").read_text().splitlines()
+    traces = [r for line in kept if isinstance(r := json.loads(line)["response"], list)]
+    assert len(traces) == 2  # one a prompt, whoever goes on from it
 
 
 def test_a_judge_and_times(
@@ -132,6 +165,12 @@ def test_a_judge_and_times(
         (["--tasks", "quac", "--metadata", "[1]"], "--metadata is '[1]'; give a JSON object"),
         (["--tasks", "quac", "--include-path", "absent"], "absent is no folder of task files"),
         (["--tasks", "needles", "--max-tokens", "0"], "--max-tokens is 0"),
+        (["--tasks", "quac", "--batch-size", "0"], "--batch-size is 0; give 1 or more"),
+        (["--tasks", "quac", "--switch-at", "end"], "--switch-at is 'end'; give one or more of"),
+        (["--tasks", "quac", "--switch-at", ","], "--switch-at is ''; give one or more of prompt"),
+        (["--tasks", "quac", "--switch-at", "trace"], "without --thinking no reasoning is written"),
+        (["--tasks", "quac,recall", "--switch-at", "context"], "recall has no context after"),
+        (["--tasks", "recall", "--switch-at", "context"], "--switch-at has no effect with --tasks"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
 from kvlingo_mlx.evaluation.error_bars import (
@@ -11,6 +12,7 @@ from kvlingo_mlx.evaluation.error_bars import (
     over_clusters,
     over_items,
     over_sets,
+    over_tokens,
 )
 
 
@@ -40,3 +42,28 @@ def test_clusters() -> None:
     scores, questions = [1, 1, 1, 0, 0, 0], ["a", "a", "a", "b", "b", "b"]
     assert over_clusters(scores, questions) == over_items([1.0, 0.0])
     assert over_clusters(scores, range(6)) == over_items(scores)
+
+
+def test_windows_of_one_text_are_one_cluster() -> None:
+    """By loops: a mean over tokens, its error from the sums of each text's deviations."""
+    rng = np.random.default_rng(3)
+    means, tokens = rng.normal(size=9), rng.integers(1, 50, 9)
+    clusters = ["a", "b", "a", "c", "c", "c", "d", "a", "b"]
+    whole, weight = 0.0, 0
+    for mean, count in zip(means, tokens, strict=True):
+        whole, weight = whole + mean * count, weight + count
+    value, squares = whole / weight, 0.0
+    for cluster in "abcd":
+        total = 0.0
+        for mean, count, name in zip(means, tokens, clusters, strict=True):
+            total += count * (mean - value) if name == cluster else 0.0
+        squares += total**2
+    found = over_tokens(means, tokens, clusters)
+    assert found.value == pytest.approx(value) and found.count == 4
+    assert found.error == pytest.approx(math.sqrt(4 / 3 * squares) / weight)
+    single = over_tokens(means, [64] * 9, range(9))
+    assert single.value == pytest.approx(over_items(means).value)
+    assert single.error == pytest.approx(over_items(means).error)
+    assert math.isnan(over_tokens(means, tokens, ["a"] * 9).error)
+    with pytest.raises(ValueError, match="no scores"):
+        over_tokens([], [], [])

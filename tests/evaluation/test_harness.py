@@ -10,7 +10,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,14 @@ lm_eval = pytest.importorskip("lm_eval")
 import datasets  # noqa: E402
 import huggingface_hub  # noqa: E402
 import lm_eval.evaluator as reference_harness  # noqa: E402
+from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 from mlx_lm.evaluate import MLXLM  # noqa: E402
 
 from kvlingo_mlx.evaluation.harness import task_loading  # noqa: E402
-from kvlingo_mlx.evaluation.harness.adapter import PrefixLM, _Answer  # noqa: E402
+from kvlingo_mlx.evaluation.harness.adapter import Asked, PrefixLM  # noqa: E402
+from kvlingo_mlx.evaluation.harness.answers import Ends  # noqa: E402
+from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder  # noqa: E402
 from tests.support.lm_eval_tasks import MT_BENCH, QUAC  # noqa: E402
 
 KINDS = ("tiny_choice", "tiny_words", "tiny_answers", "tiny_texts")
@@ -218,14 +221,15 @@ def test_long_contexts_lose_their_front_as_in_mlx_lm(
         (False, "<think>\nso\n\nQ: hm</think>\n\nfour\n\nmore", "\n\nfour", True),
         (False, "<think>\nso</think>four", "four", False),
         (True, "so\n\nQ: hm</think>four", "four", False),
-        # An unfinished trace, as MLXLM leaves it.
+        # An unfinished trace, as MLXLM leaves it; with its mark, also where the prompt has that.
         (False, "<think>\nso\n\nthen", "<think>\nso", False),
+        (True, "so\n\nthen", "<think>so", False),
         # The mark in an answer without trace, likewise.
         (False, "a</think>b\n\nc", "b", True),
     ],
 )
 def test_where_answers_end(opened: bool, text: str, answer: str, stopped: bool) -> None:
-    found = _Answer(["\n\n", "Q:"], "<think>", "</think>", opened)
+    found = Ends(["\n\n", "Q:"], "<think>", "</think>", opened)
     assert found.cut(text) == answer
     assert found.stopped(text) is stopped
 
@@ -235,8 +239,14 @@ def test_generation_stops_at_a_stop_string(
 ) -> None:
     """Not at its budget: with the stop string that stands first in a long answer."""
     model = models["dense"]
-    lm = PrefixLM(model, conditions.native(model), condition="x", use_chat_template=False)
-    text = lm._generate("the hero", {"until": [], "max_gen_toks": 60})
+    decoder = MLXDecoder(model, conditions.native(model))
+    lm = PrefixLM(decoder, condition="x", use_chat_template=False)
+
+    def write(stops: str | list[str]) -> str:
+        arguments = "the hero", {"until": stops, "max_gen_toks": 60}
+        return lm.generate_until([Instance("generate_until", {}, arguments, 0)])[0]
+
+    text = write([])
     stop = text[5:8]
     steps: list[int] = []
     forward = type(model.model).__call__
@@ -244,7 +254,7 @@ def test_generation_stops_at_a_stop_string(
         type(model.model), "__call__",
         lambda self, *args, **kw: (steps.append(1), forward(self, *args, **kw))[1],
     )  # fmt: skip
-    assert lm._generate("the hero", {"until": stop, "max_gen_toks": 60}) == text[: text.find(stop)]
+    assert write(stop) == text[: text.find(stop)]
     assert len(steps) < 25
 
 
@@ -273,10 +283,13 @@ def test_thinking_switch_and_budget(models: dict[str, LanguageModel], task_folde
 
 
 def test_a_trace_that_never_ends_is_no_answer(models: dict[str, LanguageModel]) -> None:
-    lm = PrefixLM(models["dense"], conditions.native(models["dense"]), condition="x")
-    assert lm.without_trace("hello", "<think>\nso") == ""
-    assert lm.without_trace("hello <think>\n", "so") == ""
-    assert lm.without_trace("hello", "four") == "four"
+    lm = PrefixLM(MLXDecoder(models["dense"], conditions.native(models["dense"])), condition="x")
+    for opened, written, answer in (
+        (False, "<think>\nso", ""), (True, "so", ""), (False, "four", "four"),
+        (False, "<think>\nso</think>four", "four"), (True, "so</think>four", "four"),
+    ):  # fmt: skip
+        response = Ends([], "<think>", "</think>", opened).cut(written)
+        assert lm.without_trace(response) == answer
 
 
 # ---- runs -----------------------------------------------------------------------------------
@@ -443,7 +456,7 @@ def test_no_such_task(
     monkeypatch.setattr("lm_eval.tasks.manager.__file__", str(tmp_path / "manager.py"))
     with pytest.raises(ValueError, match="no task gsm8; did you mean gsm8k or gsm8k_cot\\?"):
         run_native("tiny_choice", "gsm8")
-    with pytest.raises(ValueError, match="did you mean longmemeval\\?"):
+    with pytest.raises(ValueError, match="did you mean longmemeval or longmemeval_rungs\\?"):
         run_native("longmemevl")
     with pytest.raises(ValueError, match="did you mean tiny_choice"):
         run_native("tiny_choise")
@@ -465,7 +478,9 @@ def test_no_network(
         with pytest.raises(KVLingoError, match=f"the data of {name} cannot be had .*offline.*"
                                                f"give a local file for {name}"):  # fmt: skip
             run_native(name)
-    with pytest.raises(KVLingoError, match="the data of far cannot be had .*dataset_path: json"):
+    with pytest.raises(
+        KVLingoError, match="the data of far cannot be had .*file for far, or a fol"
+    ):
         run_native("far", include_path=tmp_path)
     assert paused == []
 
@@ -487,7 +502,7 @@ def test_a_tasks_own_module_is_missing(run_native: Callable, tmp_path: Path) -> 
         ({"condition": ""}, "condition is empty"),
         ({"max_gen_toks": 0}, "max_gen_toks is 0"),
         ({"max_length": -1}, "max_length is -1"),
-        ({"data": {"gsm8k": "x.jsonl"}}, "not for gsm8k"),
+        ({"data": {"gsm8k": "x.jsonl"}}, "given for gsm8k, which is none of the tasks"),
         ({"include_path": "/no/such/folder"}, "no folder of task files"),
     ],
 )
@@ -565,7 +580,7 @@ def own_results(
     """All our tasks, answered by a script: the last word of the question, upside down traces."""
     contexts: list[str] = []
 
-    def answer(self: PrefixLM, context: str, options: dict[str, Any]) -> str:
+    def answer(context: str) -> str:
         contexts.append(context)
         if "Who drew him?" in context:
             return "Cannotanswer."
@@ -573,8 +588,11 @@ def own_results(
             return "<think>never ending"
         return "He first appeared in 1937" if "Daffy" in context else "Bern {and} [[9]]"
 
-    monkeypatch.setattr(PrefixLM, "_generate", answer)
-    found = run_native(*NAMES, data=data, seed=5)
+    def answers(self: PrefixLM, asked: Sequence[Asked]) -> Iterator[tuple[Asked, str]]:
+        return ((each, answer(each.context)) for each in asked)
+
+    monkeypatch.setattr(PrefixLM, "_answers", answers)
+    found = run_native(*RECORDS, data=data, seed=5)
     return {**found, "contexts": contexts}
 
 
@@ -621,6 +639,26 @@ def test_own_tasks_without_a_template(run_native: Callable, data: dict[str, Path
     )
 
 
+@pytest.mark.parametrize("name", ["repliqa", "repliqa_facts", "longmemeval"])
+def test_questions_begin_where_they_should(
+    models: dict[str, LanguageModel], data: dict[str, Path], name: str
+) -> None:
+    """The context alone is given to a condition: what answers the question, not the question."""
+    model, read = models["dense"], []
+
+    def make(tokens: Sequence[int]) -> list:
+        read.append(model.tokenizer.decode(tokens[:-1]))
+        return conditions.native(model)(tokens)
+
+    options: dict[str, Any] = {"condition": "x", "data": data, "max_gen_toks": 1}
+    moved = running.run(model, make, [name], point="context", **options)
+    whole = running.run(model, conditions.native(model), [name], **options)
+    assert responses(moved, name) == responses(whole, name)
+    for text in read:
+        assert ("Ann won the race" in text) or ("I moved to Bern" in text and "Later" in text)
+        assert not any(question in text for question in ("Who won?", "Where do I live?", "Today"))
+
+
 def test_judging(own_results: dict[str, Any]) -> None:
     asked: list[str] = []
     replies = {
@@ -658,9 +696,11 @@ def test_judging(own_results: dict[str, Any]) -> None:
 def test_a_benchmarks_own_prompts(own_results: dict[str, Any]) -> None:
     asked: list[str] = []
     judge_answers(
-        own_results, lambda p: asked.append(p) or "", prompts={"multichallenge": "{{{answer}}}"}
+        own_results,
+        lambda p: asked.append(p) or "",
+        prompts={"multichallenge": "{{{answer}}} [[yes]]?"},
     )
-    assert asked[-1] == "{Bern {and} [[9]]}"
+    assert asked[-1] == "{Bern {and} [[9]]} [[yes]]?"
     for text in ("no places", "{answer} {wrong}", "{answer", "{} {answer}"):
         with pytest.raises(ValueError, match="the judge prompt multichallenge"):
             judge_answers(own_results, lambda p: "", prompts={"multichallenge": text})

@@ -1,34 +1,69 @@
-"""mlx-lm's own lm-eval model, with a prefix cache that any condition may fill.
+"""lm-eval's view of a model whose prompts any condition may read.
 
 With the native condition, or an identity translator, it gives the results of
 ``mlx_lm.evaluate.MLXLM``. It needs the ``[eval]`` extra;
-:mod:`kvlingo_mlx.evaluation.harness.running` checks for it.
+:mod:`kvlingo_mlx.evaluation.harness.running` checks for it. It imports no MLX: a
+:class:`~kvlingo_mlx.evaluation.harness.decoding.Decoder` computes.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from kvlingo_mlx.backend import mx, nn
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jinja2 import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
-from mlx_lm.evaluate import DEFAULT_MAX_TOKENS, MLXLM
-from mlx_lm.generate import stream_generate
 
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation.conditions import CacheMaker
+from kvlingo_mlx.evaluation.harness.answers import Answer, Ends, Trace
+from kvlingo_mlx.evaluation.harness.decoding import (
+    CONTEXT,
+    POINTS,
+    PROMPT,
+    TRACE,
+    Decoder,
+    Reading,
+    Wanted,
+    shared_start,
+)
 from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
-from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.evaluation.harness.tasks import QUESTION_AT
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.evaluation.harness.contexts import Contexts
 
 Progress = Callable[[int, int], None]
+DEFAULT_MAX_TOKENS = 8192  # MLXLM's, for a task that sets no budget
 
 
-class PrefixLM(MLXLM):
+@dataclass
+class Asked:
+    """An answer that a task asks for.
+
+    Attributes:
+        key: The key of its response.
+        context: The prompt.
+        options: lm-eval's options of the generation.
+        begin: The token at which the question begins; None where the whole prompt is handed over.
+        count: The number of requests that it answers.
+    """
+
+    key: str
+    context: str
+    options: dict[str, Any]
+    begin: int | None = None
+    count: int = 0
+
+    @property
+    def most(self) -> int:
+        """The most tokens of the answer, and of a reasoning trace that precedes it."""
+        return self.options.get("max_gen_toks") or DEFAULT_MAX_TOKENS
+
+
+class PrefixLM(LM):
     """A target whose requests' contexts are read by a condition instead of by itself.
 
     A request's context is the prefix. The condition makes the cache of all its tokens but the last;
@@ -37,52 +72,72 @@ class PrefixLM(MLXLM):
     and every condition gets the same number.
 
     Args:
-        target: The model that continues.
-        make_cache, condition, enable_thinking, max_gen_toks, max_length, progress: As for
+        decoder: The target, with the condition.
+        point: Where the cache changes hands (appendix "Moving the switch point"): after the
+            ``prompt``; before its question (``context``), which the target then reads itself; or
+            after a reasoning ``trace`` of the source.
+        writer: The source, which writes the trace.
+        condition, enable_thinking, max_gen_toks, max_length, progress: As for
             :func:`~kvlingo_mlx.evaluation.harness.running.run`.
         use_chat_template: Whether contexts contain the special tokens of a chat template; None
             means that they do if the tokenizer has one.
         responses: Keeps the responses; in memory by default.
+        contexts: Is told what is rendered and cut, between two tokenizers.
 
     Raises:
-        ValueError: There is no chat template to use, or a number is not positive.
+        ValueError: There is no chat template to use, a number is not positive, there is no such
+            point, or a trace's source is not given or has no marks of reasoning.
     """
 
     def __init__(
         self,
-        target: LanguageModel,
-        make_cache: CacheMaker,
+        decoder: Decoder,
         *,
         condition: str,
+        point: str = PROMPT,
+        writer: Decoder | None = None,
         use_chat_template: bool | None = None,
         enable_thinking: bool | None = None,
         max_gen_toks: int | None = None,
         max_length: int | None = None,
         responses: Responses | None = None,
+        contexts: Contexts | None = None,
         progress: Progress = lambda done, total: None,
     ) -> None:
-        LM.__init__(self)  # MLXLM's own __init__ would load a model
-        self.target, self.make_cache, self.progress = target, make_cache, progress
-        self._model, self.tokenizer = target.model, target.tokenizer
-        self.max_length = max_length or target.context_length
+        super().__init__()
+        self.decoder, self.point, self.writer, self.progress = decoder, point, writer, progress
+        self.tokenizer = decoder.tokenizer
+        self.max_length = max_length or decoder.context_length
         if use_chat_template is None:
             use_chat_template = self.tokenizer.has_chat_template
         if use_chat_template and not self.tokenizer.has_chat_template:
-            raise ValueError(f"{target.name} has no chat template; run tasks without it")
+            raise ValueError(f"{decoder.name} has no chat template; run tasks without it")
         for name, number in (("max_gen_toks", max_gen_toks), ("max_length", max_length)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} is {number}; it must be at least 1")
+        if point not in POINTS:
+            raise ValueError(f"the cache changes hands at {point!r}; give {', '.join(POINTS)}")
+        if point == TRACE and writer is None:
+            raise ValueError("the source writes the trace; give it as writer")
+        if writer is not None and not writer.tokenizer.think_end:
+            raise ValueError(
+                f"{writer.name} has no marks of reasoning, so it writes no trace to hand over; "
+                "leave out trace"
+            )
         self.use_chat_template = use_chat_template
         self._budget = {} if max_gen_toks is None else {"max_gen_toks": max_gen_toks}
         self._switch = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        self.responses = responses or Responses()
-        self._facts = {
-            "condition": condition,
-            "target": [target.name, target.revision, target.weights_fingerprint],
-            "max_length": self.max_length,
-            "special_tokens": not use_chat_template,
-        }
+        self.responses, self.contexts = responses or Responses(), contexts
+        shared = {"max_length": self.max_length, "special_tokens": not use_chat_template}
+        self._facts = {"condition": condition, "target": decoder.identity, **shared}
+        # Every condition is given the same traces.
+        self._traced = {} if writer is None else {"source": writer.identity, **shared}
         self._done = self._total = 0
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A name of the tokenizer, which lm-eval asks for."""
+        return self.tokenizer.name_or_path.replace("/", "__")
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
@@ -93,7 +148,7 @@ class PrefixLM(MLXLM):
             KVLingoError: The template does not take these messages.
         """
         try:
-            return self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 chat_history,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
@@ -102,9 +157,12 @@ class PrefixLM(MLXLM):
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise KVLingoError(
-                f"the chat template of {self.target.name} does not take a task's messages "
+                f"the chat template of {self.decoder.name} does not take a task's messages "
                 f"({error}); run the task without it"
             ) from None
+        if self.contexts is not None:
+            self.contexts.rendered(text, chat_history, add_generation_prompt)
+        return text
 
     # ---- log-likelihoods -----------------------------------------------------------------
 
@@ -114,53 +172,35 @@ class PrefixLM(MLXLM):
         Continuations of one context share its cache. A context that is cut away completely scores
         minus infinity, as in MLXLM.
         """
-        groups: dict[str, list[int]] = {}
+        groups: dict[tuple[str, int | None], list[int]] = {}
         for index, request in enumerate(requests):
-            groups.setdefault(request.args[0], []).append(index)
+            context = request.args[0]
+            groups.setdefault((context, self._question(context, request)), []).append(index)
         self._total += len(requests)
         scored: list[Any] = [None] * len(requests)
-        for context, indices in groups.items():
-            continuations = [requests[i].args[1] for i in indices]
-            found = self._respond("loglikelihood", self._score, context, continuations)
+        for (context, begin), indices in groups.items():
+            arguments = context, [requests[i].args[1] for i in indices], *_given(begin)
+            found = self._respond("loglikelihood", self._score, *arguments)
             for index, (score, greedy) in zip(indices, found, strict=True):
                 scored[index] = (score, greedy)
             self._advance(len(indices))
         return scored
 
-    def _score(self, context: str, continuations: Sequence[str]) -> list[tuple[float, bool]]:
-        (prefix,) = self._tokenize([context])
-        start = len(prefix)
-        sequences = self._tokenize([context + c for c in continuations])
-        excess = max(0, max(len(s) for s in sequences) - self.max_length - 1)
-        prefix = prefix[excess:]
-        if not prefix:
-            return [(-float("inf"), False)] * len(continuations)
-        logs, cache = self._process_prompt(prefix)
-        best = mx.argmax(logs).item()
-        scored = []
-        for sequence, text in zip(sequences, continuations, strict=True):
-            tokens = sequence[start:]
+    def _score(
+        self, context: str, continuations: Sequence[str], begin: int | None = None
+    ) -> list[tuple[float, bool]]:
+        prefix = self._tokens(context)
+        sequences = [self._tokens(context + c) for c in continuations]
+        following = [sequence[len(prefix) :] for sequence in sequences]
+        for tokens, text in zip(following, continuations, strict=True):
             if not tokens:
                 raise KVLingoError(f"the continuation {text!r} adds no token to its context")
-            score, greedy = logs[0, tokens[0]].item(), tokens[0] == best
-            if len(tokens) > 1:
-                rest, _, rest_greedy = self._score_fn(
-                    mx.array(tokens)[None, :], cache=copy.deepcopy(cache)
-                )
-                score += mx.sum(rest).item()
-                greedy &= mx.all(rest_greedy).item()
-            scored.append((float(np.float32(score)), greedy))
-        return scored
-
-    def _process_prompt(self, prompt: Sequence[int], step_size: int = 2048) -> Any:
-        """The log-probabilities (1, V) after the prompt, in float32, and the prompt's cache."""
-        cache = self.make_cache(list(prompt))
-        logits = self._model(mx.array([prompt[-1:]]), cache=cache)
-        logs = nn.log_softmax(logits[:, -1, :].astype(mx.float32))
-        mx.eval(logs, [c.state for c in cache])
-        mx.clear_cache()
-        self._check_numbers(logs)
-        return logs, cache
+        excess = max(0, max(len(s) for s in sequences) - self.max_length - 1)
+        if excess >= len(prefix):
+            return [(-float("inf"), False)] * len(continuations)
+        reading = Reading.of(prefix, len(prefix) - excess, begin)
+        found = self.decoder.score(reading, following)
+        return [(float(np.float32(score)), greedy) for score, greedy in found]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """The log-likelihood of each text after its first token, by the target alone."""
@@ -172,11 +212,8 @@ class PrefixLM(MLXLM):
         return found
 
     def _score_alone(self, text: str) -> float:
-        (tokens,) = self._tokenize([text])
-        if len(tokens) < 2:
-            return 0.0
-        scores, _, _ = self._score_fn([tokens])
-        return scores.sum().item()
+        tokens = self._tokens(text)
+        return 0.0 if len(tokens) < 2 else self.decoder.score_alone(tokens)
 
     # ---- generation ----------------------------------------------------------------------
 
@@ -184,59 +221,111 @@ class PrefixLM(MLXLM):
         """Greedy continuations up to a stop string, the end of the turn or ``max_gen_toks``.
 
         A finished reasoning trace is dropped, and stop strings count only after it. MLXLM looks for
-        them in the trace, too, and then has no answer.
+        them in the trace, too, and then has no answer. Each response is kept as soon as it is done.
         """
+        asked = [self._asked(request) for request in requests]
+        wanted: dict[str, Asked] = {}
+        for each in asked:
+            wanted.setdefault(each.key, each).count += 1
         self._total += len(requests)
-        found = []
-        for request in requests:
-            context, options = request.args[:2]
-            options = {**options, **self._budget}
-            found.append(self._respond("generate_until", self._generate, context, options))
-            self._advance(1)
-        return found
+        self._advance(sum(each.count for key, each in wanted.items() if key in self.responses))
+        missing = [each for key, each in wanted.items() if key not in self.responses]
+        for each, text in self._answers(missing):
+            self.responses.add(each.key, text)
+            self._advance(each.count)
+        return [self.responses[each.key] for each in asked]
 
-    def _generate(self, context: str, options: dict[str, Any]) -> str:
-        (prompt,) = self._tokenize([context])
-        prompt = prompt[-self.max_length :]
-        if not prompt:
+    def _asked(self, request: Instance) -> Asked:
+        context, options = request.args[0], {**request.args[1], **self._budget}
+        begin = self._question(context, request)
+        # A context that opens reasoning: what is kept of an unfinished trace begins with its mark.
+        marked = [True] if self._ends(context).opened else []
+        arguments = [context, options, *_given(begin), *marked]
+        return Asked(key_of(self._facts, "generate_until", arguments), context, options, begin)
+
+    def _answers(self, asked: Sequence[Asked]) -> Iterator[tuple[Asked, str]]:
+        """The answers, in the order in which they end."""
+        traces = self._traces(asked)
+        writing: dict[Wanted, tuple[Asked, Answer]] = {}
+        for each in asked:
+            prompt, trace = self._prompt(each), traces.get(each.key, [])
+            answer = Answer(self.tokenizer, self._ends(each.context, each.options), trace)
+            tokens = (*prompt.tokens, *trace)
+            begin = len(tokens) - 1 if trace else prompt.begin
+            wanted = Wanted(Reading(tokens, begin), each.most, answer.take)
+            writing[wanted] = each, answer
+        for wanted in self.decoder.write(longest_first(writing)):
+            each, answer = writing[wanted]
+            yield each, answer.found()
+
+    def _traces(self, asked: Sequence[Asked]) -> dict[str, list[int]]:
+        """The source's reasoning on each prompt, by the answer's key; it is kept like a response.
+
+        A trace ends with its closing mark, at the budget, or where the context is full. A source
+        that answers without reasoning leaves the prompt as it is.
+        """
+        if self.writer is None:
+            return {}
+        keys: dict[str, str] = {}
+        missing: dict[str, tuple[Wanted, Trace]] = {}  # prompts may be the same
+        for each in asked:
+            prompt = self._prompt(each)
+            most = min(each.most, self.max_length - len(prompt.tokens))
+            key = keys[each.key] = key_of(self._traced, "trace", [each.context, most])
+            if most > 0 and key not in self.responses:
+                trace = Trace(self.writer.tokenizer, self._ends(each.context))
+                missing[key] = Wanted(prompt, most, trace.take), trace
+        writing = {wanted: (key, trace) for key, (wanted, trace) in missing.items()}
+        for wanted in self.writer.write(longest_first(writing)):
+            key, trace = writing[wanted]
+            self.responses.add(key, trace.reasoning())
+        return {k: self.responses[key] for k, key in keys.items() if key in self.responses}
+
+    def _prompt(self, asked: Asked) -> Reading:
+        tokens = self._tokens(asked.context)
+        if not tokens:
             raise KVLingoError("a task asks for the continuation of an empty context")
-        stops = options.get("until") or []
-        stops = [s for s in ([stops] if isinstance(stops, str) else stops) if s]
-        answer = _Answer(stops, *self._marks(context))
-        tokens: list[int] = []
-        streamed = ""
-        for response in stream_generate(
-            self._model,
-            self.tokenizer,
-            prompt[-1:],
-            max_tokens=options.get("max_gen_toks", DEFAULT_MAX_TOKENS),
-            prompt_cache=self.make_cache(list(prompt)),
-        ):
-            if not tokens:
-                self._check_numbers(response.logprobs)
-            if response.finish_reason != "stop":
-                tokens.append(response.token)
-            # The streamed text may differ from the decoding of all tokens, so it is only a hint.
-            streamed += response.text
-            if answer.stopped(streamed) and answer.stopped(self.tokenizer.decode(tokens)):
-                break
-        mx.clear_cache()
-        return answer.cut(self.tokenizer.decode(tokens))
+        return Reading.of(tokens, self.max_length, asked.begin)
 
     def prefix_tokens(self, context: str) -> int:
         """The number of tokens of a request's context, before anything is cut."""
-        return len(self._tokenize([context])[0])
+        return len(self._tokens(context))
 
-    def without_trace(self, context: str, text: str) -> str:
-        """A generated text without reasoning; empty if the budget ended within the trace."""
-        return "" if _Answer([], *self._marks(context)).in_trace(text) else text
-
-    def _marks(self, context: str) -> tuple[str, str, bool]:
-        """The marks around reasoning, if there are any, and whether the context opens it."""
-        start, end = self.tokenizer.think_start or "", self.tokenizer.think_end or ""
-        return start, end, bool(start) and context.rstrip().endswith(start)
+    def without_trace(self, text: str) -> str:
+        """A response without reasoning; empty if the budget ended within the trace."""
+        ends = self._ends("")
+        return "" if ends.reasons(text) and ends.end not in text else text
 
     # ---- shared --------------------------------------------------------------------------
+
+    def _tokens(self, text: str) -> list[int]:
+        found = list(self.tokenizer.encode(text, add_special_tokens=not self.use_chat_template))
+        if self.contexts is not None:
+            self.contexts.cut(text, found)
+        return found
+
+    def _ends(self, context: str, options: dict[str, Any] | None = None) -> Ends:
+        """Where an answer to a context ends: its stop strings, and the marks of reasoning."""
+        stops = (options or {}).get("until") or []
+        stops = [stop for stop in ([stops] if isinstance(stops, str) else stops) if stop]
+        start, end = self.tokenizer.think_start or "", self.tokenizer.think_end or ""
+        return Ends(stops, start, end, bool(start) and context.rstrip().endswith(start))
+
+    def _question(self, context: str, request: Instance) -> int | None:
+        """The token at which the target begins to read; None where it runs the last one alone.
+
+        A token that reaches into the question is the question's.
+        """
+        if self.point != CONTEXT:
+            return None
+        mark = QUESTION_AT[request.task_name or ""]
+        place = context.rfind(mark)
+        if place < 0:
+            raise KVLingoError(
+                f"a prompt of {request.task_name} does not hold {mark!r}, before which its "
+                "question begins; leave out context"
+            )
+        return shared_start(self._tokens(context), self._tokens(context[:place]))
 
     def _respond(self, kind: str, compute: Callable[..., Any], *arguments: Any) -> Any:
         """The kept response to a request; if there is none, it is computed and kept."""
@@ -246,47 +335,20 @@ class PrefixLM(MLXLM):
         return self.responses[key]
 
     def _advance(self, count: int) -> None:
-        self._done += count
-        self.progress(self._done, self._total)
-
-    def _check_numbers(self, logs: mx.array) -> None:
-        if mx.isnan(logs).any().item():
-            raise KVLingoError(
-                f"a prediction of {self.target.name} is not a number: the translator's output "
-                "overflows, or the model's weights are damaged"
-            )
+        if count:
+            self._done += count
+            self.progress(self._done, self._total)
 
 
-class _Answer:
-    """Finds the end of the reasoning and the end of the answer in a generated text."""
+def _given(begin: int | None) -> tuple[int, ...]:
+    """What a key holds of a question's place: nothing where there is none, as ever."""
+    return () if begin is None else (begin,)
 
-    def __init__(self, stops: list[str], start: str, end: str, opened: bool) -> None:
-        self.stops, self.start, self.end, self.opened = stops, start, end, opened
 
-    def _reasons(self, text: str) -> bool:
-        return self.opened or (bool(self.start) and text.lstrip().startswith(self.start))
+def longest_first(wanted: Iterable[Wanted]) -> list[Wanted]:
+    """Texts in the order of their prompts' lengths.
 
-    def in_trace(self, text: str) -> bool:
-        """Whether the text ends within a reasoning trace."""
-        return self._reasons(text) and self.end not in text
-
-    def stopped(self, text: str) -> bool:
-        """Whether a stop string ends the answer."""
-        if self._reasons(text):
-            _, closed, text = text.partition(self.end)
-            return bool(closed) and self._first_stop(text.lstrip()) is not None
-        return self._first_stop(text) is not None
-
-    def cut(self, text: str) -> str:
-        """The answer alone; with an unfinished trace, the same text that MLXLM returns."""
-        if self._reasons(text) and self.end in text:
-            text = text.partition(self.end)[2]
-            blank = len(text) - len(text.lstrip())
-            return text[:blank] + text[blank:][: self._first_stop(text[blank:])]
-        text = text[: self._first_stop(text)]
-        _, closed, answer = text.partition(self.end) if self.end else ("", "", "")
-        return answer if closed else text
-
-    def _first_stop(self, text: str) -> int | None:
-        places = [text.find(stop) for stop in self.stops]
-        return min((place for place in places if place >= 0), default=None)
+    Those that are written together are then of like length, and what does not fit into memory is
+    found out at once.
+    """
+    return sorted(wanted, key=lambda each: -len(each.reading.tokens))

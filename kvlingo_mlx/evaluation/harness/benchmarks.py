@@ -11,6 +11,7 @@ from typing import Any
 from kvlingo_mlx.evaluation.compare import ALL, Outcome, Scored, Table
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items, over_sets
 from kvlingo_mlx.evaluation.harness import running
+from kvlingo_mlx.evaluation.harness.decoding import PROMPT, TRACE, Decoder
 from kvlingo_mlx.evaluation.harness.judge import Ask, judge_answers
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.format.geometry import canonical_json
@@ -25,7 +26,9 @@ def evaluate(
     tasks: Sequence[str],
     conditions: Sequence[Condition],
     *,
+    writer: Decoder | None = None,
     judge: Callable[[], Ask] | None = None,
+    prompts: Mapping[str, str] | None = None,
     progress: Progress = lambda text, done, total: None,
     **options: Any,
 ) -> list[Outcome]:
@@ -35,7 +38,9 @@ def evaluate(
         target: The model that decodes.
         tasks: Names of lm-eval's tasks or groups, or of our tasks for lm-eval.
         conditions: Conditions with different names.
+        writer: The source as a decoder, for conditions whose point is the ``trace``.
         judge: Makes the judge of free answers; called once all answers are there.
+        prompts: A benchmark's own judge prompts, as for :func:`.judge.judge_answers`.
         progress: Called with a text, the number of requests done and the number known.
         options: Options of :func:`running.run`.
 
@@ -46,7 +51,8 @@ def evaluate(
         Exception: Any that :func:`running.run` raises.
     """
     runs: dict[str, list[Run]] = {}
-    for condition in conditions:
+    # What tasks may refuse goes first, before hours have gone into the others.
+    for condition in sorted(conditions, key=lambda each: each.point == PROMPT):
         facts = identity_of(target) | condition.identity
         runs[condition.name] = [
             running.run(
@@ -54,16 +60,19 @@ def evaluate(
                 make,
                 tasks,
                 condition=canonical_json(facts | {"seed": seed}),
+                point=condition.point,
+                writer=writer if condition.point == TRACE else None,
                 progress=partial(progress, condition.name),
                 **options,
             )
             for seed, make in enumerate(condition.makers)
         ]
+    runs = {condition.name: runs[condition.name] for condition in conditions}
     if judge is not None:
         ask = judge()
         for name, found in runs.items():
             tell = partial(progress, f"judging {name}")
-            runs[name] = [judge_answers(run, ask, progress=tell) for run in found]
+            runs[name] = [judge_answers(run, ask, prompts=prompts, progress=tell) for run in found]
     first = runs[conditions[0].name][0]
     outcomes = {}
     for name in first["tasks"]:
@@ -85,7 +94,9 @@ def _outcome(name: str, runs: Mapping[str, Sequence[Run]]) -> Outcome:
     first = next(iter(runs.values()))[0]
     length = statistics.median_low([item["prefix_tokens"] for item in first["items"]])
     count, metrics = len(first["items"]), tuple(first["metrics"])
-    return Outcome(name, metrics, count, length, tables, items, notes)
+    seeds = {c: [_table([run], _items([run])) for run in each] for c, each in runs.items()}
+    several = {condition: each for condition, each in seeds.items() if len(each) > 1}
+    return Outcome(name, metrics, count, length, tables, items, notes, several)
 
 
 def _items(seeds: Sequence[Run]) -> list[Scored]:
@@ -99,8 +110,14 @@ def _items(seeds: Sequence[Run]) -> list[Scored]:
             if all(isinstance(item["scores"].get(metric), float) for item in same)
         }
         name = str(first["id"])
-        scored.append(Scored(name, first.get("subset", ALL), first.get("cluster", name), scores))
+        place = name, first.get("subset", ALL), first.get("cluster", name)
+        each = tuple(_numbers(item["scores"]) for item in same) if len(same) > 1 else ()
+        scored.append(Scored(*place, scores, each))
     return scored
+
+
+def _numbers(scores: Mapping[str, Any]) -> dict[str, float]:
+    return {metric: score for metric, score in scores.items() if isinstance(score, float)}
 
 
 def _table(seeds: Sequence[Run], items: Sequence[Scored]) -> Table:
@@ -123,17 +140,25 @@ def _group(
     name: str, weights: Mapping[str, Mapping[str, float]], outcomes: Mapping[str, Outcome]
 ) -> Outcome:
     """The outcome of a group: a weighted mean over tasks, whose items are disjoint."""
-    tables: dict[str, Table] = {}
-    for condition in next(iter(outcomes.values())).tables:
-        tables[condition] = {
+
+    def pooled(table_of: Callable[[Outcome], Table]) -> Table:
+        return {
             ALL: {
                 metric: over_sets(
-                    [outcomes[task].tables[condition][ALL][metric] for task in shares],
+                    [table_of(outcomes[task])[ALL][metric] for task in shares],
                     list(shares.values()),
                 )
                 for metric, shares in weights.items()
             }
         }
+
+    first = next(iter(outcomes.values()))
+    tables = {c: pooled(lambda o, c=c: o.tables[c]) for c in first.tables}  # type: ignore[misc]
+    seeds = {
+        c: [pooled(lambda o, c=c, n=n: o.seeds[c][n]) for n in range(len(each))]  # type: ignore[misc]
+        for c, each in first.seeds.items()
+    }
     parts = [outcomes[task] for task in {task for shares in weights.values() for task in shares}]
     length = statistics.median_low([part.prefix_tokens for part in parts])
-    return Outcome(name, tuple(weights), sum(p.count for p in parts), length, tables, {})
+    count = sum(part.count for part in parts)
+    return Outcome(name, tuple(weights), count, length, tables, {}, seeds=seeds)

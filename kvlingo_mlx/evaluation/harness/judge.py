@@ -8,6 +8,7 @@ never counts as a wrong answer.
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -20,13 +21,15 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 from mlx_lm.generate import generate
 
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items
-from kvlingo_mlx.evaluation.harness.judge_prompts import TEMPLATES
+from kvlingo_mlx.evaluation.harness.judge_prompts import BRACKETED, TEMPLATES
 from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
 from kvlingo_mlx.loading.models import Model, load
 from kvlingo_mlx.models.prompts import encode
 
 Ask = Callable[[str], str]
 RATINGS = (1, 10)
+# How LongMemEval's own prompts end; a bare yes or no cannot be told from a malformed reply.
+ANSWER_ONLY = re.compile(r"(?i)answer yes or no only\.?\s*$")
 NO_ANSWER = "(the response is empty)"
 
 
@@ -130,20 +133,16 @@ def judge_answers(
         and the number of replies without one as ``malformed``.
 
     Raises:
-        ValueError: ``prompts`` names an unknown prompt, or one lacks a place or has an unknown one.
+        ValueError: As :func:`usable_prompts` has it.
     """
-    unknown = sorted(set(prompts or {}) - set(TEMPLATES))
-    if unknown:
-        raise ValueError(
-            f"no judge prompt is called {unknown[0]}; there are {', '.join(TEMPLATES)}"
-        )
+    texts = usable_prompts(prompts or {})
     judged = copy.deepcopy(dict(results))
     tasks = [t for t in judged["tasks"].values() if any(i.get("to_judge") for i in t["items"])]
     total = sum(len(task["items"]) for task in tasks)
     done = 0
     for task in tasks:
         for item in task["items"]:
-            _judge_item(item, judge, prompts or {})
+            _judge_item(item, judge, texts)
             done += 1
             progress(done, total)
         _summarise(task)
@@ -155,18 +154,77 @@ def _judge_item(item: dict[str, Any], judge: Ask, prompts: Mapping[str, str]) ->
     template = TEMPLATES[wanted["template"]]
     text = prompts.get(wanted["template"], template.text)
     fields = {**wanted["fields"], "answer": item["answer"].strip() or NO_ANSWER}
-    if (places := _places(text)) is None or "answer" not in places or places - set(fields):
-        raise ValueError(
-            f"the judge prompt {wanted['template']} cannot be filled in: its places may be "
-            f"{', '.join(f'{{{name}}}' for name in fields)}, the last one must be, and other "
-            "braces are written twice"
-        )
     reply = judge(text.format(**fields))
     score = VERDICTS[template.verdict](reply)
     if score is not None and wanted["expected"] == "no":
         score = 1.0 - score
     item["judgement"] = reply
     item["scores"] = {template.metric: score}
+
+
+# ---- a benchmark's own prompts ---------------------------------------------------------------
+
+
+def read_prompts(place: str | Path) -> dict[str, str]:
+    """A benchmark's own prompts, from a JSON object or a folder with a text file for each.
+
+    Prompts have the names of ``judge_prompts.TEMPLATES``; in a folder ``mt_bench_101/CM`` is
+    ``mt_bench_101/CM.txt``.
+
+    Raises:
+        ValueError: The place cannot be read, or holds an unknown prompt or one that cannot be used.
+    """
+    path, found = Path(place), {}
+    try:
+        if path.is_dir():
+            files = sorted(file for file in path.rglob("*.txt") if file.is_file())
+            for file in files:
+                name = file.relative_to(path).with_suffix("").as_posix()
+                found[name] = file.read_text(encoding="utf-8-sig")
+        else:
+            found = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the judge prompts in {place} cannot be read ({error})") from None
+    texts = isinstance(found, dict) and all(isinstance(text, str) for text in found.values())
+    if not texts or not found:
+        raise ValueError(
+            f"{place} holds no judge prompts; give a JSON object of names and texts, or a folder "
+            "with files such as mt_bench_101/CM.txt"
+        )
+    return usable_prompts(found)
+
+
+def usable_prompts(prompts: Mapping[str, str]) -> dict[str, str]:
+    """A benchmark's own prompts, each of which asks for a verdict in double square brackets.
+
+    One that asks for a bare yes or no ends, as in the paper, with the request for it in brackets,
+    in place of "Answer yes or no only."
+
+    Raises:
+        ValueError: A prompt has an unknown name, cannot be filled in, or asks for no verdict that
+            can be read.
+    """
+    found = {}
+    for name, text in prompts.items():
+        if name not in TEMPLATES:
+            raise ValueError(f"no judge prompt is called {name}; there are {', '.join(TEMPLATES)}")
+        if TEMPLATES[name].verdict == "yes_no" and "[[" not in text:
+            text = f"{ANSWER_ONLY.sub('', text.rstrip()).rstrip()} {BRACKETED}"
+        known, places = _places(TEMPLATES[name].text) or set(), _places(text)
+        if places is None or "answer" not in places or places - known:
+            listed = ", ".join(f"{{{place}}}" for place in sorted(known - {"answer"}))
+            raise ValueError(
+                f"the judge prompt {name} cannot be filled in: it needs {{answer}}, its other "
+                f"places may be {listed}, and other braces are written twice"
+            )
+        if "[[" not in text:
+            form = TEMPLATES[name].text.rpartition("form: ")[2]
+            raise ValueError(
+                f"the judge prompt {name} asks for no verdict in double square brackets, the only "
+                f"one that is read; let it ask for this form: {form}"
+            )
+        found[name] = text
+    return found
 
 
 def _places(text: str) -> set[str] | None:

@@ -140,6 +140,14 @@ FACTS = (
     "Facts: [[conveyed/all]], for instance Facts: [[2/3]]."
 )
 
+UNANSWERABLE = (
+    "You get a question about a document, and a model's answer. The document does not answer the "
+    "question. The verdict is yes if the model's answer says so, in whatever words; it is no if it "
+    "gives an answer all the same.\n\n"
+    "Question: {question}\n\nAnswer: {answer}\n\n"
+    "Does the answer say that the document does not tell? " + BRACKETED
+)
+
 # ---- MultiChallenge: passed or not --------------------------------------------------------
 
 PASS = (
@@ -154,6 +162,7 @@ TEMPLATES = {
         f"longmemeval/{kind}": Template(text, "yes_no", "accuracy") for kind, text in MEMORY.items()
     },
     "repliqa/correct": Template(CORRECT, "yes_no", "correct"),
+    "repliqa/unanswerable": Template(UNANSWERABLE, "yes_no", "correct"),
     "repliqa/facts": Template(FACTS, "fraction", "fact_coverage"),
     "multichallenge": Template(PASS, "yes_no", "pass"),
 }

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvlingo_mlx.evaluation.error_bars import Mean, over_items, over_sets
 from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
-from kvlingo_mlx.evaluation.harness.tasks import NAMES
+from kvlingo_mlx.evaluation.harness.tasks.chat import ChatTask
 
 Means = dict[str, Mean]
 
@@ -24,7 +24,7 @@ def collect(model: PrefixLM, loaded: Any, evaluated: Mapping[str, Any]) -> dict[
     """
     tasks, means = {}, {}
     for name, task in loaded["tasks"].items():
-        items = _items(model, task, evaluated["samples"][name], name in NAMES)
+        items = _items(model, task, evaluated["samples"][name])
         means[name] = _means(evaluated["results"][name], items)
         tasks[name] = {
             "metrics": {metric: mean.as_json() for metric, mean in means[name].items()},
@@ -41,20 +41,21 @@ def collect(model: PrefixLM, loaded: Any, evaluated: Mapping[str, Any]) -> dict[
 
 
 def _items(
-    model: PrefixLM, task: Any, samples: Iterable[Mapping[str, Any]], ours: bool
+    model: PrefixLM, task: Any, samples: Iterable[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     items: dict[int, dict[str, Any]] = {}
     for sample in samples:
         if sample["doc_id"] not in items:
-            items[sample["doc_id"]] = _item(model, task, sample, ours)
+            items[sample["doc_id"]] = _item(model, task, sample)
         scores = items[sample["doc_id"]]["scores"]
         for metric in sample["metrics"]:
             scores[_name(metric, sample["filter"])] = plain(sample[metric])
     return list(items.values())
 
 
-def _item(model: PrefixLM, task: Any, sample: Mapping[str, Any], ours: bool) -> dict[str, Any]:
+def _item(model: PrefixLM, task: Any, sample: Mapping[str, Any]) -> dict[str, Any]:
     document, contexts = sample["doc"], {arguments[0] for arguments in sample["arguments"]}
+    ours = isinstance(task, ChatTask)
     alone = task.OUTPUT_TYPE == "loglikelihood_rolling"
     item = {
         "id": document["id"] if ours else sample["doc_id"],
@@ -65,8 +66,7 @@ def _item(model: PrefixLM, task: Any, sample: Mapping[str, Any], ours: bool) -> 
     if ours:
         item |= {"cluster": document["cluster"], "subset": document["subset"]}
         if document["judge"]:
-            (context,) = contexts
-            item["answer"] = model.without_trace(context, sample["resps"][0][0])
+            item["answer"] = model.without_trace(sample["resps"][0][0])
             item["to_judge"] = json.loads(document["judge"])
     return item
 

@@ -9,20 +9,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvlingo_mlx.errors import needs_extra
-from kvlingo_mlx.evaluation.conditions import CacheMaker
+from kvlingo_mlx.evaluation.harness.decoding import CONTEXT, PROMPT, TRACE, Decoder
 from kvlingo_mlx.evaluation.harness.responses import Responses
-from kvlingo_mlx.evaluation.harness.tasks import NAMES
-from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.evaluation.harness.tasks import QUESTION_AT
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.evaluation.conditions import CacheMaker
+    from kvlingo_mlx.models.language_model import LanguageModel
 
 NOISY = ("lm_eval", "datasets", "huggingface_hub")
 
@@ -33,6 +34,10 @@ def run(
     tasks: Sequence[str],
     *,
     condition: str,
+    source_tokenizer: Any = None,
+    point: str = PROMPT,
+    writer: Decoder | None = None,
+    decode: Callable[..., Decoder] | None = None,
     limit: int | None = None,
     items: Mapping[str, Sequence[int]] | None = None,
     seed: int = 0,
@@ -58,6 +63,15 @@ def run(
         tasks: Names of tasks, groups or tags; ours are ``harness.tasks.NAMES``.
         condition: A name for ``make_cache``. Kept responses are identified by it, so different ways
             of reading need different names: put a translator's digest into it.
+        source_tokenizer: The source's tokenizer, if it is not the target's. A condition then gets
+            each context as both models read it, each by its own template.
+        point: Where the cache changes hands: after the ``prompt``; before its question
+            (``context``), as ``harness.tasks.QUESTION_AT`` has it; or after the source's reasoning
+            (``trace``), where the answers are written.
+        writer: The source as a decoder, which writes the ``trace``.
+        decode: Makes a decoder of the target and ``make_cache``; by default an
+            :class:`~kvlingo_mlx.evaluation.harness.on_mlx.MLXDecoder`, which writes 8 answers at
+            once.
         limit: Run only this number of items of each task.
         items: Run only these items (numbers from 0) of the tasks named; not with ``limit``.
         seed: The seed of few-shot examples, of a task's own random choices, and of MT-Bench-101's
@@ -73,8 +87,11 @@ def run(
             target's context length. Longer contexts lose their front. Give less if the model that
             reads the prefix has a shorter context.
         include_path: A folder of further task files.
-        data: Local files in place of the Hub's data, by the name of one of our tasks.
-        metadata: Passed to tasks that ask for it, such as RULER's ``max_seq_lengths``.
+        data: Local files in place of the Hub's data, by a task's name; for a task that is not ours
+            also a folder with a file for each split, which it needs to show examples.
+        metadata: Passed to tasks that ask for it, such as RULER's ``max_seq_lengths``. Our tasks
+            take ``draw``, the number of records drawn (always the same ones), and
+            ``longmemeval_rungs`` takes ``rungs``. ``tokenizer`` is the target's unless given.
         responses: A JSONL file that keeps every response immediately. A later call with the same
             file skips those requests, whether the first call finished or was interrupted.
         unsafe_code: Allow tasks that run code written by the model.
@@ -96,42 +113,93 @@ def run(
         ValueError: A bad argument, or an unknown task (close matches are named).
         KVLingoError: A task's data cannot be fetched or read, or the model's output is not finite.
     """
-    with needs_extra("eval", "these tasks need lm-eval"):
-        import datasets  # noqa: F401
-        import lm_eval  # noqa: F401
-    _check(tasks, condition, limit, items, data)
+    _check(tasks, condition, limit, items)
     from kvlingo_mlx.evaluation.harness.adapter import PrefixLM
     from kvlingo_mlx.evaluation.harness.results import collect
-    from kvlingo_mlx.evaluation.harness.task_loading import load_tasks
 
     answers: dict[str, Any] = {"enable_thinking": enable_thinking, "max_gen_toks": max_gen_toks}
+    contexts, read = _contexts(source_tokenizer, target, enable_thinking, make_cache)
+    way: dict[str, Any] = {"condition": condition, "point": point, "writer": writer}
     model = PrefixLM(
-        target,
-        make_cache,
-        condition=condition,
+        (decode or _on_mlx())(target, read),
         use_chat_template=apply_chat_template,
         max_length=max_length,
         responses=Responses(None if responses is None else Path(responses)),
+        contexts=contexts,
         progress=progress,
+        **way,
         **answers,
     )
     files = {name: str(path) for name, path in (data or {}).items()}
     with _quiet(), _seeded(seed):
-        loaded = load_tasks(tasks, include_path, files, seed, metadata or {})
-        numbers = _check_tasks(loaded["tasks"], items or {}, unsafe_code)
-        _set_examples(loaded["tasks"].values(), num_fewshot, seed)
-        asked = {
-            "limit": limit,
-            "system_instruction": system_instruction,
-            "apply_chat_template": model.use_chat_template,
-            "fewshot_as_multiturn": fewshot_as_multiturn,
-        }
+        loaded = _loaded(target, tasks, include_path, files, seed, metadata)
+        numbers = _check_tasks(loaded["tasks"], items or {}, unsafe_code, point)
+        _set_examples(loaded["tasks"], num_fewshot, seed, files)
+        asked: dict[str, Any] = {"limit": limit, "system_instruction": system_instruction}
+        asked["apply_chat_template"] = model.use_chat_template
+        asked["fewshot_as_multiturn"] = fewshot_as_multiturn
         own = {"samples": numbers or None, "confirm_run_unsafe_code": unsafe_code}
         evaluated = _evaluated(model, loaded, **own, **asked)
     examples = {"items": numbers or None, "seed": seed, "num_fewshot": num_fewshot}
-    settings = asked | answers | examples | {"data": files, "max_length": model.max_length}
-    named = {"condition": condition, "target": target.name, "settings": settings}
+    where = {"data": files, "max_length": model.max_length, "switch_at": point}
+    named: dict[str, Any] = {"condition": condition, "target": target.name}
+    named["settings"] = asked | answers | examples | where
     return named | collect(model, loaded, evaluated)
+
+
+def check_data(
+    target: LanguageModel,
+    task: str,
+    *,
+    seed: int = 0,
+    data: Mapping[str, str] | None = None,
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Load a task's data and do nothing with them, so that what is missing is told at once.
+
+    Raises:
+        MissingExtraError, ValueError, KVLingoError: As in :func:`run`.
+    """
+    _need_lm_eval()
+    with _quiet(), _seeded(seed):
+        _loaded(target, [task], None, data or {}, seed, metadata)
+
+
+def _contexts(
+    source: Any, target: LanguageModel, thinking: bool | None, make_cache: CacheMaker
+) -> tuple[Any, CacheMaker]:
+    """What remembers contexts, and a condition that gets them as both models read them.
+
+    With one tokenizer (``source`` is None) nothing is remembered.
+    """
+    from kvlingo_mlx.evaluation.harness.contexts import Contexts
+
+    if source is None:
+        return None, make_cache
+    switch = {} if thinking is None else {"enable_thinking": thinking}
+    contexts = Contexts(source, target.tokenizer, **switch)
+    return contexts, contexts.aligning(make_cache)
+
+
+def _loaded(
+    target: LanguageModel,
+    tasks: Sequence[str],
+    include_path: str | Path | None,
+    files: Mapping[str, str],
+    seed: int,
+    metadata: Mapping[str, Any] | None,
+) -> Any:
+    """The tasks with their data; the target's tokenizer counts, unless told otherwise."""
+    from kvlingo_mlx.evaluation.harness.task_loading import load_tasks
+
+    facts = {"tokenizer": str(target.path or target.name), **(metadata or {})}
+    return load_tasks(tasks, include_path, files, seed, facts)
+
+
+def _on_mlx() -> Callable[..., Decoder]:
+    from kvlingo_mlx.evaluation.harness.on_mlx import MLXDecoder
+
+    return MLXDecoder
 
 
 def _evaluated(model: Any, loaded: Mapping[str, Any], **options: Any) -> Any:
@@ -141,13 +209,19 @@ def _evaluated(model: Any, loaded: Mapping[str, Any], **options: Any) -> Any:
     return evaluate(lm=model, task_dict=loaded, bootstrap_iters=0, **options)
 
 
+def _need_lm_eval() -> None:
+    with needs_extra("eval", "these tasks need lm-eval"):
+        import datasets  # noqa: F401
+        import lm_eval  # noqa: F401
+
+
 def _check(
     tasks: Sequence[str],
     condition: str,
     limit: int | None,
     items: Mapping[str, Sequence[int]] | None,
-    data: Mapping[str, str | Path] | None,
 ) -> None:
+    _need_lm_eval()
     if isinstance(tasks, str) or not tasks:
         raise ValueError("no tasks; give a list of names such as ['gsm8k', 'arc_challenge']")
     if not condition:
@@ -156,18 +230,13 @@ def _check(
         raise ValueError(f"limit is {limit}; it must be at least 1")
     if limit is not None and items:
         raise ValueError("give either limit or items")
-    for name in data or {}:
-        if name not in NAMES:
-            raise ValueError(
-                f"data files can be given for {', '.join(NAMES)}, not for {name}; for another "
-                "task write a task file with dataset_path: json and pass its folder"
-            )
 
 
 def _check_tasks(
-    tasks: Mapping[str, Any], items: Mapping[str, Sequence[int]], unsafe_code: bool
+    tasks: Mapping[str, Any], items: Mapping[str, Sequence[int]], unsafe_code: bool, point: str
 ) -> dict[str, list[int]]:
     """The chosen items of each task, in order."""
+    _check_point(tasks, point)
     for name, task in tasks.items():
         if getattr(task, "UNSAFE_CODE", False) and not unsafe_code:
             raise ValueError(f"the task {name} runs code that the model wrote; allow it explicitly")
@@ -181,15 +250,35 @@ def _check_tasks(
     return {name: sorted(set(numbers)) for name, numbers in items.items()}
 
 
-def _set_examples(tasks: Iterable[Any], num_fewshot: int | None, seed: int) -> None:
+def _check_point(tasks: Mapping[str, Any], point: str) -> None:
+    """Refuse a hand-over in the midst of prompts where it means nothing."""
+    for name, task in tasks.items():
+        if point == CONTEXT and name not in QUESTION_AT:
+            raise ValueError(
+                f"where the question of {name} begins is not known, so its context cannot be "
+                f"translated alone; known are {', '.join(QUESTION_AT)}; leave out context"
+            )
+        if point == TRACE and task.OUTPUT_TYPE != "generate_until":
+            raise ValueError(
+                f"{name} scores given answers, so no reasoning precedes them; leave out trace, or "
+                "take a task whose answers are written"
+            )
+
+
+def _set_examples(
+    tasks: Mapping[str, Any], num_fewshot: int | None, seed: int, files: Mapping[str, str]
+) -> None:
     """Set the number of examples as lm-eval's own command line does."""
-    for task in tasks:
+    from kvlingo_mlx.evaluation.harness.task_loading import check_examples
+
+    for task in tasks.values():
         default = task.get_config("num_fewshot")
         if num_fewshot is not None and default != 0:
             task.set_config(key="num_fewshot", value=num_fewshot)
         elif default is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=seed)
+    check_examples(tasks, files)
 
 
 @contextlib.contextmanager

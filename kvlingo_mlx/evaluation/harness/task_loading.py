@@ -37,9 +37,13 @@ def load_tasks(
         MissingExtraError: A task needs a module that is not installed.
         KVLingoError: A task's data cannot be fetched or read.
     """
+    for name in sorted(set(data) - {*names, *own.NAMES}):
+        raise ValueError(f"a local file is given for {name}, which is none of the tasks")
     if include_path is not None and not Path(include_path).is_dir():
         raise ValueError(f"{include_path} is no folder of task files")
-    ours = _manager(str(OWN_FOLDER), False, json.dumps({"data": data, "seed": seed}))
+    settings = {key: metadata[key] for key in own.SETTINGS if key in metadata}
+    facts = json.dumps({"data": data, "seed": seed, **settings})
+    ours = _manager(str(OWN_FOLDER), False, facts)
     others = [name for name in names if name not in own.NAMES]
     folder, facts = (None if include_path is None else str(include_path)), json.dumps(metadata)
     theirs = _manager(folder, False, facts)
@@ -50,7 +54,8 @@ def load_tasks(
         manager = ours if name in own.NAMES else theirs
         if name not in manager.all_tasks:
             raise ValueError(_unknown(name, manager.all_tasks))
-        loaded = _load(name, manager)
+        local = None if name in own.CHATS else data.get(name)
+        loaded = _load(name, manager, local)
         group = loaded.get("groups", {}).get(name)
         found += [group] if group is not None else loaded["tasks"].values()
     return ours.load(found)
@@ -73,9 +78,16 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     return f"there is no task {printable(name)}; {hint}"
 
 
-def _load(name: str, manager: TaskManager) -> Any:
+def _load(name: str, manager: TaskManager, local: str | None) -> Any:
+    """A task, with a local file or folder in place of its data set if there is one."""
     try:
-        return manager.load([name])
+        if local is None:
+            return manager.load([name])
+        spec = {"task": name, "dataset_path": "json", "dataset_name": None}
+        found = manager.load(
+            [{"group": "local", "task": [spec | {"dataset_kwargs": {"data_files": splits(local)}}]}]
+        )
+        return found | {"groups": {}}
     except KVLingoError:
         raise
     except ImportError as error:
@@ -90,6 +102,39 @@ def _load(name: str, manager: TaskManager) -> Any:
         ) from None
 
 
+def splits(place: str) -> dict[str, str]:
+    """The files of a task's splits: those of a folder by their names, or one file for all.
+
+    Raises:
+        KVLingoError: There is no such file, or no JSON file in the folder.
+    """
+    path = Path(place)
+    if path.is_dir():
+        files = {f.stem: str(f) for f in sorted(path.iterdir()) if f.suffix in (".json", ".jsonl")}
+        if files:
+            return files
+        raise KVLingoError(f"{place} holds no file of records, such as test.jsonl")
+    if not path.is_file():
+        raise KVLingoError(f"{place} cannot be read; give a file of records, or a folder of splits")
+    return dict.fromkeys(("train", "validation", "test"), str(path))
+
+
+def check_examples(tasks: Mapping[str, Any], data: Mapping[str, str]) -> None:
+    """Refuse to show examples out of the file that holds the questions.
+
+    Raises:
+        ValueError: A task shows examples of another split, and has one local file for all.
+    """
+    for name, task in tasks.items():
+        place = None if name in own.CHATS else data.get(name)
+        shown = task.get_config("num_fewshot") or 0
+        if place is not None and shown and len(set(splits(place).values())) == 1:
+            raise ValueError(
+                f"{name} shows {shown} examples, and {place} holds the questions; give a folder "
+                "with a file for each split, such as train.jsonl and test.jsonl, or no examples"
+            )
+
+
 def _reason(error: Exception) -> str:
     if constants.HF_HUB_OFFLINE and isinstance(error, OSError):
         return "offline (HF_HUB_OFFLINE), and they are not in the cache"
@@ -97,6 +142,4 @@ def _reason(error: Exception) -> str:
 
 
 def _instead(name: str) -> str:
-    if name in own.NAMES:
-        return f"give a local file for {name}"
-    return "write a task file with dataset_path: json and pass its folder"
+    return f"give a local file for {name}, or a folder with one for each split"

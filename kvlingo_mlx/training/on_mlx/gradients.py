@@ -230,22 +230,22 @@ def _pulled(
 def reconstruction_loss(
     translator: MLXTranslator, read: KVStates, wanted: KVStates, *, scale: float = 0.0
 ) -> float:
-    """The mean squared error of the target's states on a prefix, averaged over maps.
+    """The squared error of the target's states on a prefix, summed over tokens, widths and maps.
 
     See :meth:`kvlingo_mlx.training.runtime.Pair.reconstruction`.
     """
-    total, layers = 0.0, len(translator.config.target.layers)
-    for t in range(layers):
+    total = 0.0
+    for t in range(len(translator.config.target.layers)):
         tensors = translator.of_layer(t)
 
         def error(tensors: dict[str, mx.array], t: int = t) -> mx.array:
             outputs = translator.layer(t, lambda side, s: read.side(side)[s][0], tensors)
             goals = (wanted.keys[t][0], wanted.values[t][0])
-            parts = [
-                (out - goal).square().mean() / goal.square().mean()
+            keys, values = (
+                (out.astype(mx.float32) - goal.astype(mx.float32)).square().sum()
                 for out, goal in zip(outputs, goals, strict=True)
-            ]
-            return (parts[0] + parts[1]) / (2 * layers)
+            )
+            return keys + values
 
         with working():
             if scale == 0.0:

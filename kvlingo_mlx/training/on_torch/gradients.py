@@ -22,6 +22,8 @@ from kvlingo_mlx.training.on_torch.losses import loss_of
 from kvlingo_mlx.training.on_torch.model import States, TorchModel
 from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
+Entry = tuple[torch.Tensor, torch.Tensor]  # one layer's keys and values in the cache's form
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -56,6 +58,20 @@ def read(
     return Reading(sample, _to(states, target), States(keys, values), teacher)
 
 
+@torch.no_grad()
+def handed_over(
+    source: TorchModel, target: TorchModel, sample: Sample, capture: str, native_layers: int = 0
+) -> Reading:
+    """What a hand-over reads of a prefix (one tokenizer); nothing follows it, so no teacher."""
+    prefix = sample.prefix[:-1]
+    with target.tapped(native_layers) as taken:
+        if native_layers:
+            target.hidden(prefix)
+    own = target.states_of(taken, target.family.points[0], native_layers)
+    states = _source_states(source, sample, capture)
+    return Reading(sample, _to(states, target), own, torch.empty(0))
+
+
 NO_STATES = States((), ())
 
 
@@ -87,20 +103,15 @@ def conversation_loss(
     gradient to the translator's tensors.
     """
     sample, num_read = reading.sample, len(reading.sample.prefix) - 1
-    # Positions before a layer's window are not translated.
-    starts = target.geometry.first_kept(num_read) if reading.states.keys else []
-    first = len(reading.native.keys)
-    with torch.no_grad():
-        own = [_native(target, reading.native, t, start) for t, start in enumerate(starts[:first])]
-        entries = [
-            _entry(target, translator, reading, t, starts[t]) for t in range(first, len(starts))
-        ]
+    starts, first = _starts(target, reading), len(reading.native.keys)
+    own = entries(target, translator, reading)
+    own, above = own[:first], own[first:]
     learns = scale != 0.0
     leaves = [
         (keys.detach().requires_grad_(learns), values.detach().requires_grad_(learns))
-        for keys, values in entries
+        for keys, values in above
     ]
-    del entries
+    del above
     cache = target.cache([*own, *leaves], num_read)
     with torch.set_grad_enabled(learns):
         student = _student(target, sample, cache)
@@ -116,6 +127,21 @@ def conversation_loss(
         student.backward(loss.gradient * scale)
         _pull_back(target, translator, reading, leaves, starts, first)
     return loss
+
+
+@torch.no_grad()
+def entries(target: TorchModel, translator: TorchTranslator, reading: Reading) -> list[Entry]:
+    """The cache entries of every layer: the native layers' own, then translated ones."""
+    starts, first = _starts(target, reading), len(reading.native.keys)
+    own = [_native(target, reading.native, t, start) for t, start in enumerate(starts[:first])]
+    above = range(first, len(starts))
+    return own + [_entry(target, translator, reading, t, starts[t]) for t in above]
+
+
+def _starts(target: TorchModel, reading: Reading) -> Sequence[int]:
+    """Each layer's first position: those before a layer's window are not translated."""
+    num_read = len(reading.sample.prefix) - 1
+    return target.geometry.first_kept(num_read) if reading.states.keys else []
 
 
 def _native(
@@ -175,21 +201,19 @@ def _pull_back(
 def reconstruction_loss(
     translator: TorchTranslator, read: States, wanted: States, *, scale: float = 0.0
 ) -> float:
-    """The mean squared error of the target's states on a prefix, averaged over maps.
+    """The squared error of the target's states on a prefix, summed over tokens, widths and maps.
 
     See :meth:`kvlingo_mlx.training.runtime.Pair.reconstruction`.
     """
     total = 0.0
-    layers = len(translator.config.target.layers)
     with torch.set_grad_enabled(scale != 0.0):
-        for t in range(layers):
-            outputs = translator.layer(t, read)
+        for t in range(len(translator.config.target.layers)):
             goals = (wanted.keys[t], wanted.values[t])
-            loss = sum(
-                (out - goal).square().mean() / goal.square().mean()
-                for out, goal in zip(outputs, goals, strict=True)
-            ) / (2 * layers)
-            assert isinstance(loss, torch.Tensor)
+            keys, values = (
+                (out.float() - goal.float()).square().sum()
+                for out, goal in zip(translator.layer(t, read), goals, strict=True)
+            )
+            loss = keys + values
             if scale != 0.0:
                 (loss * scale).backward()
             total += loss.item()

@@ -93,6 +93,16 @@ class TorchModel:
         return self.model.dtype
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        """The dtype of its cache, as a record of an MLX model has it."""
+        return self.dtype
+
+    @property
+    def bits(self) -> None:
+        """Weights are never quantised here."""
+        return None
+
+    @property
     def precision(self) -> str:
         """The name of the weights' dtype, for example ``bfloat16``."""
         return str(self.dtype).rsplit(".", 1)[-1]
@@ -163,6 +173,23 @@ class TorchModel:
         at = torch.tensor(positions, device=self.device)[None]
         mask = torch.tensor(visible, device=self.device)[None, None]
         return self.hidden(tokens, cache, position_ids=at, attention_mask=mask)
+
+    def hidden_together(
+        self, tokens: torch.Tensor, cache: DynamicCache, positions: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        """The final hidden states (rows, width) of one token (rows,) each of several texts.
+
+        ``positions`` (rows,) are the tokens' positions. ``seen`` (rows, E + 1) tells which of the E
+        entries each attends to, and itself.
+        """
+        output = self.family.text(self.model)(
+            tokens[:, None],
+            past_key_values=cache,
+            use_cache=True,
+            position_ids=positions[:, None],
+            attention_mask=seen[:, None, None],
+        )
+        return output.last_hidden_state[:, 0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The next-token logits (T, vocabulary), in float32 or wider."""
@@ -333,9 +360,11 @@ def _read_config(name: str, path: Path) -> tuple[dict[str, Any], Any]:
 
 
 def load(
-    path_or_hf_repo: str, *, dtype: torch.dtype = torch.bfloat16, device: str = "cpu"
+    path_or_hf_repo: str, *, dtype: torch.dtype | str = torch.bfloat16, device: str = "cpu"
 ) -> TorchModel:
     """Load a frozen model by folder, Hub id, or the name of an embedded one.
+
+    ``dtype`` may be ``"auto"``: as it is stored.
 
     Raises:
         MissingModelError: There is no such model, or it is incomplete or damaged.

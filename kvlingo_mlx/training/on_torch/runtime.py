@@ -9,7 +9,7 @@ import torch
 from kvlingo_mlx.training.on_torch import model
 from kvlingo_mlx.training.on_torch.distributed import join, leave, local_device
 
-__all__ = ["DTYPES", "check_device", "facts", "join", "leave", "load"]
+__all__ = ["DTYPES", "check_device", "facts", "join", "leave", "load", "load_as_stored"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -17,6 +17,11 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def load(name: str, dtype: str | None, device: str) -> model.TorchModel:
     """A model on this process's device, in bfloat16 unless ``dtype`` says otherwise."""
     return model.load(name, dtype=DTYPES[dtype or "bfloat16"], device=local_device(device))
+
+
+def load_as_stored(name: str, device: str) -> model.TorchModel:
+    """A model on this process's device, in the precision of its files."""
+    return model.load(name, dtype="auto", device=local_device(device))
 
 
 def facts(name: str) -> tuple[int, Any]:

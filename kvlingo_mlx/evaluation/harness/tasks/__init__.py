@@ -5,5 +5,46 @@ replace each source. No data set could be fetched when this was written: ids, re
 names follow the public data cards, and were tested on small local files only.
 """
 
-NAMES = ("quac", "mt_bench_101", "longmemeval", "repliqa", "repliqa_facts", "multichallenge")
-JUDGED = NAMES[1:]  # a model judges the free answers
+JUDGED = (  # a model judges the free answers
+    "mt_bench_101",
+    "longmemeval",
+    "longmemeval_rungs",
+    "repliqa",
+    "repliqa_facts",
+    "repliqa_all",
+    "multichallenge",
+)
+CHATS = (  # our own code reads their records, and can draw some
+    "quac",
+    "coqa_last_turn",
+    "xquad_languages",
+    "mmlu_pro_written",
+    "arc_challenge_written",
+    "longbench_v2_written",
+    *JUDGED,
+)
+NAMES = (*CHATS, "squad_v1")
+# What a run's metadata may say to these tasks: how many records are drawn, what counts tokens, and
+# the lengths of LongMemEval's histories.
+SETTINGS = ("draw", "tokenizer", "rungs")
+
+# The words with which the question begins in a context that has its document first; the last place
+# in a context where they stand counts. What stands before them can be translated alone.
+MAGIC = "\nWhat are all the special magic "
+NIAH = "single_1 single_2 single_3 multikey_1 multikey_2 multikey_3 multivalue multiquery".split()
+QUESTION_AT = {
+    "needles": MAGIC,
+    **{f"niah_{kind}": MAGIC for kind in NIAH},
+    "longmemeval": "\n\nToday is ",
+    "longmemeval_rungs": "\n\nToday is ",
+    "longbench_v2_written": "\n\nQuestion: ",
+    "repliqa": "\n\nQuestion: ",
+    "repliqa_facts": "\n\nQuestion: ",
+    "repliqa_all": "\n\nQuestion: ",
+}
+
+QUAC_TURNS = 8  # turns used of a dialogue, as in the paper
+QUAC_INSTRUCTION = (
+    "Answer each question about the text with a short passage copied from it. If the text does "
+    "not answer the question, reply CANNOTANSWER."
+)

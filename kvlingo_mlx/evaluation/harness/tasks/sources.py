@@ -1,89 +1,125 @@
-"""Records of each benchmark, from the Hub or a local file, as conversations to continue.
+"""Each benchmark's records as conversations to continue; its choices are in :mod:`.choices`.
 
-Each public function but :func:`read_file` is a task's ``custom_dataset``: lm-eval calls it with the
-task's metadata and ``dataset_kwargs``. Every document has the same fields:
-
-- ``id``, unique, and ``cluster``, shared by items whose scores belong together (error bars);
-- ``subset``, the benchmark's own kind of question;
-- ``messages``, the conversation to continue, and ``references``, answers to compare with;
-- ``judge``, JSON with the prompt that judges the answer and the prompt's fields, or empty.
+Each public function is a task's ``custom_dataset``: lm-eval calls it with the task's metadata and
+``dataset_kwargs``. :mod:`.records` says what a document is, and how some of them are drawn.
 """
 
 from __future__ import annotations
 
-import json
 import random
-import urllib.request
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.evaluation.harness.judge_prompts import TEMPLATES
+from kvlingo_mlx.evaluation.harness.tasks import QUAC_INSTRUCTION, QUAC_TURNS
 from kvlingo_mlx.evaluation.harness.tasks.chat import transcript
-
-Record = Mapping[str, Any]
-Document = dict[str, Any]
-
-QUAC_TURNS = 8  # turns used of a dialogue, as in the paper
-QUAC_INSTRUCTION = (
-    "Answer each question about the text with a short passage copied from it. If the text does "
-    "not answer the question, reply CANNOTANSWER."
+from kvlingo_mlx.evaluation.harness.tasks.records import (
+    Document,
+    Record,
+    Source,
+    asked,
+    dataset,
+    document,
+    download,
+    hub,
+    read_file,
+    to_judge,
+    turns_of,
 )
+
+COQA_INSTRUCTION = (
+    "Answer each question about the text as briefly as possible, in a few words at most."
+)
+XQUAD_INSTRUCTION = "Answer the question with a short passage copied from the text."
+LANGUAGES = ("en", "ar", "de", "el", "es", "hi", "ru", "th", "tr", "vi", "zh")  # the first, XQuAD's
 REPLIQA_INSTRUCTION = "Answer the question from the document alone, in one or two sentences."
-LONGMEMEVAL_INSTRUCTION = (
-    "Below are past chats between you and a user, oldest first. Use them to answer the question "
-    "that follows."
-)
 # The benchmark does not judge a first turn that only sets the scene.
 UNJUDGED_FIRST = ("AR", "CM", "CR", "FR", "SA", "SC")
 WITH_REFERENCE = ("GR", "MR")
-SECONDS = 30
 
 
-def quac(*, path: str, revision: str, split: str, data: Record | None = None, **_: Any) -> Any:
+def quac(*, path: str, revision: str, split: str, **settings: Any) -> Any:
     """QuAC's dialogues: each of the first turns is an item, after the true earlier answers."""
-    return _dataset("quac", _quac, data, lambda: _hub(path, split, revision))
+    source = Source("quac", _quac, _field("dialogue_id"), usable=_is_long)
+    return dataset(source, lambda: hub(path, split, revision), settings)
 
 
-def mt_bench_101(*, url: str, data: Record | None = None, seed: int = 0, **_: Any) -> Any:
+def coqa(*, url: str, **settings: Any) -> Any:
+    """CoQA's conversations: the last turn of each, after the true earlier answers."""
+    source = Source("coqa_last_turn", _coqa, lambda r: str(r.get("id") or r["story"]))
+    return dataset(source, lambda: download(url), settings)
+
+
+def xquad(*, path: str, split: str, data: Record | None = None, **settings: Any) -> Any:
+    """XQuAD: the questions that every language has, in each of its eleven languages.
+
+    A local folder holds ``xquad.de.json`` or ``xquad.de.jsonl``, and so on.
+    """
+    folder = (data or {}).get("xquad_languages")
+
+    def fetch() -> list[Record]:
+        if folder is not None:
+            return _parallel({language: _xquad_file(folder, language) for language in LANGUAGES})
+        return _parallel({x: hub(path, split, name=f"xquad.{x}") for x in LANGUAGES})
+
+    source = Source("xquad_languages", _xquad, _field("id"))
+    return dataset(source, fetch, settings)
+
+
+def mt_bench_101(*, url: str, seed: int = 0, **settings: Any) -> Any:
     """MT-Bench-101: one turn of each conversation, chosen by ``seed`` and the conversation."""
-    return _dataset("mt_bench_101", lambda r: _mt_bench_101(r, seed), data, lambda: _download(url))
+    read = partial(_mt_bench_101, seed=seed)
+    source = Source("mt_bench_101", read, lambda r: f"{r['task']}-{r['id']}")
+    return dataset(source, lambda: download(url), settings)
 
 
-def longmemeval(*, path: str, file: str, data: Record | None = None, **_: Any) -> Any:
-    """LongMemEval: the sessions by date as one text, then the question."""
-    # `datasets` is not used: some answers are numbers, and Arrow does not mix them with text.
-    return _dataset("longmemeval", _longmemeval, data, lambda: _hub_file(path, file))
+def repliqa(*, path: str, split: str, rubric: str, name: str = "repliqa", **settings: Any) -> Any:
+    """RepLiQA's questions; ``rubric`` is "correct" or "facts", on those that can be answered.
+
+    With the rubric "all" the others are asked too, and the right answer is that there is none.
+    """
+    source = Source(name, partial(_repliqa, rubric=rubric), _field("question_id"))
+    return dataset(source, lambda: hub(path, split), settings)
 
 
-def repliqa(*, path: str, split: str, rubric: str, data: Record | None = None, **_: Any) -> Any:
-    """RepLiQA's answerable questions; ``rubric`` is "correct" or "facts"."""
-    name = "repliqa_facts" if rubric == "facts" else "repliqa"
-    return _dataset(name, lambda r: _repliqa(r, rubric), data, lambda: _hub(path, split))
-
-
-def multichallenge(*, path: str, split: str, data: Record | None = None, **_: Any) -> Any:
+def multichallenge(*, path: str, split: str, **settings: Any) -> Any:
     """MultiChallenge's conversations, each with a question that the judge answers."""
-    return _dataset("multichallenge", _multichallenge, data, lambda: _hub(path, split))
+    source = Source("multichallenge", _multichallenge, lambda r: _lower(r)["question_id"])
+    return dataset(source, lambda: hub(path, split), settings)
 
 
 # ---- records to documents -------------------------------------------------------------
 
 
+def _field(name: str) -> Any:
+    return lambda record: record[name]
+
+
+def _lower(record: Record) -> Record:
+    # MultiChallenge's repository writes field names in capitals, the Hub does not.
+    return {key.lower(): value for key, value in record.items()}
+
+
+def _is_long(record: Record) -> bool:
+    """Whether a dialogue has all the turns, so that every turn is scored on the same dialogues."""
+    return len(record["questions"]) >= QUAC_TURNS
+
+
 def _quac(record: Record) -> list[Document]:
     text = record["context"].removesuffix("CANNOTANSWER").rstrip()
     head = f"{record['wikipedia_page_title']}: {record['section_title']}"
-    messages = [{"role": "user", "content": f"{QUAC_INSTRUCTION}\n\n{head}\n\n{text}"}]
+    messages = asked(f"{QUAC_INSTRUCTION}\n\n{head}\n\n{text}")
     documents = []
     questions = list(record["questions"])[:QUAC_TURNS]
     for turn, question in enumerate(questions):
         if turn == 0:
             messages[0]["content"] += f"\n\n{question}"
         else:
-            messages.append({"role": "user", "content": question})
+            messages += asked(question)
         documents.append(
-            _document(
+            document(
                 f"{record['dialogue_id']}#{turn}",
                 messages,
                 cluster=record["dialogue_id"],
@@ -94,6 +130,84 @@ def _quac(record: Record) -> list[Document]:
         answer = record["orig_answers"]["texts"][turn]
         messages.append({"role": "assistant", "content": answer})
     return documents
+
+
+def _coqa(record: Record) -> list[Document]:
+    questions, answers = _texts(record["questions"]), _texts(record["answers"])
+    if not questions or len(questions) != len(answers):
+        raise ValueError(f"{len(questions)} questions and {len(answers)} answers")
+    messages = asked(f"{COQA_INSTRUCTION}\n\n{record['story']}\n\n{questions[0]}")
+    for answer, question in zip(answers[:-1], questions[1:], strict=True):
+        messages.append({"role": "assistant", "content": answer})
+        messages += asked(question)
+    more = (record.get("additional_answers") or {}).values()
+    references = [answers[-1], *(_texts(found)[-1] for found in more)]
+    name = str(record.get("id") or record["story"][:80])
+    return [document(name, messages, subset=str(record.get("source")), references=references)]
+
+
+def _texts(found: Any) -> list[str]:
+    """Texts of CoQA's turns: a list of them, of turns, or the Hub's mapping of lists."""
+    if isinstance(found, Mapping):
+        found = found["input_text"]
+    return [str(each["input_text"] if isinstance(each, Mapping) else each) for each in found]
+
+
+def _xquad(record: Record) -> list[Document]:
+    return [
+        document(
+            f"{language}/{record['id']}",
+            asked(f"{XQUAD_INSTRUCTION}\n\n{each['context']}\n\nQuestion: {each['question']}"),
+            cluster=record["id"],
+            subset=language,
+            references=[str(text) for text in _answers(each["answers"])],
+        )
+        for language, each in record["languages"].items()
+    ]
+
+
+def _answers(found: Any) -> list[str]:
+    """SQuAD's answers: a list of mappings, or the Hub's mapping of lists."""
+    texts = found["text"] if isinstance(found, Mapping) else [each["text"] for each in found]
+    if not texts:
+        raise ValueError("a question has no answer")
+    return list(texts)
+
+
+def _parallel(languages: Mapping[str, Iterable[Record]]) -> list[Record]:
+    """One record for each question that every language has, in English's order."""
+    by_id = {name: {str(r["id"]): r for r in rows} for name, rows in languages.items()}
+    shared = set.intersection(*(set(rows) for rows in by_id.values()))
+    return [
+        {"id": key, "languages": {name: rows[key] for name, rows in by_id.items()}}
+        for key in by_id[LANGUAGES[0]]
+        if key in shared
+    ]
+
+
+def _xquad_file(folder: str, language: str) -> list[Record]:
+    """The questions of a language: SQuAD's nested form, or one record a question, as the Hub's."""
+    names = [Path(folder) / f"xquad.{language}.{end}" for end in ("json", "jsonl")]
+    path = next((name for name in names if name.is_file()), None)
+    if path is None:
+        raise KVLingoError(
+            f"{folder} has no {names[0].name} or {names[1].name}; xquad_languages is a folder with "
+            f"a file for each of {', '.join(LANGUAGES)}"
+        )
+    try:
+        return [question for record in read_file(path) for question in _questions(record)]
+    except (KeyError, TypeError) as error:
+        raise KVLingoError(f"{path} is no file of XQuAD: {error} is missing") from None
+
+
+def _questions(record: Record) -> list[Record]:
+    if "paragraphs" not in record:
+        return [{**record, "id": str(record["id"])}]
+    return [
+        {**question, "id": str(question["id"]), "context": paragraph["context"]}
+        for paragraph in record["paragraphs"]
+        for question in paragraph["qas"]
+    ]
 
 
 def _mt_bench_101(record: Record, seed: int) -> list[Document]:
@@ -109,43 +223,23 @@ def _mt_bench_101(record: Record, seed: int) -> list[Document]:
     fields = {"conversation": transcript(messages)}
     if task in WITH_REFERENCE:
         fields["reference"] = turns[chosen]["bot"]
-    judge = _judge(f"mt_bench_101/{task}", fields)
-    return [_document(name, messages, subset=task, references=[turns[chosen]["bot"]], judge=judge)]
-
-
-def _longmemeval(record: Record) -> list[Document]:
-    question, answer = record["question"], str(record["answer"])
-    sessions = sorted(
-        zip(record["haystack_dates"], record["haystack_sessions"], strict=True),
-        key=lambda session: session[0],
-    )
-    chats = [
-        f"Chat of {date}:\n\n{transcript(_turns(session, 'haystack_sessions'))}"
-        for date, session in sessions
-    ]
-    text = "\n\n".join([LONGMEMEVAL_INSTRUCTION, *chats])
-    text += f"\n\nToday is {record['question_date']}. Question: {question}"
-    name = record["question_id"]
-    kind = "abstention" if name.endswith("_abs") else record["question_type"]
-    judge = _judge(f"longmemeval/{kind}", {"question": question, "reference": answer}, "yes")
-    return [
-        _document(
-            name, [{"role": "user", "content": text}], subset=kind, references=[answer], judge=judge
-        )
-    ]
+    judge = to_judge(f"mt_bench_101/{task}", fields)
+    return [document(name, messages, subset=task, references=[turns[chosen]["bot"]], judge=judge)]
 
 
 def _repliqa(record: Record, rubric: str) -> list[Document]:
     question, answer = record["question"], record["answer"]
-    if answer.strip().upper() == "UNANSWERABLE":
+    without = answer.strip().upper() == "UNANSWERABLE"
+    if without and rubric != "all":
         return []
     text = f"{REPLIQA_INSTRUCTION}\n\n{record['document_extracted']}\n\nQuestion: {question}"
-    fields = {"question": question, "reference": answer}
-    judge = _judge(f"repliqa/{rubric}", fields, "yes" if rubric == "correct" else None)
+    kind = "correct" if rubric == "all" else rubric
+    kind, fields = "unanswerable" if without else kind, {"question": question, "reference": answer}
+    judge = to_judge(f"repliqa/{kind}", fields, None if kind == "facts" else "yes")
     return [
-        _document(
+        document(
             record["question_id"],
-            [{"role": "user", "content": text}],
+            asked(text),
             cluster=record["document_id"],
             subset=record["document_topic"],
             references=[answer],
@@ -155,125 +249,18 @@ def _repliqa(record: Record, rubric: str) -> list[Document]:
 
 
 def _multichallenge(record: Record) -> list[Document]:
-    # The benchmark's repository writes field names in capitals, the Hub does not.
-    record = {key.lower(): value for key, value in record.items()}
-    messages = _turns(record["conversation"], "conversation")
-    judge = _judge(
+    record = _lower(record)
+    judge = to_judge(
         "multichallenge",
         {"criterion": record["target_question"]},
         record["pass_criteria"].strip().lower(),
     )
-    name = str(record["question_id"])
-    return [_document(name, messages, subset=record["axis"], references=[], judge=judge)]
-
-
-def _turns(turns: Any, name: str) -> list[dict[str, str]]:
-    """The messages in a list of them or, as `datasets` stores them, in a dict of lists."""
-    if isinstance(turns, Mapping):
-        turns = [
-            {"role": role, "content": content}
-            for role, content in zip(turns["role"], turns["content"], strict=True)
-        ]
-    messages = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
-    if not messages or any(m["role"] not in ("system", "user", "assistant") for m in messages):
-        raise ValueError(f"{name} is no conversation of users and assistants")
-    return messages
-
-
-def _judge(template: str, fields: dict[str, str], expected: str | None = None) -> str:
-    if template not in TEMPLATES:
-        raise ValueError(f"{template} is no kind of question that there is a judge prompt for")
-    if expected not in (None, "yes", "no"):
-        raise ValueError(f"{expected} is neither yes nor no")
-    return json.dumps({"template": template, "fields": fields, "expected": expected})
-
-
-def _document(
-    name: str,
-    messages: Sequence[dict[str, str]],
-    *,
-    subset: str,
-    references: Sequence[str],
-    cluster: str | None = None,
-    judge: str = "",
-) -> Document:
-    return {
-        "id": name,
-        "cluster": cluster or name,
-        "subset": subset,
-        "messages": [dict(message) for message in messages],
-        "references": list(references),
-        "judge": judge,
-    }
-
-
-# ---- fetching records -------------------------------------------------------------------
-
-
-def _dataset(
-    name: str,
-    documents: Callable[[Record], list[Document]],
-    data: Record | None,
-    fetch: Callable[[], Iterable[Record]],
-) -> dict[str, Any]:
-    """The documents as a data set for lm-eval, with the single split "test".
-
-    Raises:
-        KVLingoError: A record lacks a field, or there is no record.
-    """
-    from datasets import Dataset
-
-    file = (data or {}).get(name)
-    found = []
-    for number, record in enumerate(read_file(Path(file)) if file else fetch(), 1):
-        try:
-            found += documents(record)
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            what = f"field {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise KVLingoError(
-                f"record {number} of {file or 'the data'} is not a record of {name}: {what}"
-            ) from None
-    if not found:
-        raise KVLingoError(f"{file or 'the data'}: no question for the task {name} was found")
-    return {"test": Dataset.from_list(found)}
-
-
-def read_file(path: Path) -> list[Record]:
-    """The records of a JSON file: one list, or one record per line.
-
-    Raises:
-        KVLingoError: The file cannot be read.
-    """
-    try:
-        return _parse(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise KVLingoError(
-            f"{path} cannot be read ({error}); give a JSON list of records, or one record a line"
-        ) from None
-
-
-def _parse(text: str) -> list[Record]:
-    if text.lstrip().startswith("["):
-        return json.loads(text)
-    return [json.loads(line) for line in text.splitlines() if line.strip()]
-
-
-def _hub(path: str, split: str, revision: str | None = None) -> Iterable[Record]:
-    from datasets import load_dataset
-
-    return load_dataset(path, split=split, revision=revision)
-
-
-def _hub_file(path: str, file: str) -> list[Record]:
-    from huggingface_hub import hf_hub_download
-
-    return _parse(Path(hf_hub_download(path, file, repo_type="dataset")).read_text("utf-8"))
-
-
-def _download(url: str) -> list[Record]:
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        raise ConnectionError("offline (HF_HUB_OFFLINE)")
-    with urllib.request.urlopen(url, timeout=SECONDS) as answer:
-        return _parse(answer.read().decode("utf-8"))
+    return [
+        document(
+            str(record["question_id"]),
+            turns_of(record["conversation"], "conversation"),
+            subset=record["axis"],
+            references=[],
+            judge=judge,
+        )
+    ]

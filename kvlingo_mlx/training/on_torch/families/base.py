@@ -161,6 +161,10 @@ class TorchFamily:
         norm = getattr(attention, f"{which}_norm", None)
         return heads if norm is None else norm(heads)
 
+    def key_norm(self, attention: Any) -> tuple[torch.Tensor, float]:
+        """What a key is multiplied by after it was divided by its root mean square, and epsilon."""
+        return attention.k_norm.weight, attention.k_norm.variance_epsilon
+
     def rotate(
         self, model: Any, attention: Any, heads: torch.Tensor, start: Positions
     ) -> torch.Tensor:

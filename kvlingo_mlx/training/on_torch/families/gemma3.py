@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import torch
+
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.geometry import RopeSpec, configured_rope, layer_period
 from kvlingo_mlx.training.on_torch.families.base import TorchFamily
@@ -55,6 +57,10 @@ class Gemma3(TorchFamily):
         """Round the scale of embeddings to bfloat16, as mlx-lm does for a model of any dtype."""
         scale = self.text(model).embed_tokens.embed_scale
         scale.copy_(scale.bfloat16())
+
+    def key_norm(self, attention: Any) -> tuple[torch.Tensor, float]:
+        """Gemma's norms store what is added to one."""
+        return 1 + attention.k_norm.weight.float(), attention.k_norm.eps
 
     def windows(self, config: Mapping[str, Any], num_layers: int) -> list[int | None]:
         """The windows; one layer in every ``sliding_window_pattern`` is global and has none."""

@@ -1,0 +1,29 @@
+"""The section on the paper's tables and figures, made on tiny models."""
+
+from __future__ import annotations
+
+from rendering.records import records, source, table
+
+READERS = ("native", "closed form", "trained")
+
+
+def reproductions() -> str:
+    """Every label's tiny run: how much of it was made, and what caches scored."""
+    found = records("reproductions")
+    if not found:
+        return ""
+    rows = []
+    for entry in found[-1]["results"]["entries"]:
+        means = entry.get("means", {})
+        scores = [f"{means[name]:.2f}" if name in means else "" for name in READERS]
+        count = f"{entry['made']} of {entry['numbers']}" if not entry["status"] else entry["last"]
+        facts = [f"`{entry['label']}`", entry["maker"], count, f"{entry['seconds']:.0f}"]
+        rows.append([*facts, *scores])
+    return "\n".join([
+        "## The paper's tables and figures on tiny models\n",
+        "`kvlingo-mlx reproduce --tiny` for every label that needs no vLLM: six steps a training,\n"
+        "two items a benchmark. The scores say that the way is whole, not how good a method is; a\n"
+        "label whose translators or answers an earlier one made takes less time.\n",
+        table(["label", "maker", "numbers made", "seconds", *READERS], rows),
+        source(found[-1]),
+    ])  # fmt: skip

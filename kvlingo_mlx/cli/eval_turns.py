@@ -1,0 +1,143 @@
+"""kvlingo-mlx eval --turns: conversations that two models answer in turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlingo_mlx.cli import eval_options as parsing
+from kvlingo_mlx.cli.eval_options import EvalOptions, words
+from kvlingo_mlx.cli.eval_printing import print_outcome, resumable
+from kvlingo_mlx.cli.output import draw, keep, native_number, progress_bar, say, warn
+from kvlingo_mlx.cli.sampling import check_ranges
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.evaluation.compare import Outcome
+    from kvlingo_mlx.evaluation.turns import Directions
+    from kvlingo_mlx.models.language_model import LanguageModel
+
+
+def hold(options: EvalOptions) -> None:
+    """Let two models answer a benchmark's conversations in turn, and print scores by turn."""
+    asked = _parsed(options)
+
+    from kvlingo_mlx.evaluation import compare, turn_records
+    from kvlingo_mlx.evaluation.harness.responses import Responses
+    from kvlingo_mlx.loading.models import load_pair
+    from kvlingo_mlx.loading.pairing import check_tokenizers
+    from kvlingo_mlx.reporting import measure, pictures
+
+    if options.plot:
+        pictures.check(options.plot)
+    files = parsing.named_files(options.task_data)
+    talks = {}
+    for name, depth in asked:
+        talks[name], short = turn_records.read_talks(
+            name, files.get(name), depth=depth, limit=options.count
+        )
+        if short:
+            say(f"{name}: {short} conversations have fewer turns, and are left out")
+    responses = Responses(Path(options.responses))
+    models = load_pair(options.source, options.target)
+    check_tokenizers(*models, "--turns compares ways that need one; use models of one tokenizer")
+    named = _translators(options, models)
+    outcomes: list[Outcome] = []
+    for name, found in talks.items():
+        outcomes += _held(options, name, found, models, named, responses)
+    for outcome in outcomes:
+        print_outcome(outcome)
+    say(measure.machine_line())
+    say(f"every answer is in {options.responses}")
+    digests = {name: [[t.digest for t in seed] for seed in seeds] for name, seeds in named.items()}
+    config = {
+        "models": [model.name for model in models],
+        "weights": [model.precision for model in models],
+        "native_layers": native_number(options.native_layers),
+        "task_data": files,
+        **options.some("turns baselines limit thinking max_tokens judge quantize"),
+    }
+    results = compare.found(outcomes, {}) | {"translators": digests}
+    keep(options.json_file, "eval turns", config, results)
+    if options.plot:
+        from kvlingo_mlx.evaluation.figures import scores_by_turn
+
+        draw(scores_by_turn(outcomes), options.plot, *(m.name for m in models))
+
+
+def _parsed(options: EvalOptions) -> list[tuple[str, int | None]]:
+    """The benchmarks of ``--turns``; bad options are refused before any work."""
+    most = options.max_tokens
+    check_ranges(
+        ("--limit", options.limit, options.limit is None or options.limit > 0, "1 or more"),
+        ("--max-tokens", most, most is None or most > 0, "1 or more"),
+    )
+    asked = parsing.turns(options.turns or "")
+    parsing.forms(options.quantize)
+    native_number(options.native_layers)
+    for name in _controls(options):
+        if name not in ("hidden", "shuffled"):
+            raise ValueError(
+                f"--baselines names {name!r}; with --turns give hidden, shuffled or none"
+            )
+    if any(name == "multichallenge" for name, _ in asked) and options.judge is None:
+        raise ValueError("a model judges the answers of multichallenge; add --judge MODEL")
+    return asked
+
+
+def _controls(options: EvalOptions) -> list[str]:
+    return [name for name in words(options.baselines) if name != "none"]
+
+
+def _translators(
+    options: EvalOptions, models: tuple[LanguageModel, LanguageModel]
+) -> dict[str, tuple[Directions, ...]]:
+    """The translators of both directions by method, one pair of them for each seed."""
+    from kvlingo_mlx.evaluation import turns
+
+    named = {}
+    for name, places in parsing.named_translators(options.translators).items():
+        for bits in parsing.forms(options.quantize):
+            label = name if bits is None else f"{name}, {bits} bits"
+            named[label] = turns.directed(
+                places, models, bits, allow_mismatch=options.allow_mismatch
+            )
+            say(f"{label}: {', '.join(t.name for seed in named[label] for t in seed)}")
+    return named
+
+
+def _held(
+    options: EvalOptions,
+    name: str,
+    talks: Any,
+    models: tuple[LanguageModel, LanguageModel],
+    named: dict[str, tuple[Directions, ...]],
+    responses: Any,
+) -> list[Outcome]:
+    """The outcomes of one benchmark, one for each model that begins."""
+    from kvlingo_mlx.evaluation import turn_scores, turns
+    from kvlingo_mlx.evaluation.harness.judge import Judge
+    from kvlingo_mlx.evaluation.turn_records import PUBLISHED
+
+    benchmark, judge = PUBLISHED[name].benchmark, options.judge
+    manner = turns.Manner(
+        max_tokens=options.max_tokens or benchmark.max_tokens,
+        native_layers=native_number(options.native_layers),
+        **options.some("thinking allow_mismatch"),
+    )
+    ends = turns.names_of(models)
+    ways, notes = turns.ways_of(ends, named, _controls(options), manner)
+    fitting, _ = turn_scores.that_fit(ends, talks, manner)
+    if left := len(talks) - len(fitting):
+        notes.append(f"{left} conversations do not fit both contexts, and are left out")
+    for note in notes:
+        warn(f"{name}: {note}")
+    held = turn_scores.Held(ends, fitting, ways, manner, responses)
+    asks = None
+    if benchmark.score is None and judge is not None:
+        asks = lambda: Judge(judge, responses=options.responses)  # noqa: E731
+    with resumable(), progress_bar(name, held.runs) as step:
+        outcomes = turn_scores.evaluate(benchmark, held, judge=asks, progress=step)
+    for outcome in outcomes:
+        for note in outcome.notes:
+            warn(note)
+    return outcomes

@@ -1,0 +1,149 @@
+"""kvlingo-mlx reproduce: the paper's tables and figures, by their labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlingo_mlx.cli.command import Options, argument, option, verb
+from kvlingo_mlx.cli.eval_options import named_files
+from kvlingo_mlx.cli.output import keep, progress_bar, say, table, warn
+
+if TYPE_CHECKING:
+    from kvlingo_mlx.reproducing.listing import Listed
+    from kvlingo_mlx.reproducing.results import Result
+    from kvlingo_mlx.reproducing.work import Size, Work
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReproduceOptions(Options):
+    labels: list[str] | None = argument(None, "Labels of the paper, such as tab:qwen3sl.")
+    listing: bool = option(
+        False, "Name every table and figure, what it takes, and what there is of it.", "--list"
+    )
+    tiny: bool = option(False, "The same on tiny models and data, to try the way.")
+    room: str = option("kvlingo-reproduce", "The folder of everything that is made and kept.")
+    models: str | None = option(
+        None, "A folder with models by name; what it lacks comes from the Hub."
+    )
+    translators: str | None = option(
+        None, "A folder with translators to use where it has them, named as those of --room."
+    )
+    data: list[str] | None = option(
+        None, "Conversations to train on: JSONL, folder or dataset; default: the paper's."
+    )
+    text: list[str] | None = option(
+        None, "Plain text to train base models' translators on, the same way."
+    )
+    task_data: list[str] | None = option(
+        None, "NAME=FILE: local records of a benchmark's task, as for eval."
+    )
+    judge: str | None = option(None, "A model that judges free answers: a folder or Hub id.")
+    steps: int | None = option(None, "Fewer steps of each training than the paper's 5,000.")
+    items: int | None = option(None, "At most so many items of a benchmark.")
+    seeds: int | None = option(None, "At most so many seeds, where the paper has three.")
+    device: str | None = option(None, "What trains: mlx, cuda, cuda:N or cpu; as for train.")
+
+
+@verb(ReproduceOptions)
+def command(options: ReproduceOptions) -> None:
+    """Make a table or a figure of the paper again, and lay it beside the paper's numbers.
+
+    It trains the translators that are needed, evaluates, and writes a page into --room. What is
+    there already is not made again, so the same command goes on where it stopped.
+    """
+    from kvlingo_mlx.reproducing import listing
+
+    if options.listing:
+        _list(options, listing.listed(Path(options.room)))
+        return
+    if not options.labels:
+        raise ValueError("no label is given; name one, or see them all by --list")
+    entries = listing.named(options.labels)
+    optional = options.some("models translators data text task_data judge steps items seeds device")
+    given = [name for name, value in optional.items() if value]
+    if idle := listing.unused(entries, given):
+        raise ValueError(
+            f"--{idle[0].replace('_', '-')} changes nothing in {', '.join(options.labels)}; "
+            "leave it out"
+        )
+    results = {}
+    with progress_bar("reproducing", None) as step:
+        work = _work(options, lambda text: step(text=text))
+        from kvlingo_mlx.reproducing.running import reproduce
+
+        for entry in entries:
+            found, page = reproduce(entry, work)
+            _show(entry.label, entry.title, found)
+            say(f"it is kept in {page}")
+            results[entry.label] = found
+    told = {label: [vars(line) for line in found.lines] for label, found in results.items()}
+    config = options.some("labels tiny steps items seeds judge")
+    keep(options.json_file, "reproduce", config, _plain(told))
+
+
+def _plain(told: Any) -> Any:
+    """Means as JSON values."""
+    if isinstance(told, dict):
+        return {key: _plain(value) for key, value in told.items()}
+    if isinstance(told, list | tuple):
+        return [_plain(value) for value in told]
+    return told.as_json() if hasattr(told, "as_json") else told
+
+
+def _work(options: ReproduceOptions, progress: Any) -> Work:
+    from kvlingo_mlx.reproducing.listing import TINY_ROOM
+    from kvlingo_mlx.reproducing.models import Models
+    from kvlingo_mlx.reproducing.work import Heard, Work
+
+    room = Path(options.room) / TINY_ROOM if options.tiny else Path(options.room)
+    folder = None if options.models is None else Path(options.models)
+    benchmarks: dict[str, Any] = {}
+    if options.task_data:
+        benchmarks["data"] = named_files(options.task_data)
+    if options.judge:
+        benchmarks["judge"] = options.judge
+    return Work(
+        room,
+        Models(folder, options.tiny, room / "models"),
+        _size(options),
+        data=tuple(options.data or ()),
+        texts=tuple(options.text or ()),
+        given=None if options.translators is None else Path(options.translators),
+        benchmarks=benchmarks,
+        device=options.device,
+        heard=Heard(say, warn, progress),
+    )
+
+
+def _size(options: ReproduceOptions) -> Size:
+    """The paper's size or the tiny one, but for what is smaller by an option."""
+    from dataclasses import replace
+
+    from kvlingo_mlx.cli.sampling import check_ranges
+    from kvlingo_mlx.reproducing.work import PAPERS, TINY
+
+    asked = {name: n for name, n in options.some("steps items seeds").items() if n is not None}
+    check_ranges(*((f"--{name}", n, n > 0, "1 or more") for name, n in asked.items()))
+    return replace(TINY if options.tiny else PAPERS, **asked)
+
+
+def _list(options: ReproduceOptions, found: list[Listed]) -> None:
+    """Print all there is, and what each takes."""
+    rows = [[one.label, one.title, one.takes, one.state] for one in found]
+    table("The paper's tables and figures", ["label", "what", "takes", "state"], rows)
+    keep(options.json_file, "reproduce_list", {}, [vars(one) for one in found])
+
+
+def _show(label: str, title: str, found: Result) -> None:
+    from kvlingo_mlx.reproducing.results import cells
+
+    width = len(found.titles)
+    rows = []
+    for line in found.lines:
+        names = [""] * (width - len(line.names)) + list(line.names)
+        rows.append([*names, *cells(line)])
+    table(f"{label}: {title}", [*found.titles, *found.columns], rows)
+    for note in dict.fromkeys(found.notes):
+        say(note)

@@ -1,0 +1,95 @@
+"""The pairs that are timed on a GPU, by the paper's tables and figures; no PyTorch.
+
+Gemma-4 is in none of them: no table of the paper times it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvlingo_mlx.timing import paper
+from kvlingo_mlx.timing.shapes import GEOMETRIES, released
+from kvlingo_mlx.training.paper_pairs import NU, best_of
+
+
+def _tiny(name: str, **more: Any) -> dict[str, Any]:
+    small = {"vocab_size": 64, "head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return {**GEOMETRIES[name], **small, **more}
+
+
+# For trials without a GPU: each of the code paths at a size that a CPU runs in a moment.
+TINY = {
+    "tiny-s": _tiny("qwen3-0.6b", hidden_size=32, intermediate_size=64, num_hidden_layers=2),
+    "tiny-l": _tiny("qwen3-1.7b", hidden_size=48, intermediate_size=96, num_hidden_layers=3),
+    "tiny-moe": _tiny(
+        "qwen3-30b-a3b", hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        num_key_value_heads=1, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
+    ),
+    "tiny-gemma-s": _tiny(
+        "gemma-3-4b", hidden_size=32, intermediate_size=64, num_hidden_layers=5,
+        num_key_value_heads=1, sliding_window=8, sliding_window_pattern=2,
+    ),
+    "tiny-gemma-l": _tiny(
+        "gemma-3-12b", hidden_size=48, intermediate_size=96, num_hidden_layers=7,
+        sliding_window=8, sliding_window_pattern=3,
+    ),
+}  # fmt: skip
+SHAPES = GEOMETRIES | TINY
+
+
+def _both(small: str, large: str) -> tuple[str, str]:
+    return f"{large}:{small}", f"{small}:{large}"
+
+
+# By the label of the paper's table or figure. The tables list the smaller target first.
+PAIRS = {
+    "tab:cost": tuple(pair for both in paper.COST_PAIRS.values() for pair in both),
+    "fig:nsrc_ttft": _both("qwen3-1.7b", "qwen3-4b"),
+    "tab:xdepth": _both("qwen3-0.6b", "qwen3-8b"),
+    "tab:gemma3": _both("gemma-3-4b", "gemma-3-12b"),
+    "app:tab:moe": _both("qwen3-4b", "qwen3-30b-a3b"),
+}
+SERVED = tuple(paper.SERVED.values())  # by vLLM, in the order of the paper's app:tab:vllm
+
+
+def ends_of(pair: str) -> tuple[str, str]:
+    """The source and target of ``SOURCE:TARGET``.
+
+    Raises:
+        ValueError: These are not two known shapes.
+    """
+    names = pair.split(":")
+    if len(names) != 2 or not set(names) <= set(SHAPES):
+        raise ValueError(f"the pair is {pair!r}; give SOURCE:TARGET of {', '.join(SHAPES)}")
+    return names[0], names[1]
+
+
+def nu_of(source: str, target: str) -> int:
+    """The source layers that a target layer reads in the paper's recipe of a pair; 1 for others."""
+    best = best_of(released(source), released(target))
+    return NU if best is None else best.nu
+
+
+@dataclass(frozen=True)
+class Form:
+    """A translator's form: where its keys are captured, and whether its maps mix heads."""
+
+    capture: str
+    head_mixing: bool
+
+
+FORMS = {
+    "mixing": Form("pre_norm", True),
+    "head-wise": Form("pre_norm", False),
+    "mixing, after RoPE": Form("post_rope", True),
+}
+
+
+def forms_of(source: str, target: str) -> dict[str, Form]:
+    """The forms in which a pair is translated; head-wise maps pair heads evenly, or are left out.
+
+    The paper has none where the two have different numbers of KV heads.
+    """
+    heads = {SHAPES[name]["num_key_value_heads"] for name in (source, target)}
+    return {name: form for name, form in FORMS.items() if form.head_mixing or len(heads) == 1}

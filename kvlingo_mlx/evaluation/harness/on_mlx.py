@@ -1,0 +1,164 @@
+"""lm-eval's tasks decoded on MLX: answers of one model, several at once."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+from kvlingo_mlx.caches import memory
+from kvlingo_mlx.caches.limits import can_merge
+from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
+from kvlingo_mlx.evaluation import conditions
+from kvlingo_mlx.evaluation.conditions import CacheMaker
+from kvlingo_mlx.evaluation.harness.decoding import Reading, Wanted
+from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities
+from kvlingo_mlx.handover.batches import Batch, Row
+from kvlingo_mlx.handover.sampling import Choice
+from kvlingo_mlx.loading.notes import tell
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.threads import wired
+
+BATCH_SIZE = 8
+GREEDY = Choice(None, None, None, ())
+
+
+class MLXDecoder:
+    """See :class:`kvlingo_mlx.evaluation.harness.decoding.Decoder`.
+
+    Args:
+        target: The model that decodes.
+        make_cache: The way prompts are read.
+        batch_size: The most answers that are written at once. Fewer are while memory is short.
+
+    Raises:
+        ValueError: ``batch_size`` is not positive.
+    """
+
+    def __init__(
+        self, target: LanguageModel, make_cache: CacheMaker, batch_size: int = BATCH_SIZE
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        self._target, self._make, self._size = target, make_cache, batch_size
+        self.name, self.tokenizer = target.name, target.tokenizer
+        self.context_length = target.context_length
+
+    @property
+    def identity(self) -> list[Any]:
+        target = self._target
+        return [target.name, target.revision, target.weights_fingerprint]
+
+    # ---- log-likelihoods -----------------------------------------------------------------
+
+    def score(
+        self, reading: Reading, continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, bool]]:
+        cache, last = self._read(reading), reading.tokens[-1]
+        (first,) = log_probabilities(self._target, cache, last, [last])
+        mx.eval(first, [c.state for c in cache])
+        mx.clear_cache()
+        self._check_numbers(first)
+        best, scored = mx.argmax(first).item(), []
+        for tokens in continuations:
+            score, greedy = _number(first[0, tokens[0]]), tokens[0] == best
+            if len(tokens) > 1:
+                rest, rest_greedy = self._follow(tokens, copy.deepcopy(cache))
+                score, greedy = score + rest, greedy and rest_greedy
+            scored.append((score, greedy))
+        return scored
+
+    def score_alone(self, tokens: Sequence[int]) -> float:
+        return self._follow(tokens, conditions.empty(self._target))[0]
+
+    def _follow(self, tokens: Sequence[int], cache: list) -> tuple[float, bool]:
+        """The log-likelihood of the tokens after the first, and whether all are first choices."""
+        start, chosen, first = 1, list[mx.array](), True
+        for logs in log_probabilities(self._target, cache, tokens[0], tokens[1:]):
+            true = mx.array(list(tokens[start : start + len(logs)]))
+            chosen.append(mx.take_along_axis(logs, true[:, None], axis=-1)[:, 0])
+            first &= bool(mx.all(mx.argmax(logs, axis=-1) == true).item())
+            mx.eval(chosen)
+            mx.clear_cache()
+            start += len(logs)
+        return _number(mx.sum(mx.concatenate(chosen))), first
+
+    # ---- answers -------------------------------------------------------------------------
+
+    def write(self, wanted: Sequence[Wanted]) -> Iterator[Wanted]:
+        waiting, batch = deque(wanted), Batch(self._target, records=False)
+        running: dict[Row, Wanted] = {}
+        with wired(self._target.model):
+            while waiting or running:
+                while waiting and self._fits(waiting[0], running):
+                    try:
+                        row = self._join(batch, waiting[0])
+                    except NotEnoughMemoryError:
+                        if not running:
+                            raise
+                        break  # until one of the others has ended
+                    running[row] = waiting.popleft()
+                for row, each in list(running.items()):
+                    if self._ended(row, each):
+                        batch.leave(row)
+                        del running[row]
+                        mx.clear_cache()
+                        yield each
+                if running:
+                    batch.step()
+
+    def _join(self, batch: Batch, wanted: Wanted) -> Row:
+        cache = self._read(wanted.reading)
+        if self._size > 1 and not can_merge(cache):
+            self._size = 1
+            tell(
+                f"one at a time: {self.name}, {type(cache[0]).__name__}",
+                f"mlx-lm cannot merge such caches of {self.name} ({type(cache[0]).__name__}), so "
+                "their answers are written one at a time",
+            )
+        return batch.join(cache, wanted.reading.tokens, GREEDY, wanted.most)
+
+    def _fits(self, wanted: Wanted, running: dict[Row, Wanted]) -> bool:
+        """Whether an answer may begin beside others, which all are as wide as the longest.
+
+        Others' caches are copied when one joins, so both copies and its own must have room.
+        """
+        if not running:
+            return True
+        if len(running) >= self._size:
+            return False
+        every = [wanted, *running.values()]
+        longest = max(len(each.reading.tokens) + each.most for each in every)
+        free = memory.free()
+        needed = memory.cache_bytes(self._target, longest) * (len(every) + 1)
+        return free is None or needed <= free
+
+    def _ended(self, row: Row, wanted: Wanted) -> bool:
+        """Take what a row has written; returns whether its answer has ended."""
+        while (response := row.take()) is not None:
+            if response.generation_tokens == 1:
+                self._check_numbers(response.logprobs)
+            if response.finish_reason == "stop" or wanted.take(response.token):
+                return True
+        return row.over
+
+    # ---- shared --------------------------------------------------------------------------
+
+    def _read(self, reading: Reading) -> list:
+        """The cache of all tokens but the last."""
+        return conditions.read(self._make, self._target, reading.tokens, reading.begin)
+
+    def _check_numbers(self, logs: mx.array) -> None:
+        if mx.isnan(logs).any().item():
+            raise KVLingoError(
+                f"a prediction of {self.name} is not a number: the translator's output "
+                "overflows, or the model's weights are damaged"
+            )
+
+
+def _number(array: mx.array) -> float:
+    found: Any = array.item()
+    return float(found)

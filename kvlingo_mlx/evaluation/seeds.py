@@ -1,0 +1,107 @@
+"""A method's spread over seeds beside its error over items (appendix "Seeds and error bars")."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvlingo_mlx.evaluation.compare import ALL, Outcome, Table
+from kvlingo_mlx.evaluation.error_bars import Mean, over_sets
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One score of one condition that has several seeds.
+
+    Attributes:
+        task: The task's name.
+        metric: The metric, with the group of items where there are several.
+        condition: The condition's name.
+        seeds: Each seed's mean over items, with its standard error.
+    """
+
+    task: str
+    metric: str
+    condition: str
+    seeds: tuple[Mean, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean over seeds."""
+        return float(np.mean([seed.value for seed in self.seeds]))
+
+    @property
+    def seed_sd(self) -> float:
+        """The sample standard deviation of the seeds' scores; NaN for one seed."""
+        return spread([seed.value for seed in self.seeds])
+
+    @property
+    def item_error(self) -> float:
+        """The standard error over items of one seed's score, the first one's."""
+        return self.seeds[0].error
+
+
+def spread(scores: Sequence[float]) -> float:
+    """The sample standard deviation of scores; NaN for fewer than two."""
+    return float(np.std(scores, ddof=1)) if len(scores) > 1 else float("nan")
+
+
+def cells(outcomes: Iterable[Outcome]) -> list[Cell]:
+    """Every score of every condition with several seeds, in the outcomes' order."""
+    return [
+        Cell(
+            outcome.task,
+            metric if len(tables[0]) == 1 else f"{metric} ({group})",
+            condition,
+            tuple(table[group][metric] for table in tables),
+        )
+        for outcome in outcomes
+        for condition, tables in outcome.seeds.items()
+        for group in tables[0]
+        for metric in outcome.metrics
+    ]
+
+
+def medians(found: Iterable[Cell]) -> dict[tuple[str, str], tuple[float, float]]:
+    """Seed sd and error over items by task and metric, each the median over cells.
+
+    This is table "seedsd": a family's cells are its translators, directions and reasoning modes.
+    """
+    rows: dict[tuple[str, str], list[Cell]] = {}
+    for cell in found:
+        rows.setdefault((cell.task, cell.metric), []).append(cell)
+    return {
+        name: (
+            statistics.median(cell.seed_sd for cell in each),
+            statistics.median(cell.item_error for cell in each),
+        )
+        for name, each in rows.items()
+    }
+
+
+def over_tasks(outcomes: Sequence[Outcome]) -> list[Cell]:
+    """One mean over several tasks for each condition with several seeds (table "seedsets").
+
+    Of each task its first metric counts, over all of its items. All tasks have the same conditions
+    and seeds.
+    """
+
+    def score(outcome: Outcome, table: Table) -> Mean:
+        return table.get(ALL, next(iter(table.values())))[outcome.metrics[0]]
+
+    first = outcomes[0].seeds if outcomes else {}
+    return [
+        Cell(
+            f"mean of {len(outcomes)} tasks",
+            "first metrics",
+            name,
+            tuple(
+                over_sets([score(o, o.seeds[name][n]) for o in outcomes])
+                for n in range(len(tables))
+            ),
+        )
+        for name, tables in first.items()
+    ]

@@ -1,0 +1,61 @@
+"""Who decodes in an evaluation: MLX, or PyTorch on the machine that trained."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reproducing.work import Work
+
+Models = tuple[LanguageModel, LanguageModel]
+
+
+def on_mlx(work: Work) -> bool:
+    """Whether MLX decodes."""
+    return work.place == "mlx"
+
+
+def load(work: Work, source: str, target: str) -> Models:
+    """Two models on the run's device; one model alone is opened once."""
+    if on_mlx(work):
+        from kvlingo_mlx.loading.models import load_pair
+
+        return load_pair(source, target)
+    from kvlingo_mlx.training.on_torch.runtime import load_as_stored
+
+    place = work.place
+    opened: Any = {name: load_as_stored(name, place) for name in dict.fromkeys((source, target))}
+    return opened[source], opened[target]
+
+
+def ways(work: Work) -> Any:
+    """The functions that fill caches."""
+    if on_mlx(work):
+        from kvlingo_mlx.evaluation import conditions
+
+        return conditions
+    from kvlingo_mlx.training.on_torch import decoding
+
+    return decoding
+
+
+def decoders(work: Work, models: Models) -> dict[str, Any]:
+    """Who decodes from caches, and who writes the traces that are handed over."""
+    room = "evaluation.harness.on_mlx" if on_mlx(work) else "training.on_torch.decoding"
+    module = importlib.import_module(f"kvlingo_mlx.{room}")
+    decoder = module.MLXDecoder if on_mlx(work) else module.TorchDecoder
+    return {"decode": decoder, "writer": decoder(models[0], ways(work).native(models[0]))}
+
+
+def check_mlx(work: Work, what: str) -> None:
+    """Refuse what MLX alone measures.
+
+    Raises:
+        ValueError: PyTorch decodes in this run.
+    """
+    if not on_mlx(work):
+        raise ValueError(
+            f"{what} is measured by MLX alone, and --device is {work.place}; give "
+            "--device mlx where MLX is installed (what was scored already is kept)"
+        )

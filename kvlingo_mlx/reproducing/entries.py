@@ -1,0 +1,301 @@
+"""Every table and figure of the paper: what makes it, and of what.
+
+A table's rows are named in ``tables.jsonl``; ``columns`` says what each column of values is a score
+of, in the words of :func:`.cells.said_by`. A figure lists pairs, benchmarks and readers instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvlingo_mlx.reproducing.cells import Grid, of_figure, of_table
+from kvlingo_mlx.reproducing.tables import LARGE_TO_SMALL, SMALL_TO_LARGE, Pair, tables
+
+Maker = Literal[
+    "scores",  # benchmarks, by every reader
+    "seeds",  # what seeds change of scores
+    "signs",  # in how many cells one translator scores lower than another
+    "turns",  # conversations in which two models alternate
+    "curves",  # held-out KL of trainings
+    "perplexity",  # continuations of plain text
+    "statistics",  # of two models' caches
+    "lengths",  # of the training data
+    "times",  # of a switch and its parts
+    "protocol",  # nothing is measured: what the figure draws is in the documentation
+    "missing",  # nothing here makes it; ``why`` says what it would need
+]
+
+SMALL, LARGE = ("Qwen3-0.6B", "Qwen3-1.7B"), ("Qwen3-4B", "Qwen3-8B")
+FAR, NEAR = ("Qwen3-0.6B", "Qwen3-8B"), ("Qwen3-1.7B", "Qwen3-4B")
+GEMMA3, GEMMA4 = ("gemma-3-4b-it", "gemma-3-12b-it"), ("gemma-4-E2B-it", "gemma-4-E4B-it")
+MIXTURE = ("Qwen3-4B", "Qwen3-30B-A3B")
+MISTRAL = ("Mistral-7B-Instruct-v0.3", "Qwen3-8B")
+
+NINE = "mmlu_pro arc_challenge ruler longmemeval coqa ifeval xquad repliqa mt_bench_101".split()
+FOUR = "mmlu_pro arc_challenge ruler longmemeval".split()
+SIX = "mmlu_pro arc_challenge longbench_v2 xquad ruler mt_bench_101".split()
+REASONED = "mmlu_pro arc_challenge gsm8k repliqa mt_bench_101 longmemeval".split()
+SEVEN = "mmlu_pro arc_challenge repliqa longmemeval gsm8k ifeval xquad".split()
+LONG = "ruler longmemeval longbench_v2".split()
+SEEDS = (42, 43, 44)
+NINE_BUT_MEMORY = [name for name in NINE if name != "longmemeval"]
+ALL_BUT_MEAN = [*NINE, "gsm8k", "longbench_v2"]
+RULERS = [f"ruler {rung}" for rung in ("4k", "8k", "16k", "32k")]
+MEMORIES = [f"longmemeval {rung}" for rung in ("oracle", "8k", "16k", "32k")]
+
+SHAPE = "small large closed mixing mixed_loss head_wise head_wise_mlp".split()
+DEPTHS = "small large closed closed+{0} mixing mixing+{0}".split()
+BY_R2, BY_GREED = ([word.format(how) for word in DEPTHS] for how in ("r2", "greedy"))
+NUS = ["mixing+r2", *(f"mixing+r2+nu{nu}" for nu in (2, 4, 8))]
+GREEDY_NUS = ["mixing+greedy", *(f"mixing+greedy+nu{nu}" for nu in (2, 4, 8))]
+HEAD_WISE_NUS = ["head_wise+greedy", *(f"head_wise+greedy+nu{nu}" for nu in (2, 4, 8))]
+EVERY = [*BY_R2, *NUS[1:], *HEAD_WISE_NUS, "head_wise_mlp", "mixing_mlp"]
+RECOMPUTED = (0, 4, 8, 12, 16, 18, 20, 22, 24, 26)
+CAPS = [f"mixing{capture}+cap{cap}k" for capture in ("", "+post_rope") for cap in (2, 8, 16)]
+HERE = "docs/guides/fitting-and-training.md"
+# Judged by covered facts between Qwen3 models of one shape, and over all questions between two
+# tokenizers (appendix "Evaluation data").
+FACTS, WHOLE = ({"rubrics": {"repliqa": f"repliqa_{rubric}"}} for rubric in ("facts", "all"))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One table or figure.
+
+    Attributes:
+        label: Its label in the paper.
+        title: What it shows, in a few words.
+        maker: What makes it.
+        pairs: The small and the large model of each pair, where its rows do not name them.
+        what: The benchmarks, where its rows do not name them.
+        who: Who reads, where no table names them.
+        columns: For a table, what each column of values is a score of; empty for none.
+        default: What neither rows nor columns say of a cell.
+        modes: Whether answers reason: ``off``, ``on`` or both.
+        seeds: The seeds of trainings.
+        suffix: The ending of the models' names that the table leaves out.
+        extra: What its maker is told besides.
+        values_of: The labels of the tables whose values a figure draws.
+        why: What would make a missing one, or where a protocol is described.
+    """
+
+    label: str
+    title: str
+    maker: Maker
+    pairs: tuple[Pair, ...] = ()
+    what: tuple[str, ...] | list[str] = ()
+    who: tuple[str, ...] | list[str] = ()
+    columns: tuple[str, ...] | list[str] = ()
+    default: Mapping[str, Any] = field(default_factory=dict)
+    modes: tuple[str, ...] = ("off",)
+    seeds: tuple[int, ...] = (42,)
+    suffix: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    values_of: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def kind(self) -> str:
+        """``table`` or ``figure``."""
+        return "figure" if "fig:" in self.label else "table"
+
+    def grid(self) -> Grid:
+        """The cells of an entry of scores, as they are laid out."""
+        if self.columns:
+            default = dict(self.default)
+            if self.pairs:
+                default.setdefault("pair", self.pairs[0])
+            table = tables()[self.label]
+            return of_table(table, tuple(self.columns), default, self.seeds, self.suffix)
+        return of_figure(self.pairs, tuple(self.what), tuple(self.who), self.modes, self.seeds)
+
+
+def _on(columns: list[str]) -> list[str]:
+    """The same columns with reasoning."""
+    return [f"on {column}" for column in columns]
+
+
+def _missing(label: str, title: str, why: str) -> Entry:
+    return Entry(label, title, "missing", why=why)
+
+
+MLA = "Qwen3-4B and 8B converted to latents (CARE) and recovered by fine-tuning"
+SCRATCH = "a pair pretrained from scratch with the shapes of Qwen3-0.6B and 1.7B"
+L2S, S2L = {"way": LARGE_TO_SMALL}, {"way": SMALL_TO_LARGE}
+
+ENTRIES = (
+    # The main text.
+    Entry("fig:main", "what a translator does", "protocol", why="README.md"),
+    Entry("fig:cka", "which layers of two models correspond", "statistics", (SMALL, GEMMA3),
+          extra={"statistic": "cka"}),
+    Entry("fig:qwen3small", "means of nine benchmarks, two pairs", "scores", (SMALL, FAR), NINE,
+          [*SHAPE, "mixing+r2+nu2", "mixing_mlp"]),
+    Entry("fig:ttft", "scores over times to the first token", "scores", (LARGE, FAR), LONG,
+          ["small", "large", "mixing", "mixing+r2+nu2", "head_wise_mlp"],
+          extra={"over": "times"}),
+    Entry("fig:multiturn_coqa", "ten turns of CoQA, turn by turn", "turns", (LARGE,), ("coqa",),
+          ("mixing",), seeds=SEEDS),
+    Entry("fig:cost", "what a switch costs", "times", (SMALL, LARGE, MIXTURE),
+          values_of=("tab:cost", "app:tab:vllm", "app:tab:moespeed")),
+    # Motivating measurements.
+    Entry("app:fig:cka", "how sharply layers correspond", "statistics",
+          (SMALL, LARGE, GEMMA3, FAR), extra={"statistic": "contrast"}),
+    Entry("tab:linearity", "R2 of linear maps and of an MLP", "statistics", (LARGE, SMALL),
+          extra={"statistic": "linearity"}),
+    Entry("tab:affine", "R2 with and without an intercept", "statistics", (LARGE, SMALL),
+          extra={"statistic": "affine"}),
+    Entry("tab:erank", "effective ranks, trained and random", "statistics", (SMALL, LARGE),
+          extra={"statistic": "rank"}),
+    Entry("fig:head_alignment", "which heads correspond", "statistics", (SMALL, LARGE),
+          extra={"statistic": "heads"}),
+    # Data and protocol.
+    Entry("fig:kvlingo_computation", "architecture and training", "protocol",
+          why="ARCHITECTURE.md"),
+    Entry("tab:evalsets", "the evaluation suite", "protocol", why="docs/guides/evaluating.md"),
+    Entry("tab:lrs", "selected learning rates", "curves",
+          (SMALL, LARGE, FAR, NEAR, GEMMA3, GEMMA4), extra={"sweep": True}),
+    Entry("fig:prefixhist", "prefix lengths of the training mixture", "lengths", (SMALL,)),
+    Entry("tab:seedsd", "spread over seeds beside errors over items", "seeds",
+          (SMALL, LARGE, FAR, NEAR, GEMMA3, GEMMA4), ALL_BUT_MEAN, seeds=SEEDS,
+          values_of=("tab:seedsd",),
+          extra={"families": {
+              "shape-preserving Qwen3": ((SMALL, LARGE), ("mixing", "head_wise"), ALL_BUT_MEAN),
+              "cross-layer Qwen3": ((FAR, NEAR), ("mixing", "mixing+greedy"), ALL_BUT_MEAN),
+              "Gemma-3": ((GEMMA3,), ("mixing", "mixing+greedy"), [*NINE_BUT_MEMORY, "gsm8k"]),
+              "Gemma-4": ((GEMMA4,), ("mixing", "mixing+greedy"), SIX)}}),
+    Entry("tab:seedsets", "seed 42 beside the mean of three", "seeds",
+          (FAR, NEAR, GEMMA4, GEMMA3), ALL_BUT_MEAN, seeds=SEEDS,
+          extra={"sets": {FAR: FOUR, NEAR: FOUR, GEMMA4: SIX,
+                          GEMMA3: [*NINE_BUT_MEMORY, "gsm8k"]}}),
+    # Qwen3 pairs of one shape.
+    Entry("fig:suite_off", "the suite without reasoning", "scores", (SMALL, LARGE), NINE, SHAPE,
+          seeds=SEEDS, values_of=("tab:qwen3ls", "tab:qwen3sl"), extra=FACTS),
+    Entry("fig:suite_on", "the suite with reasoning", "scores", (SMALL, LARGE), REASONED, SHAPE,
+          modes=("on",), seeds=SEEDS, extra=FACTS),
+    Entry("tab:qwen3ls", "the suite, large to small", "scores", columns=SHAPE, default=L2S,
+          seeds=SEEDS, extra=FACTS),
+    Entry("tab:qwen3sl", "the suite, small to large", "scores", columns=SHAPE, default=S2L,
+          seeds=SEEDS, extra=FACTS),
+    Entry("fig:head_mixing_mlp_shape", "head-mixing and head-wise MLPs", "scores", (LARGE,), NINE,
+          [*SHAPE, "wide_mlp"], seeds=SEEDS, extra=FACTS),
+    Entry("fig:suite_small_on_mean", "means with reasoning, 0.6B and 1.7B", "scores", (SMALL,),
+          REASONED, SHAPE, modes=("on",), seeds=SEEDS, extra=FACTS),
+    # Unequal depths.
+    Entry("fig:xdepth_all_1", "every translator, 0.6B and 8B", "scores", (FAR,), NINE, EVERY),
+    Entry("fig:xdepth_all_2", "every translator, 1.7B and 4B", "scores", (NEAR,), NINE, EVERY),
+    Entry("fig:xdepth_assignment", "the assignment by relative depth", "protocol", why=HERE),
+    Entry("tab:xdepth", "two assignments, unequal depths", "scores", columns=BY_R2),
+    Entry("app:tab:xdepthruler", "RULER by length, unequal depths", "scores",
+          columns=["small", "large", "mixing", "mixing+r2",
+                   *_on(["small", "large", "mixing", "mixing+r2"])], default={"what": "ruler"}),
+    Entry("app:tab:xdepthlme", "LongMemEval with reasoning, unequal depths", "scores",
+          columns=_on(BY_R2), default={"what": "longmemeval"}),
+    Entry("fig:assignment_comparison_1", "three assignments, 0.6B and 8B", "scores", (FAR,), FOUR,
+          ["small", "large", "mixing", *NUS, *GREEDY_NUS]),
+    Entry("fig:assignment_comparison_2", "three assignments, 1.7B and 4B", "scores", (NEAR,),
+          FOUR, ["small", "large", "mixing", *NUS, *GREEDY_NUS]),
+    Entry("fig:head_wise_vs_head_mixing", "head-mixing and head-wise by source layers", "scores",
+          (FAR,), NINE, ["small", "large", *NUS, *HEAD_WISE_NUS]),
+    Entry("fig:xdepth_think", "with reasoning, 0.6B and 8B", "scores", (FAR,), REASONED,
+          [*BY_R2, "mixing+r2+nu4"], modes=("on",)),
+    Entry("fig:nsrc_ttft", "scores over times, by source layers", "scores", (NEAR,),
+          ("ruler", "longmemeval"), ["small", "large", *NUS], extra={"over": "times"}),
+    Entry("fig:n_src_cross_depth", "RULER by source layers", "scores", (FAR, NEAR), ("ruler",),
+          ["small", "large", *NUS]),
+    Entry("app:tab:nsrc", "four benchmarks by source layers", "scores",
+          columns=["small", "large", *NUS]),
+    # Gemma, two tokenizers, latents.
+    Entry("fig:gemma-3", "means, Gemma 3", "scores", (GEMMA3,), [*NINE, "gsm8k"],
+          [*BY_GREED, "mixing+nu2", "mixing+nu4"],           values_of=("tab:gemma3",)),
+    Entry("tab:gemma3", "the suite, Gemma 3", "scores", columns=BY_GREED),
+    Entry("tab:gemma3nu", "more source layers, Gemma 3", "scores",
+          columns=["small", "large", "mixing+nu2", "mixing+nu4", *GREEDY_NUS[:3]]),
+    Entry("fig:gemma-4", "means, Gemma 4", "scores", (GEMMA4,), SIX, BY_GREED,
+          values_of=("tab:gemma4",)),
+    Entry("tab:gemma4", "the suite, Gemma 4", "scores", columns=BY_GREED),
+    Entry("fig:xtok_assignment", "tokens of two tokenizers", "protocol",
+          why="docs/guides/two-tokenizers.md"),
+    Entry("tab:xtok", "two tokenizers", "scores", (MISTRAL,),
+          columns=["small", "large", "mixing+nu3"], extra=WHOLE),
+    Entry("fig:xtok_pair", "two tokenizers, means", "scores", (MISTRAL,), SEVEN,
+          ("small", "large", "mixing+nu3"), extra=WHOLE, values_of=("tab:xtok",)),
+    _missing("fig:mla_pair", "latents, means", MLA),
+    _missing("tab:mla", "latents", MLA),
+    _missing("app:tab:mla", "latents beside keys and values", MLA),
+    # DroidSpeak, a mixture of experts.
+    Entry("tab:droidspeak", "DroidSpeak", "scores", (SMALL,),
+          columns=[f"{way} {what}" for way in ("small-to-large", "large-to-small")
+                   for what in ("arc_challenge", "mmlu_pro", "compute")],
+          default={"rows": ("target", "source", "reuse", "droidspeak", None, "closed", "mixing")}),
+    Entry("tab:droidspeak_sweep", "DroidSpeak by recomputed layers", "scores", (SMALL,),
+          columns=[f"{way} {what}" for way in ("small-to-large", "large-to-small")
+                   for what in ("arc_challenge", "mmlu_pro")],
+          default={"rows": (*(f"droidspeak:{j}" for j in RECOMPUTED), "target")},
+          extra={"items": {"arc_challenge": 400, "mmlu_pro": 420}}),
+    Entry("app:tab:moe", "a mixture of experts, the suite", "scores", (MIXTURE,),
+          columns=[f"{mode} {reader}" for mode in ("off", "on")
+                   for reader in ("small", "large", "small-to-large mixing+nu3",
+                                  "large-to-small mixing+nu3")], default=S2L),
+    Entry("app:fig:moe", "a mixture of experts, means", "scores", (MIXTURE,), [*NINE, "gsm8k"],
+          ("small", "large", "mixing+nu3"), modes=("off", "on"),          
+          values_of=("app:tab:moe",)),
+    Entry("app:tab:moemlp", "a mixture of experts, linear and not", "curves", (MIXTURE,),
+          extra={"steps": (0, 1000, 2500, 5000)}),
+    Entry("app:tab:moespeed", "a mixture of experts, times", "times", (MIXTURE,)),
+    # Norms, reasoning, turns.
+    Entry("app:tab:cachedist", "R2 and scores before and after the key norm", "scores",
+          columns=["", "mmlu_pro closed", "arc_challenge closed", "", "mmlu_pro closed+post_norm",
+                   "arc_challenge closed+post_norm"]),
+    Entry("app:tab:norms", "norms of the closed form", "curves", (SMALL,), suffix="-Base",
+          extra={"steps": 15_000,
+                 "norms": ("frobenius", *(f"sink_{n}" for n in (2, 4, 8, 16, 32)),
+                           "attention_mass", "attention_fisher")}),
+    Entry("app:fig:norms", "stage 2 from two norms", "curves", (SMALL,), suffix="-Base",
+          extra={"steps": 15_000, "norms": ("frobenius", "attention_mass")}),
+    Entry("app:fig:reasoningboost", "what reasoning brings", "scores", (SMALL, LARGE),
+          ("mmlu_pro", "arc_challenge", "mt_bench_101", "ruler"), ("small", "large", "mixing"),
+          modes=("off", "on"), seeds=SEEDS),
+    Entry("fig:multiturn", "the protocol of several turns", "protocol",
+          why="docs/guides/conversations.md"),
+    Entry("app:fig:multiturn_quac", "eight turns of QuAC, turn by turn", "turns", (LARGE,),
+          ("quac",), ("mixing",), seeds=SEEDS),
+    Entry("app:fig:multiturn_multichallenge", "MultiChallenge by turns", "turns", (LARGE,),
+          ("multichallenge",), ("mixing",), seeds=SEEDS),
+    # Capture points, hand-off points.
+    Entry("app:tab:knorm", "after the key norm minus before", "signs", (SMALL, LARGE),
+          [*LONG, "repliqa", "mmlu_pro", "arc_challenge"], ("mixing", "mixing+post_norm"),
+          modes=("off", "on"),
+          extra={"rows": ((RULERS, "off"), (RULERS, "on"), (MEMORIES, "on"), None,
+                          (["longbench_v2"], "off"), (["repliqa"], "on"),
+                          (["mmlu_pro", "arc_challenge"], "off"))}),
+    Entry("tab:pre_vs_post_rope", "before the key norm and after rotation", "scores",
+          columns=["small", "large", "mixing", "mixing+post_rope"]),
+    Entry("fig:pre_vs_post_rope_extrapolation", "beyond the trained length", "scores", (SMALL,),
+          RULERS, CAPS),
+    Entry("tab:ctxonly", "the context alone", "scores",
+          columns=["small", "large", *(f"{who}{point}" for who in ("closed", "mixing", "mixed_loss")
+                                       for point in ("", "@context"))], seeds=SEEDS),
+    Entry("tab:cothandoff", "a switch after the reasoning", "scores", (SMALL,),
+          columns=_on(["small", "large", "text@trace", "closed", "closed@trace", "mixing",
+                       "mixing@trace"]), default=L2S, seeds=SEEDS),
+    # From scratch, base models, languages.
+    _missing("app:fig:scratch", "a pair from scratch", SCRATCH),
+    _missing("tab:scratch", "a pair from scratch, six tasks", SCRATCH),
+    _missing("tab:scratchppl", "a pair from scratch, perplexity", SCRATCH),
+    Entry("tab:base", "base models, four tasks", "scores",
+          columns=["small", "large", "closed", "mixing"], seeds=SEEDS, suffix="-Base"),
+    Entry("tab:baseppl", "base models, perplexity of five corpora", "perplexity", suffix="-Base",
+          who=("mixing",), seeds=SEEDS,
+          what=("nemotron", "wikitext", "code", "books", "arxiv")),
+    Entry("tab:splitjoint", "separate and joint maps", "perplexity", who=("mixing", "joint"),
+          what=("nemotron", "wikitext", "boolq"), suffix="-Base"),
+    Entry("fig:xquad", "eleven languages", "scores", (LARGE,), ("xquad",),
+          ("small", "large", "closed", "mixing"), seeds=SEEDS, extra={"by": "language"}),
+    # Times.
+    Entry("tab:cost", "parts of a switch on a GPU", "times", (SMALL, LARGE)),
+    Entry("app:tab:vllm", "re-prefilling with vLLM", "times", (SMALL, LARGE, GEMMA3)),
+    Entry("app:tab:budget", "decoding under a memory budget", "times", (GEMMA3,)),
+)  # fmt: skip
+BY_LABEL = {entry.label: entry for entry in ENTRIES}

@@ -1,0 +1,57 @@
+"""Figures of conversations in which two models take turns."""
+
+from __future__ import annotations
+
+from kvlingo_mlx.evaluation import turn_records, turn_scores, turns
+from kvlingo_mlx.evaluation.harness.responses import Responses
+from kvlingo_mlx.loading.models import load_pair
+from kvlingo_mlx.reproducing import tiny_data
+from kvlingo_mlx.reproducing.entries import Entry
+from kvlingo_mlx.reproducing.judging import judge_of
+from kvlingo_mlx.reproducing.results import Line, Result
+from kvlingo_mlx.reproducing.trained import Wanted, trained
+from kvlingo_mlx.reproducing.work import Work
+
+TASKS = {"coqa": "coqa_last_turn"}  # the tasks whose tiny records have the turns
+TINY_DEPTH = 3
+
+
+def make(entry: Entry, work: Work) -> Result:
+    """Scores by turn of every way to take over, in both orders."""
+    (pair,), (name,) = entry.pairs, tuple(entry.what)
+    models = load_pair(*work.models.pair(pair))
+    known = turn_records.PUBLISHED[name].benchmark
+    judge = judge_of(work)
+    if known.score is None and judge is None:
+        raise ValueError(f"a model judges the answers of {name}; add --judge MODEL")
+    folders = [
+        str(trained(work, pair, Wanted(*ends, entry.who[0], seed)))
+        for seed in work.seeds(entry.seeds)
+        for ends in (pair, pair[::-1])
+    ]
+    named = {entry.who[0]: turns.directed(folders, models)}
+    file = work.benchmarks.get("data", {}).get(name)
+    if file is None and work.tiny:
+        file = tiny_data.written(work)[TASKS.get(name, name)]
+    depth = TINY_DEPTH if work.tiny and known.score is not None else None
+    talks, short = turn_records.read_talks(name, file, depth=depth, limit=work.size.items)
+    manner = turns.Manner(max_tokens=work.size.answer or known.max_tokens)
+    ends = turns.names_of(models)
+    ways, notes = turns.ways_of(ends, named, turns.CONTROLS, manner)
+    fitting, _ = turn_scores.that_fit(ends, talks, manner)
+    left = short + len(talks) - len(fitting)
+    if left:
+        notes.append(f"{left} conversations are too short, or do not fit, and are left out")
+    held = turn_scores.Held(ends, fitting, ways, manner, Responses(work.responses))
+    work.heard.progress(f"holding {len(fitting)} conversations of {name}")
+    outcomes = turn_scores.evaluate(known, held, judge=judge if known.score is None else None)
+    lines = [
+        Line(
+            (outcome.task, group), tuple(outcome.tables[w.name][group][known.metric] for w in ways)
+        )
+        for outcome in outcomes
+        for group in next(iter(outcome.tables.values()))
+    ]
+    said = [note for outcome in outcomes for note in outcome.notes]
+    columns = tuple(way.name for way in ways)
+    return Result(("order", "turn"), columns, tuple(lines), (*notes, *said))

@@ -1,0 +1,86 @@
+"""The paper's models by their names in its tables: where they are, and what stands for them.
+
+A tiny run uses the zoo's models in their places: the same families where the zoo has them, the same
+kinds of differences between the two models of a pair.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlingo_mlx.embedded import zoo, zoo_names
+from kvlingo_mlx.reproducing.stand_ins import DEEPER, deeper
+from kvlingo_mlx.reproducing.tables import Pair
+
+OWNERS = {"Qwen3": "Qwen", "gemma": "google", "Mistral": "mistralai"}
+QWEN, UNEQUAL = ("tiny-qwen3-s", "tiny-qwen3-l"), ("tiny-qwen3-s", "tiny-qwen3-moe")
+DEEPER_S, DEEPER_L = f"tiny-qwen3-s{DEEPER}", f"tiny-qwen3-l{DEEPER}"
+# By the paper's pair; those that are in the package, and better ones if a folder has them.
+TINY: dict[Pair, tuple[Pair, Pair | None]] = {
+    ("Qwen3-0.6B", "Qwen3-1.7B"): (QWEN, None),
+    ("Qwen3-4B", "Qwen3-8B"): (QWEN, None),
+    ("Qwen3-0.6B", "Qwen3-8B"): (("tiny-qwen3-s", DEEPER_L), None),
+    ("Qwen3-1.7B", "Qwen3-4B"): (("tiny-qwen3-l", DEEPER_S), None),
+    ("Qwen3-4B", "Qwen3-30B-A3B"): (UNEQUAL, None),
+    ("gemma-3-4b-it", "gemma-3-12b-it"): (UNEQUAL, ("tiny-gemma3-s", "tiny-gemma3-l")),
+    ("gemma-4-E2B-it", "gemma-4-E4B-it"): (UNEQUAL, ("tiny-gemma4-s", "tiny-gemma4-l")),
+    ("Mistral-7B-Instruct-v0.3", "Qwen3-8B"): (UNEQUAL, ("tiny-mistral", "tiny-qwen3-s")),
+    ("Qwen3-0.6B-Base", "Qwen3-1.7B-Base"): (QWEN, None),
+    ("Qwen3-4B-Base", "Qwen3-8B-Base"): (QWEN, None),
+}
+
+
+@dataclass(frozen=True)
+class Models:
+    """Where the models of a run are.
+
+    Attributes:
+        folder: A folder with models by name; what it lacks is looked for on the Hub.
+        tiny: Whether the zoo's models stand for the paper's.
+        made: Where models are kept that are made to stand for others.
+    """
+
+    folder: Path | None = None
+    tiny: bool = False
+    made: Path = Path("models")
+
+    def pair(self, pair: Pair) -> Pair:
+        """Folders or Hub ids of the small and the large model."""
+        small, large = self.names(pair)
+        return self.place(small), self.place(large)
+
+    def names(self, pair: Pair) -> Pair:
+        """The names of the two models that stand for the paper's."""
+        if not self.tiny:
+            return pair
+        packed, better = TINY[pair]
+        if better is not None and all(self._here(name) or name in zoo_names() for name in better):
+            return better
+        return packed
+
+    def place(self, name: str) -> str:
+        """A model's folder, or its id on the Hub."""
+        if self._here(name):
+            return str(self._at(name))
+        if self.tiny:
+            return str(deeper(name, self.made) if name.endswith(DEEPER) else zoo(name))
+        owner = next((OWNERS[start] for start in OWNERS if name.startswith(start)), "")
+        return f"{owner}/{name}" if owner else name
+
+    def stands_in(self, pair: Pair) -> str:
+        """What to tell of a tiny pair that is not of the paper's family; empty if it is."""
+        better = TINY[pair][1] if self.tiny else None
+        used = self.names(pair)
+        if better is None or used == better:
+            return ""
+        return (
+            f"{used[0]} and {used[1]} stand for {pair[0]} and {pair[1]}; a folder with "
+            f"{better[0]} and {better[1]} (--models) would be nearer"
+        )
+
+    def _at(self, name: str) -> Path:
+        return (self.folder or Path()) / name
+
+    def _here(self, name: str) -> bool:
+        return self.folder is not None and (self._at(name) / "config.json").exists()

@@ -1,0 +1,137 @@
+"""An entry's numbers beside the paper's: laid out, kept, and found again."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.evaluation.error_bars import Mean
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.reproducing.entries import Entry
+from kvlingo_mlx.reproducing.work import Work
+
+FOLDER = "results"
+Value = Mean | float | str | None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row: the words that name it, what was measured, and the paper's values if it has any."""
+
+    names: tuple[str, ...]
+    values: tuple[Value, ...]
+    paper: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Result:
+    """An entry's numbers.
+
+    Attributes:
+        titles: The titles of the columns that name rows.
+        columns: The titles of the columns of values.
+        lines: The rows.
+        notes: What a reader must know, one sentence each.
+        facts: What the numbers depend on beside the entry: models, translators.
+    """
+
+    titles: tuple[str, ...]
+    columns: tuple[str, ...]
+    lines: tuple[Line, ...]
+    notes: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shown(value: Value | Sequence[float]) -> str:
+    """A value as text: ``0.251 +- 0.010``; a dash for none."""
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mean):
+        return str(value) if value.count else "-"
+    if isinstance(value, Sequence):
+        return f"{value[0]:g} +- {value[1]:g}"
+    return f"{value:.4g}"
+
+
+def cells(line: Line) -> list[str]:
+    """A row's values as text, each with the paper's behind it where the paper has one."""
+    paper = line.paper or (None,) * len(line.values)
+    return [
+        shown(value) if theirs is None else f"{shown(value)} (paper {shown(theirs)})"
+        for value, theirs in zip(line.values, paper, strict=True)
+    ]
+
+
+def markdown(entry: Entry, result: Result, notes: Sequence[str]) -> str:
+    """A page with the table, and what its numbers depend on."""
+    head = [*result.titles, *result.columns]
+    rows = [[*line.names, *cells(line)] for line in result.lines]
+    width = len(head)
+    # A row that names fewer things than another leaves its first cells empty.
+    padded = [[""] * (width - len(row)) + row for row in rows]
+    table = [head, ["---"] * width, *padded]
+    lines = [f"# {entry.label}: {entry.title}", ""]
+    lines += [f"| {' | '.join(row)} |" for row in table]
+    lines += ["", *(f"- {note}" for note in notes)]
+    return "\n".join(lines) + "\n"
+
+
+def notes_of(work: Work, result: Result) -> list[str]:
+    """What a reader of the numbers must know: how the run differs from the paper's."""
+    told = []
+    if work.tiny:
+        told.append("tiny models, made to test the way and not the method")
+    if sizes := work.size.told:
+        listed = ", ".join(f"{name} {number}" for name, number in sizes.items())
+        told.append(f"a smaller run than the paper's: {listed} at most")
+    return [*told, *dict.fromkeys(result.notes), measure.machine_line()]
+
+
+def keep(work: Work, entry: Entry, result: Result) -> Path:
+    """Write an entry's numbers as JSON and as a page; returns the page."""
+    notes = notes_of(work, result)
+    record = {
+        "label": entry.label,
+        "tiny": work.tiny,
+        "size": work.size.told,
+        "date": time.strftime("%Y-%m-%d"),
+        "environment": measure.environment(),
+        "titles": result.titles,
+        "columns": result.columns,
+        "rows": [
+            {"names": line.names, "values": [_plain(v) for v in line.values], "paper": line.paper}
+            for line in result.lines
+        ],
+        "notes": notes,
+        "facts": dict(result.facts),
+    }
+    work.write(f"{FOLDER}/{slug(entry)}.json", json.dumps(record, indent=1) + "\n")
+    return work.write(f"{FOLDER}/{slug(entry)}.md", markdown(entry, result, notes))
+
+
+def kept(room: Path, entry: Entry) -> dict[str, Any] | None:
+    """The kept record of an entry; None if there is none."""
+    path = room / FOLDER / f"{slug(entry)}.json"
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise ValueError(
+            f"{path} is damaged; remove it, and reproduce {entry.label} again"
+        ) from None
+
+
+def slug(entry: Entry) -> str:
+    """An entry's label as a file's name."""
+    return entry.label.replace(":", "-")
+
+
+def _plain(value: Value) -> Any:
+    return value.as_json() if isinstance(value, Mean) else value

@@ -1,0 +1,62 @@
+"""One entry from end to end: what it needs is made, measured, laid out and kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from kvlingo_mlx.errors import MissingExtraError
+from kvlingo_mlx.format.atomic import alone
+from kvlingo_mlx.reproducing import (
+    comparisons,
+    curves,
+    drawing,
+    held_in_turn,
+    lengths,
+    scores,
+    statistics,
+    texts,
+    times,
+)
+from kvlingo_mlx.reproducing.entries import Entry
+from kvlingo_mlx.reproducing.listing import pairs_of
+from kvlingo_mlx.reproducing.results import Result, keep
+from kvlingo_mlx.reproducing.work import Work
+
+MAKERS: dict[str, Callable[[Entry, Work], Result]] = {
+    "curves": curves.make,
+    "lengths": lengths.make,
+    "scores": scores.make,
+    "statistics": statistics.make,
+    "times": times.make,
+    "turns": held_in_turn.make,
+    "perplexity": texts.make,
+    "seeds": comparisons.make,
+    "signs": comparisons.make,
+}
+
+
+def reproduce(entry: Entry, work: Work) -> tuple[Result, Path]:
+    """An entry's numbers, and the page that keeps them; what is known already is not made again.
+
+    Raises:
+        ValueError: The entry draws or describes something, or nothing here makes it.
+        KVLingoError: A model, a translator or data cannot be had, or another process works in the
+            same room.
+    """
+    if entry.maker == "missing":
+        raise ValueError(f"{entry.label} cannot be reproduced here; it needs {entry.why}")
+    if entry.maker == "protocol":
+        raise ValueError(f"{entry.label} has no numbers to reproduce; {entry.why} describes it")
+    for note in filter(None, map(work.models.stands_in, pairs_of(entry))):
+        work.heard.warn(note)
+    work.room.mkdir(parents=True, exist_ok=True)
+    with alone(work.room):
+        result = MAKERS[entry.maker](entry, work)
+    page = keep(work, entry, result)
+    if entry.kind == "figure":
+        try:
+            drawing.draw(entry, result, page.with_suffix(".png"))
+        except MissingExtraError as error:
+            work.heard.warn(f"{entry.label} is not drawn: {error}")
+    return result, page

@@ -1,0 +1,124 @@
+"""Tables of base models on plain text: what a translated cache costs in perplexity."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from kvlingo_mlx.evaluation import compare, lineup, own_tasks
+from kvlingo_mlx.evaluation.compare import Outcome
+from kvlingo_mlx.loading.models import load_pair
+from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.reproducing import curves, scores
+from kvlingo_mlx.reproducing.cells import Cell
+from kvlingo_mlx.reproducing.entries import Entry
+from kvlingo_mlx.reproducing.results import Line, Result, Value
+from kvlingo_mlx.reproducing.tables import Pair, meaning, tables
+from kvlingo_mlx.reproducing.trained import Wanted, trained
+from kvlingo_mlx.reproducing.work import Work
+from kvlingo_mlx.training.checkpoints import log_of
+from kvlingo_mlx.training.command_line import read_log
+
+WINDOW, TINY_WINDOW = (256, 256), (64, 32)
+WINDOWS = 512  # the paper does not say how many it reads
+GAP, TASK = "gap", "continuation"
+
+
+def make(entry: Entry, work: Work) -> Result:
+    """The result of a table of perplexities."""
+    return _joint(entry, work) if entry.label == "tab:splitjoint" else _corpora(entry, work)
+
+
+def _corpora(entry: Entry, work: Work) -> Result:
+    """Table "baseppl": the rise of perplexity in percent, corpus by corpus."""
+    table = tables()[entry.label]
+    lines, notes = [], set()
+    for row in range(len(table.rows)):
+        said = meaning(table.names(row))
+        values: list[Value] = []
+        for corpus in entry.what:
+            outcome, note = _outcome(entry, work, _base(entry, said["pair"]), said["way"], corpus)
+            notes |= {note} if note else set()
+            values.append(None if outcome is None else _percent(outcome, entry.who[0]))
+        names = tuple(name for name in table.names(row) if name)
+        lines.append(Line(names, tuple(values), table.values(row)))
+    columns = table.columns
+    return Result(columns[: table.labels], columns[table.labels :], tuple(lines), tuple(notes))
+
+
+def _percent(outcome: Outcome, name: str) -> float:
+    """By how many percent the perplexity is above native."""
+    return 100 * math.expm1(outcome.tables[name]["text"][GAP].value)
+
+
+def _joint(entry: Entry, work: Work) -> Result:
+    """Table "splitjoint": maps of keys and values apart, and joint ones."""
+    table = tables()[entry.label]
+    lines, notes = [], set()
+    for row in range(len(table.rows)):
+        said = meaning(table.names(row))
+        pair, way = _base(entry, said["pair"]), said["way"]
+        kls: list[Value] = []
+        for form in entry.who:
+            (one,) = _wanted(entry, pair, way, form)[:1]
+            kls.append(curves.held_out(read_log(log_of(trained(work, pair, one))), 1.0))
+        gaps: list[Value] = []
+        for corpus in entry.what[:2]:
+            outcome, note = _outcome(entry, work, pair, way, corpus)
+            notes |= {note} if note else set()
+            gaps.append(None if outcome is None else _difference(outcome, entry.who))
+        cells = [Cell(pair, way, entry.what[2], who, seeds=entry.seeds) for who in entry.who]
+        found, more = scores.measured(cells, work, entry)
+        notes |= set(more)
+        values = (*kls, *gaps, *(found.get(cell) for cell in cells))
+        names = tuple(name for name in table.names(row) if name)
+        lines.append(Line(names, values, table.values(row)))
+    columns = table.columns
+    return Result(columns[: table.labels], columns[table.labels :], tuple(lines), tuple(notes))
+
+
+def _difference(outcome: Outcome, who: tuple[str, ...] | list[str]) -> float:
+    """How far apart the log perplexities of two kinds of maps are."""
+    first, second = (outcome.tables[name]["text"][GAP].value for name in who)
+    return abs(first - second)
+
+
+def _base(entry: Entry, pair: Pair) -> Pair:
+    return pair[0] + entry.suffix, pair[1] + entry.suffix
+
+
+def _wanted(entry: Entry, pair: Pair, way: str, form: str) -> list[Wanted]:
+    source, target = Cell(pair, way, "", form).models
+    return [Wanted(source, target, form, seed) for seed in entry.seeds]
+
+
+def _outcome(
+    entry: Entry, work: Work, pair: Pair, way: str, corpus: str
+) -> tuple[Outcome | None, str]:
+    """Every translator's windows of a corpus, or why there are none."""
+    file = _file(work, corpus)
+    if file is None:
+        return None, f"no text of {corpus} was given (--task-data {corpus}=FILE)"
+    wanted = {form: _wanted(entry, pair, way, form)[: work.size.seeds] for form in entry.who}
+    folders = {form: [trained(work, pair, one) for one in ones] for form, ones in wanted.items()}
+    small, large = work.models.pair(pair)
+    ends = (small, large) if Cell(pair, way, "", "x").models == pair else (large, small)
+    source, target = load_pair(*ends)
+    window = TINY_WINDOW if work.tiny else WINDOW
+    asked = own_tasks.Asked(limit=work.size.items or WINDOWS, data=file, window=window)
+    task = own_tasks.make(TASK, source, target, asked)
+    line = [lineup.native(target)] + [
+        lineup.translated(form, source, target, [load_translator(f) for f in found])
+        for form, found in folders.items()
+    ]
+    work.heard.progress(f"reading {corpus}")
+    results = compare.evaluate(target, [task], line, work.journal)
+    return compare.outcome(task, results[task.name]), ""
+
+
+def _file(work: Work, corpus: str) -> str | None:
+    """The file of a corpus: a user's, or in a tiny run the text that was trained on."""
+    given = work.benchmarks.get("data", {}).get(corpus)
+    if given is not None:
+        return str(Path(given))
+    return work.training_data(plain=True)[0] if work.tiny else None

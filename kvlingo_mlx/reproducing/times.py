@@ -1,0 +1,158 @@
+"""Entries of times: each runs what ``bench`` and ``cuda_switch`` run, and lays out its records."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.reporting import measure
+from kvlingo_mlx.reproducing.entries import Entry
+from kvlingo_mlx.reproducing.results import Line, Result
+from kvlingo_mlx.reproducing.tables import Table, tables
+from kvlingo_mlx.reproducing.work import Work
+from kvlingo_mlx.timing.laid_out import laid_out
+
+RECORDS = "times.jsonl"
+Record = dict[str, Any]
+# The words of `kvlingo-mlx bench` for a label; in a tiny run, those of the second list.
+BENCH = {
+    "app:tab:moespeed": (
+        "--geometry qwen3-4b:qwen3-30b-a3b --precision bfloat16 -p 64,128,256,512,1024 "
+        "--time-limit 3600",
+        "-p 64,128 -n 1 --decode-tokens 4 --quantize none",
+    ),
+    "app:tab:budget": (
+        "--table memory-budget -p 8192,32768 -n 3 --time-limit 3600",
+        "--table memory-budget --layers 6 -p 16 -n 1 --batch-sizes 1 --decode-tokens 1",
+    ),
+}
+PARTS = {
+    "fig:cost": ("tab:cost", "app:tab:vllm", "app:tab:moespeed"),
+}
+
+
+def make(entry: Entry, work: Work) -> Result:
+    """The result of an entry of times."""
+    records: list[Record] = []
+    notes = []
+    for label in PARTS.get(entry.label, (entry.label,)):
+        try:
+            records += _records(label, work)
+        except KVLingoError as error:
+            if label == entry.label:
+                raise
+            notes.append(f"without {label}: {error}")
+    if work.tiny:
+        return _as_they_are(records, notes)
+    found = laid_out(entry.label, records)
+    table = tables().get(entry.label)
+    count = 1 if table is None else table.labels
+    lines = []
+    for index, row in enumerate(found.rows):
+        names = tuple(_word(cell) for cell in row[: count + 1] if cell is not None)
+        paper = () if table is None else _paper(table, index)
+        lines.append(Line(names, tuple(row[count + 1 :]), paper))
+    columns = tuple(found.columns)
+    return Result(columns[:count], columns[count:], tuple(lines), (*notes, *found.differs))
+
+
+def _paper(table: Table, row: int) -> tuple[Any, ...]:
+    return table.values(row) if row < len(table.rows) else ()
+
+
+def _word(cell: Any) -> str:
+    return f"{cell:g}" if isinstance(cell, float) else str(cell)
+
+
+def _as_they_are(records: list[Record], notes: list[str]) -> Result:
+    """The seconds of a tiny run, which has none of the paper's models and lengths."""
+    lines = [
+        Line((record["kind"], "/".join(map(str, path))), (float(value),))
+        for record in records
+        for path, value in _numbers(record["results"])
+    ]
+    return Result(("record", "number"), ("value",), tuple(lines[:200]), tuple(notes))
+
+
+def _numbers(found: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], float]]:
+    """Every number in a record, with where it stands."""
+    if isinstance(found, bool) or found is None:
+        return []
+    if isinstance(found, int | float):
+        return [(path, found)]
+    if isinstance(found, str):
+        return []
+    inside = found.items() if isinstance(found, Mapping) else enumerate(found)
+    return [pair for key, value in inside for pair in _numbers(value, (*path, key))]
+
+
+# ---- records ----------------------------------------------------------------------------------
+
+
+def _records(label: str, work: Work) -> list[Record]:
+    """The records of a label: those that are kept, or new ones."""
+    path = work.room / label.replace(":", "-") / RECORDS
+    if not path.exists():
+        work.heard.progress(f"timing {label}")
+        records = MAKERS[label](label, work)
+        lines = "".join(json.dumps(record) + "\n" for record in records)
+        work.write(str(path.relative_to(work.room)), lines)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _bench(label: str, work: Work) -> list[Record]:
+    """The records of ``kvlingo-mlx bench``, which has a process of its own and so all memory."""
+    path = work.room / label.replace(":", "-") / "bench.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    words = BENCH[label][work.tiny].split()
+    command = [sys.executable, "-m", "kvlingo_mlx.cli", "bench", *words, "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        told = done.stderr.strip().splitlines() or ["it ended without a word"]
+        raise KVLingoError(f"kvlingo-mlx bench {' '.join(words)}: {told[-1]}")
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def _switch(label: str, work: Work) -> list[Record]:
+    """A record of ``cuda_switch``."""
+    from kvlingo_mlx.cuda import switch
+    from kvlingo_mlx.cuda.shapes import PAIRS
+
+    pairs, settings = PAIRS[label], switch.Settings()
+    if work.tiny:
+        pairs = ("tiny-s:tiny-l",)
+        settings = switch.Settings(device="cpu", dtype="float32", tokens=(40,), gemm=64, trials=2)
+    results = switch.time_pairs(pairs, settings, lambda pair, _: work.heard.progress(pair))
+    return [_record("cuda_switch", switch.config_of_record(pairs, settings), results)]
+
+
+def _served(label: str, work: Work) -> list[Record]:
+    """A record of vLLM."""
+    from kvlingo_mlx.cuda import vllm_serving
+
+    serving = vllm_serving.Serving()
+    results = vllm_serving.time_models(serving=serving)
+    return [_record("cuda_vllm", vars(serving), results)]
+
+
+def _record(kind: str, config: Mapping[str, Any], results: Mapping[str, Any]) -> Record:
+    return {
+        "kind": kind,
+        "config": dict(config),
+        "environment": measure.environment(),
+        "results": results,
+    }
+
+
+MAKERS: dict[str, Callable[[str, Work], list[Record]]] = {
+    "tab:cost": _switch,
+    "app:tab:vllm": _served,
+    "app:tab:moespeed": _bench,
+    "app:tab:budget": _bench,
+}

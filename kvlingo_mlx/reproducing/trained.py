@@ -1,0 +1,155 @@
+"""The translators that an entry needs, trained as the paper says, each once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.reproducing.cells import Cell
+from kvlingo_mlx.reproducing.forms import form, is_translator
+from kvlingo_mlx.reproducing.work import Work
+from kvlingo_mlx.training import command_line
+
+PLAN = ("fit_samples", "held_out", "hidden")
+BASE = "-Base"  # the ending of base models' names
+
+
+@dataclass(frozen=True, order=True)
+class Wanted:
+    """One translator: its models by the paper's names, its form and its seed."""
+
+    source: str
+    target: str
+    form: str
+    seed: int
+
+    def folder(self, work: Work, names: tuple[str, str]) -> Path:
+        """Where it is kept; ``names`` are those of the models that are used."""
+        parts = [*names, self.form, *(["text"] if self.plain else [])]
+        if not self.form.startswith("closed"):
+            parts.append(str(self.seed))
+        return work.room / "translators" / "--".join(parts)
+
+    @property
+    def plain(self) -> bool:
+        """Whether it is trained on windows of plain text, as between base models."""
+        return self.source.endswith(BASE)
+
+
+def wanted(cell: Cell) -> list[Wanted]:
+    """The translators of a cell, one for each seed; none for other readings."""
+    if not is_translator(cell.who) or cell.what in ("compute", "mean"):
+        return []
+    return [Wanted(*cell.models, cell.who, seed) for seed in cell.seeds or (42,)]
+
+
+def needed(cell: Cell, work: Work) -> list[Wanted]:
+    """The translators of a cell in this run, which may have fewer seeds than the paper."""
+    return wanted(cell)[: work.size.seeds]
+
+
+def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
+    """The folder of a translator; it is trained unless it is finished or given.
+
+    Args:
+        work: The run.
+        pair: The small and the large model by the paper's names.
+        one: The translator.
+
+    Raises:
+        ValueError: The room holds it, trained in another way.
+        Exception: Whatever a training raises.
+    """
+    names = _ends(work.models.names(pair), pair, one)
+    folder = one.folder(work, names)
+    given = None if work.given is None else work.given / folder.name
+    if given is not None and (given / translator_folder.CONFIG_FILE).exists():
+        return given
+    source, target = (work.models.place(name) for name in names)
+    form_of = form(one.form)
+    options = command_line.Options(
+        source=source,
+        target=target,
+        data=work.training_data(one.plain),
+        device=work.device,
+        seed=one.seed,
+        plain_text=one.plain,
+        # The paper reads the English subset of its data.
+        english=not (work.tiny or work.data or one.plain),
+        max_prefix=_smaller(form_of.stream.get("max_prefix"), work.size.max_prefix),
+        max_continuation=work.size.answer,
+    )
+    plan, recipe, stage1 = settings(work, one)
+    asked = {"options": asdict(options), "plan": plan, "recipe": recipe, "stage1": stage1}
+    if _is_done(folder, asked):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    heard = command_line.Listeners(
+        lambda stage, report: work.heard.progress(f"{folder.name}: {stage}"),
+        work.heard.warn,
+        lambda text: None,
+    )
+    work.heard.progress(f"training {folder.name}")
+    job = command_line.Job(options, plan, recipe, str(folder), stage1)
+    command_line.train(job, heard)
+    work.write(str(_asked_file(folder).relative_to(work.room)), json.dumps(asked) + "\n")
+    return folder
+
+
+def _asked_file(folder: Path) -> Path:
+    """Where it is kept what a translator was trained by, so that no model is opened to compare."""
+    return folder.with_name(f"{folder.name}.json")
+
+
+def _is_done(folder: Path, asked: dict[str, Any]) -> bool:
+    """Whether a translator is there, trained as it is asked for now.
+
+    Raises:
+        ValueError: It was trained in another way.
+    """
+    file = _asked_file(folder)
+    if not (file.exists() and (folder / translator_folder.CONFIG_FILE).exists()):
+        return False
+    kept = json.loads(file.read_text(encoding="utf-8"))
+    wanted = json.loads(json.dumps(asked))
+    if kept == wanted:
+        return True
+    parts = [name for name in wanted if kept.get(name) != wanted[name]]
+    raise ValueError(
+        f"{folder} was trained with other {' and '.join(parts)}; give what was given then, name "
+        "another --room, or remove that folder"
+    )
+
+
+def settings(
+    work: Work, one: Wanted
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any] | None]:
+    """The plan, the recipe and an MLP's first stage, as ``command_line.train`` takes them."""
+    found, size = form(one.form), work.size
+    plan = {"nu": None, "norm": None, **found.plan}
+    plan |= {name: value for name, value in size.training.items() if name in PLAN}
+    if plan["nu"] is not None:
+        plan["nu"] = _smaller(plan["nu"], size.nu)
+    recipe = {"learning_rates": (), **found.recipe}
+    recipe |= {name: value for name, value in size.training.items() if name not in PLAN}
+    if size.steps is not None and recipe.get("steps") != 0:
+        recipe["steps"] = size.steps
+    stage1 = None
+    if plan.get("kind") == "mlp":
+        stage1 = {"steps": 5000 if size.steps is None else size.steps, "rates": ()}
+    return plan, recipe, stage1
+
+
+def _ends(names: tuple[str, str], pair: tuple[str, str], one: Wanted) -> tuple[str, str]:
+    """The names of the source and the target that are used."""
+    used = dict(zip(pair, names, strict=True))
+    return used[one.source], used[one.target]
+
+
+def _smaller(asked: int | None, most: int | None) -> int | None:
+    """The smaller of two limits, of which either may be missing."""
+    known = [limit for limit in (asked, most) if limit is not None]
+    return min(known, default=None)

@@ -1,0 +1,9 @@
+"""The names of what is timed, for whoever reads times without taking them; no MLX."""
+
+from __future__ import annotations
+
+SPEEDS = ("decode_source", "decode_native", "decode_translated")
+# Their time ignores the prompt's length.
+STEPS = ("target_step", "source_step", "eager_switch", *SPEEDS)
+WHOLE = ("switch", "accelerator")  # ways to a first token that hold a translation
+HYBRID = "hybrid "  # the prefix of a phase's name, before a number of layers

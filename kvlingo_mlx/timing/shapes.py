@@ -1,0 +1,71 @@
+"""The widths of the models that the paper times; MLX and PyTorch both make models of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvlingo_mlx.format.geometry import LayerGeometry
+
+QWEN3 = {
+    "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936,
+    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
+}  # fmt: skip
+GEMMA3 = {
+    "model_type": "gemma3_text", "head_dim": 256, "vocab_size": 262208, "rms_norm_eps": 1e-6,
+    "sliding_window": 1024, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256,
+    "rope_theta": 1e6, "rope_local_base_freq": 1e4, "max_position_embeddings": 131072,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}  # fmt: skip
+
+
+def _dense(base: Mapping[str, Any], *numbers: int, **more: Any) -> dict[str, Any]:
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+    return {**base, **dict(zip(names, numbers, strict=True)), **more}
+
+
+# The numbers of the models' own config.json.
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": _dense(QWEN3, 1024, 28, 16, 3072, tie_word_embeddings=True),
+    "qwen3-1.7b": _dense(QWEN3, 2048, 28, 16, 6144, tie_word_embeddings=True),
+    "qwen3-4b": _dense(QWEN3, 2560, 36, 32, 9728, tie_word_embeddings=True),
+    "qwen3-8b": _dense(QWEN3, 4096, 36, 32, 12288, tie_word_embeddings=False),
+    "qwen3-30b-a3b": _dense(
+        QWEN3, 2048, 48, 32, 6144, model_type="qwen3_moe", num_key_value_heads=4,
+        moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True,
+        decoder_sparse_step=1, mlp_only_layers=[], tie_word_embeddings=False,
+    ),
+    "gemma-3-4b": _dense(GEMMA3, 2560, 34, 8, 10240, num_key_value_heads=4),
+    "gemma-3-12b": _dense(GEMMA3, 3840, 48, 16, 15360, num_key_value_heads=8),
+    # No released model: the paper's tables app:tab:vllm and app:tab:budget.
+    "gemma-3-12b-4kv": _dense(GEMMA3, 3840, 48, 16, 15360, num_key_value_heads=4),
+}  # fmt: skip
+# The names under which the paper's recipes know these (``training.paper_pairs``).
+RELEASED = {
+    "qwen3-0.6b": "Qwen3-0.6B",
+    "qwen3-1.7b": "Qwen3-1.7B",
+    "qwen3-4b": "Qwen3-4B",
+    "qwen3-8b": "Qwen3-8B",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+    "gemma-3-4b": "gemma-3-4b-it",
+    "gemma-3-12b": "gemma-3-12b-it",
+}
+
+
+def released(name: str) -> str:
+    """The released model of a geometry's name, "random" before it or not; else the name itself."""
+    return RELEASED.get(name.removeprefix("random "), name)
+
+
+def cache_layers(shape: Mapping[str, Any], depth: int | None = None) -> tuple[LayerGeometry, ...]:
+    """The cache layers of a config, the first ``depth`` of them; None is all."""
+    heads, dim = shape["num_key_value_heads"], shape["head_dim"]
+    period, window = shape.get("sliding_window_pattern", 1), shape.get("sliding_window")
+    found = []
+    for i in range(depth or shape["num_hidden_layers"]):
+        found.append(
+            LayerGeometry(i, heads, dim, dim)
+            if (i + 1) % period == 0
+            else LayerGeometry(i, heads, dim, dim, "sliding", window)
+        )
+    return tuple(found)

@@ -1,0 +1,318 @@
+"""lm-eval's tasks decoded with PyTorch: ways to fill a target's cache, and who decodes from it.
+
+The ways have the names and arguments of those on MLX (``kvlingo_mlx.evaluation.conditions``), so
+one line-up serves both. Prompts are read one by one, without padding; answers are written several
+at once.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training.on_torch import gradients
+from kvlingo_mlx.training.on_torch.model import TorchModel
+from kvlingo_mlx.training.on_torch.translator import TorchTranslator
+
+CHUNK = 2048  # tokens of a prompt that are read at once
+BLOCK = 256  # scored tokens whose logits are computed at once
+# Marks of reasoning, by the tokens that a vocabulary must have; as mlx-lm looks for them.
+THINK_MARKS = (
+    ("<think>", "</think>", ("<think>", "</think>")),
+    ("<longcat_think>", "</longcat_think>", ("<longcat_think>", "</longcat_think>")),
+    ("<|think:start|>", "<|think:end|>", ("<|think:start|>", "<|think:end|>")),
+    ("<|channel>thought", "<channel|>", ("<|channel>", "<channel|>")),
+)
+
+CacheMaker = Callable[[Sequence[int]], DynamicCache]
+
+
+# ---- ways to fill a cache -----------------------------------------------------------------------
+
+
+def native(target: TorchModel) -> CacheMaker:
+    """Make caches that the target reads itself, of all tokens of a prefix but the last."""
+
+    def make(prefix: Sequence[int]) -> DynamicCache:
+        return _read_on(target, target.cache((), 0), prefix[:-1])
+
+    return make
+
+
+def hidden(target: TorchModel) -> CacheMaker:
+    """Control: make empty caches, so that the prefix is hidden."""
+    return lambda prefix: target.cache((), 0)
+
+
+def translated(
+    source: TorchModel,
+    target: TorchModel,
+    translator: Any,
+    native_layers: int = 0,
+    *,
+    allow_mismatch: bool = False,
+) -> CacheMaker:
+    """Make caches that are translated from the source's, above the target's native layers.
+
+    The ``translator`` is one that MLX has loaded; its numbers are copied once. That it fits was
+    checked when it was loaded, by ``allow_mismatch`` or without.
+    """
+    config = translator.config
+    maps = TorchTranslator.from_arrays(config, translator.floats(), target.device)
+
+    @torch.no_grad()
+    def make(prefix: Sequence[int]) -> DynamicCache:
+        if len(prefix) < 2:
+            return target.cache((), 0)
+        sample = Sample(tuple(prefix), ())
+        reading = gradients.handed_over(source, target, sample, config.capture, native_layers)
+        return target.cache(gradients.entries(target, maps, reading), len(prefix) - 1)
+
+    return make
+
+
+@torch.no_grad()
+def _read_on(target: TorchModel, cache: DynamicCache, tokens: Sequence[int]) -> DynamicCache:
+    """A cache after the target has read more tokens."""
+    for start in range(0, len(tokens), CHUNK):
+        target.hidden(tokens[start : start + CHUNK], cache)
+    return cache
+
+
+# ---- the decoder --------------------------------------------------------------------------------
+
+
+class _Tokenizer:
+    """transformers' tokenizer, with what mlx-lm's knows beside it: marks of reasoning."""
+
+    def __init__(self, own: Any) -> None:
+        self._own, vocabulary = own, own.get_vocab()
+        known = [(s, e) for s, e, needed in THINK_MARKS if all(t in vocabulary for t in needed)]
+        self.think_start = known[0][0] if known else None
+        self.think_end = known[0][1] if known else None
+        self.has_chat_template = own.chat_template is not None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+class TorchDecoder:
+    """See :class:`kvlingo_mlx.evaluation.harness.decoding.Decoder`.
+
+    Args:
+        target: The model that decodes.
+        make_cache: The way prompts are read.
+        batch_size: The most answers that are written at once; a model whose layers have windows
+            writes one at a time.
+
+    Raises:
+        ValueError: ``batch_size`` is not positive.
+    """
+
+    def __init__(self, target: TorchModel, make_cache: CacheMaker, batch_size: int = 8) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size is {batch_size}; it must be at least 1")
+        windows = any(layer.window is not None for layer in target.geometry.layers)
+        self._target, self._make = target, make_cache
+        self._size = 1 if windows else batch_size
+        self.name, self.context_length = target.name, target.context_length
+        self.tokenizer = _Tokenizer(target.tokenizer)
+
+    @property
+    def identity(self) -> list[Any]:
+        target = self._target
+        return [target.name, target.revision, target.weights_fingerprint]
+
+    @cached_property
+    def _ends(self) -> set[int]:
+        """The tokens that end a turn."""
+        given = self._target.model.generation_config.eos_token_id
+        listed = given if isinstance(given, list) else [given]
+        return {*listed, self._target.tokenizer.eos_token_id} - {None}
+
+    # ---- log-likelihoods -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def score(
+        self, reading: Any, continuations: Sequence[Sequence[int]]
+    ) -> list[tuple[float, bool]]:
+        cache = self._read(reading)
+        first = self._logs(reading.tokens[-1:], cache)
+        self._check_numbers(first)
+        best, scored = int(first[0].argmax()), []
+        for tokens in continuations:
+            score, greedy = float(first[0, tokens[0]]), tokens[0] == best
+            if len(tokens) > 1:
+                rest, rest_greedy = self._follow(tokens, copy.deepcopy(cache))
+                score, greedy = score + rest, greedy and rest_greedy
+            scored.append((score, greedy))
+        return scored
+
+    @torch.no_grad()
+    def score_alone(self, tokens: Sequence[int]) -> float:
+        return self._follow(tokens, self._target.cache((), 0))[0]
+
+    def _follow(self, tokens: Sequence[int], cache: DynamicCache) -> tuple[float, bool]:
+        """The log-likelihood of the tokens after the first, and whether all are first choices."""
+        total, first = 0.0, True
+        for start in range(0, len(tokens) - 1, BLOCK):
+            following = tokens[start + 1 : start + 1 + BLOCK]
+            logs = self._logs(tokens[start : start + len(following)], cache)
+            true = torch.tensor(following, device=logs.device)
+            total += float(logs.gather(1, true[:, None]).sum())
+            first &= bool((logs.argmax(-1) == true).all())
+        return total, first
+
+    def _logs(self, tokens: Sequence[int], cache: DynamicCache) -> torch.Tensor:
+        """The log probabilities (T, V) after each token."""
+        return torch.log_softmax(self._target.logits(self._target.hidden(tokens, cache)), dim=-1)
+
+    # ---- answers -------------------------------------------------------------------------
+
+    def write(self, wanted: Sequence[Any]) -> Iterator[Any]:
+        """See the interface."""
+        waiting, rows = deque(wanted), _Rows(self._target)
+        while waiting or rows.running:
+            try:
+                done = self._join(waiting, rows) or self._step(rows)
+            except torch.OutOfMemoryError as error:
+                raise KVLingoError(
+                    f"{self.name} lacks memory beside {len(rows.running)} answers ({error}); give "
+                    "a smaller --batch-size; what was answered is kept"
+                ) from None
+            yield from done
+
+    def _join(self, waiting: deque[Any], rows: _Rows) -> list[Any]:
+        """Let answers begin, while there are places; returns one that ended with its first token.
+
+        A first token is run alone, so that every cache in the batch holds something.
+        """
+        while waiting and len(rows.running) < self._size:
+            wanted = waiting.popleft()
+            row, cache = _Row(wanted), self._read(wanted.reading)
+            if self._ended(row, self._logs(wanted.reading.tokens[-1:], cache)[0]):
+                return [wanted]
+            row.position = cache.get_seq_length()  # of a hidden prefix, too
+            rows.join(row, cache)
+        return []
+
+    def _step(self, rows: _Rows) -> list[Any]:
+        """Give every answer its next token; returns those that ended with it."""
+        both = list(zip(rows.running, rows.step(), strict=True))
+        ended = [self._ended(row, logits) for row, logits in both]
+        rows.keep([n for n, end in enumerate(ended) if not end])
+        return [row.wanted for (row, _), end in zip(both, ended, strict=True) if end]
+
+    def _ended(self, row: _Row, logits: torch.Tensor) -> bool:
+        """Give a row its next token; returns whether its answer has ended."""
+        if not row.count:
+            self._check_numbers(logits)
+        row.token, row.count = int(logits.argmax()), row.count + 1
+        row.position += 1
+        return row.token in self._ends or row.wanted.take(row.token) or row.count == row.wanted.most
+
+    # ---- shared --------------------------------------------------------------------------
+
+    def _read(self, reading: Any) -> DynamicCache:
+        """The cache of all tokens but the last."""
+        cache = self._make(reading.tokens[: reading.begin + 1])
+        return _read_on(self._target, cache, reading.tokens[reading.begin : -1])
+
+    def _check_numbers(self, logits: torch.Tensor) -> None:
+        if bool(logits.isnan().any()):
+            raise KVLingoError(
+                f"a prediction of {self.name} is not a number: the translator's output "
+                "overflows, or the model's weights are damaged"
+            )
+
+
+@dataclass
+class _Row:
+    """An answer that is being written: the token to run next, and its position."""
+
+    wanted: Any
+    token: int = 0
+    position: int = 0
+    count: int = 0
+
+
+@dataclass
+class _Rows:
+    """Answers of one model that take their steps together.
+
+    Their caches are one, (rows, H, T, D) a layer, padded in front to the longest; ``seen`` (rows,
+    T) tells which entries are a row's own. Positions are each row's own, so that padding changes
+    nothing but the order in which a sum is taken.
+    """
+
+    target: TorchModel
+
+    def __post_init__(self) -> None:
+        self.running: list[_Row] = []
+        self._cache: Any = None
+        self._seen = torch.zeros(0, 0, dtype=torch.bool, device=self.target.device)
+
+    def join(self, row: _Row, cache: Any) -> None:
+        """Add a row with the cache of all its tokens but the one to run next."""
+        length = cache.get_seq_length()
+        width = max(length, self._seen.shape[1])
+        own = torch.ones(1, length, dtype=torch.bool, device=self.target.device)
+        seen = [_padded(each, width, 1) for each in (self._seen, own)]
+        if self.running:
+            for ours, theirs in zip(self._cache.layers, cache.layers, strict=True):
+                ours.keys = _stacked(ours.keys, theirs.keys, width)
+                ours.values = _stacked(ours.values, theirs.values, width)
+            self._seen = torch.cat(seen)
+        else:
+            self._cache, self._seen = cache, own
+        self.running.append(row)
+
+    @torch.no_grad()
+    def step(self) -> torch.Tensor:
+        """Run every row's token; returns the logits (rows, V) that follow."""
+        device = self.target.device
+        self._seen = torch.cat([self._seen, self._seen.new_ones(len(self.running), 1)], dim=1)
+        if len(self.running) == 1:  # without padding, as a model with windows needs it
+            return self.target.logits(self.target.hidden([self.running[0].token], self._cache))
+        hidden = self.target.hidden_together(
+            torch.tensor([row.token for row in self.running], device=device),
+            self._cache,
+            torch.tensor([row.position for row in self.running], device=device),
+            self._seen,
+        )
+        return self.target.logits(hidden)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Go on with these rows alone, without padding that none of them needs."""
+        if len(indices) == len(self.running):
+            return
+        self.running = [self.running[n] for n in indices]
+        if not indices:
+            self._cache, self._seen = None, self._seen[:0, :0]
+            return
+        at = torch.tensor(indices, device=self.target.device)
+        first = int(self._seen[at].any(dim=0).int().argmax())
+        self._seen = self._seen[at, first:]
+        for layer in self._cache.layers:
+            layer.keys, layer.values = layer.keys[at, :, first:], layer.values[at, :, first:]
+
+
+def _padded(array: torch.Tensor, width: int, axis: int) -> torch.Tensor:
+    """An array with zeros in front of an axis, which is then ``width`` long."""
+    shape = list(array.shape)
+    shape[axis] = width - shape[axis]
+    return torch.cat([array.new_zeros(shape), array], dim=axis)
+
+
+def _stacked(ours: torch.Tensor, theirs: torch.Tensor, width: int) -> torch.Tensor:
+    """Keys or values of several rows and of one more, (rows + 1, H, width, D)."""
+    return torch.cat([_padded(ours, width, 2), _padded(theirs, width, 2)])

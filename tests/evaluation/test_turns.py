@@ -1,0 +1,588 @@
+"""Conversations that two models answer in turn: records, ways, scores, and the verb."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import shutil
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.evaluation import turn_records, turn_scores, turns
+from kvlingo_mlx.evaluation.harness.responses import Responses
+from kvlingo_mlx.evaluation.turn_records import coqa_f1, read_talks
+from kvlingo_mlx.evaluation.turn_scores import Benchmark, Held
+from kvlingo_mlx.evaluation.turns import Manner, Talk, Turn, Way
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.tokenization.samples import Sample
+from tests.support import tiny
+from tests.support.command_line import fails
+from tests.support.identity import identity_of
+
+STORY = "Anna lives in Paris. The code of Ben is C2."
+ASKED = ("Where does Anna live?", "What is Ben's code?", "Who has a code?")
+FIRST, SECOND = ("Paris", "C2", "Ben"), ("in Paris", "the code C2", "Ben does")
+
+
+def objects(texts: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"input_text": text, "turn_id": i} for i, text in enumerate(texts, 1)]
+
+
+def columns(texts: Sequence[str]) -> dict[str, Any]:
+    return {"input_text": list(texts), "turn_id": list(range(1, len(texts) + 1))}
+
+
+COQA = {"source": "mctest", "id": "3z", "filename": "x.txt", "story": STORY, "name": "x.txt",
+        "questions": objects(ASKED), "answers": [
+            {"span_start": 0, "span_end": 4, "span_text": "x", **one} for one in objects(FIRST)],
+        "additional_answers": {"0": objects(SECOND)}}  # fmt: skip
+QUAC = {
+    "dialogue_id": "d1", "wikipedia_page_title": "Daffy", "section_title": "Origin",
+    "background": "A duck.", "context": "Daffy came in 1937. CANNOTANSWER",
+    "questions": ["When?", "Who drew him?"], "turn_ids": ["d1_q#0", "d1_q#1"],
+    "answers": {"texts": [["in 1937", "Daffy came in 1937"], ["CANNOTANSWER"]],
+                "answer_starts": [[11], [0]]},
+    "orig_answers": {"texts": ["in 1937", "CANNOTANSWER"], "answer_starts": [6, 30]},
+}  # fmt: skip
+SAID = [("user", "Never say red."), ("assistant", "Agreed."), ("user", "I like it."),
+        ("assistant", "Good."), ("user", "My colour?")]  # fmt: skip
+CHALLENGE = {
+    "QUESTION_ID": "6745d0", "AXIS": "INSTRUCTION_RETENTION",
+    "CONVERSATION": [{"role": role, "content": content} for role, content in SAID],
+    "TARGET_QUESTION": "Does it say red?", "PASS_CRITERIA": "NO",
+}  # fmt: skip
+
+
+def written(path: Path, *records: Any, whole: bool = False) -> str:
+    """A file of records: one a line, or one JSON value."""
+    lines = [json.dumps(record) for record in records]
+    path.write_text(json.dumps(records[0], indent=1) if whole else "\n".join(lines) + "\n\n")
+    return str(path)
+
+
+# ---- records ---------------------------------------------------------------------------------
+
+
+def test_coqa_in_every_form_is_the_same(tmp_path: Path) -> None:
+    """The authors' file, its records line by line, and the forms that the Hub has."""
+    texts = {**COQA, "questions": list(ASKED), "answers": columns(FIRST)}
+    tabled = {**COQA, "questions": columns(ASKED), "answers": columns(FIRST),
+              "additional_answers": {"0": columns(SECOND)}}  # fmt: skip
+    files = [
+        written(tmp_path / "a.json", {"version": "1.0", "data": [COQA]}, whole=True),
+        written(tmp_path / "b.jsonl", COQA),
+        written(tmp_path / "c.json", [texts], whole=True),
+        written(tmp_path / "d.jsonl", tabled),
+    ]
+    for file in files:
+        (talk,), short = read_talks("coqa", file, depth=3)
+        assert talk.name == "1 3z" and short == 0
+        assert [turn.references for turn in talk.turns] == list(zip(FIRST, SECOND, strict=True))
+        asked = [turn.messages[-1]["content"] for turn in talk.turns]
+        assert asked[0].endswith(f"{STORY}\n\n{ASKED[0]}") and asked[1:] == list(ASKED[1:])
+        assert [turn.bare[0]["content"] for turn in talk.turns] == list(ASKED)
+    plain = {"story": STORY, "questions": list(ASKED), "answers": columns(FIRST)}
+    (talk,), _ = read_talks("coqa", written(tmp_path / "e.jsonl", plain), depth=3)
+    assert talk.name == "1" and talk.turns[0].references == ("Paris",)  # as stanfordnlp/coqa is
+
+
+def test_quac_and_multichallenge(tmp_path: Path) -> None:
+    (talk,), _ = read_talks("quac", written(tmp_path / "q.jsonl", QUAC), depth=2)
+    assert (
+        talk.turns[0]
+        .messages[0]["content"]
+        .endswith("Daffy: Origin\n\nDaffy came in 1937.\n\nWhen?")
+    )
+    assert [turn.references for turn in talk.turns] == [
+        ("in 1937", "Daffy came in 1937"), ("CANNOTANSWER",)
+    ]  # fmt: skip
+    official = {"title": "Daffy", "section_title": "Origin", "background": "", "paragraphs": [
+        {"id": "d1", "context": QUAC["context"], "qas": [
+            {"question": question, "answers": [{"text": t, "answer_start": 0} for t in texts]}
+            for question, texts in zip(QUAC["questions"], QUAC["answers"]["texts"], strict=True)
+        ]}]}  # fmt: skip
+    file = written(tmp_path / "o.json", {"data": [official]}, whole=True)
+    assert read_talks("quac", file, depth=2)[0] == [talk]
+
+    (talk,), _ = read_talks("multichallenge", written(tmp_path / "m.jsonl", CHALLENGE))
+    assert [turn.written for turn in talk.turns] == ["Agreed.", "Good.", None]
+    assert talk.messages(2) == CHALLENGE["CONVERSATION"][:-1]
+    assert talk.judge == {"template": "multichallenge", "expected": "no",
+                          "fields": {"criterion": "Does it say red?"}}  # fmt: skip
+    lower = {key.lower(): value for key, value in CHALLENGE.items()}
+    lower["conversation"] = {"role": [r for r, _ in SAID], "content": [c for _, c in SAID]}
+    assert read_talks("multichallenge", written(tmp_path / "h.jsonl", lower))[0] == [talk]
+
+
+@pytest.mark.parametrize(
+    ("name", "record", "told"),
+    [
+        ("coqa", {**COQA, "answers": objects(FIRST[:2])}, "3 questions have 2 answers"),
+        ("coqa", {**COQA, "additional_answers": {"0": objects(SECOND[:1])}}, "3 questions have"),
+        ("coqa", {**COQA, "questions": [*ASKED[:2], 7]}, "found 7 where text is expected"),
+        ("coqa", {**COQA, "story": None}, "found None where text is expected"),
+        ("coqa", {"id": "x", "questions": []}, "field 'answers' is missing"),
+        ("coqa", 5, "record 2 of"),
+        ("quac", {**QUAC, "context": 3}, "found 3 where text is expected"),
+        ("quac", {**QUAC, "answers": {"texts": [["x"], []]}}, "question 2 has no answer"),
+        ("multichallenge", {**CHALLENGE, "PASS_CRITERIA": "MAYBE"}, "expected YES or NO"),
+        ("multichallenge", {**CHALLENGE, "CONVERSATION": CHALLENGE["CONVERSATION"][:-1]},
+         "does not end with a user's message"),
+        ("multichallenge", {**CHALLENGE, "CONVERSATION": CHALLENGE["CONVERSATION"][1:]},
+         "message 1 is 'assistant''s, expected user's"),
+        ("multichallenge", {**CHALLENGE, "CONVERSATION": []}, "does not end with a user's"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_is_no_record_is_named(tmp_path: Path, name: str, record: Any, told: str) -> None:
+    good = {"coqa": COQA, "quac": QUAC, "multichallenge": CHALLENGE}[name]
+    file = written(tmp_path / "x.jsonl", good, record)
+    with pytest.raises(KVLingoError, match=f"record 2 of .* is not a record of {name}") as raised:
+        read_talks(name, file, depth=None if name == "multichallenge" else 2)
+    assert told in str(raised.value)
+
+
+def test_short_conversations_are_counted(tmp_path: Path) -> None:
+    shorter = {**COQA, "questions": list(ASKED[:1]), "answers": objects(FIRST[:1]),
+               "additional_answers": {}}  # fmt: skip
+    file = written(tmp_path / "x.jsonl", shorter, COQA, shorter, COQA)
+    talks, short = read_talks("coqa", file, depth=2)
+    assert [talk.name for talk in talks] == ["2 3z", "4 3z"] and short == 2
+    assert [len(talk.turns) for talk in talks] == [2, 2]
+    assert len(read_talks("coqa", file, depth=2, limit=1)[0]) == 1
+    with pytest.raises(ValueError, match="has 10 turns; the longest has 3: give --turns coqa:3"):
+        read_talks("coqa", file)
+    with pytest.raises(ValueError, match="give multichallenge alone"):
+        read_talks("multichallenge", file, depth=2)
+
+
+def test_data_from_the_hub_need_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def load(path: str, **more: Any) -> Any:
+        if path == "stanfordnlp/coqa":
+            assert more == {"split": "validation", "revision": None}
+            return [COQA]
+        raise ConnectionError("no way to huggingface.co. At all")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read_talks("coqa", depth=3)[0][0].name == "1 3z"
+    with pytest.raises(KVLingoError, match=r"no way to huggingface.co\); run once online, or give"):
+        read_talks("quac")
+
+
+# ---- scores ----------------------------------------------------------------------------------
+
+
+def plain_f1(answer: str, references: Sequence[str]) -> float:
+    """CoQA's score by plain loops: against all references but one, the mean over that one."""
+
+    def bag(text: str) -> list[str]:
+        bare = "".join(c for c in text.lower() if c not in set(string.punctuation))
+        return [word for word in bare.split() if word not in ("a", "an", "the")]
+
+    def f1(one: str, other: str) -> float:
+        a, b = bag(one), bag(other)
+        if not a or not b:
+            return float(a == b)
+        left = list(b)
+        shared = 0
+        for word in a:
+            if word in left:
+                left.remove(word)
+                shared += 1
+        if not shared:
+            return 0.0
+        precision, recall = shared / len(a), shared / len(b)
+        return 2 * precision * recall / (precision + recall)
+
+    if len(references) == 1:
+        return f1(answer, references[0])
+    total = 0.0
+    for i in range(len(references)):
+        best = 0.0
+        for j in range(len(references)):
+            if j != i:
+                best = max(best, f1(answer, references[j]))
+        total += best
+    return total / len(references)
+
+
+def test_coqas_score_by_plain_loops() -> None:
+    texts = ["Paris", "in the Paris", "in Paris, in France", "", "No!", "the", "red red blue"]
+    for answer, count in itertools.product(texts, (1, 2, 4)):
+        for references in itertools.permutations(texts, count):
+            assert coqa_f1(answer, references) == pytest.approx(plain_f1(answer, references))
+    assert coqa_f1("Paris", ["Paris", "Rome"]) == 0.5  # it may only be compared with the other
+
+
+def test_means_errors_seeds_and_bins(models: dict[str, LanguageModel]) -> None:
+    """Answers that are kept stand for those of models: two ways, one of two seeds."""
+    ends = dict(zip("ab", (models["dense"], models["dense"]), strict=True))
+    questions = [({"role": "user", "content": f"question {i}"},) for i in range(3)]
+    talks = [Talk(str(i), tuple(Turn(q, references=("yes",)) for q in questions)) for i in range(4)]
+    ways = [Way("one"), Way("two", seeds=((), ()))]
+    rng = np.random.default_rng(0)
+    kept = rng.integers(0, 2, (2, 3, 4, 3))  # order, way and seed, conversation, turn
+
+    class Planted(Held):
+        def said(self, order: Sequence[str], progress: Any = None) -> Any:
+            found = [[["yes" if x else "no" for x in talk] for talk in seed]
+                     for seed in kept[int(order[0] == "b")]]  # fmt: skip
+            return {"one": found[:1], "two": found[1:]}
+
+    benchmark = Benchmark("planted", "f1", turn_records.best_f1, 8)
+    outcomes = turn_scores.evaluate(benchmark, Planted(ends, talks, ways, Manner(8)))
+    assert [o.task for o in outcomes] == ["planted, a first", "planted, b first"]
+    for order, outcome in enumerate(outcomes):
+        for name, seeds in (("one", [0]), ("two", [1, 2])):
+            scores = np.zeros((4, 3))
+            for talk, turn in itertools.product(range(4), range(3)):
+                scores[talk, turn] = sum(kept[order][s][talk][turn] for s in seeds) / len(seeds)
+            table = outcome.tables[name]
+            for turn in range(3):
+                mean = table[f"turn {turn + 1}"]["f1"]
+                assert mean.value == pytest.approx(scores[:, turn].mean())
+                assert mean.error == pytest.approx(scores[:, turn].std(ddof=1) / 2)
+            each = scores.mean(axis=1)
+            assert table["mean"]["f1"].value == pytest.approx(each.mean())
+            assert table["mean"]["f1"].error == pytest.approx(each.std(ddof=1) / 2)
+
+
+def test_a_judge_sees_the_last_answer(models: dict[str, LanguageModel]) -> None:
+    ends = dict(zip("ab", (models["dense"], models["dense"]), strict=True))
+    turn = Turn(({"role": "user", "content": "x"},), written="y")
+    last = dataclasses.replace(turn, written=None)
+    judge = {"template": "multichallenge", "fields": {"criterion": "Red?"}, "expected": "no"}
+    talks = [Talk(str(i), (*[turn] * (i + 2), last), judge) for i in range(3)]  # 3, 4, 5 turns
+
+    class Planted(Held):
+        def said(self, order: Sequence[str], progress: Any = None) -> Any:
+            return {"one": [[["blue"], ["red"], ["odd"]]]}
+
+    def ask(prompt: str) -> str:
+        assert "Red?" in prompt
+        return "[[yes]]" if "red" in prompt else "maybe" if "odd" in prompt else "[[no]]"
+
+    benchmark = turn_records.PUBLISHED["multichallenge"].benchmark
+    held = Planted(ends, talks, [Way("one")], Manner(8))
+    for outcome in turn_scores.evaluate(benchmark, held, judge=lambda: ask):
+        table = outcome.tables["one"]
+        assert list(table) == ["turns 3-4", "turns 5-6", "mean"]
+        assert (table["turns 3-4"]["pass"].value, table["turns 3-4"]["pass"].count) == (0.5, 2)
+        assert table["turns 5-6"]["pass"].count == 0 and table["mean"]["pass"].count == 2
+        assert "1 of the judge's replies are no verdict" in outcome.notes[0]
+
+
+# ---- ways ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ends(models: dict[str, LanguageModel]) -> turns.Models:
+    return turns.names_of([models["dense"], models["dense"]])
+
+
+TALK = Talk("x", tuple(
+    Turn(({"role": "user", "content": text},), ({"role": "user", "content": bare},))
+    for text, bare in (("The sun is up. Who are you?", "Who are you?"), ("And I?", "And I?"),
+                       ("What now?", "What now?"))
+))  # fmt: skip
+
+
+def test_one_model_with_itself_answers_the_same_in_every_way(ends: turns.Models) -> None:
+    """By the identity, however often; without the text it answers otherwise."""
+    same = identity_of(next(iter(ends.values())))
+    ways, notes = turns.ways_of(ends, {"same": [(same, same)]}, ["hidden"])
+    assert [way.name for way in ways] == ["re-prefill", "alternated", "naive", "text hidden",
+                                          "A: dense alone", "B: dense alone"]  # fmt: skip
+    assert not notes
+    ways.append(Way("one switch", "alternated", ((same, same),), once=True))
+    said = {way.name: turns.answers(ends, way, TALK, tuple(ends), Manner(6)) for way in ways}
+    hidden = said.pop("text hidden")
+    assert len({tuple(found) for found in said.values()}) == 1 and len(said["naive"]) == 3
+    assert hidden != said["naive"]
+
+
+def test_alone_is_what_mlx_lm_writes(ends: turns.Models) -> None:
+    """Turn by turn, from prompts that are put together here."""
+    from mlx_lm.generate import stream_generate
+
+    name, model = next(iter(ends.items()))
+    said = turns.answers(ends, Way("alone", alone=name), TALK, tuple(ends), Manner(6))
+    tokens: list[int] = []
+    for turn, answer in zip(TALK.turns, said, strict=True):
+        asked = [dict(turn.messages[0])]
+        if tokens:  # what the template puts between an answer and the next one
+            before = [{"role": "user", "content": "."}, {"role": "assistant", "content": "%%"}]
+            text = model.tokenizer.apply_chat_template(
+                [*before, *asked], tokenize=False, add_generation_prompt=True, enable_thinking=False
+            )
+            rest = text.split("%%")[1]
+            if tokens[-1] in model.tokenizer.eos_token_ids:
+                rest = rest.removeprefix(model.tokenizer.decode(tokens[-1:]))
+            tokens += model.tokenizer.encode(rest, add_special_tokens=False)
+        else:
+            tokens = encode(model, asked, enable_thinking=False)
+        found = list(stream_generate(model.model, model.tokenizer, list(tokens), max_tokens=6))
+        assert answer == "".join(response.text for response in found)
+        tokens += [response.token for response in found]
+
+
+@pytest.mark.parametrize("switching", ["reprefill", "alternated", "naive"])
+def test_a_written_history_is_divided_between_the_two(
+    switching: str, models: dict[str, LanguageModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each line's spans: who wrote them, through how many translators; the same tokens always."""
+    ends = {"a": models["dense"], "b": models["wide"]}
+    pair = list(ends.values())
+    sample = Sample(tuple(tiny.random_tokens(90)), ())
+    maps = tuple(kv.fit(*two, [sample]) for two in itertools.permutations(pair))
+    history = tuple(Turn(({"role": "user", "content": f"say {i}"},), written=f"said {i}")
+                    for i in range(3))  # fmt: skip
+    talk = Talk("x", (*history, Turn(({"role": "user", "content": "and now"},))))
+    way = Way("x", switching, (maps if switching != "reprefill" else (),))
+    seen: dict[str, Any] = {}
+    close = kv.Conversation.close
+
+    def look(self: kv.Conversation) -> None:
+        for name, line in self.lines.items():
+            if line.tokens:
+                seen[name] = (list(line.tokens), list(line.spans))
+        close(self)
+
+    monkeypatch.setattr(kv.Conversation, "close", look)
+    assert len(turns.answers(ends, way, talk, ("a", "b"), Manner(4))) == 1
+    messages = [
+        m
+        for i in range(3)
+        for m in (
+            {"role": "user", "content": f"say {i}"},
+            {"role": "assistant", "content": f"said {i}"},
+        )
+    ]
+    messages.append({"role": "user", "content": "and now"})  # fmt: skip
+    prompt = encode(models["dense"], messages, enable_thinking=False)
+    tokens, spans = seen["b"]  # turn 4 is the second model's
+    assert tokens[: len(prompt)] == prompt
+    text = models["dense"].tokenizer.decode
+    mine = "".join(text(tokens[s.start : s.stop]) for s in spans if not s.passes)
+    theirs = "".join(text(tokens[s.start : s.stop]) for s in spans if s.passes)
+    if switching == "reprefill":
+        assert not theirs
+        return
+    assert "said 0" in theirs and "said 2" in theirs and "and now" in mine
+    assert ("said 1" in mine) is (switching == "alternated")
+    most = max(s.passes for s in spans)
+    assert most == (1 if switching == "alternated" else 3)
+
+
+# ---- translators of both directions ----------------------------------------------------------
+
+ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
+THERE, BACK = (str(TRANSLATORS / "--".join(pair)) for pair in itertools.permutations(ENDS))
+PAIR = ["eval", "--source", ENDS[0], "--target", ENDS[1], "--turns"]
+
+
+def test_translators_are_told_apart_by_their_models() -> None:
+    pair = [kv.load(name) for name in ENDS]
+    stored = turns.directed([None], pair)
+    assert [[t.config.source.name for t in seed] for seed in stored] == [list(ENDS)]
+    seeds = turns.directed([BACK, THERE, THERE, BACK], pair)
+    assert len(seeds) == 2
+    assert all([t.digest for t in seed] == [t.digest for t in stored[0]] for seed in seeds)
+    with pytest.raises(ValueError, match="2 from tiny-qwen3-s to tiny-qwen3-l and 1 from"):
+        turns.directed([THERE, BACK, THERE], pair)
+    other = str(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-moe")
+    with pytest.raises(kv.KVLingoError, match="which are not tiny-qwen3-s and tiny-qwen3-l"):
+        turns.directed([other], pair)
+
+
+# ---- the verb --------------------------------------------------------------------------------
+
+
+def zoo_record(index: int, talk: dialogues.Dialogue) -> dict[str, Any]:
+    """A dialogue of the zoo in CoQA's schema; its values alone are the answers."""
+    story = " ".join(m["content"] for m in talk.messages[:-1] if m["role"] == "user")
+    return {"source": "zoo", "id": f"z{index}", "story": story,
+            "questions": objects(talk.questions), "additional_answers": {},
+            "answers": objects([fact.value for fact in talk.asked])}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def zoo_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    talks = dialogues.held_out(3, seed=3, facts=(4, 6), questions=3)
+    folder = tmp_path_factory.mktemp("records")
+    return written(folder / "coqa.jsonl", *itertools.starmap(zoo_record, enumerate(talks)))
+
+
+def test_the_verb_scores_by_turn_and_resumes(
+    zoo_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """On the zoo, with controls: naive translation collapses at the second switch, hidden text at
+    once, wrong maps at the first switch; the scores are those of the answers that were kept."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    options = [*PAIR, "coqa:3", "--task-data", f"coqa={zoo_file}", "--max-tokens", "24",
+               "--json", "r.json", "--plot", "x.png"]  # fmt: skip
+    held, count = turns.answers, 0
+
+    def counted(*given: Any) -> list[str]:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        return held(*given)
+
+    monkeypatch.setattr(turn_scores, "answers", counted)
+    assert run(options) == 130
+    assert "the same command goes on" in capsys.readouterr().err
+    assert run(options) == 0
+    assert count == 1 + 3 * (2 * 5 + 2)  # five ways twice, each model alone once
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    tasks = [f"coqa, {name} first" for name in ENDS]
+    assert list(results["means"]) == tasks
+    ways = ["re-prefill", "alternated", "naive", "text hidden", "shuffled",
+            *(f"{name} alone" for name in ENDS)]  # fmt: skip
+    gold = [json.loads(line)["answers"] for line in Path(zoo_file).read_text().split("\n")[:3]]
+    kept = [json.loads(line)["response"] for line in
+            (tmp_path / "kvlingo-eval.responses.jsonl").read_text().splitlines()]  # fmt: skip
+    for task in tasks:
+        assert list(results["means"][task]) == ways
+        value = {
+            way: [found[f"turn {i + 1}"]["f1"]["value"] for i in range(3)]
+            for way, found in results["means"][task].items()
+        }
+        right = min(value["re-prefill"])
+        assert right > 0.2 and sum(value["alternated"]) > 0.75 * sum(value["re-prefill"])
+        assert value["naive"][2] < right / 2
+        assert max(value["text hidden"]) < right / 2 and value["shuffled"][1] < right / 2
+        assert value["shuffled"][0] == value["re-prefill"][0]
+        for way, items in results["items"][task].items():
+            assert len(items) == 3 * 3
+            for turn in range(3):
+                mine = [i["scores"]["f1"] for i in items if i["group"] == f"turn {turn + 1}"]
+                assert value[way][turn] == pytest.approx(sum(mine) / 3)
+    # The first three conversations kept are those of the first way.
+    items = results["items"][tasks[0]]["re-prefill"]
+    for talk, said in enumerate(kept[:3]):
+        for turn, answer in enumerate(said):
+            (item,) = [i for i in items if i["group"] == f"turn {turn + 1}"
+                       and i["item"].startswith(f"{talk + 1} ")]  # fmt: skip
+            wanted = gold[talk][turn]["input_text"]
+            assert item["scores"]["f1"] == pytest.approx(plain_f1(answer, [wanted]))
+    before = (tmp_path / "kvlingo-eval.responses.jsonl").read_text()
+    assert run(options) == 0 and count == 37
+    assert (tmp_path / "kvlingo-eval.responses.jsonl").read_text() == before
+
+
+def test_the_verb_asks_a_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seeds of a method, a history that does not fit, and a judge's verdicts."""
+    monkeypatch.chdir(tmp_path)
+    long = {**CHALLENGE, "CONVERSATION": [*CHALLENGE["CONVERSATION"][:-1],
+                                          {"role": "user", "content": "word " * 9000}]}  # fmt: skip
+    file = written(tmp_path / "m.jsonl", CHALLENGE, long)
+    asked: list[str] = []
+    more = [shutil.copytree(place, tmp_path / Path(place).name) for place in (BACK, THERE)]
+
+    class Planted:
+        def __init__(self, model: str, responses: str) -> None:
+            assert model == "someone" and responses == "kvlingo-eval.responses.jsonl"
+
+        def __call__(self, prompt: str) -> str:
+            asked.append(prompt)
+            return "[[no]]"
+
+    monkeypatch.setattr("kvlingo_mlx.evaluation.harness.judge.Judge", Planted)
+    status = run([PAIR[0], f"two={THERE},{BACK},{more[0]},{more[1]}", *PAIR[1:], "multichallenge",
+                  "--task-data", f"multichallenge={file}", "--judge", "someone", "--max-tokens",
+                  "4", "--baselines", "none", "--json", "r.json"])  # fmt: skip
+    assert status == 0
+    said = capsys.readouterr().err
+    assert "1 conversations do not fit both contexts" in said and "naive" not in said
+    results = json.loads((tmp_path / "r.json").read_text())["results"]
+    for found in results["means"].values():
+        assert set(found["alternated"]) == {"turns 3-4"}  # one group, so no mean of groups
+        assert all(f["turns 3-4"]["pass"] == {"value": 1.0, "error": None, "count": 1}
+                   for f in found.values())  # fmt: skip
+    assert len(asked) == 2 * (1 + 2 + 2 + 2) and len(results["translators"]["two"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["coqas"], "'coqas' has no turns to score; known are coqa, quac, multichallenge"),
+        (["coqa:x"], "--turns names 'coqa:x'; give coqa, or coqa:J"),
+        (["coqa:0"], "with J of 1 or more"),
+        (["coqa,coqa:3"], "give benchmarks, each once"),
+        ([","], "give benchmarks, each once"),
+        (["multichallenge"], "add --judge MODEL"),
+        (["coqa", "--judge", "x"], "--judge has no effect with --tasks"),
+        (["coqa", "--tasks", "recall"], "--tasks has no effect with --turns coqa"),
+        (["coqa", "--window", "2+2"], "--window has no effect with --turns coqa"),
+        (["coqa", "--task-data", "quac=x"], "it names no task"),
+        (["coqa", "--baselines", "reuse"], "with --turns give hidden, shuffled or none"),
+        (["coqa", "--limit", "0"], "--limit is 0"),
+        (["coqa", "--task-data", "coqa=absent.json"], "absent.json cannot be read"),
+        (["coqa", "--task-data", "coqa=empty.json"], "empty.json holds no records"),
+        (["coqa", "--task-data", "coqa=text.json"], "text.json cannot be read"),
+        (["coqa", "--task-data", "coqa=one.json"], "give --turns coqa:3, or other data"),
+        (["coqa:2", "--task-data", "coqa=one.json", "--max-tokens", "99999"], "fits a context of"),
+        (["coqa:2", "--task-data", "coqa=one.json", "a=" + THERE], "give as many of both"),
+    ],
+    ids=lambda value: " ".join(value[:3])[:40] if isinstance(value, list) else "",
+)
+def test_bad_input(
+    options: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.json").write_text("[]")
+    (tmp_path / "text.json").write_text("story: none")
+    written(tmp_path / "one.json", COQA)
+    fails([*PAIR, *options], told, capsys) if "a=" + THERE not in options else None
+    if "a=" + THERE in options:
+        said = [word for word in options if word != "a=" + THERE]
+        assert run(["eval", "a=" + THERE, *PAIR[1:], *said]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_two_tokenizers_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], folders: dict[str, Path]
+) -> None:
+    file = written(tmp_path / "one.json", COQA)
+    line = ["eval", "--source", str(folders["dense"]), "--target", ENDS[1], "--turns", "coqa:2",
+            "--task-data", f"coqa={file}"]  # fmt: skip
+    fails(line, "--turns compares ways that need one", capsys)
+
+
+def test_kept_answers_go_by_all_that_they_depend_on(ends: turns.Models, tmp_path: Path) -> None:
+    same = identity_of(next(iter(ends.values())))
+    kept = Responses(tmp_path / "r.jsonl")
+
+    def lines(talk: Talk, way: Way, most: int = 2) -> int:
+        Held(ends, [talk], [way], Manner(most), kept).said(tuple(ends))
+        return len((tmp_path / "r.jsonl").read_text().splitlines())
+
+    way = Way("x", "alternated", ((same, same),))
+    assert [lines(TALK, way), lines(TALK, dataclasses.replace(way, name="y"))] == [1, 1]
+    assert lines(TALK, way, 3) == 2
+    assert lines(TALK, dataclasses.replace(way, switching="naive")) == 3
+    assert lines(TALK, dataclasses.replace(way, hidden=True)) == 4
+    assert lines(dataclasses.replace(TALK, turns=TALK.turns[:2]), way) == 5
+    scored = tuple(dataclasses.replace(turn, references=("z",)) for turn in TALK.turns)
+    assert lines(dataclasses.replace(TALK, turns=scored), way) == 5

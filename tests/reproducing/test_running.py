@@ -1,0 +1,215 @@
+"""Tiny runs of entries through the verb: trained, measured, laid out, kept, and gone on with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import TRANSLATORS, zoo
+from kvlingo_mlx.evaluation.error_bars import Mean
+from kvlingo_mlx.format.atomic import alone
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.reproducing import scores, tiny_data, trained
+from kvlingo_mlx.reproducing.cells import Cell
+from kvlingo_mlx.reproducing.drawing import draw, panels
+from kvlingo_mlx.reproducing.entries import BY_LABEL, SMALL
+from kvlingo_mlx.reproducing.judging import by_words
+from kvlingo_mlx.reproducing.models import Models
+from kvlingo_mlx.reproducing.results import Line, Result, cells, keep, kept, markdown
+from kvlingo_mlx.reproducing.stand_ins import deeper
+from kvlingo_mlx.reproducing.work import TINY, Heard, Work
+
+S2L = "small to large"
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reproduced")
+
+
+@pytest.fixture
+def work(room: Path) -> Work:
+    return Work(room / "tiny", Models(None, True, room / "tiny" / "models"), TINY)
+
+
+def record(room: Path, label: str) -> dict[str, Any]:
+    path = room / "tiny" / "results" / f"{label.replace(':', '-')}.json"
+    return json.loads(path.read_text())
+
+
+def test_an_entry_of_each_maker_by_the_verb(room: Path) -> None:
+    labels = ["fig:prefixhist", "app:fig:norms", "fig:head_alignment", "tab:cost"]
+    assert run(["reproduce", *labels, "--tiny", "--room", str(room)]) == 0
+    for label in labels:
+        assert record(room, label)["tiny"], label
+    lengths = record(room, "fig:prefixhist")["rows"]
+    assert sum(sum(row["values"]) for row in lengths) == 240  # the paper's probe
+    heads = record(room, "fig:head_alignment")["rows"]
+    # The zoo's models were trained apart, so a head's share in its own place is one in four.
+    assert all(abs(value - 0.25) < 0.05 for row in heads for value in row["values"])
+
+
+def test_what_is_there_is_not_made_again(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("trained a second time")
+
+    before = record(room, "app:fig:norms")["rows"]
+    monkeypatch.setattr(trained.command_line, "train", never)
+    assert run(["reproduce", "app:fig:norms", "--tiny", "--room", str(room)]) == 0
+    assert record(room, "app:fig:norms")["rows"] == before
+    monkeypatch.undo()
+    assert run(["reproduce", "app:fig:norms", "--tiny", "--steps", "3", "--room", str(room)]) == 2
+
+
+def test_the_list_tells_what_is_done(room: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["reproduce", "--list", "--room", str(room), "--json", "-"]) == 0
+    found = {row["label"]: row for row in json.loads(capsys.readouterr().out)["results"]}
+    assert found["fig:prefixhist"]["state"] == "done on tiny models"
+    assert found["tab:qwen3sl"]["state"] == "not done" and len(found) == 75
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "no label is given"),
+        (["tab:linarity"], "did you mean tab:linearity"),
+        (["fig:main"], "has no numbers to reproduce; README.md describes it"),
+        (["tab:mla"], "it needs Qwen3-4B and 8B converted to latents"),
+        (["tab:linearity", "--judge", "x"], "--judge changes nothing in tab:linearity"),
+        (["tab:qwen3sl", "--room", "ROOM"], "a model judges the answers of"),
+        (["tab:base", "--room", "ROOM"], "give --text FILE"),
+        (["tab:qwen3sl", "--items", "0"], "--items"),
+        (["--list", "--tiny"], "--tiny"),
+    ],
+)
+def test_what_is_refused(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["reproduce", *(w.replace("ROOM", str(tmp_path)) for w in words)]) == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ") and told in error
+
+
+def test_scores_are_those_of_the_suite_and_controls_collapse(work: Work) -> None:
+    """The package's own trained translators, given: the target's answers, and none of a control."""
+    pytest.importorskip("lm_eval")
+    given = work.room.parent / "given"
+    names = "tiny-qwen3-s--tiny-qwen3-l"
+    for form, wrong in (("mixing", False), ("mixed_loss", True)):
+        copy(TRANSLATORS / names, given / f"{names}--{form}--42", shuffled=wrong)
+    entry = replace(BY_LABEL["tab:qwen3sl"], seeds=(42,))
+    cells = [
+        Cell(SMALL, S2L, "coqa", who, seeds=() if who in ("large", "text") else (42,))
+        for who in ("large", "mixing", "mixed_loss", "text")
+    ]
+    ours = replace(work, given=given, size=replace(TINY, items=8))
+    found, notes = scores.measured(cells, ours, entry)
+    values = [found[cell].value for cell in cells]
+    assert not notes and all(found[cell].count == 8 for cell in cells)
+    native, translated, wrong, text = values
+    assert native == text > 0.9
+    assert translated > native - 0.1 and wrong < 0.6  # "The hotel of Emma is" is most of F1
+
+
+def copy(folder: Path, into: Path, *, shuffled: bool) -> None:
+    """A translator, or the control that has its maps at wrong layers."""
+    from kvlingo_mlx.evaluation.conditions import shuffled as at_wrong_layers
+    from kvlingo_mlx.format import translator_folder
+    from kvlingo_mlx.loading.translators import load_translator
+
+    into.parent.mkdir(parents=True, exist_ok=True)
+    translator = load_translator(folder)
+    if shuffled:
+        translator = at_wrong_layers(translator)
+    translator_folder.write(into, translator.config, translator.to_weights())
+
+
+def test_a_deeper_stand_in_says_the_same(tmp_path: Path) -> None:
+    folder = deeper("tiny-qwen3-l-deeper", tmp_path)
+    assert deeper("tiny-qwen3-l-deeper", tmp_path) == folder
+    plain, deep = load(str(zoo("tiny-qwen3-l"))), load(str(folder))
+    assert (len(plain.attentions), len(deep.attentions)) == (4, 6)
+    tokens = mx.array([[7, 300, 21, 5, 900]])
+    both = [np.array(model.model(tokens)) for model in (plain, deep)]
+    np.testing.assert_allclose(both[1], both[0], atol=1e-4)
+
+
+def test_tiny_records_are_read_by_every_benchmark(work: Work) -> None:
+    pytest.importorskip("lm_eval")
+    from kvlingo_mlx.evaluation import suite_runs, suites
+
+    files = tiny_data.written(work)
+    named = {row.task for row in (*suites.PAPER, *suites.BASE)} - {suites.NEEDLES}
+    assert named <= set(files)
+    models = tuple(load(str(zoo(f"tiny-qwen3-{size}"))) for size in "sl")
+    for suite, rows in (("paper", suites.PAPER), ("base", suites.BASE)):
+        for row in rows:
+            if row.needs or (suite == "base" and row.name != "squad"):
+                continue  # lm-eval's own files are indexed for these, which takes a minute
+            settings = scores.settings_of(row, False, models, work)
+            suite_runs.check([row], models, settings)
+
+
+def test_numbers_are_laid_beside_the_papers(work: Work, tmp_path: Path) -> None:
+    entry = BY_LABEL["tab:affine"]
+    line = Line(("Qwen3 8B/4B", "K"), (Mean(0.5, 0.01, 9), None), ([0.815, 0.02], 0.25))
+    assert cells(line) == ["0.500 +- 0.010 (paper 0.815 +- 0.02)", "- (paper 0.25)"]
+    assert cells(Line(("x",), (1234.5678, "62-65"))) == ["1235", "62-65"]
+    result = Result(("pair", "side"), ("a", "b"), (line, Line(("K",), (1.0, 2.0))), ("odd",))
+    page = markdown(entry, result, ["told"])
+    assert "| Qwen3 8B/4B | K | 0.500 +- 0.010 (paper 0.815 +- 0.02) | - (paper 0.25) |" in page
+    assert "|  | K | 1 | 2 |" in page and page.endswith("- told\n")
+    there = replace(work, room=tmp_path, heard=Heard())
+    path = keep(there, entry, result)
+    found = kept(tmp_path, entry)
+    assert path.suffix == ".md" and found is not None
+    assert found["rows"][0]["values"] == [{"value": 0.5, "error": 0.01, "count": 9}, None]
+    assert "tiny models" in found["notes"][0] and "steps 6" in found["notes"][1]
+    (tmp_path / "results" / "tab-affine.json").write_text("{")
+    with pytest.raises(ValueError, match="is damaged; remove it"):
+        kept(tmp_path, entry)
+
+
+def test_a_rule_stands_for_the_judge_in_tiny_runs() -> None:
+    prompt = "Question: who?\n\nCorrect answer: Ann won\n\nModel response: {}\n\nIs it correct?"
+    assert "[[yes]]" in by_words(prompt.format("Ann won"))
+    assert "[[no]]" in by_words(prompt.format("blue green red"))
+    assert "[[no]]" in by_words(prompt.format(""))
+
+
+def test_a_figure_is_drawn_from_its_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    means = (Mean(0.5, 0.1, 4), None, Mean(0.2, 0.1, 4))
+    lines = [Line(("pair", way, what), means) for way in ("a", "b") for what in ("coqa", "arc")]
+    result = Result(("pair", "way", "what"), ("small", "mixing", "closed"), tuple(lines))
+    assert panels(result)["pair, b"] == {
+        "small": {"coqa": means[0], "arc": means[0]},
+        "closed": {"coqa": means[2], "arc": means[2]},
+    }
+    grid = Result(("pair", "layer"), ("0", "1"), (Line(("x", "0"), (0.5, 0.1)),
+                                                  Line(("y", "0"), (0.5, None))))  # fmt: skip
+    for label, shown in (("fig:suite_off", result), ("app:fig:norms", result), ("fig:cka", grid)):
+        path = tmp_path / f"{label.replace(':', '-')}.png"
+        draw(BY_LABEL[label], shown, path)
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_one_process_works_in_a_room(room: Path, work: Work) -> None:
+    with alone(work.room):
+        words = ["reproduce", "fig:prefixhist", "--tiny", "--room", str(room)]
+        done = subprocess.run(
+            [sys.executable, "-m", "kvlingo_mlx.cli", *words], capture_output=True, text=True
+        )
+    assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: ")
+    assert str(os.getpid()) in done.stderr

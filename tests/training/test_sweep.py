@@ -1,0 +1,520 @@
+"""The sweep of learning rates, on planted landscapes: where the best rate lies is known."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training import distill, pipeline
+from kvlingo_mlx.training.objectives import Loss
+from kvlingo_mlx.training.on_mlx.pair import Pair
+from kvlingo_mlx.training.pipeline import Training
+from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
+from kvlingo_mlx.training.recipe import Recipe
+from kvlingo_mlx.training.sweep import chosen, further, joined, neighbour, window
+
+STEPS = 8
+FIRST = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3)
+
+
+# ---- the rates ---------------------------------------------------------------------------
+
+
+def test_windows_are_the_papers() -> None:
+    assert window(1e-4) == FIRST
+    assert window(3e-6) == (3e-7, 1e-6, 3e-6, 1e-5, 3e-5)
+    assert window(3e-6, 3) == (1e-6, 3e-6, 1e-5)
+    assert neighbour(1e-2, 1) == 3e-2 and neighbour(3e-7, -1) == 1e-7 and neighbour(1.0, -1) == 0.3
+    # Of other digits each is a root of ten times the one below, to three digits.
+    assert window(2e-4) == (2e-5, 6.32e-5, 2e-4, 6.32e-4, 2e-3)
+    for centre in (7e-8, 1e-5, 3e-5, 4.2e-3):
+        ratios = np.log10(window(centre)[1:]) - np.log10(window(centre)[:-1])
+        assert np.abs(ratios - 0.5).max() < 0.025
+
+
+@pytest.mark.parametrize(
+    ("finals", "best", "more"),
+    [
+        ({1e-5: 3, 3e-5: 1, 1e-4: 2}, 3e-5, ()),
+        ({1e-5: 1, 3e-5: 2, 1e-4: 3}, 1e-5, (3e-6,)),
+        ({1e-5: 3, 3e-5: 2, 1e-4: 1}, 1e-4, (3e-4,)),
+        ({1e-5: 1, 3e-5: 1, 1e-4: 1}, 3e-5, ()),  # equal: the middle one
+        ({1e-5: math.inf, 3e-5: 2, 1e-4: math.inf}, 3e-5, ()),
+        ({1e-5: math.inf, 3e-5: math.inf}, 1e-5, (3e-6,)),  # all diverged: lower ones
+        ({1e-8: 1, 3e-8: 2}, 1e-8, ()),  # as far as it goes
+        ({0.3: 2, 1.0: 1}, 1.0, ()),
+        ({1e-4: 1}, 1e-4, (3e-5,)),
+    ],
+)
+def test_what_is_tried_next(finals: dict[float, float], best: float, more: Any) -> None:
+    assert (chosen(finals), further(finals)) == (best, more)
+    upwards = dict(sorted(finals.items(), reverse=True))
+    assert (chosen(upwards), further(upwards)) == (best, more)
+
+
+def test_curves_are_joined_by_step() -> None:
+    """Two groups, the second of which diverged after its first look."""
+    one = [{"step": 0, "held_out": [5.0, 5.0], "spent": 1.0},
+           {"step": 2, "learning_rates": [1e-2, 1e-4], "loss": [1, 2], "kl": [1, 2],
+            "train_kl": [3, 4], "tokens": 9, "seconds": 2.0, "spent": 3.0, "held_out": [4.0, 3.0]}
+           ]  # fmt: skip
+    two = [{"step": 0, "held_out": [5.0], "spent": 0.5}]
+    first, second = joined([({1e-2: 4.0, 1e-4: 3.0}, one), ({1e-3: math.inf}, two)])
+    assert first == {"step": 0, "held_out": [5.0, 5.0, 5.0], "spent": 1.5}
+    assert second["learning_rates"] == [1e-4, 1e-3, 1e-2]
+    assert second["held_out"] == [3.0, None, 4.0] and second["train_kl"] == [4, None, 3]
+    assert (second["tokens"], second["spent"]) == (9, 3.0)
+
+
+# ---- planted landscapes, through whole trainings ---------------------------------------
+
+
+class Planted:
+    """A translator that keeps how far it was moved: its peak rate times the schedule's sum."""
+
+    def __init__(self, config: Any, arrays: Mapping[str, np.ndarray]) -> None:
+        self.config, self.tensors, self.moved = config, dict(arrays), 0.0
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        first = sorted(self.tensors)[0]
+        return {**self.tensors, first: np.full_like(self.tensors[first], 1 + self.moved)}
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {**self.tensors, "moved": np.array([self.moved])}
+
+    def restore(self, state: Mapping[str, np.ndarray]) -> None:
+        self.moved = float(state["moved"][0])
+
+    def gather(self, group: Any) -> bool:
+        return True
+
+    def update(self, rate: float, clip: float) -> None:
+        self.moved += rate
+
+    def forget(self) -> None:
+        pass
+
+
+WHOLE = sum(Recipe(steps=STEPS).rate_factor(step) for step in range(STEPS))
+
+
+def landscape(best: float, highest: float = math.inf) -> type[Pair]:
+    """A pair whose KL is lowest where a whole run's rate was ``best``, and 1 before any step.
+
+    A higher rate passes the lowest point on its way, so its best look is as good; only the end
+    tells them apart. Above ``highest`` the loss is not finite.
+    """
+
+    class Landscape(Pair):
+        room = 5  # translators
+
+        def trainable(self, config: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+            return Planted(config, arrays)
+
+        def read(self, sample: Sample, config: Any) -> Any:
+            return None
+
+        def loss(self, translator: Any, *rest: Any, **more: Any) -> Loss:
+            rate = translator.moved / WHOLE
+            if rate > highest:
+                return Loss(math.nan, math.nan)
+            value = 1.0 if rate == 0 else min(0.999, 0.1 + 0.02 * math.log10(rate / best) ** 2)
+            return Loss(value, value)
+
+        def reconstruction(self, translator: Any, states: Any, scale: float = 0.0) -> float:
+            return self.loss(translator).value
+
+        def states(self, sample: Sample, capture: str) -> Any:
+            return None
+
+        def check_gradients(self, sample: Sample, config: Any) -> None:
+            pass
+
+        def check_memory(self, config: Any, lengths: Any, rates: int, hidden: int) -> str:
+            if rates > self.room:
+                raise NotEnoughMemoryError(f"{rates} of {self.room}")
+            return f"training takes room for {rates}"
+
+        def receipt(self, config: Any, arrays: Any) -> None:
+            return None
+
+    return Landscape
+
+
+class Talks:
+    def sample(self, index: int) -> Sample:
+        tokens = np.random.default_rng(index % 3).integers(5, 280, 40).tolist()
+        return Sample(tuple(tokens[:30]), tuple(tokens[30:]))
+
+    def held_out(self, count: int = 64) -> list[Sample]:
+        return [self.sample(index) for index in range(count)]
+
+
+def made(
+    models: dict[str, LanguageModel], out: Path, first: tuple[float, ...] = FIRST, **more: Any
+) -> SimpleNamespace:
+    """A training that sweeps; what it says and warns of."""
+    said, warned = list[str](), list[str]()
+    recipe = Recipe(steps=STEPS, batch=1, learning_rates=first, validate_every=2, sweep=True)
+    recipe = more.pop("recipe", recipe)
+    plan = TrainingPlan(fit_samples=4, held_out=2, recipe=recipe, **more.pop("plan", {}))
+    training = Training(
+        models["dense"], models["wide"], Talks(), plan, out, keep_every=0.0, warn=warned.append,
+        say=said.append, **more,
+    )  # fmt: skip
+    return SimpleNamespace(training=training, said=said, warned=warned)
+
+
+def result(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A translator's provenance, without what differs from run to run, and its log."""
+    found = dict(translator_folder.read_config(out).provenance)
+    lines = (out.with_name(f"{out.name}.log.jsonl")).read_text().splitlines()
+    times = ("seconds", "spent")
+    return found, [{k: v for k, v in json.loads(x).items() if k not in times} for x in lines]
+
+
+def groups(said: list[str]) -> list[str]:
+    start = "sweep: training at "
+    return [text.removeprefix(start) for text in said if text.startswith(start)]
+
+
+@pytest.mark.parametrize(
+    ("best", "tried"),
+    [
+        (1e-4, FIRST),
+        (3e-5, FIRST),
+        (1e-5, (3e-6, *FIRST)),  # at the edge: one more below, which is worse
+        (1e-6, (3e-7, 1e-6, 3e-6, *FIRST)),  # below the window
+        (1e-3, (*FIRST, 3e-3)),
+        (1e-2, (*FIRST, 3e-3, 1e-2, 3e-2)),  # above
+    ],
+)
+def test_the_best_rate_is_found_and_lies_within(
+    models: dict[str, LanguageModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    best: float,
+    tried: tuple[float, ...],
+) -> None:
+    monkeypatch.setattr(pipeline, "pair_of", landscape(best))
+    run = made(models, tmp_path / "t")
+    found, log = result(run.training.run())
+    assert found["learning_rate"] == best and found["best_step"] == STEPS
+    assert tuple(each["learning_rate"] for each in found["sweep"]) == tried
+    expected = [0.1 + 0.02 * math.log10(rate / best) ** 2 for rate in tried]
+    assert [each["held_out"] for each in found["sweep"]] == pytest.approx(expected)
+    assert found["held_out_kl"] == pytest.approx(0.1) and found["held_out_kl_at_first"] == 1
+    assert [line["step"] for line in log] == [0, 2, 4, 6, 8]
+    assert tuple(log[-1]["learning_rates"]) == tried
+    assert log[-1]["held_out"] == pytest.approx(expected)
+    told = groups(run.said)
+    assert told[0] == "1e-05, 3e-05, 0.0001, 0.0003, 0.001" and len(told) == 1 + len(tried) - 5
+    (few,) = run.warned
+    assert "tokens are few" in few and not (tmp_path / "t.partial").exists()
+    # The translator is the one that this rate ended with.
+    weights = translator_folder.read(tmp_path / "t")[1]
+    moved = weights.as_float32(sorted(weights.arrays)[0]).flat[0] - 1
+    assert moved == pytest.approx(best * WHOLE, rel=0.01)
+    assert run.training.finished()
+
+
+def test_a_sweep_goes_by_the_ends(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate that is too high passes the lowest point on its way, and a run keeps that look."""
+    monkeypatch.setattr(pipeline, "pair_of", landscape(1.3e-4))
+    swept, _ = result(made(models, tmp_path / "swept").training.run())
+    assert (swept["learning_rate"], swept["best_step"]) == (1e-4, STEPS)
+    recipe = Recipe(steps=STEPS, batch=1, learning_rates=FIRST, validate_every=2)
+    found, log = result(made(models, tmp_path / "t", recipe=recipe).training.run())
+    assert "sweep" not in found and found["learning_rate"] == 3e-4 and found["best_step"] < STEPS
+    assert found["held_out_kl"] < swept["held_out_kl"] == min(log[-1]["held_out"])
+
+
+def test_rates_that_diverge(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of the window, all of it, and everywhere."""
+    monkeypatch.setattr(pipeline, "pair_of", landscape(3e-5, 2e-4))
+    found, log = result(made(models, tmp_path / "some").training.run())
+    assert [each["held_out"] is None for each in found["sweep"]] == [False] * 3 + [True] * 2
+    assert found["learning_rate"] == 3e-5 and log[-1]["held_out"][0] is not None
+    for at_once in (None, 1):
+        monkeypatch.setattr(pipeline, "pair_of", landscape(1e-6, 5e-6))
+        out = tmp_path / f"all-{at_once}"
+        found, _ = result(made(models, out, at_once=at_once).training.run())
+        assert found["learning_rate"] == 1e-6 and found["sweep"][-1]["held_out"] is None
+        assert [each["learning_rate"] for each in found["sweep"]][:3] == [3e-7, 1e-6, 3e-6]
+    monkeypatch.setattr(pipeline, "pair_of", landscape(1e-6, 1e-12))
+    run = made(models, tmp_path / "none")
+    with pytest.raises(KVLingoError, match="diverged .* at every learning rate: 1e-08, 3e-08, 1e"):
+        run.training.run()
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_best_rate_out_of_reach_is_told(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "pair_of", landscape(1e-10))
+    run = made(models, tmp_path / "t")
+    found, _ = result(run.training.run())
+    assert found["learning_rate"] == 1e-8
+    assert run.warned[1].startswith("the best learning rate is at the edge of those tried, 1e-08 ")
+
+
+def test_groups_that_fit_give_the_same(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the memory there is, and as asked for; too little for one is refused."""
+    pair = landscape(1e-5)
+    monkeypatch.setattr(pipeline, "pair_of", pair)
+    whole = result(made(models, tmp_path / "whole").training.run())
+    for name, room, more, at_first in (
+        ("two", 2, {"lengths": (30, 10)}, "1e-05, 3e-05"),
+        ("one", 5, {"at_once": 1}, "1e-05"),
+        ("three", 5, {"lengths": (30, 10), "at_once": 3}, "1e-05, 3e-05, 0.0001"),
+    ):
+        monkeypatch.setattr(pair, "room", room)
+        run = made(models, tmp_path / name, **more)
+        found, log = result(run.training.run())
+        assert groups(run.said)[0] == at_first
+        assert any("at most" in text and "at a time" in text for text in run.said)
+        assert (found["sweep"], log) == (whole[0]["sweep"], whole[1])
+        assert found["learning_rate"] == whole[0]["learning_rate"]
+    assert "training takes room for 3" in run.said
+    monkeypatch.setattr(pair, "room", 0)
+    with pytest.raises(NotEnoughMemoryError, match="1 of 0"):
+        made(models, tmp_path / "none", lengths=(30, 10)).training.run()
+
+
+@pytest.mark.parametrize("at_once", [None, 2])
+def test_a_sweep_that_is_killed_goes_on(
+    models: dict[str, LanguageModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at_once: int | None,
+) -> None:
+    """After every single step, within and between groups: no step is taken again but the one that
+    was under way, and the result is the same."""
+    monkeypatch.setattr(pipeline, "pair_of", landscape(3e-6))
+    whole = result(made(models, tmp_path / "whole", at_once=at_once).training.run())
+    advance, taken = distill.Distillation.advance, list[tuple[float, ...]]()
+
+    def dying(self: distill.Distillation) -> None:
+        if len(alive) == lives[0]:
+            raise KeyboardInterrupt
+        alive.append(1)
+        advance(self)
+        taken.append(tuple(run.rate for run in self.runs))
+
+    monkeypatch.setattr(distill.Distillation, "advance", dying)
+    for each in (1, 3, STEPS, STEPS + 1):
+        alive, lives, ended = list[int](), [each], False
+        taken.clear()
+        out = tmp_path / f"killed-{each}"
+        while not ended:
+            alive.clear()
+            # Whoever resumes it may have more memory: a group that was begun stays as it is.
+            run = made(models, out, at_once=at_once if len(taken) == 0 else 5)
+            try:
+                run.training.run()
+                ended = True
+            except KeyboardInterrupt:
+                assert run.warned[-1].startswith("stopped; ")
+        found, log = result(out)
+        assert (found["sweep"], found["learning_rate"]) == (whole[0]["sweep"], 3e-6)
+        assert log == whole[1]
+        counts = {rates: taken.count(rates) for rates in taken}
+        assert set(counts.values()) == {STEPS}, counts
+
+
+def test_a_kill_between_two_groups(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline, "pair_of", landscape(3e-6))
+    whole = result(made(models, tmp_path / "whole").training.run())
+    run = made(models, tmp_path / "t")
+
+    def kill(text: str) -> None:
+        if "3e-06" in text:
+            raise KeyboardInterrupt
+
+    object.__setattr__(run.training, "say", kill)
+    with pytest.raises(KeyboardInterrupt):
+        run.training.run()
+    again = made(models, tmp_path / "t")
+    again.training.run()
+    assert groups(again.said)[1:] == ["3e-06", "1e-06"]
+    assert result(tmp_path / "t")[1] == whole[1]
+
+
+@pytest.mark.parametrize("swept", [True, False])
+def test_a_sweep_and_a_run_do_not_resume_each_other(
+    models: dict[str, LanguageModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: bool
+) -> None:
+    monkeypatch.setattr(pipeline, "pair_of", landscape(1e-4))
+    kinds = [
+        Recipe(steps=STEPS, batch=1, learning_rates=FIRST, validate_every=2, sweep=sweep)
+        for sweep in (swept, not swept)
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(distill.Distillation, "advance", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made(models, tmp_path / "t", recipe=kinds[0]).training.run()
+    with pytest.raises(ValueError, match=f"sweep was {swept}, is {not swept}"):
+        made(models, tmp_path / "t", recipe=kinds[1]).training.run()
+    other = Recipe(steps=STEPS, batch=1, learning_rates=FIRST[1:], validate_every=2, sweep=swept)
+    with pytest.raises(ValueError, match="learning_rates was"):
+        made(models, tmp_path / "t", recipe=other).training.run()
+
+
+@pytest.mark.parametrize(
+    ("rates", "best", "tried"),
+    [
+        ((), 1e-2, (1e-3, 3e-3, 1e-2, 3e-2)),
+        ((), 3e-2, (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)),
+        ((), 3e-4, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)),
+        ((1e-3, 3e-3), 1e-3, (3e-4, 1e-3, 3e-3)),
+        ((1e-3,), 1e-2, None),  # one alone is the one that is used
+    ],
+)
+def test_an_mlps_stage_1_is_swept_too(
+    models: dict[str, LanguageModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rates: tuple[float, ...],
+    best: float,
+    tried: tuple[float, ...] | None,
+) -> None:
+    monkeypatch.setattr(pipeline, "pair_of", landscape(best))
+    stage2 = Recipe(steps=STEPS, batch=1, learning_rates=FIRST, validate_every=2, sweep=True)
+    first = reconstruction(stage2, rates, STEPS)
+    plan = {"kind": "mlp", "hidden": 4, "stage1_recipe": first}
+    run = made(models, tmp_path / "t", recipe=stage2, plan=plan, at_once=2)
+    found, _ = result(run.training.run())
+    if tried is None:
+        assert found["stage1_rate"] == 1e-3 and "stage1_sweep" not in found
+    else:
+        assert tuple(each["learning_rate"] for each in found["stage1_sweep"]) == tried
+        assert found["stage1_rate"] == best
+    assert found["learning_rate"] == best
+
+
+# ---- real trainings, by the verb ---------------------------------------------------------
+
+
+@pytest.fixture
+def command(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(Pair, "receipt", lambda *rest: None)  # which takes longer than the rest
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n".join(json.dumps({"messages": chat}) for chat in first_chats(200)))
+    line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"])]
+    line += ["--data", str(path), "--steps", "4", "--batch-size", "1", "--val-every", "2"]
+    return [*line, "--fit-samples", "8", "--held-out", "2", "--device", "mlx",
+            "--max-continuation", "8"]  # fmt: skip
+
+
+def test_the_verb_sweeps_around_a_rate(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Together and one after the other: the same numbers, to the bit."""
+    found = []
+    for name, more in (("a", []), ("b", ["--at-once", "2"])):
+        out = tmp_path / name
+        assert run([*command, "--out", str(out), "--sweep", "--lr", "1e-3", *more]) == 0
+        told = capsys.readouterr().out
+        assert "sweep: training at 0.0001, 0.0003" in told
+        assert "The sweep, which chose" in told and "final KL" in told
+        assert ("at most 2 are trained at a time" in told) == (name == "b")
+        found.append(result(out))
+    (first, log), (second, other) = found
+    assert first["sweep"] == second["sweep"] and log == other
+    rates = [each["learning_rate"] for each in first["sweep"]]
+    assert set(window(1e-3)) <= set(rates) and first["learning_rate"] in rates[1:-1]
+    lowest = min(first["sweep"], key=lambda each: each["held_out"])
+    assert first["learning_rate"] == lowest["learning_rate"]
+    assert first["held_out_kl"] == pytest.approx(lowest["held_out"])
+    # The rates of the window are what a run of them without a sweep ends with.
+    listed = ",".join(f"{rate:g}" for rate in window(1e-3))
+    assert run([*command, "--out", str(tmp_path / "c"), "--lr", listed]) == 0
+    _, plain = result(tmp_path / "c")
+    kept = [value for rate, value in zip(rates, log[-1]["held_out"], strict=True)
+            if rate in window(1e-3)]  # fmt: skip
+    assert plain[-1]["held_out"] == kept
+
+
+def test_seeds_share_the_first_ones_rate(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, record = tmp_path / "t", tmp_path / "r.jsonl"
+    line = [*command, "--out", str(out), "--seeds", "5,6,9", "--lr", "1e-3,1e-2", "--json",
+            str(record)]  # fmt: skip
+    assert run(line) == 0
+    told = capsys.readouterr().out
+    folders = [tmp_path / f"t-seed{seed}" for seed in (5, 6, 9)]
+    found = [translator_folder.read_config(folder).provenance for folder in folders]
+    assert [each["seed"] for each in found] == [5, 6, 9] and not out.exists()
+    assert len({each["learning_rate"] for each in found}) == 1
+    logs = [result(folder)[1] for folder in folders]
+    assert [len(log[-1]["held_out"]) for log in logs] == [2, 1, 1]
+    values = [each["held_out_kl"] for each in found]
+    assert len(set(values)) == 3
+    mean, spread = np.mean(values), np.std(values, ddof=1)
+    said = f"3 seeds: held-out KL {mean:.4f}, standard deviation {spread:.4f}"
+    assert said in told
+    kept = json.loads(record.read_text())["results"]
+    assert list(kept) == [str(folder) for folder in folders]
+    # A seed that is missing is made; the others are left as they are.
+    before = (folders[0] / "translator.safetensors").stat().st_mtime_ns
+    again = (folders[1] / "translator.safetensors").read_bytes()
+    for path in sorted(folders[1].iterdir()):
+        path.unlink()
+    folders[1].rmdir()
+    assert run(line) == 0
+    assert capsys.readouterr().out.count("is finished already") == 2
+    assert (folders[0] / "translator.safetensors").stat().st_mtime_ns == before
+    assert (folders[1] / "translator.safetensors").read_bytes() == again
+    # One of them alone is what the option of one seed makes at that rate.
+    rate = f"{found[0]['learning_rate']:g}"
+    assert run([*command, "--out", str(tmp_path / "u"), "--seed", "9", "--lr", rate]) == 0
+    assert (tmp_path / "u" / "translator.safetensors").read_bytes() == (
+        folders[2] / "translator.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--seeds", "1,x"], "--seeds is '1,x'; give different whole numbers: 42,43,44"),
+        (["--seeds", "1,1"], "--seeds is '1,1'; give different whole numbers"),
+        (["--seeds", "-1"], "--seeds is '-1'; give different whole numbers"),
+        (["--seeds", ""], "--seeds is ''; give different whole numbers"),
+        (["--seeds", "1", "--seed", "2"], "--seed has no effect with --seeds 1"),
+        (["--at-once", "2"], "--at-once has no effect without --sweep; add --sweep"),
+        (["--sweep", "--at-once", "0"], "(--at-once): 0, expected at least 1"),
+        (["--sweep", "--minutes", "1"], "--sweep has no effect with --minutes"),
+    ],
+)
+def test_what_is_refused(
+    command: list[str],
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run([*command, "--out", str(tmp_path / "t"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.glob("t*"))

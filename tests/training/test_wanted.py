@@ -1,0 +1,233 @@
+"""Which records a training reads: planted ones of many languages, and of an evaluation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import dialogues
+from kvlingo_mlx.embedded.first_chats import first_chats
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.training.data import Stream
+from kvlingo_mlx.training.mixture import Mixture, PlainText
+from kvlingo_mlx.training.on_mlx.pair import Pair
+from kvlingo_mlx.training.wanted import Wanted, is_english, reads_english
+from tests.support.languages import LANGUAGES
+
+MODEL = Path(dialogues.__file__).parent / "models" / "tiny-qwen3-s"
+ALONE = Mixture(packed_share=0)
+MORE = {
+    "fr": "Le bateau quitte le port à six heures du matin. Le mardi, il emporte la boulangère, "
+    "qui vend son pain sur l'île, et trois enfants qui vont à l'école là-bas.",
+    "it": "Il traghetto lascia il porto alle sei del mattino. Il martedì porta la fornaia, che "
+    "vende il suo pane sull'isola, e tre bambini che vanno a scuola.",
+    "pt": "A balsa sai do porto todos os dias e leva o padeiro que vende o seu pão na ilha, e as "
+    "crianças que não querem ficar em casa com os pais.",
+    "nl": "De veerboot vertrekt om zes uur in de ochtend uit de haven. Op dinsdag gaat de bakker "
+    "mee, die haar brood op het eiland verkoopt, en drie kinderen.",
+    "sv": "Den gamla mannen sade att det var kallt och att han inte ville ha mer te, men de andra "
+    "som satt med honom drack upp allt.",
+    "de, no umlaut": "Wir fahren morgen mit dem Zug in die Stadt, weil der Wagen nicht mehr will "
+    "und das Wetter auch nicht besser ist als gestern.",
+    "id": "Kapal itu meninggalkan pelabuhan pada pukul enam pagi dan membawa tukang roti yang "
+    "menjual rotinya di pulau itu, dengan tiga anak.",
+    "pl": "Prom odpływa z portu o szóstej rano. We wtorki płynie nim piekarka, która sprzedaje na "
+    "wyspie chleb, i troje dzieci, które chodzą tam do szkoły.",
+}
+ENGLISH = (
+    LANGUAGES["en"],
+    "Fix this:\n```python\ndef f(x):\n    return [y for y in x if y is not None]\n```\nIt fails.",
+    "The café in São Paulo where Zoë and Müller met: is it still open on Sundays? 🙂",
+    "Translate the sentence 'Je ne sais pas' into German, and explain why it is so.",
+    "Solve x^2 + 3x - 4 = 0 for x, and show that both roots are real numbers. Use $\\alpha$.",
+    "I'd like you to write a haiku about the sea; it mustn't rhyme, and it's for my mother.",
+    "I see 7 services: mobile, support, sales, design, research, billing, payments.",
+    "Explain how a lock keeps a canal level.",
+    "Rio de Janeiro versus Buenos Aires: compare prices, weather, beaches, food.",
+    "hi",
+    "1 + 1 = ?",
+    "",
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    made = AutoTokenizer.from_pretrained(MODEL)
+    made.model_max_length = 10**9
+    return made
+
+
+def talk(*texts: str, **more: Any) -> dict[str, Any]:
+    """A record as Nemotron's: an empty system message, then questions and answers."""
+    roles = ("user", "assistant")
+    turns = [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)]
+    return {
+        "uuid": "0", "license": "cc-by-4.0", "used_in": ["nano_v3"], "reasoning": "off",
+        "messages": [{"role": "system", "content": ""}, *turns], **more,
+    }  # fmt: skip
+
+
+def write(path: Path, records: Iterable[Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return str(path)
+
+
+# ---- the language ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ENGLISH)
+def test_english(text: str) -> None:
+    assert reads_english(text)
+
+
+@pytest.mark.parametrize("name", [*sorted(set(LANGUAGES) - {"en"}), *MORE])
+def test_other_languages(name: str) -> None:
+    text = {**LANGUAGES, **MORE}[name]
+    assert not reads_english(text)
+    assert not is_english({}, [LANGUAGES["en"], text])  # one text of another is enough
+
+
+def test_what_it_cannot_tell() -> None:
+    """Its limits, as the docstring says them: few words, and languages that it lacks."""
+    assert reads_english("Hola, buenos amigos.")
+    assert reads_english("Mae hen wlad fy nhadau yn annwyl i mi, gwlad beirdd a chantorion")
+
+
+@pytest.mark.parametrize(
+    ("fields", "english"),
+    [
+        ({"language": "English"}, True),
+        ({"language": "en"}, True),
+        ({"lang": "EN-us"}, True),
+        ({"language_code": "eng_Latn"}, True),
+        ({"locale": "en_GB"}, True),
+        ({"metadata": {"language": "english (US)"}}, True),
+        ({"language": "German"}, False),
+        ({"language": "enm"}, False),  # Middle English, by its code
+        ({"meta": {"lang": "de"}}, False),
+        ({"metadata": None}, None),
+        ({"metadata": ["en"]}, None),
+        ({"language": None, "lang": 3}, None),
+        ({"language": " "}, None),
+    ],
+)
+def test_the_field_decides(fields: dict[str, Any], english: bool | None) -> None:
+    """Whatever the words are; a field that says nothing leaves it to them."""
+    for text, reads in ((LANGUAGES["en"], True), (LANGUAGES["de"], False)):
+        assert is_english(talk(text, text, **fields), [text, text]) == (
+            reads if english is None else english
+        )
+
+
+def test_a_stream_of_english_records(tmp_path: Path, tokenizer: Any) -> None:
+    """Of eleven languages and fields, in Nemotron's schema: what is drawn is English."""
+    records, kept = [], set()
+    for number in range(30):
+        for name, text in LANGUAGES.items():
+            question = f"#{number} {name} {text}"
+            records.append(talk(question, text))
+            kept |= {question} if name == "en" else set()
+        told = f"#{number} told {LANGUAGES['de']}"
+        records.append(talk(told, LANGUAGES["de"], metadata={"language": "en"}))
+        records.append(talk(f"#{number} not {LANGUAGES['en']}", "Yes.", language="fr"))
+        records.append(talk(f"#{number} mixed {LANGUAGES['en']}", LANGUAGES["es"]))
+        records.append({"messages": []})
+        kept.add(told)
+    path = write(tmp_path / "all.jsonl", records)
+    wanted = Wanted(english=True)
+    stream = Stream([path], tokenizer, ALONE, wanted=wanted)
+    questions = [stream._library.talk(shelf.place(row)).opening
+                 for shelf in (*stream._library.training, *stream._library.reserved)
+                 for row in range(len(shelf.records))]  # fmt: skip
+    assert sorted(questions) == sorted(kept)
+    assert wanted.left_out["not English"] == len(records) - len(kept) - 30
+    assert stream.skipped == len(records) - len(kept)
+    assert str(wanted) == f"{wanted.left_out['not English']:,} records not English"
+    everything = Stream([path], tokenizer, ALONE)
+    assert everything.survey.records > 5 * stream.survey.records
+    texts = [{"text": f"{n} {text} " * 60} for n in range(8) for text in LANGUAGES.values()]
+    plain = Stream(
+        [write(tmp_path / "texts.jsonl", texts)], tokenizer, PlainText(8, 8), wanted=wanted
+    )
+    assert plain.survey.records + plain.reserved == 8
+
+
+# ---- the split ---------------------------------------------------------------------------
+
+QUESTION = "Which of the three ferries leaves the harbour first on a Tuesday?"
+
+
+@pytest.mark.parametrize(
+    ("evaluated", "left_out"),
+    [
+        (talk(QUESTION, "The first."), True),
+        (talk("Hi!", "Hello.", QUESTION.upper() + "  ", "Yes."), True),  # any turn, however spelt
+        ({"question": QUESTION.replace(" ", "\n"), "answer": "#### 1"}, True),  # GSM8K's schema
+        ({"doc": {"turns": [["x", QUESTION]]}, "id": 3, "gold": None}, True),
+        ({"conversations": [{"from": "human", "value": QUESTION}]}, True),
+        (talk("Hi!", QUESTION), True),  # its answer counts, too
+        (talk(QUESTION + " And which last?", "The first."), False),
+        (talk("Hi!", "Hello."), False),  # a greeting is no conversation of its own
+        ({"question": QUESTION[:31]}, False),
+    ],
+)
+def test_what_is_evaluated_on_is_left_out(
+    tmp_path: Path, tokenizer: Any, evaluated: dict[str, Any], left_out: bool
+) -> None:
+    records = [talk(f"Question number {n}, which nobody else asks, is this.", "Yes.")
+               for n in range(40)]  # fmt: skip
+    records += [talk("Hi!", "Hello."), talk("Hi!", "Hello.", QUESTION, "The second.")]
+    judged = write(tmp_path / "judged.jsonl", [{"text": "Nothing of interest."}, evaluated])
+    wanted = Wanted(apart_from=(judged,))
+    stream = Stream([write(tmp_path / "d.jsonl", records)], tokenizer, ALONE, wanted=wanted)
+    assert wanted.left_out == ({"evaluated on": 1} if left_out else {})
+    kept = stream.survey.records + stream.reserved
+    assert kept <= 42 - left_out and kept >= 40
+    drawn = [tokenizer.decode(stream.sample(i).prefix) for i in range(60)]
+    drawn += [tokenizer.decode(sample.prefix) for sample in stream.held_out(8)]
+    if left_out:
+        assert not any("ferries" in text for text in drawn)
+    assert list(wanted.contents) == [judged]
+
+
+def test_by_the_verb(
+    folders: dict[str, Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both options; a resumed training keeps them; what is left of nothing is refused."""
+    monkeypatch.setattr(Pair, "receipt", lambda *rest: None)
+    chats = [{"messages": chat} for chat in first_chats(120)]
+    german = [talk(f"{n}: {LANGUAGES['de']}", LANGUAGES["de"]) for n in range(20)]
+    data = write(tmp_path / "d.jsonl", [*chats, *german])
+    judged = write(tmp_path / "judged.jsonl", chats[:30])
+    line = ["train", "--source", str(folders["dense"]), "--target", str(folders["wide"]), "--data",
+            data, "--steps", "1", "--batch-size", "1", "--fit-samples", "4", "--max-continuation",
+            "8", "--english"]  # fmt: skip
+    out = ["--held-out", "2", "--device", "mlx", "--out", str(tmp_path / "t")]
+    assert run([*line, *out, "--apart-from", judged]) == 0
+    told = capsys.readouterr().out
+    assert "data: left out 20 records not English, " in told and "evaluated on" in told
+    (count,) = [int(word) for word in told.split("not English, ")[1].split()[:1]]
+    assert count >= 30  # several chats may open alike
+    found = translator_folder.read_config(tmp_path / "t").provenance
+    assert found["english"] is True and list(found["apart_from"]) == [judged]
+    assert run([*line, *out]) == 2  # the same folder, other data
+    assert "that this command did not make" in capsys.readouterr().err
+    assert run([*line, "--histogram"]) == 0
+    assert "left out 20 records not English" in capsys.readouterr().out
+    only = [*line[:6], write(tmp_path / "de.jsonl", german), *line[7:], "--out"]
+    assert run([*only, str(tmp_path / "u")]) == 2
+    told = capsys.readouterr().err
+    assert "is left: 20 records not English, of 20; give other data, or leave out" in told
+    assert run([*line, "--out", str(tmp_path / "v"), "--apart-from", "absent.jsonl"]) == 2
+    assert "absent.jsonl does not exist" in capsys.readouterr().err
+    assert run([*line, "--out", str(tmp_path / "v"), "--apart-from", data]) == 2
+    assert " records evaluated on" in capsys.readouterr().out

@@ -119,9 +119,7 @@ def _value(cell: Cell | None, found: Mapping[Cell, Mean]) -> Value:
 
 def _rescaled(cell: Cell, mean: Mean) -> Mean:
     """A benchmark's score from 0 to 1."""
-    if cell.benchmark != RATING:
-        return mean
-    return Mean((mean.value - 1) / 9, mean.error / 9, mean.count)
+    return _unit(mean) if cell.benchmark == RATING else mean
 
 
 def measured(cells: Sequence[Cell], work: Work, entry: Entry) -> tuple[dict[Cell, Mean], list[str]]:
@@ -139,9 +137,28 @@ def measured(cells: Sequence[Cell], work: Work, entry: Entry) -> tuple[dict[Cell
 def outcomes(cells: Sequence[Cell], work: Work, entry: Entry, notes: list[str]) -> list[Outcome]:
     """The outcomes of cells, with the scores of each seed; ``notes`` gets what could not be had."""
     told: dict[str, None] = {}
-    found = [asked.outcome for asked in _measured(cells, work, entry, told)]
+    found = [in_unit(asked.outcome) for asked in _measured(cells, work, entry, told)]
     notes += told
     return found
+
+
+def in_unit(outcome: Outcome) -> Outcome:
+    """An outcome whose seeds' scores are from 0 to 1, as tables over benchmarks have ratings."""
+    if outcome.task != RATING:
+        return outcome
+    seeds = {
+        name: [
+            {part: {m: _unit(mean) for m, mean in means.items()} for part, means in table.items()}
+            for table in tables
+        ]
+        for name, tables in outcome.seeds.items()
+    }
+    return replace(outcome, seeds=seeds)
+
+
+def _unit(mean: Mean) -> Mean:
+    """A rating from 1 to 10 as a score from 0 to 1."""
+    return Mean((mean.value - 1) / 9, mean.error / 9, mean.count)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ import pytest
 
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
+from kvlingo_mlx.evaluation import seeds
+from kvlingo_mlx.evaluation.compare import Outcome
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.format.atomic import alone
 from kvlingo_mlx.loading.models import load
@@ -213,3 +215,22 @@ def test_one_process_works_in_a_room(room: Path, work: Work) -> None:
         )
     assert done.returncode == 2 and done.stderr.strip().splitlines()[-1].startswith("error: ")
     assert str(os.getpid()) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "value", "error"), [("mt_bench_101", 0.5, 0.1), ("coqa", 5.5, 0.9)]
+)
+def test_ratings_are_from_0_to_1_in_tables_over_benchmarks(
+    task: str, value: float, error: float
+) -> None:
+    table = {"mean": {"rating": Mean(5.5, 0.9, 4)}}
+    outcome = Outcome(task, ("rating",), 4, 10, {}, {}, (), {"mixing": [table, table]})
+    for seed in scores.in_unit(outcome).seeds["mixing"]:
+        mean = seed["mean"]["rating"]
+        assert (mean.value, mean.error, mean.count) == pytest.approx((value, error, 4))
+
+
+def test_a_score_that_no_seed_has_is_left_out() -> None:
+    table = {"mean": {"f1": Mean(0.5, 0.1, 4)}}
+    outcome = Outcome("xquad", ("f1", "did"), 4, 10, {}, {}, (), {"mixing": [table, table]})
+    assert [cell.metric for cell in seeds.cells([outcome])] == ["f1"]

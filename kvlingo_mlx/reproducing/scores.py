@@ -288,7 +288,10 @@ def condition_of(cell: Cell, models: Models, work: Work) -> Condition:
         return lineup.native(target, ways).moved(point, source)
     if not is_translator(cell.who):
         decoding.check_mlx(work, cell.who)
-        return lineup.baseline(cell.who, source, target, ())
+        name, _, layers = cell.who.partition(":")
+        if layers and work.tiny:  # the paper's models have more
+            layers = str(min(int(layers), len(target.attentions)))
+        return lineup.baseline(f"{name}:{layers}" if layers else name, source, target, ())
     folders = [trained(work, cell.pair, one) for one in needed(cell, work)]
     found = [load_translator(folder) for folder in folders]
     return lineup.translated(cell.who, source, target, found, ways=ways).moved(point, source)

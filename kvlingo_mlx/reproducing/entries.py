@@ -77,7 +77,6 @@ class Entry:
         seeds: The seeds of trainings.
         suffix: The ending of the models' names that the table leaves out.
         extra: What its maker is told besides.
-        values_of: The labels of the tables whose values a figure draws.
         why: What would make a missing one, or where a protocol is described.
     """
 
@@ -93,7 +92,6 @@ class Entry:
     seeds: tuple[int, ...] = (42,)
     suffix: str = ""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    values_of: tuple[str, ...] = ()
     why: str = ""
 
     @property
@@ -133,12 +131,10 @@ ENTRIES = (
     Entry("fig:qwen3small", "means of nine benchmarks, two pairs", "scores", (SMALL, FAR), NINE,
           [*SHAPE, "mixing+r2+nu2", "mixing_mlp"]),
     Entry("fig:ttft", "scores over times to the first token", "scores", (LARGE, FAR), LONG,
-          ["small", "large", "mixing", "mixing+r2+nu2", "head_wise_mlp"],
-          extra={"over": "times"}),
+          ["small", "large", "mixing", "mixing+r2+nu2", "head_wise_mlp"]),
     Entry("fig:multiturn_coqa", "ten turns of CoQA, turn by turn", "turns", (LARGE,), ("coqa",),
           ("mixing",), seeds=SEEDS),
-    Entry("fig:cost", "what a switch costs", "times", (SMALL, LARGE, MIXTURE),
-          values_of=("tab:cost", "app:tab:vllm", "app:tab:moespeed")),
+    Entry("fig:cost", "what a switch costs", "times", (SMALL, LARGE, MIXTURE)),
     # Motivating measurements.
     Entry("app:fig:cka", "how sharply layers correspond", "statistics",
           (SMALL, LARGE, GEMMA3, FAR), extra={"statistic": "contrast"}),
@@ -155,11 +151,10 @@ ENTRIES = (
           why="ARCHITECTURE.md"),
     Entry("tab:evalsets", "the evaluation suite", "protocol", why="docs/guides/evaluating.md"),
     Entry("tab:lrs", "selected learning rates", "curves",
-          (SMALL, LARGE, FAR, NEAR, GEMMA3, GEMMA4), extra={"sweep": True}),
+          (SMALL, LARGE, FAR, NEAR, GEMMA3, GEMMA4)),
     Entry("fig:prefixhist", "prefix lengths of the training mixture", "lengths", (SMALL,)),
     Entry("tab:seedsd", "spread over seeds beside errors over items", "seeds",
           (SMALL, LARGE, FAR, NEAR, GEMMA3, GEMMA4), ALL_BUT_MEAN, seeds=SEEDS,
-          values_of=("tab:seedsd",),
           extra={"families": {
               "shape-preserving Qwen3": ((SMALL, LARGE), ("mixing", "head_wise"), ALL_BUT_MEAN),
               "cross-layer Qwen3": ((FAR, NEAR), ("mixing", "mixing+greedy"), ALL_BUT_MEAN),
@@ -171,7 +166,7 @@ ENTRIES = (
                           GEMMA3: [*NINE_BUT_MEMORY, "gsm8k"]}}),
     # Qwen3 pairs of one shape.
     Entry("fig:suite_off", "the suite without reasoning", "scores", (SMALL, LARGE), NINE, SHAPE,
-          seeds=SEEDS, values_of=("tab:qwen3ls", "tab:qwen3sl"), extra=FACTS),
+          seeds=SEEDS, extra=FACTS),
     Entry("fig:suite_on", "the suite with reasoning", "scores", (SMALL, LARGE), REASONED, SHAPE,
           modes=("on",), seeds=SEEDS, extra=FACTS),
     Entry("tab:qwen3ls", "the suite, large to small", "scores", columns=SHAPE, default=L2S,
@@ -201,26 +196,25 @@ ENTRIES = (
     Entry("fig:xdepth_think", "with reasoning, 0.6B and 8B", "scores", (FAR,), REASONED,
           [*BY_R2, "mixing+r2+nu4"], modes=("on",)),
     Entry("fig:nsrc_ttft", "scores over times, by source layers", "scores", (NEAR,),
-          ("ruler", "longmemeval"), ["small", "large", *NUS], extra={"over": "times"}),
+          ("ruler", "longmemeval"), ["small", "large", *NUS]),
     Entry("fig:n_src_cross_depth", "RULER by source layers", "scores", (FAR, NEAR), ("ruler",),
           ["small", "large", *NUS]),
     Entry("app:tab:nsrc", "four benchmarks by source layers", "scores",
           columns=["small", "large", *NUS]),
     # Gemma, two tokenizers, latents.
     Entry("fig:gemma-3", "means, Gemma 3", "scores", (GEMMA3,), [*NINE, "gsm8k"],
-          [*BY_GREED, "mixing+nu2", "mixing+nu4"],           values_of=("tab:gemma3",)),
+          [*BY_GREED, "mixing+nu2", "mixing+nu4"]),
     Entry("tab:gemma3", "the suite, Gemma 3", "scores", columns=BY_GREED),
     Entry("tab:gemma3nu", "more source layers, Gemma 3", "scores",
           columns=["small", "large", "mixing+nu2", "mixing+nu4", *GREEDY_NUS[:3]]),
-    Entry("fig:gemma-4", "means, Gemma 4", "scores", (GEMMA4,), SIX, BY_GREED,
-          values_of=("tab:gemma4",)),
+    Entry("fig:gemma-4", "means, Gemma 4", "scores", (GEMMA4,), SIX, BY_GREED),
     Entry("tab:gemma4", "the suite, Gemma 4", "scores", columns=BY_GREED),
     Entry("fig:xtok_assignment", "tokens of two tokenizers", "protocol",
           why="docs/guides/two-tokenizers.md"),
     Entry("tab:xtok", "two tokenizers", "scores", (MISTRAL,),
           columns=["small", "large", "mixing+nu3"], extra=WHOLE),
     Entry("fig:xtok_pair", "two tokenizers, means", "scores", (MISTRAL,), SEVEN,
-          ("small", "large", "mixing+nu3"), extra=WHOLE, values_of=("tab:xtok",)),
+          ("small", "large", "mixing+nu3"), extra=WHOLE),
     _missing("fig:mla_pair", "latents, means", MLA),
     _missing("tab:mla", "latents", MLA),
     _missing("app:tab:mla", "latents beside keys and values", MLA),
@@ -239,8 +233,7 @@ ENTRIES = (
                    for reader in ("small", "large", "small-to-large mixing+nu3",
                                   "large-to-small mixing+nu3")], default=S2L),
     Entry("app:fig:moe", "a mixture of experts, means", "scores", (MIXTURE,), [*NINE, "gsm8k"],
-          ("small", "large", "mixing+nu3"), modes=("off", "on"),          
-          values_of=("app:tab:moe",)),
+          ("small", "large", "mixing+nu3"), modes=("off", "on")),
     Entry("app:tab:moemlp", "a mixture of experts, linear and not", "curves", (MIXTURE,),
           extra={"steps": (0, 1000, 2500, 5000)}),
     Entry("app:tab:moespeed", "a mixture of experts, times", "times", (MIXTURE,)),

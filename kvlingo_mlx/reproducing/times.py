@@ -76,7 +76,7 @@ def _as_they_are(records: list[Record], notes: list[str]) -> Result:
         for record in records
         for path, value in _numbers(record["results"])
     ]
-    return Result(("record", "number"), ("value",), tuple(lines[:200]), tuple(notes))
+    return Result(("record", "number"), ("value",), tuple(lines), tuple(notes))
 
 
 def _numbers(found: Any, path: tuple[Any, ...] = ()) -> list[tuple[tuple[Any, ...], float]]:

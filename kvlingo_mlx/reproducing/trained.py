@@ -83,7 +83,8 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
         max_continuation=work.size.answer,
     )
     plan, recipe, stage1 = settings(work, one)
-    asked = {"options": asdict(options), "plan": plan, "recipe": recipe, "stage1": stage1}
+    facts = {name: value for name, value in asdict(options).items() if name != "device"}
+    asked = {"options": facts, "plan": plan, "recipe": recipe, "stage1": stage1}
     if _is_done(folder, asked):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)

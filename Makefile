@@ -27,7 +27,7 @@ check: .venv-test/ready
 	.venv/bin/python -m pip install --quiet --editable .
 	touch $@
 
-# WITH="torch==2.13.0 lm-eval==0.4.13 matplotlib" adds the tests that need them.
+# WITH="torch==2.13.0 lm-eval==0.4.13 matplotlib veloxquant-mlx==0.94.15" adds the tests that need them.
 .venv-test/ready: pyproject.toml
 	$(PYTHON) -m venv .venv-test
 	.venv-test/bin/python -m pip install --quiet --upgrade pip

@@ -34,6 +34,7 @@ VERBS = (
     "list",
     "remove",
     "publish",
+    "export",
     "show",
     "verify",
     "doctor",

@@ -25,10 +25,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(Options):
-    path_or_hub_id: str = argument(..., "The translator: a folder or Hub id.")
+    path_or_hub_id: str = argument(
+        ..., "The translator: a folder or Hub id; with --spec also a file."
+    )
     revision: str | None = option(None, "Branch, tag or commit of a Hub id.")
     out: str | None = option(None, "Folder to write instead of the local store's.")
-    dtype: str = option("bfloat16", "bfloat16, float16 or float32.")
+    dtype: str | None = option(
+        None,
+        "bfloat16, float16 or float32; default: bfloat16 for translators of this package, else as "
+        "they are.",
+    )
+    format: str | None = option(
+        None,
+        "kvlingo, veloxquant, safetensors or npz; default: what the files say.",
+        "--from",
+    )
+    spec: str | None = option(None, "A TOML page that describes maps of any layout.")
     source: MaybeSource = None
     target: MaybeTarget = None
     allow_mismatch: AllowMismatch = False
@@ -37,27 +49,26 @@ class ImportOptions(Options):
 
 @verb(ImportOptions)
 def command(options: ImportOptions) -> None:
-    """Validate a translator and put it into the local store.
+    """Validate a translator and put it into the local store; those of others are converted.
 
     With --source and --target check that it is for these models.
     """
     from kvlingo_mlx.format import tensor_file
     from kvlingo_mlx.loading.grading import said_of
-    from kvlingo_mlx.loading.models import load
     from kvlingo_mlx.store.importing import import_translator
 
     known = ", ".join(tensor_file.STORAGE)
-    if options.dtype not in tensor_file.STORAGE:
+    if options.dtype is not None and options.dtype not in tensor_file.STORAGE:
         raise ValueError(f"--dtype is {options.dtype!r}; it must be one of {known}")
     models = None
     if options.source is not None and options.target is not None:
-        models = load(options.source, lazy=True), load(options.target, lazy=True)
-    given = options.some("revision out dtype allow_mismatch force")
+        models = options.source, options.target
+    given = options.some("revision out dtype allow_mismatch force format spec")
     done = import_translator(options.path_or_hub_id, models=models, **given)
     config = done.config
     for name, reason in done.unchecked.items():
         warn(f"not checked against {name}: {reason}")
-    what = f"{config.form}, {config.capture}, nu = {config.nu_told}, {options.dtype}"
+    what = f"{config.form}, {config.capture}, nu = {config.nu_told}, {done.dtype}"
     ends = f"{config.source.name} to {config.target.name}"
     told = "nothing to do: found" if done.unchanged else "imported"
     say(printable(f"{told} {ends} {'in' if done.unchanged else 'into'} {done.folder} ({what})"))
@@ -74,9 +85,10 @@ def command(options: ImportOptions) -> None:
         "kind": config.form,
         "capture": config.capture,
         "nu": config.nu,
+        "dtype": done.dtype,
         "unchecked": dict(done.unchecked),
     }
-    asked = {"name": options.path_or_hub_id, **options.some("revision dtype")}
+    asked = {"name": options.path_or_hub_id, **options.some("revision dtype format spec")}
     keep(options.json_file, "import", asked, results)
 
 

@@ -160,6 +160,10 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("seed", "seeds", off, why="which names them all"),
     ),
     "import": PAIR,
+    "export": (
+        *PAIR,
+        Need("source", "to", lambda to: to == "veloxquant", "veloxquant", "whose models it asks"),
+    ),
     "verify": (
         *PAIR,
         Need("allow_mismatch", "source", is_set, "MODEL", "against which nothing is checked"),

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-import re
 import stat
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from safetensors import SafetensorError, safe_open
 
 from kvlingo_mlx.errors import malformed
 from kvlingo_mlx.format.atomic import sync_file
@@ -33,6 +33,33 @@ STORAGE: dict[DType, type[np.generic]] = {
 }
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Made(Mapping[str, np.ndarray]):
+    """Tensors that are made whenever they are looked at, so that memory holds one at a time.
+
+    Attributes:
+        shapes: Their shapes by name.
+        make: Makes a tensor by its name.
+    """
+
+    shapes: Shapes
+    make: Callable[[str], np.ndarray] = field(repr=False)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self.shapes:
+            raise KeyError(name)
+        return self.make(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
 @dataclass(frozen=True)
 class Weights:
     """A translator's tensors, all of one dtype; bfloat16 is held as its bits in uint16."""
@@ -41,8 +68,20 @@ class Weights:
     arrays: Mapping[str, np.ndarray]
 
     @property
+    def shapes(self) -> Shapes:
+        """The tensors' shapes by name."""
+        if isinstance(self.arrays, Made):
+            return self.arrays.shapes
+        return {name: array.shape for name, array in self.arrays.items()}
+
+    @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for array in self.arrays.values())
+        return self.size * np.dtype(STORAGE[self.dtype]).itemsize
+
+    @property
+    def size(self) -> int:
+        """The number of weights."""
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
     def as_float32(self, name: str) -> np.ndarray:
         """One tensor converted to float32, exactly."""
@@ -54,12 +93,19 @@ class Weights:
     def cast(self, dtype: DType) -> Weights:
         """The same tensors in another dtype, rounded to nearest even.
 
+        Those of :class:`Made` are rounded when they are looked at.
+
         Raises:
             ValueError: A weight is too large for ``dtype``.
         """
         if dtype == self.dtype:
             return self
+        if isinstance(self.arrays, Made):
+            return Weights(dtype, Made(self.shapes, lambda name: self._rounded(name, dtype)))
         return Weights.from_float32({name: self.as_float32(name) for name in self.arrays}, dtype)
+
+    def _rounded(self, name: str, dtype: DType) -> np.ndarray:
+        return Weights.from_float32({name: self.as_float32(name)}, dtype).arrays[name]
 
     @classmethod
     def from_float32(cls, arrays: Mapping[str, np.ndarray], dtype: DType) -> Weights:
@@ -135,9 +181,6 @@ def _read_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     for name, entry in header.items():
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise malformed(path, f"{name}: expected dtype, shape and data_offsets alone")
-        shape = entry["shape"]
-        if not 1 <= len(shape) <= 3 or 0 in shape:
-            raise malformed(path, f"{name} has shape {shape}, expected 1 to 3 axes, none empty")
     return header, 8 + length
 
 
@@ -156,26 +199,49 @@ def _check_length(path: Path, header: Any, begin: int, size: int) -> None:
         )
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-
-
 def read_shapes(path: Path) -> tuple[DType, dict[str, tuple[int, ...]]]:
     """The dtype and the shapes by name of a file's tensors, without reading their data."""
     return _facts(path, _read_header(path)[0])
 
 
-def read_tensors(path: Path, check: Callable[[Shapes], None] = lambda shapes: None) -> Weights:
-    """Read a safetensors file into NumPy; ``check`` gets the shapes before any data are read."""
+def read_tensors(
+    path: Path, check: Callable[[Shapes], None] = lambda shapes: None, *, lazy: bool = False
+) -> Weights:
+    """Read a safetensors file into NumPy; ``check`` gets the shapes before any data are read.
+
+    With ``lazy`` each tensor is read when it is looked at, and not kept (:class:`Made`).
+    """
     header, begin = _read_header(path)
     dtype, shapes = _facts(path, header)
     check(shapes)
-    data = np.memmap(path, np.uint8, "r", offset=begin)
-    arrays = {}
-    for name, entry in header.items():
-        start, stop = entry["data_offsets"]
-        array = np.array(data[start:stop]).view(STORAGE[dtype])
-        arrays[name] = array.reshape(entry["shape"])
-    return Weights(dtype, arrays)
+    made = Made(shapes, lambda name: _read(path, header[name], begin))
+    return Weights(dtype, made if lazy else dict(made))
+
+
+def open_tensors(path: Path) -> tuple[dict[str, DType], Made]:
+    """The dtype of each tensor of a safetensors file that others wrote, and the tensors, unread.
+
+    Raises:
+        MalformedTranslatorError: The file is unsound, or holds another dtype.
+    """
+    header, begin = _read_header(path)
+    dtypes = {name: _dtype_of(path, name, entry) for name, entry in header.items()}
+    shapes = {name: tuple(entry["shape"]) for name, entry in header.items()}
+    return dtypes, Made(shapes, lambda name: _read(path, header[name], begin))
+
+
+def _read(path: Path, entry: Mapping[str, Any], begin: int) -> np.ndarray:
+    # Not mapped into memory: what was looked at would stay there.
+    kind, shape = STORAGE[FILE_DTYPES[entry["dtype"]]], entry["shape"]
+    start = begin + entry["data_offsets"][0]
+    return np.fromfile(path, kind, math.prod(shape), offset=start).reshape(shape)
+
+
+def _dtype_of(path: Path, name: str, entry: Mapping[str, Any]) -> DType:
+    if entry["dtype"] not in FILE_DTYPES:
+        allowed = ", ".join(FILE_DTYPES)
+        raise malformed(path, f"{name} is {entry['dtype']}, expected one of {allowed}")
+    return FILE_DTYPES[entry["dtype"]]
 
 
 def _facts(
@@ -183,15 +249,17 @@ def _facts(
 ) -> tuple[DType, dict[str, tuple[int, ...]]]:
     if not header:
         raise malformed(path, "holds no tensors")
+    for name, entry in header.items():
+        shape = entry["shape"]
+        if not 1 <= len(shape) <= 3 or 0 in shape:
+            raise malformed(path, f"{name} has shape {shape}, expected 1 to 3 axes, none empty")
     return _only_dtype(path, header), {n: tuple(e["shape"]) for n, e in header.items()}
 
 
 def _only_dtype(path: Path, header: Mapping[str, Mapping[str, Any]]) -> DType:
     first, wanted = next(iter(header.items()))
     for name, entry in header.items():
-        if entry["dtype"] not in FILE_DTYPES:
-            allowed = ", ".join(FILE_DTYPES)
-            raise malformed(path, f"{name} is {entry['dtype']}, expected one of {allowed}")
+        _dtype_of(path, name, entry)
         if entry["dtype"] != wanted["dtype"]:
             raise malformed(
                 path,
@@ -212,23 +280,29 @@ def check_numbers(path: Path, weights: Weights) -> None:
 
 
 def write_tensors(path: Path, weights: Weights) -> None:
-    # The specs hold bare addresses, so the arrays must live until the call returns.
-    arrays = {name: np.ascontiguousarray(array) for name, array in weights.arrays.items()}
-    specs = {
-        name: TensorSpec(
-            dtype=weights.dtype,
-            shape=array.shape,
-            data_ptr=array.ctypes.data,
-            data_len=array.nbytes,
-        )
-        for name, array in arrays.items()
-    }
+    """Write a safetensors file, one tensor after the other, and wait until it is on the disk.
+
+    The library's own writer wants all of them in memory.
+    """
+    name_of = {dtype: name for name, dtype in FILE_DTYPES.items()}
+    header: dict[str, Any] = {METADATA: {"format": "kvlingo"}}
+    width, end = np.dtype(STORAGE[weights.dtype]).itemsize, 0
+    for name, shape in weights.shapes.items():
+        begin, end = end, end + width * math.prod(shape)
+        header[name] = {
+            "dtype": name_of[weights.dtype], "shape": list(shape), "data_offsets": [begin, end],
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors are aligned
     try:
-        serialize_file(specs, path, {"format": "kvlingo"})
-    except SafetensorError as error:  # the library's own error, although the disk caused it
-        number = re.search(r"os error (\d+)", str(error))
-        reason = os.strerror(int(number[1])) if number else str(error)
-        raise OSError(int(number[1]) if number else None, reason, str(path)) from None
-    path.chmod(0o644)
-    with open(path, "rb") as file:
-        sync_file(file.fileno())
+        with open(path, "wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for array in weights.arrays.values():
+                file.write(np.ascontiguousarray(array).data)
+            file.flush()
+            sync_file(file.fileno())
+        path.chmod(0o644)
+    except OSError as error:
+        if error.errno is not None:
+            error.filename = str(path)  # what is written to an open file leaves it out
+        raise

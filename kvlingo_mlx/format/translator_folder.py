@@ -123,8 +123,10 @@ def read_facts(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, DType,
     return config, dtype, shapes
 
 
-def read(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, Weights]:
+def read(folder: str | os.PathLike[str], *, lazy: bool = False) -> tuple[TranslatorConfig, Weights]:
     """Read a translator folder and make every check of the format page.
+
+    With ``lazy`` the weights are read again whenever they are looked at, one tensor at a time.
 
     Raises:
         MalformedTranslatorError: The folder breaks the format page's rules.
@@ -132,7 +134,7 @@ def read(folder: str | os.PathLike[str]) -> tuple[TranslatorConfig, Weights]:
     folder = _folder(folder)
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
-    weights = read_tensors(path, lambda shapes: _check_shapes(path, config, shapes))
+    weights = read_tensors(path, lambda shapes: _check_shapes(path, config, shapes), lazy=lazy)
     check_numbers(path, weights)
     if (folder / SELFTEST_FILE).exists():
         _check_selftest(folder / SELFTEST_FILE, config, weights)
@@ -242,7 +244,7 @@ def write(
     # Refuse to write what reading would refuse.
     parse_config(folder / CONFIG_FILE, parse_json(folder / CONFIG_FILE, text.encode()))
     path = folder / WEIGHTS_FILE
-    _check_shapes(path, config, {name: array.shape for name, array in weights.arrays.items()})
+    _check_shapes(path, config, weights.shapes)
     check_numbers(path, weights)
     probes = Weights("float32", selftest(config, weights))
     check_numbers(folder / SELFTEST_FILE, probes)
@@ -271,7 +273,7 @@ def write(
 def is_same(folder: str | os.PathLike[str], config: TranslatorConfig, weights: Weights) -> bool:
     """Whether a folder holds exactly this translator: config, provenance and weights."""
     try:
-        there, own = read(folder)
+        there, own = read(folder, lazy=True)
     except MalformedTranslatorError:
         return False
     facts, theirs = (json.dumps(c.to_json(), sort_keys=True) for c in (config, there))
@@ -328,7 +330,6 @@ def _card_value(value: object) -> str:
 
 def model_card(config: TranslatorConfig, weights: Weights) -> str:
     """The text of the README.md in a translator folder."""
-    parameters = sum(array.size for array in weights.arrays.values())
     lines = [
         "---",
         "library_name: kvlingo-mlx",
@@ -342,7 +343,7 @@ def model_card(config: TranslatorConfig, weights: Weights) -> str:
         "",
         f"- kind: {config.form}, captured {config.capture.replace('_', '-')}",
         f"- source layers per target layer: {config.nu_told}",
-        f"- parameters: {parameters:,} in {weights.dtype}",
+        f"- parameters: {weights.size:,} in {weights.dtype}",
         *(
             f"- {key}: {_card_value(value)}"
             for key, value in config.provenance.items()

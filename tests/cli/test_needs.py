@@ -50,10 +50,11 @@ ALWAYS = {
     "force json_file",
     "train": "source target data english apart_from plain_text max_prefix max_continuation "
     "histogram steps json_file",
-    "import": "path_or_hub_id revision out dtype allow_mismatch force json_file",
+    "import": "path_or_hub_id revision out dtype format spec allow_mismatch force json_file",
     "list": "source target json_file",
     "remove": "translator yes json_file",
     "publish": "folder repo private revision dry_run json_file",
+    "export": "translator to out force json_file",
     "show": "path_or_hub_id quantize json_file",
     "verify": "translator json_file",
     "doctor": "json_file",
@@ -81,6 +82,7 @@ STATES = {
     "device": ("mlx", "cuda"),
     "turns": ("quac", "multichallenge"),
     "baselines": ("hidden", "droidspeak"),
+    "to": ("veloxquant", "npz"),
 }
 COMMANDS = command_line.commands  # type: ignore[attr-defined]
 ROWS = sorted({(verb, option) for verb, needs in verbs.VERBS.items() for need in needs

@@ -24,7 +24,7 @@ OF_ONE_OR_NONE = {"demo", "remove", "publish", "reproduce", "show", "doctor", "s
 OF_TWO = [verb for verb in VERBS if verb not in OF_ONE_OR_NONE]
 NEEDED = {
     "fit": ["--data", "x", "--out", "y"], "train": ["--data", "x"], "import": ["t"],
-    "verify": ["t"], "eval": ["t"],
+    "verify": ["t"], "eval": ["t"], "export": ["t", "--to", "veloxquant", "--out", "y"],
 }  # fmt: skip
 COMMANDS = command_line.commands  # type: ignore[attr-defined]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors
+import safetensors.numpy
 
 from kvlingo_mlx.errors import MalformedTranslatorError
 from kvlingo_mlx.format import atomic, tensor_file, translator_folder
@@ -1200,7 +1200,7 @@ class Faulty:
 
 STEPS = [
     *[("os.rename", 1)],
-    *[("serialize_file", call) for call in (1, 2)],
+    *[("write_tensors", call) for call in (1, 2)],
     *[("os.fsync", call) for call in (1, 2, 3, 4)],
     ("model_card", 1),
 ]
@@ -1210,7 +1210,7 @@ timing = pytest.mark.parametrize("after", [False, True], ids=["before", "after"]
 
 def inject(monkeypatch: pytest.MonkeyPatch, name: str, at: int, error: type, after: bool) -> Faulty:
     """Make the ``at``-th call of one of the writer's functions fail."""
-    owner: Any = tensor_file if name == "serialize_file" else translator_folder
+    owner: Any = translator_folder
     if name == "os.rename":  # a file system that cannot exchange two folders at once
         monkeypatch.setattr(atomic, "exchange", lambda *_: False)
     *path, last = name.split(".")
@@ -1291,16 +1291,30 @@ def test_the_only_copy_survives_when_it_cannot_be_moved_back(
     assert contents(tmp_path / "t") == old and listing(tmp_path) == ["t"]
 
 
-def test_a_full_disk_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """safetensors has an error class of its own; the command line knows OSError."""
-
-    def full(*_: object) -> None:
-        raise safetensors.SafetensorError(
-            "Error while serializing: No space left on device (os error 28)"
-        )
-
-    monkeypatch.setattr(tensor_file, "serialize_file", full)
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_is_an_os_error_that_names_the_file() -> None:
     weights = Weights("float32", {"a": np.zeros(2, np.float32)})
-    with pytest.raises(OSError, match="No space left on device") as caught:
-        tensor_file.write_tensors(tmp_path / "w.safetensors", weights)
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'") as caught:
+        tensor_file.write_tensors(Path("/dev/full"), weights)
     assert caught.value.errno == 28
+
+
+def test_tensors_made_while_they_are_written_are_what_the_library_reads(tmp_path: Path) -> None:
+    made = {"b.weight": np.arange(6, dtype=np.float16).reshape(2, 3), "a": np.ones(1, np.float16)}
+    shapes = {name: array.shape for name, array in made.items()}
+    path, turned = tmp_path / "w.safetensors", []
+
+    def make(name: str) -> np.ndarray:
+        turned.append(name)
+        return made[name].T.copy().T  # not contiguous
+
+    tensor_file.write_tensors(path, Weights("float16", tensor_file.Made(shapes, make)))
+    assert turned == ["b.weight", "a"]  # each once
+    found = safetensors.numpy.load_file(path)
+    assert set(found) == set(made)
+    assert all(np.array_equal(found[name], made[name]) for name in made)
+    lazy = tensor_file.read_tensors(path, lazy=True)
+    assert isinstance(lazy.arrays, tensor_file.Made) and lazy.nbytes == 14
+    assert np.array_equal(lazy.cast("float32").arrays["b.weight"], made["b.weight"])
+    with pytest.raises(KeyError):
+        lazy.arrays["c"]

@@ -1,0 +1,218 @@
+"""The mappers of VeloxQuant-MLX (``veloxquant_mlx.transfer``), read and written.
+
+A folder holds ``manifest.json`` and ``mapper.safetensors``. A target layer has four tensors:
+``w_k`` and ``w_v`` (target heads, inputs, width of a head) and their biases ``b_k`` and ``b_v``
+(target heads, width). Inputs are all heads of the source layers that it reads, layer after layer.
+Keys are taken from caches, and rotated back where ``content_space`` says so.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlingo_mlx.errors import IncompatibleTranslatorError, malformed
+from kvlingo_mlx.format.config_reading import MAX_CONFIG_BYTES, parse_json
+from kvlingo_mlx.format.geometry import RopeSpec
+from kvlingo_mlx.format.tensor_file import Made, Weights, open_tensors, regular_file, write_tensors
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.store.axes import OUTPUTS, Form
+from kvlingo_mlx.store.described import plain_model
+from kvlingo_mlx.store.foreign import Foreign, Side
+
+MANIFEST, MAPPER = "manifest.json", "mapper.safetensors"
+FILES = (MANIFEST, MAPPER)
+VERSION = 1
+LETTERS = {"keys": "k", "values": "v"}
+INPUTS = ("sources", "source_heads", "source_dim")
+
+
+def is_mapper(folder: Path) -> bool:
+    """Whether a folder holds a mapper's two files."""
+    return all((folder / name).is_file() for name in FILES)
+
+
+def read_mapper(folder: Path) -> Foreign:
+    """Read a mapper's manifest, and open its tensors.
+
+    Raises:
+        MalformedTranslatorError: A file is missing or unsound, or the manifest is of another
+            version, lacks an entry, or has one of another type.
+    """
+    path = folder / MANIFEST
+    regular_file(path)
+    said = parse_json(path, path.read_bytes()[: MAX_CONFIG_BYTES + 1])
+    version = said.get("format_version") if isinstance(said, dict) else None
+    if version != VERSION:
+        raise malformed(
+            path, f"format_version is {version!r:.60}, this kvlingo-mlx reads {VERSION}"
+        )
+    depth = _entry(path, said, "target", "n_layers", int)
+    reads = _reads(path, said.get("layers"), depth)
+    back = _entry(path, said, "config", "content_space", bool)
+    dtypes, tensors = open_tensors(folder / MAPPER)
+    ends, rotations = zip(*(_end(path, said, role) for role in ("source", "target")), strict=True)
+    sides = {
+        side: Side(
+            Form.of(
+                f"{{layer}}.w_{letter}", f"heads ({' '.join(INPUTS)}) dim", (*OUTPUTS, *INPUTS)
+            ),
+            Form.of(f"{{layer}}.b_{letter}", "heads dim", OUTPUTS),
+            reads,
+        )
+        for side, letter in LETTERS.items()
+    }
+    return Foreign(
+        path,
+        "veloxquant",
+        dtypes,
+        tensors,
+        sides,
+        "post_norm" if back else "post_rope",
+        ends=ends,
+        rotations=rotations if back else None,
+        provenance={"converted_from": "VeloxQuant-MLX", "stage": 1, **_settings(said["config"])},
+    )
+
+
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    """How it was fitted, by our names."""
+    names = {"ridge_lambda": "ridge", "n_calib_sequences": "samples", "stride": "every"}
+    return {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
+
+
+def _entry(path: Path, said: dict[str, Any], table: str, key: str, kind: type) -> Any:
+    found = said.get(table)
+    value = found.get(key) if isinstance(found, dict) else None
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise malformed(path, f"{table}.{key} is {value!r:.60}, expected {kind.__name__}")
+    return value
+
+
+def _end(path: Path, said: dict[str, Any], role: str) -> tuple[Any, RopeSpec]:
+    counts = (_entry(path, said, role, n, int) for n in ("n_layers", "n_kv_heads", "head_dim"))
+    layers, heads, width = counts
+    for name in ("rope_traditional", "rope_scaling"):
+        if said[role].get(name):
+            raise malformed(
+                path, f"{role}.{name} is {said[role][name]!r:.60}, which its own reader refuses too"
+            )
+    base = float(_entry(path, said, role, "rope_theta", float))
+    model_type = _entry(path, said, role, "model_type", str)
+    return plain_model("", model_type, layers, heads, width), RopeSpec("default", base, width)
+
+
+def _reads(path: Path, layers: Any, depth: int) -> tuple[tuple[int, ...], ...]:
+    found: dict[int, tuple[int, ...]] = {}
+    for entry in layers if isinstance(layers, list) else ():
+        layer, read = (entry.get(k) for k in ("target_layer", "source_layers"))
+        if type(layer) is not int or layer in found or not isinstance(read, list):
+            raise malformed(path, f"layers has {entry!r:.80}, expected one entry a target layer")
+        found[layer] = tuple(read)
+    if sorted(found) != list(range(depth)):
+        missing = sorted(set(range(depth)) - set(found))
+        what = f"has none for {missing[:5]}" if missing else f"has {sorted(found)[-1]}"
+        raise malformed(
+            path, f"maps layers of a target of {depth}, but {what}; a translator serves them all"
+        )
+    return tuple(found[layer] for layer in range(depth))
+
+
+# ---- writing --------------------------------------------------------------------------------
+
+
+def why_not(config: TranslatorConfig) -> str | None:
+    """Why a translator cannot be written as a mapper; None if it can."""
+    if config.kind != "linear" or config.joint or not config.head_mixing:
+        return f"it is {config.form}, and a mapper is linear and head-mixing, keys and values apart"
+    if config.capture not in ("post_norm", "post_rope"):
+        return (
+            f"it reads {config.capture} keys, and a mapper those of a cache, rotated back or not; "
+            "make one with `kvlingo-mlx fit --capture post_norm`"
+        )
+    if config.alignment is not None:
+        return "it is between two tokenizers"
+    if config.assignment.keys != config.assignment.values:
+        return "its keys read other source layers than its values, and a mapper has one list"
+    if len({len(read) for read in config.assignment.keys}) > 1:
+        return "its target layers read different numbers of source layers"
+    shapes = {
+        (layer.kv_heads, layer.key_dim, layer.value_dim, layer.attention)
+        for end in (config.source, config.target)
+        for layer in end.layers
+    }
+    if len(shapes) > 1 or len({width for _, *both, _ in shapes for width in both}) > 1:
+        return "its models differ in KV heads or their width, and a mapper's are alike"
+    return None
+
+
+def write_mapper(
+    folder: Path,
+    config: TranslatorConfig,
+    weights: Weights,
+    ends: tuple[LanguageModel, LanguageModel],
+) -> None:
+    """Write a translator for which :func:`why_not` has no reason; biases of zero where it has none.
+
+    Raises:
+        IncompatibleTranslatorError: A model rotates its keys as no mapper can say.
+    """
+    biased = "keys.0.bias" in weights.shapes
+    layer = config.target.layers[0]
+    heads, width = layer.kv_heads, layer.key_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for t, read in enumerate(config.assignment.keys):
+        for letter in LETTERS.values():
+            shapes[f"{t}.w_{letter}"] = (heads, len(read) * heads * width, width)
+            shapes[f"{t}.b_{letter}"] = (heads, width)
+    of = {letter: side for side, letter in LETTERS.items()}
+
+    def make(name: str) -> np.ndarray:
+        t, _, last = name.partition(".")
+        side = of[last[-1]]
+        if last[0] == "w":
+            whole = weights.arrays[f"{side}.{t}.weight"]
+            return whole.reshape(heads, width, -1).swapaxes(1, 2)
+        if biased:
+            return weights.arrays[f"{side}.{t}.bias"].reshape(heads, width)
+        return np.zeros((heads, width), weights.arrays[f"{side}.{t}.weight"].dtype)
+
+    manifest = {
+        "format_version": VERSION,
+        **{
+            role: _told(model, heads, width)
+            for role, model in zip(("source", "target"), ends, strict=True)
+        },
+        "config": {
+            "k": config.nu,
+            "content_space": config.capture == "post_norm",
+            "dtype": weights.dtype,
+        },
+        "layers": [
+            {"target_layer": t, "source_layers": list(read)}
+            for t, read in enumerate(config.assignment.keys)
+        ],
+    }
+    (folder / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")
+    write_tensors(folder / MAPPER, Weights(weights.dtype, Made(shapes, make)))
+
+
+def _told(model: LanguageModel, heads: int, width: int) -> dict[str, Any]:
+    rope = set(model.geometry.rope)
+    found = rope.pop() if len(rope) == 1 else None
+    if found is None or found != RopeSpec("default", found.base, width):
+        raise IncompatibleTranslatorError(
+            f"{model.name} does not rotate all keys alike, whole and unscaled, and a mapper knows "
+            "nothing else"
+        )
+    return {
+        "n_layers": len(model.geometry.layers),
+        "n_kv_heads": heads,
+        "head_dim": width,
+        "rope_theta": found.base,
+        "model_type": model.geometry.model_type,
+    }

@@ -10,6 +10,7 @@ from __future__ import annotations
 from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
 from rendering.pairs import made, ridges, starts
+from rendering.peers import options, peer_fits, peers
 from rendering.promises import alignment, checks, fit_memory, folded, ratios, streams, threads
 from rendering.quality import (
     across_tokenizers,
@@ -48,6 +49,9 @@ def main() -> None:
         made(),
         starts(),
         ridges(),
+        options(),
+        peers(),
+        peer_fits(),
         throughput(),
         training_memory(),
         windows(),

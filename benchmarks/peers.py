@@ -1,0 +1,329 @@
+"""Ways to the first token after a switch, side by side: quality against time, on the same prompts.
+
+    python benchmarks/peers.py ways --lengths 256 512 1024 2048 --json FILE
+    python benchmarks/peers.py fit --json FILE
+    python benchmarks/peers.py figure --json FILE --plot benchmarks/figures/peers.png
+
+``ways``: on every pair of the zoo, dialogues of about so many tokens with facts to recall, and
+RULER's needles in prompts of that length. Each way fills the target's cache once the source has
+read the prompt: the target reads all of it (native); a closed form and the self-distilled
+translator of this package, plain and with native layers; VeloxQuant-MLX's mapper, fitted by itself
+on the same conversations; the source's cache verbatim; DroidSpeak; the last part of the prompt;
+its last messages; and speculative prefill, in which the source's attention chooses what the target
+reads. Hidden and shuffled are the controls. Times to the first token are of the same prompts,
+taken in turns, as ratios to native. A summary is no way here: the zoo's models write none.
+
+``fit``: seconds and memory of a closed form at equal source layers and on equal tokens, both
+programs in turns, the reading of the conversations apart from what is solved.
+
+``figure``: recall of the question asked against time, of the records in FILE, with the frontier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import peer_ways as ways
+from quality import PAIRS as EMBEDDED
+from quality import model_folder, standard_error
+from translation_cost import model_of_shape
+
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.evaluation import continuation, lineup, probes
+from kvlingo_mlx.evaluation.conditions import shuffled
+from kvlingo_mlx.fitting import fit
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.loading.pairing import check_tokenizers
+from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting import measure, pictures
+from kvlingo_mlx.timing.paths import interleaved, switch_times
+from kvlingo_mlx.tokenization.samples import Sample, to_samples
+
+PAIRS = (
+    *EMBEDDED,
+    "tiny-qwen3-s:tiny-mistral",
+    "tiny-mistral:tiny-qwen3-s",
+    "tiny-gemma3-s:tiny-gemma3-l",
+    "tiny-gemma4-s:tiny-gemma4-l",
+)
+K = 8  # the peer's default of source layers; no more than there are
+SHARES = (0.25, 0.5)  # of the prompt that the target reads, where it reads a part
+NATIVE = (1, 2)  # native layers
+TOKENS_PER_FACT = 15
+MOST_FACTS = 118  # of the 120 that can be told apart
+ASKED = 6  # questions of a dialogue
+Named = dict[str, tuple[ways.Way, Callable | None]]
+
+
+def records(count: int, most: int) -> list[dict[str, Any]]:
+    talks = dialogues.for_fitting(count, facts=(4, most))
+    return [{"messages": talk.conversation()} for talk in talks]
+
+
+def fitted_mapper(
+    source: LanguageModel, target: LanguageModel, samples: Sequence[Sample], k: int
+) -> Any:
+    """The peer's mapper of these conversations, at its own settings but for ``k``."""
+    read = [[ways.read_by_layer(m, s.prefix) for s in samples] for m in (source, target)]
+    places = mx.concatenate([mx.arange(len(s.prefix)) for s in samples])
+    return solved(source, target, *map(joined, read), places, k)
+
+
+def joined(read: Sequence[dict[int, tuple[mx.array, ...]]]) -> dict[int, tuple[mx.array, ...]]:
+    """The caches of several conversations as one."""
+    found = {
+        layer: tuple(mx.concatenate([r[layer][side] for r in read], axis=1) for side in (0, 1))
+        for layer in read[0]
+    }
+    mx.eval(found)
+    return found
+
+
+def solved(source, target, theirs, own, places, k: int) -> Any:
+    from veloxquant_mlx.transfer import MapperConfig, ModelKVSpec, fit_mapper
+
+    specs = (ModelKVSpec.from_model(model.model) for model in (source, target))
+    return fit_mapper(theirs, own, *specs, places, MapperConfig(k=k))
+
+
+def all_ways(
+    names: Sequence[str], source: LanguageModel, target: LanguageModel, args: argparse.Namespace
+) -> dict[str, ways.Way]:
+    """What is compared, by name."""
+    k = min(K, len(source.attentions))
+    talks = records(args.fit_dialogues, args.fit_facts)
+    both = source, target
+    closed = fit(*both, talks, nu=min(k, most_layers(source, target)))
+    kinds = {
+        f"closed form, nu = {closed.config.nu}": closed,
+        "closed form, nu = 1": fit(*both, talks),
+    }
+    for root in (TRANSLATORS, args.zoo / "translators"):
+        if (root / "--".join(names)).exists():
+            kinds["self-distilled"] = load_translator(root / "--".join(names))
+    found: dict[str, ways.Way] = {}
+    for name, translator in kinds.items():
+        numbers = (0, *NATIVE) if name == "self-distilled" else (0,)
+        for j in numbers:
+            told = f"{name}, {j} native" if j else name
+            found[told] = lineup.translated(told, *both, [translator], j).at_switch
+    last = list(kinds.values())[-1]
+    found["shuffled"] = lineup.translated("shuffled", *both, [shuffled(last)]).at_switch
+    found["hidden"] = lambda tokens: functools.partial(lineup.conditions.empty, target)
+    for name in ("reuse", "droidspeak"):
+        try:
+            found[name] = lineup.baseline(name, *both, [last]).at_switch
+        except IncompatibleTranslatorError as problem:
+            print(f"no {name}: {problem}")
+    try:
+        samples = [s for s in to_samples(talks, target.tokenizer, target.context_length)]
+        mapper = fitted_mapper(*both, samples, k)
+        found[f"VeloxQuant, k = {k}"] = ways.mapped(*both, mapper)
+    except (ValueError, AttributeError) as problem:  # its own errors are of the first kind
+        print(f"no VeloxQuant: {' '.join(str(problem).split())[:150]}")
+    opening = target.tokenizer.encode("<|im_start|>", add_special_tokens=False)
+    for share in SHARES:
+        found[f"last {share:.0%} of the prompt"] = ways.truncated(target, share)
+        if len(opening) == 1:
+            found[f"last messages, {share:.0%}"] = ways.last_turns(target, share, opening[0])
+        if (chosen := ways.speculative(*both, share)) is not None:
+            found[f"speculative prefill, {share:.0%}"] = chosen
+    return found
+
+
+def most_layers(source: LanguageModel, target: LanguageModel) -> int:
+    """The most source layers that one target layer can read: those of the largest kind."""
+    kinds = [layer.attention for layer in source.geometry.layers]
+    there = {layer.attention for layer in target.geometry.layers}
+    return max(kinds.count(kind) for kind in set(kinds) & there)
+
+
+def talks_of(target: LanguageModel, length: int, count: int) -> list[continuation.RecallSample]:
+    """Dialogues that nothing was made with, of about ``length`` tokens."""
+    facts = min(MOST_FACTS, max(4, length // TOKENS_PER_FACT))
+    drawn = dialogues.held_out(count, seed=11, facts=(facts, facts))
+    return [continuation.recall_sample(target, talk) for talk in drawn]
+
+
+def judged(
+    target: LanguageModel, found: dict[str, ways.Way], length: int, args: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Recall and KL on dialogues, and the needles found, by each way."""
+    samples = talks_of(target, length, args.dialogues)
+    makers = {name: lambda tokens, way=way: way(tokens)() for name, way in found.items()}
+    scores = continuation.score(target, samples, makers)
+    rows = {
+        name: {
+            "recall": score.recall, "recall_se": standard_error(score.hits),
+            "kl": float(np.mean(score.kl)), "kl_se": standard_error(score.kl),
+            # Of the question that stands in the prompt; the others come after the answer.
+            "asked": float(np.mean(score.hits[::ASKED])),
+            "asked_se": standard_error(score.hits[::ASKED]),
+        }
+        for name, score in scores.items()
+    }  # fmt: skip
+    task = probes.find_needles(
+        target, ["multi-key"], [length], args.needles, style="facts", max_tokens=24
+    )
+    for name, make in {"native": None, **makers}.items():
+        hits = [task.scorer(target, item)(make)["recall"] for item in task.items]
+        rows[name] |= {"needles": float(np.mean(hits)), "needles_se": standard_error(hits)}
+    rows["native"]["tokens"] = float(np.mean([len(s.prefix) for s in samples]))
+    return rows
+
+
+def run_pair(pair: str, args: argparse.Namespace) -> dict[str, Any]:
+    names = pair.split(":")
+    source, target = (load(model_folder(name, args.zoo)) for name in names)
+    check_tokenizers(source, target)
+    found = all_ways(names, source, target, args)
+    results = {}
+    for length in args.lengths:
+        rows = judged(target, found, length, args)
+        tokens = list(talks_of(target, length, 1)[0].prefix)
+        own = {"native": lambda t: lambda: lineup.conditions.native(target)(t), **found}
+        actions = {name: way(tokens) for name, way in own.items()}
+        times = switch_times(target, actions, tokens[-1], trials=args.trials)
+        base = measure.median(times["native"])
+        for name, taken in times.items():
+            rows[name] |= {"first_token_s": measure.median(taken)}
+            rows[name] |= {"of_native": measure.median(taken) / base}
+        results[length] = rows
+        print(f"\n{pair}, {rows['native'].pop('tokens'):.0f} tokens")
+        for name, row in rows.items():
+            print(f"  {name:32s} recall {row['recall']:.3f} +- {row['recall_se']:.3f} "
+                  f"(asked {row['asked']:.2f})  KL "
+                  f"{row['kl']:.4f}  needles {row['needles']:.2f}  time {row['of_native']:.2f}",
+                  flush=True)  # fmt: skip
+    return results
+
+
+# ---- fitting --------------------------------------------------------------------------------
+
+
+def run_fit(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """A closed form by both programs on the same tokens, at equal source layers."""
+    size = {"hidden_size": args.width, "intermediate_size": 2 * args.width}
+    shape = "qwen3", args.layers, args.heads, args.head_dim
+    source, target = model_of_shape(*shape), model_of_shape(*shape, **size)
+    rng = np.random.default_rng(0)
+    rows = [tuple(rng.integers(0, 900, args.tokens).tolist()) for _ in range(args.texts)]
+    samples = [Sample(row, ()) for row in rows]
+    for k in args.k:
+        read = [[ways.read_by_layer(m, s.prefix) for s in samples] for m in (source, target)]
+        places = mx.concatenate([mx.arange(args.tokens)] * args.texts)
+        both = tuple(map(joined, read))
+        ends = source, target
+        part = functools.partial
+        runs = {
+            "ours": part(fit, *ends, samples, nu=k, capture="post_norm"),
+            "ours, layers by R2": part(
+                fit, *ends, samples, nu=k, capture="post_norm", assignment="r2"
+            ),
+            "theirs": part(fitted_mapper, *ends, samples, k),
+            "their solving alone": part(solved, *ends, *both, places, k),
+            "reading alone": lambda: [
+                mx.eval(ways.read_by_layer(m, s.prefix)) for m in (source, target) for s in samples
+            ],
+        }
+        found = interleaved(runs, args.trials)
+        peaks = {name: measure.grown_bytes(runs[name]) for name in ("ours", "theirs")}
+        medians = {name: measure.median(taken) for name, taken in found.items()}
+        print(f"k = {k}: " + ", ".join(f"{n} {s:.2f} s" for n, s in medians.items()))
+        print("  memory: " + ", ".join(f"{n} {b / 2**20:,.0f} MiB" for n, b in peaks.items()))
+        yield {"k": k}, {"samples_s": found, "peak_bytes": peaks}
+
+
+# ---- the figure -----------------------------------------------------------------------------
+
+MARKS = {"self": "C0", "closed": "C1", "Velox": "C2", "droid": "C3", "reuse": "C4", "last": "C5",
+         "spec": "C6", "native": "black", "hidden": "C7", "shuffled": "C7"}  # fmt: skip
+
+
+def draw(args: argparse.Namespace) -> None:
+    """One panel a pair and length: recall of the question asked, by time to the first token."""
+    from rendering.peers import frontier
+
+    found = [json.loads(line) for line in Path(args.json).read_text().splitlines()]
+    latest = {r["config"]["pair"]: r for r in found if r["config"]["what"] == "ways"}
+    panels = [
+        (pair, length, rows)
+        for pair, record in latest.items()
+        for length, rows in record["results"].items()
+        if length in map(str, args.lengths)
+    ]
+    across = 2
+    down = -(-len(panels) // across)
+    figure = pictures.figure(10, 3.2 * down)
+    for number, (pair, length, rows) in enumerate(panels, 1):
+        axes = figure.add_subplot(down, across, number)
+        for name, row in rows.items():
+            color = next(c for start, c in MARKS.items() if name.startswith(start))
+            axes.errorbar(
+                row["of_native"], row["asked"], row["asked_se"], fmt="o", ms=4, color=color
+            )
+        best = frontier(rows, "asked")
+        axes.plot([rows[n]["of_native"] for n in best], [rows[n]["asked"] for n in best],
+                  color="black", lw=0.8, drawstyle="steps-post")  # fmt: skip
+        for name in best:
+            axes.annotate(name, (rows[name]["of_native"], rows[name]["asked"]), fontsize=6,
+                          xytext=(3, -8), textcoords="offset points")  # fmt: skip
+        axes.set_title(f"{pair.replace(':', ' to ')}, {length} tokens", fontsize=8)
+        axes.set_ylim(-0.05, 1.08)
+        axes.set_xlabel("time to the first token, of native", fontsize=7)
+        axes.set_ylabel("recall of the question", fontsize=7)
+    pictures.save(figure, args.plot)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["ways", "fit", "figure"])
+    parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
+    parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
+    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048])
+    parser.add_argument("--dialogues", type=int, default=32)
+    parser.add_argument("--needles", type=int, default=24)
+    parser.add_argument("--fit-dialogues", type=int, default=200)
+    parser.add_argument("--fit-facts", type=int, default=28)
+    parser.add_argument("--trials", type=int, default=7)
+    parser.add_argument("--k", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--texts", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--json", help="append a record for each pair to this file")
+    parser.add_argument("--plot", default="peers.png", help="where `figure` draws")
+    args = parser.parse_args()
+    if args.what == "figure":
+        draw(args)
+        return
+    mx.random.seed(0)
+    names = {
+        "ways": "dialogues needles fit_dialogues fit_facts trials".split(),
+        "fit": "layers width heads head_dim texts tokens trials".split(),
+    }[args.what]
+    config = {"what": args.what, **{name: getattr(args, name) for name in names}}
+    if args.what == "fit":
+        found = run_fit(args)
+    else:
+        found = (({"pair": pair}, run_pair(pair, args)) for pair in args.pairs)
+    for more, results in found:
+        if args.json:
+            measure.append_json(args.json, measure.record("peers", config | more, results))
+    print(measure.machine_line())
+
+
+if __name__ == "__main__":
+    main()

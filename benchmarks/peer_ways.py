@@ -12,7 +12,8 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.between import prefill_between
@@ -23,7 +24,8 @@ from kvlingo_mlx.models.language_model import LanguageModel
 Work = Callable[[], list[Any]]
 Way = Callable[[Sequence[int]], Work]
 
-LOOK = 16  # last tokens of a prompt, whose attention chooses what the target reads
+LOOK = 16  # last tokens of a prompt, which are always read
+AHEAD = 8  # tokens that the source writes ahead, whose attention chooses what the target reads
 CHUNK = 8  # neighbouring tokens that are chosen together
 POOL = 5  # tokens over which attention is smoothed
 
@@ -56,11 +58,12 @@ def last_turns(target: LanguageModel, share: float, opening: int) -> Way:
 
 
 def attention(
-    source: LanguageModel, cache: Sequence[Any], tokens: Sequence[int], start: int
+    source: LanguageModel, cache: Sequence[Any], tokens: Sequence[int], start: int, last: int
 ) -> np.ndarray:
-    """The attention that the last ``tokens`` (from ``start`` on) pay to all before: (start,).
+    """The attention that the ``last`` of ``tokens`` pay to all before ``start``: (start,).
 
-    The largest over layers and heads, the mean over the tokens. The cache holds those before.
+    The largest over layers and heads, the mean over these tokens. The cache holds the ``start``
+    tokens before.
     """
     family, readers = source.family, source.family.readers(source.model)
     modules = [family.query_projection(a) for group in readers for a in group]
@@ -79,7 +82,18 @@ def attention(
             scores = (scores * family.scale(module)).reshape(heads, count, -1)
             weights = mx.softmax(mx.where(seen, scores, -mx.inf), axis=-1)
             most = mx.maximum(most, weights[..., :start].max(axis=0))
-    return np.array(most.mean(axis=0))
+    return np.array(most[-last:].mean(axis=0))
+
+
+def written(source: LanguageModel, cache: Sequence[Any], tokens: Sequence[int]) -> list[int]:
+    """The tokens that the source would write next; the cache is as it was."""
+    held = cache[0].offset
+    steps = generate_step(
+        mx.array(list(tokens)), source.model, max_tokens=AHEAD, prompt_cache=list(cache)
+    )
+    found = [int(token) for token, _ in steps]
+    trim_prompt_cache(cache, cache[0].offset - held)
+    return found
 
 
 def kept_tokens(paid: np.ndarray, share: float) -> np.ndarray:
@@ -96,8 +110,8 @@ def kept_tokens(paid: np.ndarray, share: float) -> np.ndarray:
 def speculative(source: LanguageModel, target: LanguageModel, share: float) -> Way | None:
     """Speculative prefill: the target reads what the source's attention looks at, in its place.
 
-    As published (SpecPrefill), but the prompt's own last tokens look, not tokens that the small
-    model writes ahead. None where a cache is a ring, or the prompt has no such last tokens.
+    As published (SpecPrefill): the source writes some tokens ahead, and their attention chooses
+    chunks of the prompt. None where a cache is a ring.
     """
     if any(layer.window for model in (source, target) for layer in model.geometry.layers):
         return None
@@ -107,9 +121,9 @@ def speculative(source: LanguageModel, target: LanguageModel, share: float) -> W
         cache = prefill_layers(source, tokens[:start], 2048, len(source.attentions))
 
         def run() -> list[Any]:
-            paid = attention(source, cache, tokens[start:], start)
-            for each in cache:
-                each.trim(LOOK)
+            ahead = written(source, cache, tokens[start:])
+            paid = attention(source, cache, [*tokens[start:], *ahead], start, len(ahead))
+            trim_prompt_cache(cache, cache[0].offset - start)
             places = np.concatenate([kept_tokens(paid, share), np.arange(start, len(tokens) - 1)])
             # Positions are shifted so that the cache's length is the next one.
             shifted = (places + len(places) - (len(tokens) - 1)).tolist()

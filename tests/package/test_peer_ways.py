@@ -63,8 +63,21 @@ def test_attention_is_that_of_transformers(
     start = len(tokens) - ways.LOOK
     most = torch.stack(found)[:, 0].amax(dim=(0, 1))[start:, :start].mean(dim=0).numpy()
     cache = prefill_layers(source, tokens[:start], 2048, len(source.attentions))
-    mine = ways.attention(source, cache, tokens[start:], start)
+    mine = ways.attention(source, cache, tokens[start:], start, ways.LOOK)
     assert mine.shape == most.shape and np.abs(mine - most).max() < 1e-4
+
+
+def test_what_is_written_ahead_is_what_the_source_writes(
+    pair: tuple[LanguageModel, LanguageModel], tokens: list[int]
+) -> None:
+    source = pair[0]
+    cache = prefill_layers(source, tokens[:-16], 2048, len(source.attentions))
+    found = ways.written(source, cache, tokens[-16:])
+    assert [each.offset for each in cache] == [len(tokens) - 16] * len(cache)
+    told = list(tokens)
+    for _ in range(ways.AHEAD):
+        told.append(int(source.model(mx.array([told]))[0, -1].argmax()))
+    assert found == told[len(tokens) :]
 
 
 def test_chunks_with_most_attention_are_kept() -> None:

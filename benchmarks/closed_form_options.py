@@ -72,7 +72,7 @@ WAYS = {
     "biases, keys after the norm": Options(bias=True, capture="post_norm"),
     "VeloxQuant's": Options(bias=True, ridge="0.01", layers="r2", capture="post_norm"),
 }
-DISTILLED = ("ours", "biases", "layers by held-out R2", "keys after the norm")
+DISTILLED = ("ours", "biases", "keys after the norm")
 Ends = tuple[LanguageModel, LanguageModel]
 States = dict[str, list[list[np.ndarray]]]  # side: by conversation, by layer
 

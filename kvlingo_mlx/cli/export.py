@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvlingo_mlx.cli.command import Force, MaybeSource, MaybeTarget, Options, argument, option, verb
+from kvlingo_mlx.cli.command import MaybeSource, MaybeTarget, Options, argument, option, verb
 from kvlingo_mlx.cli.output import facts, keep, say
 from kvlingo_mlx.errors import printable
 
@@ -16,7 +16,7 @@ class ExportOptions(Options):
     out: str = option(..., "The folder to write.")
     source: MaybeSource = None
     target: MaybeTarget = None
-    force: Force = False
+    force: bool = option(False, "Replace another export there.", "--force")
 
 
 @verb(ExportOptions)

@@ -162,7 +162,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
     "import": PAIR,
     "export": (
         *PAIR,
-        Need("source", "to", lambda to: to == "veloxquant", "veloxquant", "whose models it asks"),
+        Need("source", "to", lambda to: to == "veloxquant", "veloxquant", "which asks no model"),
     ),
     "verify": (
         *PAIR,

@@ -24,6 +24,14 @@ UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errn
 AT_FDCWD, RENAME_EXCHANGE, RENAME_SWAP = -100, 2, 2  # the latter two: Linux's and macOS's exchange
 
 
+def followed(folder: Path) -> Path:
+    """The place that a link leads to, there or not; any other path as it is.
+
+    A folder is put in place by an exchange, which would take the link itself.
+    """
+    return Path(os.path.realpath(folder)) if folder.is_symlink() else folder
+
+
 def temporary_beside(folder: Path) -> Path:
     """Make a new hidden folder beside ``folder``, in which its next content is written."""
     return Path(tempfile.mkdtemp(prefix=f".{folder.name}.new-", dir=folder.parent))

@@ -238,7 +238,7 @@ def write(
             translator and ``overwrite`` is off.
         MalformedTranslatorError: ``config`` and ``weights`` do not agree.
     """
-    folder = Path(folder)
+    folder = atomic.followed(Path(folder))
     check_destination(folder)
     text = json.dumps(config.to_json(), indent=2) + "\n"
     # Refuse to write what reading would refuse.

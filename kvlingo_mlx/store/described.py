@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.errors import malformed
+from kvlingo_mlx.format.config_reading import MAX_DIM, MAX_HEADS, MAX_LAYERS
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.tensor_file import PICKLE_SUFFIXES
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.store.axes import OUTPUTS, Form
-from kvlingo_mlx.store.foreign import READERS, Foreign, Side, opened
+from kvlingo_mlx.store.foreign import READERS, Foreign, Side, opened, short
 
 CAPTURES = ("pre_norm", "post_norm", "post_rope")
 TOP = ("files", "capture", "head_mixing", "ignore", "sources", "source", "target", *SIDES)
 OF_SIDE = ("weight", "axes", "bias", "bias_axes", "sources")
 OF_MODEL = ("name", "model_type", "layers", "kv_heads", "head_dim")
+MOST = (MAX_LAYERS, MAX_HEADS, MAX_DIM)  # of the last three
 UNKNOWN = {"geometry": None, "norms": None, "tokenizer": None}
 
 
@@ -31,8 +34,10 @@ def plain_model(name: str, model_type: str, layers: int, kv_heads: int, head_dim
     return ModelSpec(name, None, model_type, UNKNOWN, tuple(alike))
 
 
-def read_description(page: Path, folder: Path) -> Foreign:
-    """Read a page, and open the files of ``folder`` that it describes.
+def read_description(page: Path, folder: Path, suffix: str | None = None) -> Foreign:
+    """Read a page, and open the files of ``folder`` (or the one file) that it describes.
+
+    ``suffix`` is that of the files which belong to it; None is any that can be read.
 
     Raises:
         MalformedTranslatorError: The page lacks something or says something unknown, or a file is
@@ -42,7 +47,7 @@ def read_description(page: Path, folder: Path) -> Foreign:
         said = tomllib.loads(page.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise malformed(page, f"cannot be read: {error.strerror}") from None
-    except ValueError as error:  # neither TOML nor UTF-8
+    except (ValueError, RecursionError) as error:  # neither TOML nor UTF-8
         raise malformed(page, f"is not valid TOML: {error}") from None
     _check_keys(page, "the page", said, TOP, ("capture", *SIDES))
     if said["capture"] not in CAPTURES:
@@ -51,39 +56,51 @@ def read_description(page: Path, folder: Path) -> Foreign:
         )
     mixing = _typed(page, said, "head_mixing", bool, True)
     sides = {side: _side(page, said, side, mixing) for side in SIDES}
-    dtypes, tensors = opened(_files(page, said, folder))
-    ignored = [
-        n for pattern in _words(page, said, "ignore") for n in fnmatch.filter(tensors, pattern)
-    ]
-    kept = {n: dtype for n, dtype in dtypes.items() if n not in ignored}
+    dtypes, tensors = opened(_files(page, said, folder, suffix))
+    ignored: list[str] = []
+    for pattern in _words(page, said, "ignore"):
+        found = fnmatch.filter(tensors, pattern)
+        if not found:
+            raise malformed(page, f"ignore names {pattern!r}, which no tensor has; leave it out")
+        ignored += found
     return Foreign(
         page,
         "described",
-        kept,
+        dtypes,
         tensors,
         sides,
         said["capture"],
         mixing,
         (_model(page, said, "source"), _model(page, said, "target")),
         ignored=frozenset(ignored),
+        unneeded="name them in `ignore` if they are not needed",
         provenance={"converted_from": f"maps described by {page.name}"},
     )
 
 
-def _files(page: Path, said: Mapping[str, Any], folder: Path) -> list[Path]:
+def _files(page: Path, said: Mapping[str, Any], folder: Path, suffix: str | None) -> list[Path]:
     names = _words(page, said, "files")
+    wanted = tuple(READERS) if suffix is None else (suffix,)
     if folder.is_file():
         if names:
             raise malformed(
-                page, f"names files, and {folder} is a file; give its folder, or name none"
+                page, f"names files, and {folder} is one; give its folder, or name none"
             )
+        if folder.suffix.lower() not in wanted:
+            raise malformed(folder, f"expected a file that ends with {' or '.join(wanted)}")
         return [folder]
-    found = [folder / n for n in names] or sorted(
-        p for p in folder.iterdir() if p.suffix in READERS
-    )
-    if not found:
-        raise malformed(folder, f"holds no file that ends with {' or '.join(READERS)}")
-    return found
+    there = sorted(p for p in folder.iterdir() if p.suffix.lower() in wanted)
+    known = {p.name: p for p in there}
+    for name in names:
+        if name not in known:
+            raise malformed(
+                page, f"names the file {name!r}, and {folder} has {', '.join(known) or 'none'}"
+            )
+    if not there:
+        pickled = [p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES]
+        more = f"; it has {pickled[0]}, a pickle: save it as safetensors" if pickled else ""
+        raise malformed(folder, f"holds no file that ends with {' or '.join(wanted)}{more}")
+    return [known[name] for name in names] or there
 
 
 def _side(page: Path, said: Mapping[str, Any], side: str, mixing: bool) -> Side:
@@ -98,6 +115,8 @@ def _side(page: Path, said: Mapping[str, Any], side: str, mixing: bool) -> Side:
     try:
         weight = Form.of(_typed(page, table, "weight", str), axes, (*OUTPUTS, *inputs))
         bias = None
+        if "bias_axes" in table and "bias" not in table:
+            raise ValueError("bias_axes has no effect without bias")
         if "bias" in table:
             told = _typed(page, table, "bias_axes", str, other.get("bias_axes", "(heads dim)"))
             bias = Form.of(_typed(page, table, "bias", str), told, OUTPUTS)
@@ -106,14 +125,14 @@ def _side(page: Path, said: Mapping[str, Any], side: str, mixing: bool) -> Side:
     return Side(weight, bias, _sources(page, table.get("sources", said.get("sources")), side))
 
 
-def _sources(page: Path, told: Any, side: str) -> tuple[tuple[int, ...], ...]:
-    lists = told if isinstance(told, list) else []
+def _sources(page: Path, said: Any, side: str) -> tuple[tuple[int, ...], ...]:
+    lists = said if isinstance(said, list) else []
     if not lists or not all(
         isinstance(read, list) and all(type(s) is int for s in read) for read in lists
     ):
         raise malformed(
             page,
-            f"sources of {side} is {told!r:.60}, expected for each target layer the list of the "
+            f"sources of {side} is {short(said)}, expected for each target layer the list of the "
             "source layers that it reads, such as [[0, 1], [1, 2]]",
         )
     return tuple(tuple(read) for read in lists)
@@ -127,7 +146,11 @@ def _model(page: Path, said: Mapping[str, Any], role: str) -> ModelSpec | None:
         raise malformed(page, f"{role} is no table; write [{role}]")
     _check_keys(page, f"[{role}]", table, OF_MODEL, OF_MODEL)
     texts = (_typed(page, table, name, str) for name in OF_MODEL[:2])
-    return plain_model(*texts, *(_typed(page, table, name, int) for name in OF_MODEL[2:]))
+    counts = [_typed(page, table, name, int) for name in OF_MODEL[2:]]
+    for name, count, most in zip(OF_MODEL[2:], counts, MOST, strict=True):
+        if not 1 <= count <= most:
+            raise malformed(page, f"[{role}]: {name} is {short(count)}, expected 1 to {most}")
+    return plain_model(*texts, *counts)
 
 
 def _check_keys(page: Path, where: str, table: Mapping, known: tuple, needed: tuple) -> None:
@@ -142,7 +165,7 @@ def _check_keys(page: Path, where: str, table: Mapping, known: tuple, needed: tu
 def _typed(page: Path, table: Mapping[str, Any], key: str, kind: type, default: Any = None) -> Any:
     value = table.get(key, default)
     if key in table and type(value) is not kind:
-        raise malformed(page, f"{key} is {value!r:.60}, expected {KINDS[kind]}")
+        raise malformed(page, f"{key} is {short(value)}, expected {KINDS[kind]}")
     return value
 
 
@@ -152,5 +175,5 @@ KINDS = {str: "a text", int: "a whole number", bool: "true or false"}
 def _words(page: Path, said: Mapping[str, Any], key: str) -> list[str]:
     found = said.get(key, [])
     if not isinstance(found, list) or not all(isinstance(word, str) for word in found):
-        raise malformed(page, f"{key} is {found!r:.60}, expected a list of texts")
+        raise malformed(page, f"{key} is {short(found)}, expected a list of texts")
     return found

@@ -60,7 +60,7 @@ def export(
     why = veloxquant.why_not(config) if to == "veloxquant" else _why_not(config)
     if why is not None:
         raise IncompatibleTranslatorError(f"{config.title} cannot be exported to {to}: {why}")
-    folder = Path(out)
+    folder = atomic.followed(Path(out))
     _check_free(folder, FILES[to], force)
     if to == "veloxquant":
         ends = _ends(config, models)
@@ -86,7 +86,8 @@ def _check_free(folder: Path, files: tuple[str, ...], force: bool) -> None:
         return
     names = {p.name for p in folder.iterdir()} if folder.is_dir() else None
     if names is None or not names <= set(files):
-        raise ValueError(f"{folder} exists and is no such export; give a new folder with --out")
+        what = "is a file" if names is None else f"holds {min(names - set(files))}"
+        raise ValueError(f"{folder} {what}, which is no part of such an export; give a new --out")
     if names and not force:
         raise ValueError(
             f"{folder} holds an export; replace it with --force, or give another --out"

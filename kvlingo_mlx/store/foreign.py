@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
+import tokenize
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from kvlingo_mlx.format.tensor_file import (
     regular_file,
 )
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+from kvlingo_mlx.format.translator_folder import LARGEST
 from kvlingo_mlx.store.axes import Form
 
 NPY_DTYPES: dict[str, DType] = {"float32": "float32", "float16": "float16"}
@@ -61,6 +66,7 @@ class Foreign:
         rotations: How the source's and the target's keys were rotated back, for keys of before
             RoPE that were taken from a cache; None where nothing says.
         ignored: Tensors that are no part of the maps.
+        unneeded: What to do with further ones, for messages.
         provenance: What is kept of where they come from.
     """
 
@@ -74,12 +80,13 @@ class Foreign:
     ends: tuple[ModelSpec | None, ModelSpec | None] = (None, None)
     rotations: tuple[RopeSpec, RopeSpec] | None = None
     ignored: frozenset[str] = frozenset()
+    unneeded: str = "remove them if they are not needed"
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def dtype(self) -> DType:
-        """The narrowest dtype that holds all numbers exactly."""
-        found = set(self.dtypes.values())
+        """The narrowest dtype that holds all numbers of the maps exactly."""
+        found = {dtype for name, dtype in self.dtypes.items() if name not in self.ignored}
         return found.pop() if len(found) == 1 else "float32"
 
 
@@ -126,10 +133,26 @@ def converted(
         raise malformed(
             foreign.path,
             f"{len(left)} tensor(s) are no part of the maps that it describes: "
-            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}; name them in `ignore` if "
-            "they are not needed",
+            f"{', '.join(left[:5])}{', ...' if len(left) > 5 else ''}; {foreign.unneeded}",
         )
+    _check_numbers(foreign, used)
     return config, Weights(foreign.dtype, Made(shapes, lambda name: makers[name]()))
+
+
+def _check_numbers(foreign: Foreign, names: Iterable[str]) -> None:
+    """What the format refuses, told by the names that the files have."""
+    for name in sorted(names):
+        largest = float(
+            np.abs(_widened(foreign.tensors[name], foreign.dtypes[name], "float32")).max()
+        )
+        if not np.isfinite(largest):
+            raise malformed(foreign.path, f"{name} holds NaN or Inf, expected numbers")
+        if largest > LARGEST:
+            raise malformed(
+                foreign.path,
+                f"{name} holds {largest:.3g}; this package refuses weights beyond {LARGEST:g}, "
+                "which no sound fit has",
+            )
 
 
 def _check_layers(foreign: Foreign, config: TranslatorConfig) -> None:
@@ -191,7 +214,11 @@ def _checked(
     names, expected = form.named(layer, sources, sizes), form.shape(sizes)
     for name in names:
         if name not in foreign.tensors:
-            raise malformed(foreign.path, f"tensor {name} is missing")
+            there = list(foreign.tensors)
+            few = f"{', '.join(there[:3])}{', ...' if len(there) > 3 else ''}"
+            raise malformed(
+                foreign.path, f"tensor {name} is missing; there are {len(there)}: {few or 'none'}"
+            )
         if foreign.tensors.shapes[name] != expected:
             told = " ".join(
                 group[0] if len(group) == 1 else f"({' '.join(group)})" for group in form.groups
@@ -217,16 +244,14 @@ def opened(paths: Sequence[Path]) -> tuple[dict[str, DType], Made]:
     """The dtype of each tensor of some .safetensors and .npz files, and the tensors, unread.
 
     Raises:
-        MalformedTranslatorError: A file is unsound, has another suffix, or holds other dtypes; or
-            two hold a tensor of one name.
+        MalformedTranslatorError: A file is unsound, or holds other dtypes; or two hold a tensor of
+            one name.
     """
     dtypes: dict[str, DType] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     owners: dict[str, Made] = {}
     for path in paths:
-        if path.suffix not in READERS:
-            raise malformed(path, f"expected a file that ends with {' or '.join(READERS)}")
-        found, tensors = READERS[path.suffix](path)
+        found, tensors = READERS[path.suffix.lower()](path)
         twice = sorted(set(found) & set(dtypes))
         if twice:
             raise malformed(path, f"holds {twice[0]}, and so does another of the files")
@@ -241,32 +266,46 @@ def _open_npz(path: Path) -> tuple[dict[str, DType], Made]:
     regular_file(path)
     dtypes: dict[str, DType] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            size = sum(member.file_size for member in archive.infolist())
-            if size > MAX_FILE_BYTES:
-                raise malformed(path, f"holds {size:,} bytes, expected at most {MAX_FILE_BYTES:,}")
-            for member in archive.namelist():
-                name = member.removesuffix(".npy")
-                shapes[name], dtype = _npy_header(archive, member)
-                if dtype not in NPY_DTYPES:
-                    raise malformed(
-                        path,
-                        f"{name} is {dtype}, expected {' or '.join(NPY_DTYPES)}; round it yourself "
-                        "(array.astype('float32')), since an import changes no number",
-                    )
-                dtypes[name] = NPY_DTYPES[dtype]
-    except (zipfile.BadZipFile, ValueError, EOFError, OSError, NotImplementedError) as error:
-        raise malformed(path, f"is no sound .npz file: {error}") from None
+    with _damage_told(path), zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            name = member.filename.removesuffix(".npy")
+            shape, dtype = _npy_header(archive, member.filename)
+            if name in shapes:
+                raise ValueError(f"{name} is there twice")
+            if dtype.name not in NPY_DTYPES:
+                told = dtype.name if dtype.kind in "iufcb" else "no numbers"
+                raise malformed(
+                    path,
+                    f"{name} is {told}, expected {' or '.join(NPY_DTYPES)}; save it as one of them "
+                    "(array.astype('float32')), since an import rounds nothing by itself",
+                )
+            size = math.prod(shape) * dtype.itemsize
+            if size > min(member.file_size, MAX_FILE_BYTES):
+                raise ValueError(f"{name} should have {size:,} bytes, and has {member.file_size:,}")
+            shapes[name], dtypes[name] = shape, NPY_DTYPES[dtype.name]
 
     def read(name: str) -> np.ndarray:
-        with np.load(path, allow_pickle=False) as archive:
+        with _damage_told(path), np.load(path, allow_pickle=False) as archive:
             return np.asarray(archive[name], STORAGE[dtypes[name]])
 
     return dtypes, Made(shapes, read)
 
 
-def _npy_header(archive: zipfile.ZipFile, member: str) -> tuple[tuple[int, ...], str]:
+@contextlib.contextmanager
+def _damage_told(path: Path) -> Iterator[None]:
+    """Whatever a broken archive makes of the libraries that read it, one line says."""
+    try:
+        yield
+    except PermissionError as error:
+        raise malformed(path, f"cannot be read: {error.strerror}") from None
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, SyntaxError, MemoryError,
+            RecursionError, NotImplementedError, tokenize.TokenError) as error:  # fmt: skip
+        raise malformed(
+            path, f"is no .npz file, or a damaged one ({error}); copy it again"
+        ) from None
+
+
+def _npy_header(archive: zipfile.ZipFile, member: str) -> tuple[tuple[int, ...], np.dtype]:
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         if version not in ((1, 0), (2, 0)):
@@ -277,7 +316,13 @@ def _npy_header(archive: zipfile.ZipFile, member: str) -> tuple[tuple[int, ...],
             else np.lib.format.read_array_header_2_0
         )
         shape, _, dtype = reader(file)
-    return shape, dtype.name
+    return shape, dtype
+
+
+def short(value: Any) -> str:
+    """A value that a stranger wrote, for a message: short, on one line."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 READERS: dict[str, Callable[[Path], tuple[dict[str, DType], Made]]] = {

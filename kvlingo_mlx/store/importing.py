@@ -16,6 +16,7 @@ from kvlingo_mlx.errors import (
     MissingModelError,
     MissingTranslatorError,
     UnsupportedModelError,
+    malformed,
 )
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.geometry import RopeSpec
@@ -98,7 +99,7 @@ def import_translator(
     path, commit, name = _found(path_or_hf_repo, revision, format, spec)
     foreign = None
     if spec is not None:
-        foreign = read_description(Path(spec), path)
+        foreign = read_description(Path(spec), path, f".{format}" if format else None)
     elif name == VELOXQUANT:
         foreign = veloxquant.read_mapper(path)
     if foreign is not None:
@@ -147,9 +148,26 @@ def _found(
     if spec is not None:
         patterns = tuple(f"*{suffix}" for suffix in READERS)
     path, commit = resolve(by_name(name), revision, patterns, MissingTranslatorError)
-    ours = (path / translator_folder.CONFIG_FILE).exists()
-    told = VELOXQUANT if not ours and veloxquant.is_mapper(path) else OURS
-    return path, commit, format or told
+    if spec is None and path.suffix.lower() in READERS and path.is_file():
+        raise ValueError(
+            f"{path} is a file of arrays; say with --spec PAGE.toml which of them is which map"
+        )
+    kinds = _recognised(path) if spec is None and format is None and path.is_dir() else [OURS]
+    if len(kinds) != 1:
+        told = "both a translator of ours and a mapper" if kinds else "neither of them"
+        raise malformed(
+            path,
+            f"holds {told} ({translator_folder.CONFIG_FILE}; {veloxquant.MANIFEST}); say what "
+            f"it is with --from {' or '.join(FORMATS[:2])}, or describe its files with --spec FILE",
+        )
+    return path, commit, format or kinds[0]
+
+
+def _recognised(folder: Path) -> list[str]:
+    """The formats that a folder has files of."""
+    ours = any((folder / name).exists() for name in translator_folder.OUR_FILES[:3])
+    there = [(folder / name).is_file() for name in (veloxquant.MAPPER, veloxquant.MANIFEST)]
+    return [OURS] * ours + [VELOXQUANT] * (there[0] or (there[1] and not ours))
 
 
 def _converted(
@@ -181,7 +199,7 @@ def _converted(
                 if told is None:
                     raise
                 specs.append(dataclasses.replace(told, name=str(model)))
-                unchecked[str(model)] = str(problem)
+                unchecked[str(model)] = f"{problem}; its layers are taken as {foreign.path} says"
                 continue
         if told is not None:
             _check_told(foreign, told, model, role)
@@ -210,7 +228,8 @@ def _check_told(foreign: Foreign, told: ModelSpec, model: LanguageModel, role: s
     ):
         if found != wanted and wanted != "unknown":
             raise IncompatibleTranslatorError(
-                f"the {role} {model.name} has {what} {found}, and {foreign.path} says {wanted}"
+                f"the {role} {model.name} has {what} {found}, and {foreign.path} says {wanted}; "
+                "give the model that it was made for"
             )
 
 
@@ -222,8 +241,8 @@ def _check_rotation(foreign: Foreign, place: int, model: LanguageModel, role: st
         if rope != foreign.rotations[place]:
             raise IncompatibleTranslatorError(
                 f"keys of the {role} were rotated back by {_rotation(foreign.rotations[place])}, "
-                f"and layer {layer} of {model.name} rotates by {_rotation(rope)}: its keys would "
-                "not be those that the maps were made for"
+                f"as {foreign.path} says, and layer {layer} of {model.name} rotates by "
+                f"{_rotation(rope)}; the maps were made for other keys than this model's"
             )
 
 

@@ -15,25 +15,26 @@ from typing import Any
 import numpy as np
 
 from kvlingo_mlx.errors import IncompatibleTranslatorError, malformed
-from kvlingo_mlx.format.config_reading import MAX_CONFIG_BYTES, parse_json
+from kvlingo_mlx.format.config_reading import (
+    MAX_CONFIG_BYTES,
+    MAX_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    parse_json,
+)
 from kvlingo_mlx.format.geometry import RopeSpec
 from kvlingo_mlx.format.tensor_file import Made, Weights, open_tensors, regular_file, write_tensors
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.store.axes import OUTPUTS, Form
 from kvlingo_mlx.store.described import plain_model
-from kvlingo_mlx.store.foreign import Foreign, Side
+from kvlingo_mlx.store.foreign import Foreign, Side, short
 
 MANIFEST, MAPPER = "manifest.json", "mapper.safetensors"
 FILES = (MANIFEST, MAPPER)
 VERSION = 1
 LETTERS = {"keys": "k", "values": "v"}
 INPUTS = ("sources", "source_heads", "source_dim")
-
-
-def is_mapper(folder: Path) -> bool:
-    """Whether a folder holds a mapper's two files."""
-    return all((folder / name).is_file() for name in FILES)
 
 
 def read_mapper(folder: Path) -> Foreign:
@@ -44,14 +45,22 @@ def read_mapper(folder: Path) -> Foreign:
             version, lacks an entry, or has one of another type.
     """
     path = folder / MANIFEST
-    regular_file(path)
-    said = parse_json(path, path.read_bytes()[: MAX_CONFIG_BYTES + 1])
-    version = said.get("format_version") if isinstance(said, dict) else None
-    if version != VERSION:
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise malformed(
+                folder / name, f"is missing; a mapper is a folder with {' and '.join(FILES)}"
+            )
+        regular_file(folder / name)
+    with open(path, "rb") as file:
+        said = parse_json(path, file.read(MAX_CONFIG_BYTES + 1))
+    if not isinstance(said, dict):
+        raise malformed(path, f"holds a {type(said).__name__}, expected an object")
+    version = said.get("format_version")
+    if type(version) is not int or version != VERSION:
         raise malformed(
-            path, f"format_version is {version!r:.60}, this kvlingo-mlx reads {VERSION}"
+            path, f"format_version is {short(version)}, this kvlingo-mlx reads {VERSION}"
         )
-    depth = _entry(path, said, "target", "n_layers", int)
+    depth = _count(path, said, "target", "n_layers", MAX_LAYERS)
     reads = _reads(path, said.get("layers"), depth)
     back = _entry(path, said, "config", "content_space", bool)
     dtypes, tensors = open_tensors(folder / MAPPER)
@@ -85,21 +94,36 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
 
 
+KINDS = {int: "a whole number from 1 on", float: "a number", bool: "true or false", str: "a text"}
+
+
 def _entry(path: Path, said: dict[str, Any], table: str, key: str, kind: type) -> Any:
     found = said.get(table)
-    value = found.get(key) if isinstance(found, dict) else None
+    if not isinstance(found, dict):
+        what = f"is {short(found)}" if table in said else "is missing"
+        raise malformed(path, f"{table} {what}, expected an object")
+    value = found.get(key)
     if type(value) is not kind and not (kind is float and type(value) is int):
-        raise malformed(path, f"{table}.{key} is {value!r:.60}, expected {kind.__name__}")
+        raise malformed(path, f"{table}.{key} is {short(value)}, expected {KINDS[kind]}")
+    return value
+
+
+def _count(path: Path, said: dict[str, Any], role: str, key: str, most: int) -> int:
+    """A size that can be real: lists are made of it."""
+    value = _entry(path, said, role, key, int)
+    if not 1 <= value <= most:
+        raise malformed(path, f"{role}.{key} is {short(value)}, expected 1 to {most}")
     return value
 
 
 def _end(path: Path, said: dict[str, Any], role: str) -> tuple[Any, RopeSpec]:
-    counts = (_entry(path, said, role, n, int) for n in ("n_layers", "n_kv_heads", "head_dim"))
-    layers, heads, width = counts
+    limits = {"n_layers": MAX_LAYERS, "n_kv_heads": MAX_HEADS, "head_dim": MAX_DIM}
+    layers, heads, width = (_count(path, said, role, n, most) for n, most in limits.items())
     for name in ("rope_traditional", "rope_scaling"):
         if said[role].get(name):
             raise malformed(
-                path, f"{role}.{name} is {said[role][name]!r:.60}, which its own reader refuses too"
+                path,
+                f"{role}.{name} is {short(said[role][name])}, which its own reader refuses too",
             )
     base = float(_entry(path, said, role, "rope_theta", float))
     model_type = _entry(path, said, role, "model_type", str)
@@ -107,17 +131,27 @@ def _end(path: Path, said: dict[str, Any], role: str) -> tuple[Any, RopeSpec]:
 
 
 def _reads(path: Path, layers: Any, depth: int) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(layers, list):
+        raise malformed(path, f"layers is {short(layers)}, expected a list")
     found: dict[int, tuple[int, ...]] = {}
-    for entry in layers if isinstance(layers, list) else ():
-        layer, read = (entry.get(k) for k in ("target_layer", "source_layers"))
-        if type(layer) is not int or layer in found or not isinstance(read, list):
-            raise malformed(path, f"layers has {entry!r:.80}, expected one entry a target layer")
+    for entry in layers:
+        row = entry if isinstance(entry, dict) else {}
+        layer, read = row.get("target_layer"), row.get("source_layers")
+        if type(layer) is not int or not isinstance(read, list):
+            raise malformed(
+                path, f"layers has {short(entry)}, expected target_layer and source_layers"
+            )
+        if layer in found:
+            raise malformed(path, f"layers has target layer {layer} twice")
         found[layer] = tuple(read)
-    if sorted(found) != list(range(depth)):
-        missing = sorted(set(range(depth)) - set(found))
-        what = f"has none for {missing[:5]}" if missing else f"has {sorted(found)[-1]}"
+    missing = [t for t in range(depth) if t not in found]
+    other = sorted(set(found) - set(range(depth)))
+    if missing or other:
+        what = f"none for target layer {missing[0]}" if missing else f"one for layer {other[-1]}"
         raise malformed(
-            path, f"maps layers of a target of {depth}, but {what}; a translator serves them all"
+            path,
+            f"target.n_layers is {depth}, and layers has {what}; a translator has maps for all "
+            "target layers",
         )
     return tuple(found[layer] for layer in range(depth))
 
@@ -131,8 +165,8 @@ def why_not(config: TranslatorConfig) -> str | None:
         return f"it is {config.form}, and a mapper is linear and head-mixing, keys and values apart"
     if config.capture not in ("post_norm", "post_rope"):
         return (
-            f"it reads {config.capture} keys, and a mapper those of a cache, rotated back or not; "
-            "make one with `kvlingo-mlx fit --capture post_norm`"
+            f"it reads keys before the norm ({config.capture}), and a mapper reads them as a cache "
+            "holds them; make one that does with `kvlingo-mlx fit --capture post_norm`"
         )
     if config.alignment is not None:
         return "it is between two tokenizers"

@@ -210,9 +210,18 @@ PAGES = {
     "range": (page(*GOOD).replace("[0, 2]", "[0, 3]"), "expected different ones from 0 to 2"),
     "shape": (page(GOOD[0], "(heads dim) (sources source_heads source_dim)"),
               "keys.0.w has shape (128, 64), expected (64, 128): (heads dim) (sources"),
-    "missing": (page("{side}.{layer}.x", GOOD[1]), "tensor keys.0.x is missing"),
+    "missing": (page("{side}.{layer}.x", GOOD[1]), "keys.0.x is missing; there are 6: keys.0.w, "),
     "one bias": (page(*GOOD) + 'bias = "values.{layer}.w"\n', "values.0.w has shape"),
-    "file": (page(*GOOD, more='files = ["other.npz"]'), "other.npz"),
+    "file": (page(*GOOD, more='files = ["other.npz"]'),
+             "names the file 'other.npz', and"),
+    "elsewhere": (page(*GOOD, more='files = ["../maps.safetensors"]'), "names the file '../maps"),
+    "nothing ignored": (page(*GOOD, more='ignore = ["x*"]'), "ignore names 'x*', which no tensor"),
+    "nested": (f"a = {'[' * 3000}", "is not valid TOML"),
+    "axes alone": (page(*GOOD) + 'bias_axes = "heads dim"\n', "bias_axes has no effect without"),
+    "depth of a model": (
+        page(*GOOD) + '[source]\nname = "a"\nmodel_type = "qwen3"\nlayers = 100000000\n'
+        "kv_heads = 2\nhead_dim = 4\n", "[source]: layers is 100000000, expected 1 to 1024",
+    ),
 }  # fmt: skip
 
 
@@ -258,8 +267,8 @@ def test_numbers_of_other_dtypes_are_refused(
     spec.write_text(page(*GOOD))
     ends = ["--source", str(folders["dense"]), "--target", str(folders["wide"])]
     for number, (array, message) in enumerate((
-        (np.ones(3), "float64, expected float32 or float16; round it yourself"),
-        (np.array([{}], object), "object, expected"),
+        (np.ones(3), "float64, expected float32 or float16; save it as one of them"),
+        (np.array([{}], object), "no numbers, expected"),
     )):  # fmt: skip
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -268,10 +277,59 @@ def test_numbers_of_other_dtypes_are_refused(
     broken = tmp_path / "2"
     broken.mkdir()
     (broken / "m.npz").write_bytes(b"PK\3\4 no archive")
-    fails(["import", str(broken), "--spec", str(spec), *ends], "is no sound .npz file", capsys)
+    fails(
+        ["import", str(broken), "--spec", str(spec), *ends],
+        "is no .npz file, or a damaged one",
+        capsys,
+    )
     with zipfile.ZipFile(broken / "m.npz", "w") as archive:
         archive.writestr("a.npy", b"\x93NUMPY\x01\x00\x10\x00{'descr': 1}     ")
-    fails(["import", str(broken), "--spec", str(spec), *ends], "is no sound .npz file", capsys)
+    fails(
+        ["import", str(broken), "--spec", str(spec), *ends],
+        "is no .npz file, or a damaged one",
+        capsys,
+    )
+
+
+def test_a_damaged_archive_is_told_whatever_its_damage(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A flipped byte, a name twice, headers of impossible shapes and of nonsense."""
+    spec = tmp_path / "s.toml"
+    spec.write_text(page(*GOOD))
+    arrays = {n: a for side in SIDES for n, a in per_layer(side, planted()[side]).items()}
+    path = put(tmp_path / "maps", arrays, "npz") / "maps.npz"
+    words = ["import", str(path), "--spec", str(spec), "--out", str(tmp_path / "t")]
+    words += ["--source", str(folders["dense"]), "--target", str(folders["wide"])]
+    sound = path.read_bytes()
+    path.write_bytes(sound[:50_000] + bytes([sound[50_000] ^ 1]) + sound[50_001:])
+    fails(words, "is no .npz file, or a damaged one (Bad CRC-32", capsys)
+    path.write_bytes(sound)
+    with pytest.warns(UserWarning), zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("keys.0.w.npy", archive.read("keys.0.w.npy"))
+    fails(words, "(keys.0.w is there twice); copy it again", capsys)
+    for header in (
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (128, 128000000), }",
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (99999999999, 99999999999), }",
+        "(" * 99,
+    ):
+        blob = header.ljust(117).encode() + b"\n"
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("a.npy", b"\x93NUMPY\1\0" + len(blob).to_bytes(2, "little") + blob)
+        fails(words, "is no .npz file, or a damaged one", capsys)
+    path.write_bytes(sound)
+    fails([*words, "--from", "safetensors"], "expected a file that ends with .safetensors", capsys)
+    fails(["import", str(path)], "is a file of arrays; say with --spec PAGE.toml", capsys)
+    assert run([*words, "--from", "npz"]) == 0
+
+
+def test_what_is_ignored_may_still_be_used(folders: dict[str, Path], tmp_path: Path) -> None:
+    arrays = {n: a for side in SIDES for n, a in per_layer(side, planted()[side]).items()}
+    folder = put(tmp_path / "maps", arrays, "npz")
+    (tmp_path / "s.toml").write_text(page(*GOOD, more='ignore = ["*"]'))
+    words = ["import", str(folder), "--spec", str(tmp_path / "s.toml")]
+    ends = ["--source", str(folders["dense"]), "--target", str(folders["wide"])]
+    assert run([*words, *ends, "--out", str(tmp_path / "t")]) == 0
 
 
 def test_what_a_format_needs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,7 +398,7 @@ def test_a_broken_import_leaves_nothing(folders: dict[str, Path], tmp_path: Path
     folder = put(tmp_path / "maps", arrays, "safetensors")
     (tmp_path / "s.toml").write_text(page(*GOOD))
     models = (str(folders["dense"]), str(folders["wide"]))
-    with pytest.raises(MalformedTranslatorError, match=r"values.2.weight holds NaN or Inf"):
+    with pytest.raises(MalformedTranslatorError, match=r"values.2.w holds NaN or Inf"):
         import_translator(str(folder), spec=tmp_path / "s.toml", models=models, out=tmp_path / "t")
     assert not (tmp_path / "t").exists()
     with pytest.raises(ValueError, match="have no effect with --to npz"):

@@ -141,14 +141,29 @@ CHANGES = {
         "format_version is 2, this kvlingo-mlx reads 1",
     ),
     "no version": (lambda m: m.pop("format_version"), "format_version is None"),
+    "huge version": (lambda m: m.update(format_version=10**99), f"{10**59}..., this kvlingo-mlx"),
+    "huge depth": (
+        lambda m: m["source"].update(n_layers=10**30),
+        "expected 1 to 1024",
+    ),
+    "huge target": (lambda m: m["target"].update(n_layers=10**8), "target.n_layers is 100000000"),
+    "negative": (lambda m: m["target"].update(n_layers=-1), "target.n_layers is -1, expected 1 to"),
+    "no table": (lambda m: m.pop("source"), "source is missing, expected an object"),
+    "a list": (lambda m: m.update(config=[]), "config is [], expected an object"),
+    "layers": (lambda m: m.update(layers={}), "layers is {}, expected a list"),
+    "null": (lambda m: m.update(layers=[None]), "layers has None, expected target_layer and"),
+    "another layer": (
+        lambda m: m["layers"].append({"target_layer": 9, "source_layers": [0]}),
+        "layers has one for layer 9",
+    ),
     "base": (
         lambda m: m["source"].update(rope_theta=5e5),
         "keys of the source were rotated back by base 500000",
     ),
     "interleaved": (lambda m: m["target"].update(rope_traditional=True), "target.rope_traditional"),
     "scaled": (lambda m: m["source"].update(rope_scaling={"factor": 8}), "source.rope_scaling"),
-    "a layer": (lambda m: m["layers"].pop(1), "has none for [1]; a translator serves them all"),
-    "twice": (lambda m: m["layers"].append(m["layers"][0]), "expected one entry a target layer"),
+    "a layer": (lambda m: m["layers"].pop(1), "layers has none for target layer 1"),
+    "twice": (lambda m: m["layers"].append(m["layers"][0]), "layers has target layer 0 twice"),
     "no source layer": (
         lambda m: m["layers"][0].update(source_layers=[0, 9]),
         "reads keys of source layers [0, 9], expected different ones from 0 to 2",
@@ -191,6 +206,48 @@ def test_models_must_be_named_and_may_be_elsewhere(
         kv.generate(target, source, "Hello", translator=kv.load_translator(folder))
 
 
+def test_a_folder_says_what_it_is(
+    mapper: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = ["--source", "me/a", "--target", "me/b"]
+    (mapper / "translator_config.json").write_text("{}")
+    fails(["import", str(mapper), *ends], "holds both a translator of ours and a mapper", capsys)
+    assert run(["import", str(mapper), "--from", "veloxquant", *ends]) == 0
+    (mapper / "translator_config.json").unlink()
+    weights = (mapper / "mapper.safetensors").rename(tmp_path / "elsewhere")
+    message = "mapper.safetensors: is missing; a mapper is a folder with manifest.json and"
+    fails(["import", str(mapper), *ends], message, capsys)
+    (tmp_path / "empty").mkdir()
+    fails(["import", str(tmp_path / "empty")], "holds neither of them (translator_config", capsys)
+    weights.rename(mapper / "mapper.safetensors")
+    (mapper / "manifest.json").write_text("[]")
+    fails(["import", str(mapper), *ends], "holds a list, expected an object", capsys)
+
+
+def test_numbers_that_no_map_has_are_told_by_their_own_names(
+    mapper: Path, capsys: pytest.CaptureFixture[str], store: Path
+) -> None:
+    path = mapper / "mapper.safetensors"
+    arrays = {n: np.array(a) for n, a in mx.load(str(path)).items()}
+    for number, message in ((np.nan, "0.w_v holds NaN or Inf"), (2e4, "0.w_v holds 2e+04; this")):
+        arrays["0.w_v"][0, 0, 0] = number
+        mx.save_safetensors(str(path), {n: mx.array(a) for n, a in arrays.items()})
+        fails(["import", str(mapper), "--source", "me/a", "--target", "me/b"], message, capsys)
+    assert not store.exists()
+
+
+def test_a_link_is_followed(mapper: Path, tmp_path: Path) -> None:
+    """The folder goes where the link leads, and the link stays."""
+    link, far = tmp_path / "link", tmp_path / "far"
+    words = ["import", str(mapper), "--source", "me/a", "--target", "me/b", "--out", str(link)]
+    link.symlink_to(far)
+    for more in ([], ["--force"]):
+        assert run([*words, *more]) == 0
+        assert link.is_symlink() and (far / "translator_config.json").exists()
+    assert run(["export", str(link), "--to", "npz", "--out", str(tmp_path / "out")]) == 0
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name[0] == ".") == []
+
+
 @pytest.mark.parametrize("family", ["glm4", "gemma3_text"])
 def test_keys_that_the_peer_rotates_back_wrongly_are_refused(
     plain: Any, pairs: Any, mapper: Path, tmp_path: Path, family: str
@@ -215,7 +272,7 @@ def test_what_a_mapper_cannot_say_is_not_exported(
     source, target = pairs["qwen3"]
     data = [{"text": "One two three four five. " * 30}]
     for settings, reason in (
-        ({"capture": "pre_norm"}, "it reads pre_norm keys"),
+        ({"capture": "pre_norm"}, "it reads keys before the norm (pre_norm)"),
         ({"capture": "post_norm", "head_mixing": False}, "it is linear, head-wise"),
     ):
         kv.fit(source, target, data, **settings).save(tmp_path / reason)

@@ -39,7 +39,7 @@ from translation_cost import model_of_shape
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.evaluation import continuation, lineup, probes
-from kvlingo_mlx.evaluation.conditions import shuffled
+from kvlingo_mlx.evaluation.conditions import shuffled, target_ids
 from kvlingo_mlx.fitting import fit
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.pairing import check_tokenizers
@@ -47,7 +47,7 @@ from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure, pictures
 from kvlingo_mlx.timing.paths import interleaved, switch_times
-from kvlingo_mlx.tokenization.samples import Sample, to_samples
+from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer, to_samples
 
 PAIRS = (
     *EMBEDDED,
@@ -113,7 +113,8 @@ def all_ways(
             kinds["self-distilled"] = load_translator(root / "--".join(names))
     found: dict[str, ways.Way] = {}
     for name, translator in kinds.items():
-        numbers = (0, *NATIVE) if name == "self-distilled" else (0,)
+        hybrid = name == "self-distilled" and translator.config.alignment is None
+        numbers = (0, *NATIVE) if hybrid else (0,)
         for j in numbers:
             told = f"{name}, {j} native" if j else name
             found[told] = lineup.translated(told, *both, [translator], j).at_switch
@@ -126,19 +127,29 @@ def all_ways(
         except IncompatibleTranslatorError as problem:
             print(f"no {name}: {problem}")
     try:
+        check_tokenizers(source, target)
         samples = [s for s in to_samples(talks, target.tokenizer, target.context_length)]
         mapper = fitted_mapper(*both, samples, k)
         found[f"VeloxQuant, k = {k}"] = ways.mapped(*both, mapper)
-    except (ValueError, AttributeError) as problem:  # its own errors are of the first kind
+    except (ValueError, AttributeError, IncompatibleTranslatorError) as problem:
         print(f"no VeloxQuant: {' '.join(str(problem).split())[:150]}")
     opening = target.tokenizer.encode("<|im_start|>", add_special_tokens=False)
+    one = other_tokenizer(source.tokenizer, target.tokenizer) is None
     for share in SHARES:
-        found[f"last {share:.0%} of the prompt"] = ways.truncated(target, share)
+        found[f"last {share:.0%} of the prompt"] = by_target(ways.truncated(target, share))
         if len(opening) == 1:
-            found[f"last messages, {share:.0%}"] = ways.last_turns(target, share, opening[0])
-        if (chosen := ways.speculative(*both, share)) is not None:
+            turns = ways.last_turns(target, share, opening[0])
+            found[f"last messages, {share:.0%}"] = by_target(turns)
+        if one and (chosen := ways.speculative(*both, share)) is not None:
             found[f"speculative prefill, {share:.0%}"] = chosen
+    if not one:
+        found["text"] = lineup.baseline("text", *both, [last]).at_switch
     return found
+
+
+def by_target(way: ways.Way) -> ways.Way:
+    """A way for which the target's own tokens are enough, also between two tokenizers."""
+    return lambda prefix: way(list(target_ids(prefix)))
 
 
 def most_layers(source: LanguageModel, target: LanguageModel) -> int:
@@ -148,18 +159,24 @@ def most_layers(source: LanguageModel, target: LanguageModel) -> int:
     return max(kinds.count(kind) for kind in set(kinds) & there)
 
 
-def talks_of(target: LanguageModel, length: int, count: int) -> list[continuation.RecallSample]:
+def talks_of(
+    source: LanguageModel, target: LanguageModel, length: int, count: int
+) -> list[continuation.RecallSample]:
     """Dialogues that nothing was made with, of about ``length`` tokens."""
     facts = min(MOST_FACTS, max(4, length // TOKENS_PER_FACT))
     drawn = dialogues.held_out(count, seed=11, facts=(facts, facts))
-    return [continuation.recall_sample(target, talk) for talk in drawn]
+    return [continuation.recall_sample(target, talk, source) for talk in drawn]
 
 
 def judged(
-    target: LanguageModel, found: dict[str, ways.Way], length: int, args: argparse.Namespace
+    source: LanguageModel,
+    target: LanguageModel,
+    found: dict[str, ways.Way],
+    length: int,
+    args: argparse.Namespace,
 ) -> dict[str, dict[str, float]]:
     """Recall and KL on dialogues, and the needles found, by each way."""
-    samples = talks_of(target, length, args.dialogues)
+    samples = talks_of(source, target, length, args.dialogues)
     makers = {name: lambda tokens, way=way: way(tokens)() for name, way in found.items()}
     scores = continuation.score(target, samples, makers)
     rows = {
@@ -173,7 +190,13 @@ def judged(
         for name, score in scores.items()
     }  # fmt: skip
     task = probes.find_needles(
-        target, ["multi-key"], [length], args.needles, style="facts", max_tokens=24
+        target,
+        ["multi-key"],
+        [length],
+        args.needles,
+        style="facts",
+        max_tokens=24,
+        source=source,
     )
     for name, make in {"native": None, **makers}.items():
         hits = [task.scorer(target, item)(make)["recall"] for item in task.items]
@@ -185,15 +208,14 @@ def judged(
 def run_pair(pair: str, args: argparse.Namespace) -> dict[str, Any]:
     names = pair.split(":")
     source, target = (load(model_folder(name, args.zoo)) for name in names)
-    check_tokenizers(source, target)
     found = all_ways(names, source, target, args)
     results = {}
     for length in args.lengths:
-        rows = judged(target, found, length, args)
-        tokens = list(talks_of(target, length, 1)[0].prefix)
+        rows = judged(source, target, found, length, args)
+        (sample,) = talks_of(source, target, length, 1)
         own = {"native": lambda t: lambda: lineup.conditions.native(target)(t), **found}
-        actions = {name: way(tokens) for name, way in own.items()}
-        times = switch_times(target, actions, tokens[-1], trials=args.trials)
+        actions = {name: way(sample.read) for name, way in own.items()}
+        times = switch_times(target, actions, sample.prefix[-1], trials=args.trials)
         base = measure.median(times["native"])
         for name, taken in times.items():
             rows[name] |= {"first_token_s": measure.median(taken)}

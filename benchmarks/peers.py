@@ -221,7 +221,7 @@ def run_pair(pair: str, args: argparse.Namespace) -> dict[str, Any]:
             rows[name] |= {"first_token_s": measure.median(taken)}
             rows[name] |= {"of_native": measure.median(taken) / base}
         results[length] = rows
-        print(f"\n{pair}, {rows['native'].pop('tokens'):.0f} tokens")
+        print(f"\n{pair}, {rows['native']['tokens']:.0f} tokens")
         for name, row in rows.items():
             print(f"  {name:32s} recall {row['recall']:.3f} +- {row['recall_se']:.3f} "
                   f"(asked {row['asked']:.2f})  KL "
@@ -269,11 +269,18 @@ def run_fit(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str
 # ---- the figure -----------------------------------------------------------------------------
 
 MARKS = {"self": "C0", "closed": "C1", "Velox": "C2", "droid": "C3", "reuse": "C4", "last": "C5",
-         "spec": "C6", "native": "black", "hidden": "C7", "shuffled": "C7"}  # fmt: skip
+         "spec": "C6", "native": "black", "hidden": "C7", "shuffled": "C7",
+         "text": "C8"}  # fmt: skip
+
+
+LEGEND = {"self": "self-distilled", "closed": "closed form", "Velox": "VeloxQuant", "text": "text",
+          "droid": "DroidSpeak", "reuse": "verbatim", "last": "a part of the prompt",
+          "spec": "speculative prefill", "native": "native", "hidden": "controls"}  # fmt: skip
 
 
 def draw(args: argparse.Namespace) -> None:
     """One panel a pair and length: recall of the question asked, by time to the first token."""
+    from matplotlib.lines import Line2D
     from rendering.peers import frontier
 
     found = [json.loads(line) for line in Path(args.json).read_text().splitlines()]
@@ -304,6 +311,10 @@ def draw(args: argparse.Namespace) -> None:
         axes.set_ylim(-0.05, 1.08)
         axes.set_xlabel("time to the first token, of native", fontsize=7)
         axes.set_ylabel("recall of the question", fontsize=7)
+    names = {color: start for start, color in reversed(MARKS.items())}
+    marks = [Line2D([], [], marker="o", ls="", color=color, label=LEGEND[start])
+             for color, start in names.items()]  # fmt: skip
+    figure.legend(handles=marks, loc="outside lower center", ncols=5, fontsize=7)
     pictures.save(figure, args.plot)
 
 

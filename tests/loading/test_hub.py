@@ -11,7 +11,9 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import huggingface_hub
+import numpy as np
 import pytest
+import safetensors.numpy
 from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
@@ -149,6 +151,46 @@ def test_import_takes_only_the_format(hub: LoopbackHub, translator: Path, proces
     assert "not checked against me/dense: me/dense is not on this machine" in done.stderr
     assert "imported me/dense to me/moe" in done.stdout
     assert stored(store).provenance["imported_from"] == f"me/maps@{commit}"
+
+
+def test_import_takes_a_mapper_of_others(
+    hub: LoopbackHub, tmp_path: Path, folders: dict[str, Path], command, store
+) -> None:
+    """VeloxQuant-MLX's two files, and a described file; nothing else of the repository is sent."""
+    folder = tmp_path / "mapper"
+    folder.mkdir()
+    end = {"n_layers": 3, "n_kv_heads": 2, "head_dim": 32, "rope_theta": 1e4, "model_type": "qwen3"}
+    manifest = {
+        "format_version": 1, "source": end, "target": end, "config": {"content_space": False},
+        "layers": [{"target_layer": t, "source_layers": [t]} for t in range(3)],
+    }  # fmt: skip
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    maps = np.random.default_rng(0).normal(size=(2, 64, 32)).astype(np.float16)
+    arrays = {f"{t}.w_{s}": maps for t in range(3) for s in "kv"}
+    arrays |= {f"{t}.b_{s}": maps[:, 0].copy() for t in range(3) for s in "kv"}
+    safetensors.numpy.save_file(arrays, folder / "mapper.safetensors")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    commit = hub.add("me/mapper", folder)
+    ends = ("--source", str(folders["dense"]), "--target", str(folders["dense"]))
+    done = command("import", "me/mapper", *ends)
+    assert done.returncode == 0, done.stderr
+    assert hub.files_sent() == {"manifest.json", "mapper.safetensors"}
+    assert stored(store).provenance["imported_from"] == f"me/mapper@{commit}"
+
+    page = tmp_path / "page.toml"
+    page.write_text(
+        'capture = "post_rope"\nsources = [[0], [1], [2]]\n[keys]\nweight = "{layer}.w_k"\n'
+        'axes = "heads (sources source_heads source_dim) dim"\nbias = "{layer}.b_k"\n'
+        'bias_axes = "heads dim"\n[values]\nweight = "{layer}.w_v"\nbias = "{layer}.b_v"\n'
+    )
+    out = ("--out", str(tmp_path / "again"))
+    done = command("import", "me/mapper", *ends, "--spec", str(page), *out)
+    assert done.returncode == 0, done.stderr
+    again, first = (
+        safetensors.numpy.load_file(place / "translator.safetensors")
+        for place in (tmp_path / "again", next(store.iterdir()))
+    )
+    assert all(np.array_equal(again[name], first[name]) for name in first)
 
 
 def test_import_of_a_revision(

@@ -280,14 +280,16 @@ def check_numbers(path: Path, weights: Weights) -> None:
 
 
 def write_tensors(path: Path, weights: Weights) -> None:
-    """Write a safetensors file, one tensor after the other, and wait until it is on the disk.
+    """Write a safetensors file, tensor by tensor in the order of names, and wait for the disk.
 
-    The library's own writer wants all of them in memory.
+    The bytes are those that the library writes, whose own writer wants all tensors in memory.
     """
     name_of = {dtype: name for name, dtype in FILE_DTYPES.items()}
     header: dict[str, Any] = {METADATA: {"format": "kvlingo"}}
     width, end = np.dtype(STORAGE[weights.dtype]).itemsize, 0
-    for name, shape in weights.shapes.items():
+    names = sorted(weights.shapes)
+    for name in names:
+        shape = weights.shapes[name]
         begin, end = end, end + width * math.prod(shape)
         header[name] = {
             "dtype": name_of[weights.dtype], "shape": list(shape), "data_offsets": [begin, end],
@@ -297,8 +299,8 @@ def write_tensors(path: Path, weights: Weights) -> None:
     try:
         with open(path, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
-            for array in weights.arrays.values():
-                file.write(np.ascontiguousarray(array).data)
+            for name in names:
+                file.write(np.ascontiguousarray(weights.arrays[name]).data)
             file.flush()
             sync_file(file.fileno())
         path.chmod(0o644)

@@ -102,7 +102,10 @@ def checked_ridge(ridge: float | None) -> float | None:
 
 
 def solve(
-    moments: Moments, tolerance: float = RELATIVE_TOLERANCE, ridge: float | None = 0.0
+    moments: Moments,
+    tolerance: float = RELATIVE_TOLERANCE,
+    ridge: float | None = 0.0,
+    eigh: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] = np.linalg.eigh,
 ) -> Solution:
     """The minimiser of E w |M x - y|^2 + ridge |M|^2; of least norm where that leaves a choice.
 
@@ -114,6 +117,7 @@ def solve(
         tolerance: The eigenvalue that counts as zero, as a share of the largest.
         ridge: As a share of the inputs' mean square; None chooses one by generalised
             cross-validation (Golub, Heath and Wahba, 1979).
+        eigh: Decomposes the moments of the inputs, as :func:`numpy.linalg.eigh` does.
 
     Raises:
         ValueError: No token was added, or a moment is not finite.
@@ -122,7 +126,7 @@ def solve(
         raise ValueError("no tokens to fit on: the data hold no usable prefix")
     if not (np.isfinite(moments.xx).all() and np.isfinite(moments.xy).all()):
         raise ValueError("the moments hold NaN or Inf: a model's keys or values overflowed")
-    eigenvalues, vectors = np.linalg.eigh(moments.xx)
+    eigenvalues, vectors = eigh(moments.xx)
     kept = eigenvalues > tolerance * max(eigenvalues[-1], 0.0)
     basis, found = vectors[:, kept], eigenvalues[kept]
     cross = moments.xy.T @ basis
@@ -164,6 +168,23 @@ def objective(moments: Moments, weight: np.ndarray) -> float:
     return float(np.sum((weight @ moments.xx) * weight)) - 2.0 * cross + float(moments.yy.sum())
 
 
+class Decomposed:
+    """Eigenvalues and vectors of the latest matrix; equal ones are not decomposed again.
+
+    Maps that read the same source layers under one norm have the same moments of their inputs: all
+    of them where every source layer is read, and those at both ends of a band.
+    """
+
+    def __init__(self) -> None:
+        self._latest: tuple[np.ndarray, tuple[np.ndarray, np.ndarray]] | None = None
+
+    def __call__(self, matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if self._latest is None or not np.array_equal(self._latest[0], matrix):
+            values, vectors = np.linalg.eigh(matrix)
+            self._latest = matrix, (values, vectors)
+        return self._latest[1]
+
+
 def moment_widths(config: TranslatorConfig) -> dict[str, tuple[int, int]]:
     """The widths of x and y of every map, all heads included, by its name in the format."""
     source, target = config.source.layers, config.target.layers
@@ -188,10 +209,11 @@ def solve_maps(
     """
     weights: dict[str, np.ndarray] = {}
     found: list[Solution] = []
+    eigh = Decomposed()
     for name, sums in moments.items():
         blocks = _blocks(config, name)
         parts = [sums if block is None else sums.block(*block) for block in blocks]
-        solutions = [solve(part, ridge=ridge) for part in parts]
+        solutions = [solve(part, ridge=ridge, eigh=eigh) for part in parts]
         matrices = [solution.weight for solution in solutions]
         weights[f"{name}.weight"] = matrices[0] if config.head_mixing else np.stack(matrices)
         found += solutions

@@ -5,7 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlingo_mlx.stage1.closed_form import ALIKE, RIDGES, Moments, checked_ridge, objective, solve
+from kvlingo_mlx.stage1.closed_form import (
+    ALIKE,
+    RIDGES,
+    Decomposed,
+    Moments,
+    checked_ridge,
+    objective,
+    solve,
+)
 
 Data = tuple[np.ndarray, np.ndarray]
 
@@ -372,3 +380,19 @@ def test_ridges_that_are_none(wrong: float) -> None:
     with pytest.raises(ValueError, match="ridge is .*; give 0 or more, or leave it out"):
         checked_ridge(wrong)
     assert checked_ridge(None) is None and checked_ridge(0) == 0
+
+
+def test_equal_inputs_are_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the maps are those that each decomposition of its own gives, bit by bit."""
+    rng, calls = np.random.default_rng(2), []
+    eigh = np.linalg.eigh
+    monkeypatch.setattr(np.linalg, "eigh", lambda matrix: (calls.append(1), eigh(matrix))[1])
+    x, other = rng.normal(size=(50, 6)), rng.normal(size=(50, 6))
+    decomposed = Decomposed()
+    for inputs, expected in ((x, 1), (x, 1), (other, 2), (x, 3)):
+        moments = Moments(6, 3)
+        moments.add(inputs, rng.normal(size=(50, 3)))
+        shared = solve(moments, ridge=None, eigh=decomposed)
+        assert len(calls) == expected
+        own = solve(moments, ridge=None, eigh=eigh)
+        assert np.array_equal(shared.weight, own.weight) and shared.ridge == own.ridge

@@ -62,7 +62,8 @@ def peers() -> str:
 
 def peer_fits() -> str:
     """Closed forms at equal source layers on equal tokens."""
-    found = [r for r in records("peers") if r["config"]["what"] == "fit"]
+    latest = {r["config"]["k"]: r for r in records("peers") if r["config"]["what"] == "fit"}
+    found = list(latest.values())
     if not found:
         return ""
     rows = []

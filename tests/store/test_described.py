@@ -351,7 +351,7 @@ SIZE = 192 * 2**20
 
 
 def test_an_import_holds_no_second_copy(tmp_path: Path) -> None:
-    """Of 192 MB in float16, the peak grows by less than a third; a plain read takes all of it."""
+    """Of 340 MB in float16, the peak grows by less than a third; a plain read takes all of it."""
     layers, heads, dim = 40, 8, 128
     reads = 2
     width = reads * heads * dim

@@ -42,8 +42,8 @@ def peers() -> str:
         "least as good at `asked`. Dialogues have a fact for every 15 tokens of the number given,\n"
         "so they are shorter than that (250, 420, 750, 1,280 tokens); a haystack has the number.\n"
         "It is one message, so `last messages` reads all of it. The models are tiny: overheads\n"
-        "weigh more than they would at 256 tokens, and the CPU's attention flatters at 1,024\n"
-        "whatever does not read the prompt.\n",
+        "weigh more than they would. Other work ran beside it: of s to l at 512 to 2,048 tokens\n"
+        "the times do not agree with those of other pairs and are not to be trusted.\n",
     ]  # fmt: skip
     for pair, record in latest.items():
         for length, rows in record["results"].items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx
@@ -15,7 +15,6 @@ from kvlingo_mlx.fitting.attention import attention_mass
 from kvlingo_mlx.models.capture import move, prefill
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
-from kvlingo_mlx.stage1.closed_form import Moments
 from kvlingo_mlx.tokenization.samples import Sample
 
 
@@ -55,17 +54,11 @@ class Rows:
         array = states.side(side)[layer]
         return np.array(array.astype(mx.float32)).reshape(-1, array.shape[-1])
 
-    def joined(self, rows: Sequence[np.ndarray]) -> np.ndarray:
-        return rows[0] if len(rows) == 1 else np.concatenate(rows, axis=-1)
-
     def wide(self, rows: np.ndarray) -> np.ndarray:
         return rows.astype(np.float64)
 
     def array(self, array: np.ndarray) -> np.ndarray:
         return array
-
-    def sums(self, inputs: int, outputs: int) -> Moments:
-        return Moments(inputs, outputs)
 
     def attention_mass(self, sample: Sample) -> np.ndarray:
         return attention_mass(self.target, sample)

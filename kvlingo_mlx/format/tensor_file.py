@@ -20,6 +20,7 @@ from kvlingo_mlx.format.config_reading import no_duplicates
 
 MAX_HEADER_BYTES = 100 * 2**20
 MAX_FILE_BYTES = 16 * 2**30  # untrusted files must not fill the memory; our own are below 3 GB
+LOST = 0.01  # of a tensor's norm; float16 changes at most 0.0005 of a number that it can hold
 PICKLE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 METADATA = "__metadata__"
 PICKLE = "is a pickle, which can run code; only safetensors are read: export it again as such"
@@ -96,7 +97,7 @@ class Weights:
         Those of :class:`Made` are rounded when they are looked at.
 
         Raises:
-            ValueError: A weight is too large for ``dtype``.
+            ValueError: A weight is too large for ``dtype``, or a tensor's are too small.
         """
         if dtype == self.dtype:
             return self
@@ -109,15 +110,30 @@ class Weights:
 
     @classmethod
     def from_float32(cls, arrays: Mapping[str, np.ndarray], dtype: DType) -> Weights:
-        """Round float32 arrays to ``dtype``; raises ValueError if a number does not fit."""
+        """Round float32 arrays to ``dtype``.
+
+        Raises:
+            ValueError: A number is too large for it, or a tensor's numbers are so small that
+                rounding to float16 changes it by more than ``LOST``.
+        """
         for name, array in arrays.items():
             if not np.isfinite(array).all():  # before rounding, which can turn a NaN into 0
                 raise ValueError(f"{name} holds NaN or Inf")
         rounded = {name: _round(np.asarray(a, np.float32), dtype) for name, a in arrays.items()}
         weights = cls(dtype, rounded)
         for name in rounded:
-            if not np.isfinite(weights.as_float32(name)).all():
+            kept = weights.as_float32(name)
+            if not np.isfinite(kept).all():
                 raise ValueError(f"{name} does not fit {dtype}: use float32 or bfloat16")
+            if dtype != "float16":  # bfloat16 has float32's range
+                continue
+            size = float(np.linalg.norm(np.float64(arrays[name])))
+            lost = float(np.linalg.norm(np.subtract(kept, arrays[name], dtype=np.float64)))
+            if lost > LOST * size:
+                raise ValueError(
+                    f"{name} would change by {lost / size:.0%} in {dtype}, whose least numbers are "
+                    "larger than some of its own: use float32 or bfloat16"
+                )
         return weights
 
 

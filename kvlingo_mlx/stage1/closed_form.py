@@ -7,7 +7,7 @@ The MLX and the CUDA path fill the same ``Moments``, so their results cannot dri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -185,21 +185,9 @@ class Decomposed:
         return self._latest[1]
 
 
-def moment_widths(config: TranslatorConfig) -> dict[str, tuple[int, int]]:
-    """The widths of x and y of every map, all heads included, by its name in the format."""
-    source, target = config.source.layers, config.target.layers
-    return {
-        m.name: (
-            sum(source[s].width(side) for side, s in m.reads),
-            sum(target[m.layer].width(side) for side in m.writes),
-        )
-        for m in maps_of(config)
-    }
-
-
 def solve_maps(
     config: TranslatorConfig,
-    moments: Mapping[str, Moments],
+    moments: Iterable[tuple[str, Moments]],
     solved: Callable[[], None] = lambda: None,
     ridge: float | None = 0.0,
 ) -> tuple[dict[str, np.ndarray], list[Solution]]:
@@ -210,7 +198,7 @@ def solve_maps(
     weights: dict[str, np.ndarray] = {}
     found: list[Solution] = []
     eigh = Decomposed()
-    for name, sums in moments.items():
+    for name, sums in moments:
         blocks = _blocks(config, name)
         parts = [sums if block is None else sums.block(*block) for block in blocks]
         solutions = [solve(part, ridge=ridge, eigh=eigh) for part in parts]

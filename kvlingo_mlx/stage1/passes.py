@@ -7,7 +7,7 @@ own. A runtime runs the models (:class:`Rows`); all else is the same code for ML
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
@@ -19,33 +19,14 @@ from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.stage1.closed_form import Moments, check_tokens, moment_widths, solve_maps
+from kvlingo_mlx.stage1.closed_form import Moments, check_tokens, solve_maps
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, token_weights
-from kvlingo_mlx.stage1.selection import (
-    METHODS,
-    Candidates,
-    Tiles,
-    as_numpy,
-    candidates,
-    choose,
-    tile_bytes,
-)
+from kvlingo_mlx.stage1.selection import METHODS, candidates, choose
+from kvlingo_mlx.stage1.tiles import Regression, State, Tiles, as_numpy, batches
 from kvlingo_mlx.tokenization.samples import Sample
 
 MEMORY = 8 * 2**30  # bytes of sums at once, which leaves room for the models in 16 GB
-KINDS = ("xx", "xy", "yy")
 COUNTS = ("part", "read", "used", "tokens", "longest", "ranks", "ridges")
-
-
-class Sums(Protocol):
-    """The sums of :class:`.closed_form.Moments`, where a runtime has its rows."""
-
-    tokens: int
-    xx: Any
-    xy: Any
-    yy: Any
-
-    def add(self, x: Any, y: Any, weights: Any = None) -> None: ...
 
 
 class Rows(Protocol):
@@ -60,19 +41,13 @@ class Rows(Protocol):
         """The source's and the target's states of a prefix, from its first row to its last."""
 
     def rows(self, states: Any, side: str, layer: int) -> Any:
-        """One side of a layer's states, (T, d), as :meth:`sums` adds them."""
-
-    def joined(self, rows: Sequence[Any]) -> Any:
-        """Rows side by side, (T, sum of d)."""
+        """One side of a layer's states, (T, d)."""
 
     def wide(self, rows: Any) -> Any:
-        """Rows in float64."""
+        """Rows in float64, where the sums are."""
 
     def array(self, array: np.ndarray) -> Any:
         """An array where the sums are."""
-
-    def sums(self, inputs: int, outputs: int) -> Sums:
-        """Empty sums of a map."""
 
     def attention_mass(self, sample: Sample) -> np.ndarray:
         """The attention that the continuation pays to each prefix position (eq. "attn-norm")."""
@@ -80,10 +55,15 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Part:
-    """The sums of one pass: of some maps, or of some target layers of a side to choose them by."""
+    """One pass over the data.
 
-    maps: tuple[str, ...] = ()
-    tiles: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    Attributes:
+        maps: The maps that it sums for, by name.
+        chooses: Whether their source layers are yet to be chosen.
+    """
+
+    maps: Mapping[str, Regression]
+    chooses: bool
 
 
 @dataclass(frozen=True)
@@ -143,7 +123,7 @@ class ClosedForm:
     used: int = 0
     tokens: int = 0
     longest: int = 0
-    _sums: dict[str, Any] = field(default_factory=dict)
+    _tiles: Tiles = field(default_factory=lambda: Tiles({}))
 
     def run(self) -> None:
         """Make all passes; ``weights``, ``ranks`` and ``config`` are then complete.
@@ -159,7 +139,8 @@ class ClosedForm:
             parts = plan()
             for done, part in enumerate(parts):
                 if before + done == self.part:
-                    self._pass(part, done, len(parts))
+                    self._read(part, done, len(parts))
+                    self._lead(part, parts[done + 1].maps if part is not parts[-1] else {})
             before += len(parts)
 
     @property
@@ -185,26 +166,37 @@ class ClosedForm:
     def _parts_to_choose(self) -> list[Part]:
         if self.method not in METHODS:
             return []
-        reads = self._candidates
-        sizes = {side: tile_bytes(self.config.source.layers, reads, side) for side in SIDES}
-        if sum(between + sum(each.values()) for between, each in sizes.values()) <= self.memory:
-            return [Part(tiles={side: tuple(reads) for side in SIDES})]
-        return [
-            Part(tiles={side: tuple(batch)})
-            for side, (between, each) in sizes.items()
-            for batch in batches(each, self.memory - between)
-        ]
+        reads = candidates(self.config.source.layers, self.config.target.layers)
+        return self._parts(
+            {
+                f"{side}.{t}": Regression(tuple((side, i) for i in own), ((side, t),))
+                for side in SIDES
+                for t, own in reads.items()
+            },
+            chooses=True,
+        )
 
     def _parts_to_solve(self) -> list[Part]:
         if self.method in METHODS and self._shared:
             return []  # solved from the sums that chose the layers
-        widths = moment_widths(self.config).items()
-        sizes = {name: 8 * inputs * (inputs + outputs) for name, (inputs, outputs) in widths}
-        return [Part(maps=tuple(batch)) for batch in batches(sizes, self.memory)]
+        return self._parts(
+            {
+                m.name: Regression(
+                    m.reads,
+                    tuple((side, m.layer) for side in m.writes),
+                    0 if self._shared else m.layer,
+                )
+                for m in maps_of(self.config)
+            },
+            chooses=False,
+        )
 
-    @property
-    def _candidates(self) -> Candidates:
-        return candidates(self.config.source.layers, self.config.target.layers)
+    def _parts(self, maps: Mapping[str, Regression], chooses: bool) -> list[Part]:
+        widths, outputs = (
+            lambda state, layers=end.layers: layers[state[1]].width(state[0])
+            for end in (self.config.source, self.config.target)
+        )
+        return [Part(batch, chooses) for batch in batches(maps, widths, outputs, self.memory)]
 
     @property
     def _shared(self) -> bool:
@@ -213,14 +205,17 @@ class ClosedForm:
 
     # ---- one pass -------------------------------------------------------------------------
 
-    def _pass(self, part: Part, done: int, passes: int) -> None:
-        self._begin(part)
-        norm = "frobenius" if part.tiles and not self._shared else self.norm
+    def _read(self, part: Part, done: int, passes: int) -> None:
+        if self.read == 0:
+            self.used = self.tokens = self.longest = 0
+            self._tiles.turn_to(part.maps)
+        self._tiles.maps = part.maps  # which a file does not hold
+        norm = "frobenius" if part.chooses and not self._shared else self.norm
         for sample in self.samples(self.read):
             self.read += 1
             # Without a continuation, no token attends to the prefix.
             if sample.num_translated and (sample.continuation or self._shared):
-                self._add(part, sample, norm)
+                self._add(sample, norm)
                 self.used += 1
                 self.longest = max(self.longest, len(sample.prefix))
                 self.hooks.progress(self.used, done, passes)
@@ -231,34 +226,8 @@ class ClosedForm:
                 + ("" if self._shared else ", or nothing follows it")
             )
         check_tokens(self.config, self.tokens)
-        if part.tiles:
-            self._choose(part.tiles)
-        else:
-            self._solve({name: _numpy(sums) for name, sums in self._sums.items()})
-            self._sums = {}
-        self.part, self.read = self.part + 1, 0
-        self.hooks.keep()
 
-    def _begin(self, part: Part) -> None:
-        """Make the pass's sums, but for those of a pass that is resumed."""
-        reads = {
-            side: {t: self._candidates[t] for t in layers} for side, layers in part.tiles.items()
-        }
-        if self.read:
-            for side, read in reads.items():
-                self._sums[side].reads = read
-            return
-        self.used = self.tokens = self.longest = 0
-        if part.maps:
-            widths = moment_widths(self.config)
-            self._sums = {name: self.models.sums(*widths[name]) for name in part.maps}
-            return
-        # The tiles between source layers serve every pass of their side.
-        self._sums = {side: self._sums.get(side, Tiles({})) for side in part.tiles}
-        for side, tiles in self._sums.items():
-            tiles.turn_to(reads[side])
-
-    def _add(self, part: Part, sample: Sample, norm: str) -> None:
+    def _add(self, sample: Sample, norm: str) -> None:
         """Add a sample to the sums, span by span."""
         mass = partial(self.models.attention_mass, sample)
         weights = token_weights(norm, len(sample.prefix), mass)
@@ -267,53 +236,43 @@ class ClosedForm:
             weights = self.models.array(weights)
         start = 0
         for read, wanted in self.models.spans(sample, self.config.capture):
-            stop = start + len(self.models.rows(read, SIDES[0], 0))
+            x, y = (self._wide(states) for states in (read, wanted))
+            stop = start + len(x((SIDES[0], 0)))
             span = None if weights is None else weights[:, start:stop]
-            if part.tiles:
-                self._add_tiles(read, wanted, span)
-            else:
-                self._add_maps(read, wanted, span)
+            self._tiles.add(x, y, span)
             start = stop
         self.tokens += start
 
-    def _add_maps(self, read: Any, wanted: Any, weights: Any) -> None:
-        models = self.models
-        inputs = cache(partial(models.rows, read))
-        for m in maps_of(self.config):
-            if m.name in self._sums:
-                x = models.joined([inputs(side, layer) for side, layer in m.reads])
-                y = models.joined([models.rows(wanted, side, m.layer) for side in m.writes])
-                own = None if weights is None else weights[m.layer % len(weights)]
-                self._sums[m.name].add(x, y, own)
-
-    def _add_tiles(self, read: Any, wanted: Any, weights: Any) -> None:
-        models, ends = self.models, (self.config.source.layers, self.config.target.layers)
-        for side, tiles in self._sums.items():
-            xs, ys = (
-                [models.wide(models.rows(states, side, layer)) for layer in range(len(layers))]
-                for states, layers in zip((read, wanted), ends, strict=True)
-            )
-            tiles.add(xs, ys, None if weights is None else weights[0])
+    def _wide(self, states: Any) -> Callable[[State], Any]:
+        """The rows of a state in float64; kept as the models have them, which is half as large."""
+        rows = cache(partial(self.models.rows, states))
+        return lambda state: self.models.wide(rows(*state))
 
     # ---- what a pass leads to -------------------------------------------------------------
 
-    def _choose(self, part: Mapping[str, Sequence[int]]) -> None:
-        """Choose the source layers of some target layers, and solve their maps if possible."""
+    def _lead(self, part: Part, following: Mapping[str, Regression]) -> None:
+        """Choose the source layers of this pass's maps, or solve them, or both."""
+        chosen = (
+            self._choose() if part.chooses else {name: m.reads for name, m in part.maps.items()}
+        )
+        if self._shared or not part.chooses:
+            self._solve((name, self._tiles.moments(name, reads)) for name, reads in chosen.items())
+        self._tiles.turn_to(following)
+        self.part, self.read = self.part + 1, 0
+        self.hooks.keep()
+
+    def _choose(self) -> dict[str, tuple[State, ...]]:
+        """Choose the source layers of this pass's maps."""
+        found = choose(self._tiles, str(self.method), self.nu)
         chosen = {side: list(self.config.assignment.side(side)) for side in SIDES}
-        moments: dict[str, Moments] = {}
-        for side in part:
-            tiles = self._sums[side]
-            for t, layers in choose(tiles, str(self.method), self.nu).items():
-                chosen[side][t] = layers
-                moments[f"{side}.{t}"] = tiles.moments(t, layers)
+        for name, reads in found.items():
+            ((side, t),) = self._tiles.maps[name].writes
+            chosen[side][t] = tuple(i for _, i in reads)
         assignment = Assignment(*(tuple(chosen[side]) for side in SIDES))
         self.config = dataclasses.replace(self.config, assignment=assignment)
-        if self._shared:
-            self._solve(moments)
-        for side in part:
-            self._sums[side].turn_to({})
+        return found
 
-    def _solve(self, moments: Mapping[str, Moments]) -> None:
+    def _solve(self, moments: Iterable[tuple[str, Moments]]) -> None:
         numbers = count(len(self.weights) + 1)
         solved = lambda: self.hooks.solved(next(numbers))  # noqa: E731
         weights, found = solve_maps(self.config, moments, solved, self.ridge)
@@ -326,9 +285,8 @@ class ClosedForm:
     def tensors(self) -> dict[str, np.ndarray]:
         """The maps solved so far and the sums of this pass, by name."""
         found = {f"weights/{name}": weight for name, weight in self.weights.items()}
-        for name, sums in self._sums.items():
-            named = sums.tensors() if name in SIDES else {k: getattr(sums, k) for k in KINDS}
-            found |= {f"{name}/{key}": as_numpy(array) for key, array in named.items()}
+        for name, tile in self._tiles.tensors().items():
+            found[name] = as_numpy(tile)
         return found
 
     def counts(self) -> dict[str, Any]:
@@ -342,39 +300,7 @@ class ClosedForm:
             setattr(self, name, counts[name])
         assignment = Assignment.from_json(counts["assignment"])
         self.config = dataclasses.replace(self.config, assignment=assignment)
-        parts: dict[str, dict[str, np.ndarray]] = {}
-        for path, array in tensors.items():
-            name, key = path.split("/", 1)
-            parts.setdefault(name, {})[key] = array
-        self.weights = parts.pop("weights", {})
-        for name, arrays in parts.items():
-            found = {key: self.models.array(array) for key, array in arrays.items()}
-            if name in SIDES:
-                self._sums[name] = Tiles.restored(found, self.tokens)
-                continue
-            self._sums[name] = sums = self.models.sums(*moment_widths(self.config)[name])
-            sums.tokens = self.tokens
-            for key, tensor in found.items():
-                setattr(sums, key, tensor)
-
-
-def batches(sizes: Mapping[Any, int], memory: int) -> Iterator[list[Any]]:
-    """Names in order, in batches that fit into ``memory``, with at least one name each."""
-    batch: list[Any] = []
-    room = memory
-    for name, size in sizes.items():
-        if batch and size > room:
-            yield batch
-            batch, room = [], memory
-        batch.append(name)
-        room -= size
-    if batch:
-        yield batch
-
-
-def _numpy(sums: Any) -> Moments:
-    """Sums as NumPy arrays, for the solver."""
-    inputs, outputs = sums.xy.shape
-    moments = Moments(inputs, outputs, sums.tokens)
-    moments.xx, moments.xy, moments.yy = map(as_numpy, (sums.xx, sums.xy, sums.yy))
-    return moments
+        solved = {name for name in tensors if name.startswith("weights/")}
+        self.weights = {name.split("/", 1)[1]: tensors[name] for name in solved}
+        tiles = {n: self.models.array(array) for n, array in tensors.items() if n not in solved}
+        self._tiles = Tiles.restored(tiles, self.tokens)

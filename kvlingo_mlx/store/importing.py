@@ -33,6 +33,7 @@ from kvlingo_mlx.store.foreign import READERS, Foreign, converted
 
 Model = LanguageModel | str
 OURS, VELOXQUANT = "kvlingo", "veloxquant"
+ROLES = "source", "target"
 FORMATS = (OURS, VELOXQUANT, *(suffix[1:] for suffix in READERS))
 
 
@@ -183,36 +184,41 @@ def _converted(
             "--allow-mismatch (allow_mismatch=) has no effect on translators of others, which name "
             "no checkpoint; leave it out"
         )
-    unchecked: dict[str, str] = {}
-    specs, here = [], []
-    for place, role in enumerate(("source", "target")):
-        told = foreign.ends[place]
-        model = models[place] if models is not None else (told.name if told else "")
-        if not model:
-            raise ValueError(
-                f"{foreign.path} does not name its {role}; give --source and --target (models=)"
-            )
-        if isinstance(model, str):
-            try:
-                model = at_hand(model)
-            except (MissingModelError, UnsupportedModelError) as problem:
-                if told is None:
-                    raise
-                specs.append(dataclasses.replace(told, name=str(model)))
-                unchecked[str(model)] = f"{problem}; its layers are taken as {foreign.path} says"
-                continue
-        if told is not None:
-            _check_told(foreign, told, model, role)
-        specs.append(ModelSpec.of(model))
-        here.append((role, place, model))
-    for role, place, model in here:
-        _check_rotation(foreign, place, model, role)
-    if len(here) == 2:
-        capture_point(here[0][2], here[1][2], foreign.capture)
+    ends = [_end(foreign, place, models) for place in range(2)]
+    specs, loaded, _ = zip(*ends, strict=True)
+    for place, model in enumerate(loaded):
+        if model is not None:
+            _check_rotation(foreign, place, model)
+    both = all(loaded)
+    if both:
+        capture_point(*loaded, foreign.capture)
     config, weights = converted(foreign, *specs)
-    if len(here) == 2:
-        check_pair(config, here[0][2], here[1][2])
-    return config, weights, unchecked
+    if both:
+        check_pair(config, *loaded)
+    return config, weights, {spec.name: why for spec, _, why in ends if why}
+
+
+def _end(
+    foreign: Foreign, place: int, models: tuple[Model, Model] | None
+) -> tuple[ModelSpec, LanguageModel | None, str]:
+    """The source or the target: its layers, the model if it is here, and else why not."""
+    told = foreign.ends[place]
+    model = models[place] if models is not None else (told.name if told else "")
+    if not model:
+        raise ValueError(
+            f"{foreign.path} does not name its {ROLES[place]}; give --source and --target (models=)"
+        )
+    if isinstance(model, str):
+        try:
+            model = at_hand(model)
+        except (MissingModelError, UnsupportedModelError) as problem:
+            if told is None:
+                raise
+            spec = dataclasses.replace(told, name=str(model))
+            return spec, None, f"{problem}; its layers are taken as {foreign.path} says"
+    if told is not None:
+        _check_told(foreign, told, model, ROLES[place])
+    return ModelSpec.of(model), model, ""
 
 
 def _check_told(foreign: Foreign, told: ModelSpec, model: LanguageModel, role: str) -> None:
@@ -233,14 +239,15 @@ def _check_told(foreign: Foreign, told: ModelSpec, model: LanguageModel, role: s
             )
 
 
-def _check_rotation(foreign: Foreign, place: int, model: LanguageModel, role: str) -> None:
+def _check_rotation(foreign: Foreign, place: int, model: LanguageModel) -> None:
     """Refuse keys that were rotated back otherwise than the model rotates them."""
     if foreign.rotations is None:
         return
     for layer, rope in enumerate(model.geometry.rope):
         if rope != foreign.rotations[place]:
             raise IncompatibleTranslatorError(
-                f"keys of the {role} were rotated back by {_rotation(foreign.rotations[place])}, "
+                f"keys of the {ROLES[place]} were rotated back by "
+                f"{_rotation(foreign.rotations[place])}, "
                 f"as {foreign.path} says, and layer {layer} of {model.name} rotates by "
                 f"{_rotation(rope)}; the maps were made for other keys than this model's"
             )
@@ -273,7 +280,7 @@ def _checked(
 
 def _check_those_at_hand(config: TranslatorConfig, allow_mismatch: bool) -> dict[str, str]:
     unchecked = {}
-    for role, spec in (("source", config.source), ("target", config.target)):
+    for role, spec in zip(ROLES, (config.source, config.target), strict=True):
         try:
             model = at_hand(spec.name, spec.revision)
         except (MissingModelError, UnsupportedModelError) as problem:

@@ -64,6 +64,7 @@ def read_mapper(folder: Path) -> Foreign:
     reads = _reads(path, said.get("layers"), depth)
     back = _entry(path, said, "config", "content_space", bool)
     dtypes, tensors = open_tensors(folder / MAPPER)
+    _check_config(path, said, reads, set(dtypes.values()))
     ends, rotations = zip(*(_end(path, said, role) for role in ("source", "target")), strict=True)
     sides = {
         side: Side(
@@ -86,6 +87,27 @@ def read_mapper(folder: Path) -> Foreign:
         rotations=rotations if back else None,
         provenance={"converted_from": "VeloxQuant-MLX", "stage": 1, **_settings(said["config"])},
     )
+
+
+def _check_config(
+    path: Path, said: dict[str, Any], reads: tuple[tuple[int, ...], ...], dtypes: set[str]
+) -> None:
+    """Refuse a manifest that says otherwise than its own lists and its tensors."""
+    config, there = said["config"], _count(path, said, "source", "n_layers", MAX_LAYERS)
+    for layer, read in enumerate(reads):
+        # Where a model has fewer layers than ``k``, its own reader takes all of them.
+        if "k" in config and len(read) != min(_entry(path, said, "config", "k", int), there):
+            raise malformed(
+                path,
+                f"config.k is {short(config['k'])}, and target layer {layer} reads {len(read)} "
+                f"source layers of {there}",
+            )
+    if "dtype" in config and dtypes != {config["dtype"]}:
+        raise malformed(
+            path,
+            f"config.dtype is {short(config['dtype'])}, and {MAPPER} holds "
+            f"{' and '.join(sorted(dtypes))}",
+        )
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -67,9 +67,14 @@ def read_facts(path: Path) -> dict[str, Any]:
         with safe_open(path, framework="np") as file:
             return json.loads((file.metadata() or {})["facts"])
     except (SafetensorError, KeyError, ValueError):
-        raise ValueError(
-            f"{path} is damaged, or of another version; remove it to start this stage anew"
-        ) from None
+        raise other_version(path) from None
+
+
+def other_version(path: Path) -> ValueError:
+    """The error for a file that cannot be what :func:`write_state` of this version wrote."""
+    return ValueError(
+        f"{path} is damaged, or of another version; remove it to start this stage anew"
+    )
 
 
 def log_of(folder: Path) -> Path:

@@ -34,6 +34,7 @@ from kvlingo_mlx.training.checkpoints import (
     check_settings,
     disk_errors,
     log_of,
+    other_version,
     read_facts,
     write_log,
     write_state,
@@ -361,7 +362,11 @@ class Training:
         )
         path = self.partial / "stage1" / "sums.safetensors"
         if path.exists():
-            fit.restore(load_file(path), self._check(path, config)["counts"])
+            counts = self._check(path, config)["counts"]
+            try:
+                fit.restore(load_file(path), counts)
+            except (ValueError, KeyError):
+                raise other_version(path) from None
         fit.hooks = Hooks(
             lambda used, done, passes: self.progress(_pass_name(done, passes), used),
             self._keeper(fit, path, config, stop),

@@ -18,7 +18,8 @@ from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.stage1 import passes
-from kvlingo_mlx.stage1.selection import RIDGE, Tiles, choose, r2_scores, residual
+from kvlingo_mlx.stage1.selection import RIDGE, choose, r2_scores, residual
+from kvlingo_mlx.stage1.tiles import Regression, Tiles, batches
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
 
@@ -45,11 +46,21 @@ def planted(seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def summed(xs: list[np.ndarray], ys: list[np.ndarray], weights: np.ndarray | None = None) -> Tiles:
-    tiles = Tiles({t: range(len(xs)) for t in range(len(ys))})
+    """The tiles of planted layers, whose states and maps are named by the numbers alone."""
+    reads = tuple(("", i) for i in range(len(xs)))
+    tiles = Tiles({str(t): Regression(reads, (("", t),)) for t in range(len(ys))})
     for span in (slice(0, 150), slice(150, TOKENS)):
-        part = None if weights is None else weights[span]
-        tiles.add([x[span] for x in xs], [y[span] for y in ys], part)
+        tiles.add(
+            lambda state: xs[state[1]][span],  # noqa: B023
+            lambda state: ys[state[1]][span],  # noqa: B023
+            None if weights is None else weights[None, span],
+        )
     return tiles
+
+
+def chosen_layers(tiles: Tiles, method: str, nu: int) -> dict[int, tuple[int, ...]]:
+    found = choose(tiles, method, nu)
+    return {int(name): tuple(i for _, i in states) for name, states in found.items()}
 
 
 CUT = 1e-4  # of the largest singular value: 1e-8 of the largest eigenvalue
@@ -71,7 +82,7 @@ def test_scores_are_those_of_single_fits() -> None:
         for i, x in enumerate(xs):
             for t, y in enumerate(ys):
                 expected = 1 - unexplained(root[:, None] * x, root[:, None] * y)
-                assert scores[i, t] == pytest.approx(expected, abs=1e-9)
+                assert scores[("", i), str(t)] == pytest.approx(expected, abs=1e-9)
 
 
 def test_residuals_are_those_of_ridge_fits() -> None:
@@ -80,21 +91,21 @@ def test_residuals_are_those_of_ridge_fits() -> None:
     for ridge in (1e-6, 50.0):
         for sources in ([0], [3, 1], [4, 2, 0]):
             x = np.concatenate([xs[i] for i in sources], axis=1)
-            found = residual(tiles, 1, sources, ridge)
+            found = residual(tiles, "1", [("", i) for i in sources], ridge)
             assert found == pytest.approx(unexplained(x, ys[1], ridge), abs=1e-9)
 
 
 def test_r2_keeps_twins_and_greedy_does_not() -> None:
     tiles = summed(*planted())
-    assert choose(tiles, "r2", 2) == {0: (0, 4), 1: (2, 3), 2: (0, 1)}
-    assert choose(tiles, "greedy", 2) == {0: (0, 4), 1: (1, 2), 2: (0, 1)}
-    assert choose(tiles, "r2", 1) == choose(tiles, "greedy", 1)
+    assert chosen_layers(tiles, "r2", 2) == {0: (0, 4), 1: (2, 3), 2: (0, 1)}
+    assert chosen_layers(tiles, "greedy", 2) == {0: (0, 4), 1: (1, 2), 2: (0, 1)}
+    assert chosen_layers(tiles, "r2", 1) == chosen_layers(tiles, "greedy", 1)
 
 
 def test_greedy_equals_a_plain_search() -> None:
     xs, ys = planted(seed=3)
     mean = sum(np.square(x).sum() for x in xs) / sum(x.shape[1] for x in xs)
-    for t, chosen in choose(summed(xs, ys), "greedy", 3).items():
+    for t, chosen in chosen_layers(summed(xs, ys), "greedy", 3).items():
         taken: list[int] = []
         for _ in range(3):
             left = [i for i in range(len(xs)) if i not in taken]
@@ -185,20 +196,31 @@ def test_little_memory_changes_nothing(models: dict[str, LanguageModel]) -> None
     assert once.config.provenance == often.config.provenance
 
 
-def test_the_papers_depths_fit_a_small_machine() -> None:
-    """36 layers of width 1024 on both sides: what is alive at once stays below the limit."""
-    from kvlingo_mlx.format.geometry import LayerGeometry
-    from kvlingo_mlx.stage1.selection import candidates, tile_bytes
+def alive(batch: dict[str, Regression], width: int) -> int:
+    """The bytes of all tiles of a batch, counted one by one."""
+    pairs = {
+        tuple(sorted((i, j))) for m in batch.values() for i in m.reads for j in m.reads
+    }  # fmt: skip
+    outputs = sum(len(m.reads) * len(m.writes) for m in batch.values())
+    return 8 * width * width * (len(pairs) + outputs)
 
-    layers = [LayerGeometry(i, 8, 128, 128) for i in range(36)]
-    reads = candidates(layers, layers)
-    between, each = tile_bytes(layers, reads, "keys")
-    assert between == 8 * 36 * 37 // 2 * 1024**2
-    batches = list(passes.batches(each, passes.MEMORY - between))
-    assert sum(len(batch) for batch in batches) == 36
-    assert all(between + sum(each[t] for t in b) <= passes.MEMORY for b in batches)
-    whole = between + sum(each.values())
-    assert whole > passes.MEMORY  # otherwise nothing was shown
+
+@pytest.mark.parametrize("nu", [1, 2, 36])
+def test_the_papers_depths_fit_a_small_machine(nu: int) -> None:
+    """36 layers of width 1024 on both sides: what is alive at once stays below the limit."""
+    maps = {}
+    for side in ("keys", "values"):
+        for t in range(36):
+            start = min(t, 36 - nu)
+            reads = tuple((side, i) for i in range(start, start + nu))
+            maps[f"{side}.{t}"] = Regression(reads, ((side, t),))
+    found = batches(maps, lambda state: 1024, lambda state: 1024, passes.MEMORY)
+    assert sorted(name for batch in found for name in batch) == sorted(maps)
+    assert all(alive(batch, 1024) <= passes.MEMORY for batch in found)
+    assert (len(found) == 1) == (alive(maps, 1024) <= passes.MEMORY) == (nu < 36)
+    if nu == 36:  # half of the memory holds what lies between source layers, made once a side
+        assert {name.split(".")[0] for name in found[0]} == {"keys"}
+        assert all(len(batch) > 1 for batch in found)
 
 
 @pytest.mark.parametrize(

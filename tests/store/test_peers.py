@@ -168,12 +168,30 @@ CHANGES = {
         lambda m: m["layers"][0].update(source_layers=[0, 9]),
         "reads keys of source layers [0, 9], expected different ones from 0 to 2",
     ),
-    "a name": (lambda m: m["layers"][0].update(source_layers=["0"]), "reads keys of source layers"),
+    "a name": (
+        lambda m: m["layers"][0].update(source_layers=["0", "1"]),
+        "reads keys of source layers",
+    ),
     "space": (lambda m: m["config"].update(content_space="yes"), "config.content_space is 'yes'"),
     "heads": (lambda m: m["target"].update(n_kv_heads=4), "and", "says (4, 32, 32)"),
     "depth": (lambda m: m["source"].update(n_layers=5), "has cache layers 3, and"),
     "family": (lambda m: m["target"].update(model_type="llama"), "model type qwen3_moe, and"),
-    "k": (lambda m: m["layers"][0].update(source_layers=[0]), "0.w_k has shape (2, 128, 32)"),
+    "one fewer": (
+        lambda m: m["layers"][0].update(source_layers=[0]),
+        "config.k is 2, and target layer 0 reads 1 source layers of 3",
+    ),
+    "fewer": (
+        lambda m: [
+            layer.update(source_layers=[0]) for layer in (m["config"].update(k=1), *m["layers"])[1:]
+        ],
+        "0.w_k has shape (2, 128, 32)",
+    ),
+    "k": (lambda m: m["config"].update(k=3), "config.k is 3, and target layer 0 reads 2 source"),
+    "k of no kind": (lambda m: m["config"].update(k="2"), "config.k is '2', expected a whole"),
+    "dtype": (
+        lambda m: m["config"].update(dtype="float32"),
+        "config.dtype is 'float32', and mapper.safetensors holds float16",
+    ),
 }
 
 
@@ -234,6 +252,22 @@ def test_numbers_that_no_map_has_are_told_by_their_own_names(
         mx.save_safetensors(str(path), {n: mx.array(a) for n, a in arrays.items()})
         fails(["import", str(mapper), "--source", "me/a", "--target", "me/b"], message, capsys)
     assert not store.exists()
+
+
+def test_a_dtype_that_cannot_hold_the_numbers(
+    mapper: Path, capsys: pytest.CaptureFixture[str], store: Path
+) -> None:
+    """Weights of 1e-9 are all zero in float16; bfloat16 has them."""
+    path = mapper / "mapper.safetensors"
+    arrays = {n: mx.array(a).astype(mx.float32) for n, a in mx.load(str(path)).items()}
+    arrays["1.w_v"] *= 1e-9
+    mx.save_safetensors(str(path), arrays)
+    said(mapper, lambda m: m["config"].update(dtype="float32"))
+    words = ["import", str(mapper), "--source", "me/a", "--target", "me/b", "--dtype"]
+    message = "values.1.weight would change by 100% in float16, whose least numbers are larger"
+    fails([*words, "float16"], message, capsys)
+    assert not list(store.glob("*"))
+    assert run([*words, "bfloat16"]) == 0
 
 
 def test_a_link_is_followed(mapper: Path, tmp_path: Path) -> None:

@@ -655,6 +655,23 @@ def test_a_signal_stops_a_training_that_then_goes_on(
     assert stream.drawn == [*range(6), *range(12)]  # no conversation was read twice
 
 
+def test_sums_of_another_version_are_told(
+    torch_models: dict[str, TorchModel], tmp_path: Path
+) -> None:
+    """Names of tensors that an earlier version wrote; the file is left for its owner to remove."""
+    stream = Signalled(4, signal.SIGTERM)
+    with pytest.raises(SystemExit):
+        training(torch_models, tmp_path / "t", RATES, stream=stream).run()
+    path = tmp_path / "t.partial" / "stage1" / "sums.safetensors"
+    with checkpoints.safe_open(path, framework="np") as file:
+        facts = file.metadata()
+    checkpoints.save_file({"keys.0/xx": np.eye(3)}, path, facts)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="sums.safetensors is damaged, or of another version"):
+        training(torch_models, tmp_path / "t", RATES).run()
+    assert path.read_bytes() == before
+
+
 def test_half_a_log_line_is_dropped(
     torch_models: dict[str, TorchModel],
     unbroken: Path,

@@ -31,9 +31,9 @@ from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training.forward import Maps  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
+from kvlingo_mlx.training.on_torch.attention import attention_mass  # noqa: E402
 from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read  # noqa: E402
 from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402
-from kvlingo_mlx.training.on_torch.moments import attention_mass  # noqa: E402
 from kvlingo_mlx.training.on_torch.translator import TorchTranslator  # noqa: E402
 from kvlingo_mlx.training.plan import TrainingPlan, make_config  # noqa: E402
 from kvlingo_mlx.training.runtime import pair_of  # noqa: E402

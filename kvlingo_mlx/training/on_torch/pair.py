@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
@@ -15,8 +15,8 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.objectives import Loss, Objective
 from kvlingo_mlx.training.on_torch import gradients
 from kvlingo_mlx.training.on_torch.aligned import paired_states
+from kvlingo_mlx.training.on_torch.attention import attention_mass
 from kvlingo_mlx.training.on_torch.model import States, TorchModel
-from kvlingo_mlx.training.on_torch.moments import TorchMoments, attention_mass
 from kvlingo_mlx.training.on_torch.receipt import receipt
 from kvlingo_mlx.training.on_torch.translator import TorchTranslator
 
@@ -76,17 +76,11 @@ class Pair:
     def rows(self, states: States, side: str, layer: int) -> torch.Tensor:
         return states.side(side)[layer].to(self.target.device)
 
-    def joined(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(list(rows), dim=-1)
-
     def wide(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.double()
 
     def array(self, array: np.ndarray) -> torch.Tensor:
         return torch.tensor(array).to(self.target.device)
-
-    def sums(self, inputs: int, outputs: int) -> TorchMoments:
-        return TorchMoments(inputs, outputs, self.target.device)
 
     def attention_mass(self, sample: Sample) -> np.ndarray:
         return attention_mass(self.target, sample).cpu().numpy()

@@ -1,4 +1,4 @@
-"""Sums over the states of both models in float64, and the attention that weighs them."""
+"""The attention that weighs the rows of a closed form."""
 
 from __future__ import annotations
 
@@ -8,26 +8,6 @@ from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.on_torch.model import TorchModel, tapped
 
 SCORE_NUMBERS = 2**28  # the most attention scores in memory at once: 1 GB in float32
-
-
-class TorchMoments:
-    """The sums of :class:`kvlingo_mlx.stage1.closed_form.Moments`, in float64 on a device."""
-
-    def __init__(self, input_width: int, output_width: int, device: torch.device) -> None:
-        shapes = (input_width, input_width), (input_width, output_width), (output_width,)
-        self.xx, self.xy, self.yy = (
-            torch.zeros(shape, dtype=torch.float64, device=device) for shape in shapes
-        )
-        self.tokens = 0
-
-    def add(self, x: torch.Tensor, y: torch.Tensor, weights: torch.Tensor | None) -> None:
-        """Add tokens: ``x`` (T, input), ``y`` (T, output), ``weights`` (T,) or None."""
-        x, y = x.double(), y.double()
-        weighted = x if weights is None else x * weights[:, None]
-        self.xx.addmm_(weighted.T, x)
-        self.xy.addmm_(weighted.T, y)
-        self.yy += (y * y if weights is None else y * y * weights[:, None]).sum(dim=0)
-        self.tokens += len(x)
 
 
 @torch.no_grad()

@@ -61,7 +61,10 @@ PAIRS = (
     "tiny-qwen3-s:tiny-mistral",
     "tiny-mistral:tiny-qwen3-s",
     "tiny-gemma3-s:tiny-gemma3-l",
+    "tiny-gemma3-l:tiny-gemma3-s",
     "tiny-gemma4-s:tiny-gemma4-l",
+    "tiny-gemma4-l:tiny-gemma4-s",
+    "tiny-qwen3-narrow:tiny-qwen3-l",
 )
 K = 8  # the peer's default of source layers; no more than there are
 SHARES = (0.25, 0.5)  # of the prompt that the target reads, where it reads a part

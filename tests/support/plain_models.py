@@ -56,8 +56,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "Klear": EXPERTS | {"mlp_only_layers": [0], "decoder_sparse_step": 1},
     "afmoe": EXPERTS | {"layer_types": MIXED, "sliding_window": WINDOW, "num_dense_layers": 1},
     "apertus": {"hidden_act": "xielu", "post_norm": False, "qk_norm": True, "rope_scaling": LLAMA3},
-    "cohere": {},
-    "cohere2": {"sliding_window": WINDOW, "sliding_window_pattern": 2},
+    # Its own 0.0625 makes all next tokens of a tiny model alike, and a KL of two such
+    # distributions is less than what float32 can tell.
+    "cohere": {"logit_scale": 0.75},
+    "cohere2": {"sliding_window": WINDOW, "sliding_window_pattern": 2, "logit_scale": 0.75},
     "deepseek": EXPERTS | {"rope_scaling": {"type": "linear", "factor": 2.0}},
     "dots1": EXPERTS | {"scoring_func": "noaux_tc"},
     "ernie4_5": {},

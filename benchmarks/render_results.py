@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
+from rendering.healing import healing
 from rendering.pairs import made, ridges, starts
 from rendering.peers import options, peer_fits, peers
 from rendering.promises import alignment, checks, fit_memory, folded, ratios, streams, threads
@@ -56,6 +57,7 @@ def main() -> None:
         training_memory(),
         windows(),
         conversations(),
+        healing(),
         switches(),
         served(),
         recalls(),

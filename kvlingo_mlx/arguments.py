@@ -140,6 +140,7 @@ SAMPLING = (
     Need("seed", "temperature sampler seed", _drawn(), 0.7, GREEDY),
 )
 BITS = (CACHE_BITS, Need("quantized_kv_start", "kv_bits", is_set, 8))
+HEALED = Need("heal_share", "heal", is_set, "interleaved")
 ONE_MODEL = "with one model, since there is no hand-over; give two models or more"
 
 # Keys are the functions' qualified names.
@@ -153,8 +154,9 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
         *BITS,
         DRAFTED,
         _thinking("prompt"),
-        Need("translator allow_mismatch native_layers native_head native_tail", "strategy",
+        Need("translator allow_mismatch native_layers native_head native_tail heal", "strategy",
              but("native"), "accelerator", "by which the decode model reads all of the prompt"),
+        HEALED,
     ),
     "folded_stream_generate": (*SAMPLING, CACHE_BITS, _thinking("prompt")),
     "folded_hand_over": (CACHE_BITS,),
@@ -164,10 +166,11 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
              told="beside an Assignment, which lists the layers itself; leave out one of them"),
     ),
     "Conversation": (
-        Need("translators switching eager on_missing offload quantize native_layers allow_mismatch",
-             "models", several, told=ONE_MODEL),
+        Need("translators switching eager on_missing offload quantize native_layers allow_mismatch "
+             "heal", "models", several, told=ONE_MODEL),
+        HEALED,
         # `translators` and `eager` are accepted: users set "reprefill" to compare conversations.
-        Need("on_missing quantize native_layers allow_mismatch", "switching", but("reprefill"),
+        Need("on_missing quantize native_layers allow_mismatch heal", "switching", but("reprefill"),
              "alternated", "which translates nothing"),
     ),
     "Conversation.stream_reply": (
@@ -248,12 +251,13 @@ KINDS: dict[str, Kind] = {
                        "a number of characters, 0 or more"),
     **dict.fromkeys(
         ("verbose", "enable_thinking", "allow_mismatch", "lazy", "head_mixing", "eager",
-         "verbatim", "overwrite", "force"), SWITCH),
+         "verbatim", "overwrite", "force", "answers"), SWITCH),
     **dict.fromkeys(
         ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",
-         "name", "prefill", "reasoning", "first_token", "where", "on_full"), TEXT),
+         "name", "prefill", "reasoning", "first_token", "where", "on_full",
+         "heal"), TEXT),
     **dict.fromkeys(("prefill_model", "decode_model", "source", "target", "draft_model"), MODEL),
-    **dict.fromkeys(("sampler", "progress", "solving", "suits"), FUNCTION),
+    **dict.fromkeys(("sampler", "progress", "solving", "suits", "until"), FUNCTION),
     "path_or_hf_repo": MODEL,
     "load_translator.path_or_hf_repo": Kind(_path, "a translator's folder or Hub id"),
     **dict.fromkeys(
@@ -285,7 +289,7 @@ KINDS: dict[str, Kind] = {
         lambda value: _path(value) or (_listed(value) and all(map(_path, value))),
         "a file, a folder or a dataset's name, or a list of them",
     ),
-    **dict.fromkeys(("minutes", "max_kl", "min_recall", "ridge"), Kind(
+    **dict.fromkeys(("minutes", "max_kl", "min_recall", "ridge", "seconds", "heal_share"), Kind(
         lambda value: type(value) in (int, float), "a number")),
     "seed": Kind(lambda value: _whole(value) and value >= 0, "a whole number, 0 or more"),
     "out": Kind(_path, "a folder's path"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -348,6 +349,22 @@ def shared(cache: Any) -> Any:
         if (array := getattr(cache, side)) is not None:
             setattr(made, side, array[...])
     return made
+
+
+@contextlib.contextmanager
+def rewound(caches: Sequence[Any], length: int) -> Iterator[None]:
+    """Let caches end at ``length`` while the context is open; what lies beyond stays in them.
+
+    Tokens that a model runs meanwhile take the place of the entries from ``length`` on.
+    """
+    ends = [cache.offset for cache in caches]
+    try:
+        for cache in caches:
+            cache.offset = length
+        yield
+    finally:
+        for cache, end in zip(caches, ends, strict=True):
+            cache.offset = end
 
 
 def give_back(caches: Sequence[Any]) -> None:

@@ -45,6 +45,22 @@ def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
     check_groups(model, bits, group_size)
 
 
+def check_healing(model: LanguageModel) -> None:
+    """Refuse a model whose cache entries cannot be replaced where they are.
+
+    Raises:
+        UnsupportedModelError: A layer keeps a window, which has forgotten what came before.
+    """
+    windows = [index for index, g in enumerate(model.geometry.layers) if g.window is not None]
+    if windows:
+        raise UnsupportedModelError(
+            f"{model.name} cannot be healed: {len(windows)} of its {len(model.geometry.layers)} "
+            f"cache layers (the first: layer {windows[0]}) keep a window, and what it read before "
+            "is gone; leave out heal (--heal), or let it read what it lacks (--on-missing, "
+            "native_layers)"
+        )
+
+
 def check_groups(model: LanguageModel, bits: int, group_size: int) -> None:
     """Refuse (ValueError) bits that MLX does not support, and groups that do not divide a row."""
     if bits not in BITS:

@@ -12,6 +12,7 @@ from kvlingo_mlx.cli.chat_input import Lines, history
 from kvlingo_mlx.cli.chat_session import AUTO, Chat
 from kvlingo_mlx.cli.command import (
     AllowMismatch,
+    HealShare,
     MaybeSource,
     MaybeTarget,
     NativeLayers,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from kvlingo_mlx.models.language_model import LanguageModel
 
 OFFLOAD = ("8bit", "disk")
+HEAL = ("idle", "interleaved")
 HISTORY_HELP = "Keep the lines that are typed in a terminal for later chats' arrow keys."
 
 
@@ -56,6 +58,12 @@ class ChatOptions(WritingOptions):
     )
     eager: bool = option(True, "Translate for the others as soon as one has answered.")
     offload: str | None = option(None, "Keep the others' caches in 8bit, or on disk.")
+    heal: str | None = option(
+        None,
+        "Read what is translated, in its place: idle (while you type), or interleaved (between the "
+        "tokens of an answer).",
+    )
+    heal_share: HealShare = 0.5
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
     save: str | None = option(None, "Save the conversation to this folder at the end.")
     native_layers: NativeLayers = None
@@ -78,6 +86,7 @@ def command(options: ChatOptions) -> None:
         ("--on-missing", missing, missing in ("error", "reprefill"), "error or reprefill"),
         ("--on-full", full, full in ("error", "drop_oldest"), "error or drop_oldest"),
         ("--offload", offload, offload in (None, *OFFLOAD), " or ".join(OFFLOAD)),
+        ("--heal", options.heal, options.heal in (None, *HEAL), " or ".join(HEAL)),
     )
     named = _named(options)
     _check_use(options.use, named, routed=options.route is not None)
@@ -94,6 +103,8 @@ def command(options: ChatOptions) -> None:
     talk = _conversation(options, named)
     asked = {"max_tokens": options.max_tokens, "sampler": options.sampler()}
     chat = Chat(talk, lines, asked, route=route, **options.some("use save resume"))
+    if options.heal == "idle":
+        chat.heal_while_idle()
     with history(store().parent / "chat_history" if options.keep_history else None, lines):
         chat.run()
     if options.json_file:
@@ -174,6 +185,8 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
         "on_missing on_full eager prefill_step_size allow_mismatch offload quantize"
     )
     given["native_layers"] = native_number(options.native_layers)
+    if options.heal == "interleaved":
+        given |= options.some("heal heal_share")
     if options.resume is not None:
         return Conversation.resume(os.path.expanduser(options.resume), models, translators, **given)
     return Conversation(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -66,6 +67,16 @@ class Chat:
         self._active = use or (AUTO if route else self.names[0])
         self._measured: tuple[Switch, float] | None = None
         self._ended = False
+        self._idle: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+
+    def heal_while_idle(self) -> None:
+        """Let the model that answered last read what it holds translated while the user types.
+
+        Raises:
+            UnsupportedModelError: A model's cache cannot be healed.
+        """
+        self.talk.check_healing()
+        self._idle = functools.partial(self.talk.healing, answers=True)
 
     def run(self) -> None:
         """Take the user's lines until there are no more.
@@ -96,7 +107,8 @@ class Chat:
 
     def _loop(self) -> None:
         while not self._ended:
-            line = self._lines.next(f"{self._active}> ")
+            with self._healing():
+                line = self._lines.next(f"{self._active}> ")
             if line is None:
                 return
             try:
@@ -109,6 +121,27 @@ class Chat:
                 complain(_out_of_memory(error))
             except KeyboardInterrupt:
                 say("stopped")
+
+    @contextlib.contextmanager
+    def _healing(self) -> Iterator[None]:
+        """Heal while a line is typed; what goes wrong with it ends it, and nothing else."""
+        stack = contextlib.ExitStack()
+        with self._ends_healing():
+            stack.enter_context(self._idle())
+        try:
+            yield
+        finally:
+            with self._ends_healing():
+                stack.close()
+
+    @contextlib.contextmanager
+    def _ends_healing(self) -> Iterator[None]:
+        try:
+            yield
+        except (KVLingoError, ValueError, MemoryError, RuntimeError) as error:
+            self._idle = contextlib.nullcontext
+            told = f"healing has ended ({error}); the conversation goes on without it"
+            complain(KVLingoError(told))
 
     def _take(self, line: str) -> None:
         if line.startswith("/") and "\n" not in line.rstrip("\n"):

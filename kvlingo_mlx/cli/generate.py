@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli.command import (
     AllowMismatch,
+    HealShare,
     NativeLayers,
     Quantize,
     Source,
@@ -47,6 +48,10 @@ class GenerateOptions(WritingOptions):
     native_layers: NativeLayers = None
     native_head: int = option(0, "First tokens that the target reads itself.")
     native_tail: int = option(0, "Last tokens that it reads itself.")
+    heal: str | None = option(
+        None, "interleaved: the target reads the prompt behind the translation, between its tokens."
+    )
+    heal_share: HealShare = 0.5
     system_prompt: str | None = option(None, "System message for the chat template.")
     ignore_chat_template: bool = option(False, "Take the prompt as raw text.")
     thinking: Thinking = None
@@ -136,7 +141,7 @@ def _arguments(
         given |= options.some("kv_bits kv_group_size")
     if options.memory_budget:
         return given
-    given |= options.some("strategy native_head native_tail")
+    given |= options.some("strategy native_head native_tail heal heal_share")
     if options.kv_bits is not None:
         given |= options.some("quantized_kv_start")
     if options.draft_model is not None:

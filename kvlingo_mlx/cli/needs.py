@@ -113,15 +113,16 @@ MEMORY_BUDGET = (
 
 VERBS: dict[str, tuple[Need, ...]] = {
     "generate": (
-        Need("draft_model num_draft_tokens strategy native_head native_tail quantized_kv_start",
-             "memory_budget", off, why=OWN_CACHE),
+        Need("draft_model num_draft_tokens strategy native_head native_tail quantized_kv_start "
+             "heal", "memory_budget", off, why=OWN_CACHE),
         Need("native_layers", "memory_budget native_layers",
              lambda budget, layers: off(budget) or layers == "0", why=OWN_CACHE),
         Need("system_prompt ignore_chat_template", "messages_file", off, why="which is a chat"),
         Need("kv_group_size quantized_kv_start", "kv_bits", is_set, 8),
+        Need("heal_share", "heal", is_set, "interleaved"),
         Need("num_draft_tokens", "draft_model", is_set, "MODEL"),
-        Need("translator quantize allow_mismatch native_layers native_head native_tail", "strategy",
-             but("native"), "accelerator", "by which --target reads all of the prompt"),
+        Need("translator quantize allow_mismatch native_layers native_head native_tail heal",
+             "strategy", but("native"), "accelerator", "by which --target reads all of the prompt"),
         Need("system_prompt thinking", "ignore_chat_template", off,
              why="which takes the prompt as it is"),
         SAMPLING,
@@ -129,8 +130,10 @@ VERBS: dict[str, tuple[Need, ...]] = {
     "chat": (
         *PAIR,
         Need("source target", "model", lambda model: not model, why="which names the models"),
-        Need("translator quantize use route on_missing eager offload native_layers allow_mismatch",
-             "model", several, told="with one model; give --model NAME=MODEL twice or more"),
+        Need("translator quantize use route on_missing eager offload native_layers heal "
+             "allow_mismatch", "model", several,
+             told="with one model; give --model NAME=MODEL twice or more"),
+        Need("heal_share", "heal", among("interleaved"), "interleaved"),
         Need("system_prompt thinking verbatim", "resume", off,
              why="since a saved conversation keeps the settings it began with"),
         SAMPLING,

@@ -41,6 +41,9 @@ class ServeOptions(Options):
     verbatim: bool | None = option(
         None, "Go on from the tokens as written, even where a template changes earlier turns."
     )
+    heal: str | None = option(
+        None, "idle: while nothing is asked, models read what they hold translated, in its place."
+    )
     prefill_step_size: int | None = option(None, "Tokens per prefill chunk; default: 2048.")
     max_concurrent: int | None = option(None, "Answers that a model writes at once; default: 16.")
     queue_limit: int | None = option(

@@ -29,6 +29,7 @@ from kvlingo_mlx.conversation.turn import Decoding, Part, Turn, thought_end, tok
 from kvlingo_mlx.conversation.use import claiming
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.generation import check_max_tokens
+from kvlingo_mlx.handover.healing import HEAL_SHARE
 from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import (
     DecodingOptions,
@@ -56,6 +57,8 @@ class ResumeOptions(TypedDict, total=False):
     native_layers: int | str | None
     allow_mismatch: bool
     on_full: str
+    heal: str | None
+    heal_share: float
 
 
 class Conversation(State):
@@ -91,6 +94,10 @@ class Conversation(State):
             ``drop_oldest``, which drops whole turns, the oldest first, until ``max_tokens`` (at
             most half of the context) fit after the prompt. The system message stays. The rest is
             read anew from the first token that differs.
+        heal: ``interleaved`` lets a model that answers read what it holds translated between its
+            decoding steps, in the place of the translation. None leaves that to :meth:`heal`,
+            which can be called between two answers.
+        heal_share: The share of its speed that decoding keeps meanwhile.
 
     Raises:
         ValueError: There are no models, or an argument is bad.
@@ -126,6 +133,8 @@ class Conversation(State):
         quantize: int | None = None,
         native_layers: int | str | None = None,
         on_full: str = "error",
+        heal: str | None = None,
+        heal_share: float = HEAL_SHARE,
     ) -> None:
         if on_full not in ON_FULL:
             raise ValueError(f"on_full is {on_full!r}; give {' or '.join(ON_FULL)}")
@@ -136,7 +145,7 @@ class Conversation(State):
         several = len(by_tokenizer(loaded.values())) > 1
         rules = Rules(
             *(switching, on_missing, offload, prefill_step_size, allow_mismatch),
-            *(quantize, native_layers),
+            *(quantize, native_layers, heal, heal_share),
         )
         exchange = (CrossExchange if several else Exchange)(loaded, translators, rules)
         start = [{"role": "system", "content": system}] if system is not None else []
@@ -273,6 +282,12 @@ class Conversation(State):
             request.num_draft_tokens or 2,
             request.batch,
         )
+        if self.exchange.rules.heal and (decoding.quantised or decoding.draft is not None):
+            raise ValueError(
+                "heal is 'interleaved', and this answer would be written from a copy of the cache, "
+                "as kv_bits and draft_model need it; leave one of them out, or heal between two "
+                "answers (Conversation.heal)"
+            )
         base, new = asking.fitting(base, new, named, request.max_tokens)
         turn = asking.turn(base, named, new, request.max_tokens, decoding)
         parts = [Part(name)]
@@ -330,8 +345,8 @@ class Conversation(State):
             translators: As for a new conversation; the translators that were in use must be among
                 them or in the local store, unless ``on_missing`` is ``reprefill``.
             options: ``eager``, ``on_missing``, ``offload``, ``prefill_step_size``, ``quantize``,
-                ``native_layers``, ``allow_mismatch`` and ``on_full``; everything else comes from
-                the saved conversation.
+                ``native_layers``, ``allow_mismatch``, ``on_full``, ``heal`` and ``heal_share``;
+                everything else comes from the saved conversation.
 
         Raises:
             MalformedConversationError: The folder holds no saved conversation, or one that is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import itertools
 import time
 import weakref
@@ -20,10 +21,11 @@ from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.offers import Known, Offers
 from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.spans import translated, wrote
+from kvlingo_mlx.conversation.spans import to_heal, translated, wrote
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError
+from kvlingo_mlx.handover.healing import IDLE_S, Interleaved, Pace
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished, unit, working
@@ -82,6 +84,7 @@ class Exchange:
         unfollowing: Models whose lines are not brought up to date after others' answers.
         waits: Whether a translated chunk is computed within its step, so that the work of others
             has its turn in between; off, all chunks are queued at once.
+        paces: How fast each model reads between two answers, by its name.
         relatives: This exchange, and those of all conversations that branched from one another.
     """
 
@@ -100,6 +103,7 @@ class Exchange:
         self.barred: frozenset[tuple[str, str]] = frozenset()
         self.unfollowing: frozenset[str] = frozenset()
         self.waits = False
+        self.paces = {name: Pace() for name in models}
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @unit
@@ -137,6 +141,23 @@ class Exchange:
         if not any(span.passes for span in self.line(name).spans):
             return ()
         return tuple(t for (_, target), t in self.directions.loaded.items() if target == name)
+
+    def heal(self, name: str, *, answers: bool) -> int:
+        """Let a line's model read a chunk of about :data:`IDLE_S` in the place of its translation.
+
+        Returns how many tokens are left; nothing is read where none are.
+        """
+        line, pace = self.line(name), self.paces[name]
+        if to_heal(line.spans, answers):
+            most = min(max(1, pace.within(IDLE_S)), self.rules.step_size)
+            pace.read(functools.partial(line.heal, answers=answers), most)
+        return to_heal(line.spans, answers)
+
+    def healing(self, line: Line) -> Interleaved:
+        """What a line reads between two steps of its answer, by the rules."""
+        rules = self.rules
+        reads = functools.partial(line.heal, answers=False)
+        return Interleaved(reads if rules.heal else lambda most: 0, rules.heal_share)
 
     # ---- switching ------------------------------------------------------------------------
 

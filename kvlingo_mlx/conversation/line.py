@@ -14,10 +14,18 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.conversation.recording import Recording
-from kvlingo_mlx.conversation.spans import Span, common_prefix, cut, grown
+from kvlingo_mlx.conversation.spans import (
+    Span,
+    common_prefix,
+    cut,
+    exact,
+    grown,
+    healed,
+    unhealed,
+)
 from kvlingo_mlx.conversation.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
-from kvlingo_mlx.handover import hybrid
+from kvlingo_mlx.handover import healing, hybrid
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, TranslatedStates
@@ -251,6 +259,24 @@ class Line:
         except RuntimeError:  # perhaps this failing evaluation was the interruption
             self.clear()
 
+    # ---- healing --------------------------------------------------------------------------
+
+    @unit
+    def heal(self, most: int, *, answers: bool) -> int:
+        """Read at most ``most`` tokens in the place of their translated entries.
+
+        They are read from the front on, as a prefill does, so each sees its own model's entries
+        only, but for what the model ran after translated ones. ``answers`` reads that again, too.
+        Returns how many tokens were read; 0 where nothing is left to read.
+        """
+        found = unhealed(self.spans, answers)
+        if found is None:
+            return 0
+        start, stop = found[0], min(found[1], found[0] + most)
+        healing.reread(self.model, self.cache, self.tokens[start:stop], start)
+        self.spans = healed(self.spans, start, stop, self.name)
+        return stop - start
+
     # ---- growing --------------------------------------------------------------------------
 
     def read(self, tokens: Sequence[int], step_size: int) -> Steps:
@@ -275,18 +301,22 @@ class Line:
         other caller may run the model. If the caller closes the generator early, the tokens stay
         booked; if anything else ends it early, the line is as it was.
         """
-        run, ear = [first], self._ear()
+        run, ear, mixed = [first], self._ear(), not exact(self.spans)
         with self.whole():
             try:
                 yield run, lambda: _listening(ear)
             except GeneratorExit:
-                self.wrote(run, ear)
+                self.wrote(run, ear, mixed)
                 raise
-            self.wrote(run, ear)
+            self.wrote(run, ear, mixed)
 
     @unit
-    def wrote(self, tokens: Sequence[int], ear: capture.Ear | None) -> None:
+    def wrote(
+        self, tokens: Sequence[int], ear: capture.Ear | None, mixed: bool | None = None
+    ) -> None:
         """Book tokens that the model has run, and the states that its projections wrote.
+
+        ``mixed`` says whether it attended to translated entries; None is what the line holds now.
 
         Raises:
             RuntimeError: The number of recorded tokens differs.
@@ -298,7 +328,7 @@ class Line:
             mx.eval(states.arrays)  # another thread may need them, and MLX could not evaluate there
             self.native.add(states)
         self.tokens += tokens
-        self.spans = grown(self.spans, len(self), self.name)
+        self.spans = grown(self.spans, len(self), self.name, mixed=mixed)
 
     @unit
     def adopt(self, tokens: Sequence[int], cache: list[Any], parts: Sequence[KVStates]) -> None:
@@ -409,7 +439,11 @@ class Line:
 
         numbers = list(enumerate(facts["caches"]))
         made = [one("", layer, known) for layer, known in numbers]
-        tokens, spans = list(facts["tokens"]), [Span(**span) for span in facts["spans"]]
+        tokens, spans = list(facts["tokens"]), list[Span]()
+        for known in facts["spans"]:
+            # Earlier versions did not say which tokens a model ran after translated ones.
+            mixed = not known["passes"] and not exact(spans)
+            spans.append(Span(**{"mixed": mixed, **known}))
         if len(made) != len(self._caches) or {c.offset for c in made} != {len(tokens)}:
             raise ValueError(f"{len(tokens)} tokens, but caches of {[c.offset for c in made]}")
         for index, mark in enumerate(facts["marks"]):

@@ -7,8 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kvlingo_mlx.caches.limits import check_healing
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.conversation.storage import PLACES
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.handover.healing import HEAL_SHARE, check_share
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 
@@ -32,6 +35,8 @@ class Rules:
     allow_mismatch: bool = False
     quantize: int | None = None
     native_layers: int | str | None = None
+    heal: str | None = None
+    heal_share: float = HEAL_SHARE
 
     @property
     def asked_layers(self) -> int | str | None:
@@ -48,6 +53,9 @@ class Rules:
             if value not in allowed:
                 listed = ", ".join(map(str, allowed))
                 raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
+        check_share(self.heal, self.heal_share)
+        if self.heal is not None:
+            check_all_can_heal(models.values())
         if self.step_size < 1:
             raise ValueError(f"prefill_step_size is {self.step_size}; it must be at least 1")
         if len(by_tokenizer(models.values())) > 1:
@@ -98,6 +106,21 @@ def by_tokenizer(models: Iterable[LanguageModel]) -> list[list[LanguageModel]]:
     for model in listed:
         found.setdefault(model.tokenizer_fingerprint, []).append(model)
     return list(found.values())
+
+
+def check_all_can_heal(models: Iterable[LanguageModel]) -> None:
+    """Refuse models that cannot read in the place of their translated entries.
+
+    Raises:
+        UnsupportedModelError: One keeps windows, or they have several tokenizers.
+    """
+    for model in models:
+        check_healing(model)
+    if len(by_tokenizer(models)) > 1:
+        raise UnsupportedModelError(
+            "models of different tokenizers cannot be healed: their caches have not one entry a "
+            "token; leave out heal (--heal)"
+        )
 
 
 def tell_of_templates(models: Iterable[LanguageModel], switches: Mapping[str, Any]) -> None:

@@ -17,27 +17,76 @@ class Span:
         writer: The name of the model that ran these tokens.
         passes: The number of translators between that model and this line: 0 where the line's own
             model wrote the tokens.
+        mixed: Whether the line's own model ran them after translated entries, to which it attended.
     """
 
     start: int
     stop: int
     writer: str
     passes: int = 0
+    mixed: bool = False
 
 
-def grown(spans: Sequence[Span], stop: int, writer: str, passes: int = 0) -> list[Span]:
-    """``spans`` extended up to ``stop``, joined to the last span if its origin is the same."""
+def grown(
+    spans: Sequence[Span], stop: int, writer: str, passes: int = 0, mixed: bool | None = None
+) -> list[Span]:
+    """``spans`` extended up to ``stop``, joined to the last span if its origin is the same.
+
+    Without ``mixed``, what stands before says whether the model attended to translated entries.
+    """
     start = spans[-1].stop if spans else 0
     if stop <= start:
         return list(spans)
-    if spans and (spans[-1].writer, spans[-1].passes) == (writer, passes):
-        return [*spans[:-1], replace(spans[-1], stop=stop)]
-    return [*spans, Span(start, stop, writer, passes)]
+    mixed = not exact(spans) if mixed is None else mixed
+    return joined([*spans, Span(start, stop, writer, passes, mixed and not passes)])
+
+
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """``spans``, of which neighbours of one origin are one."""
+    found: list[Span] = []
+    for span in spans:
+        if found and replace(found[-1], start=span.start, stop=span.stop) == span:
+            found[-1] = replace(found[-1], stop=span.stop)
+        else:
+            found.append(span)
+    return found
 
 
 def cut(spans: Sequence[Span], length: int) -> list[Span]:
     """The part of ``spans`` before position ``length``."""
     return [replace(s, stop=min(s.stop, length)) for s in spans if s.start < length]
+
+
+def exact(spans: Sequence[Span]) -> bool:
+    """Whether all entries are those that the line's own model would have made alone."""
+    return not any(span.passes or span.mixed for span in spans)
+
+
+def to_heal(spans: Sequence[Span], answers: bool) -> int:
+    """The number of positions that a line's own model has yet to read; see :func:`unhealed`."""
+    return sum(s.stop - s.start for s in spans if s.passes or (answers and s.mixed))
+
+
+def unhealed(spans: Sequence[Span], answers: bool) -> tuple[int, int] | None:
+    """The first stretch that a line's own model has yet to read, or None.
+
+    ``answers`` counts what it ran itself after translated entries.
+    """
+    found: tuple[int, int] | None = None
+    for span in spans:
+        if not (span.passes or (answers and span.mixed)):
+            if found:
+                break
+        else:
+            found = (found[0] if found else span.start, span.stop)
+    return found
+
+
+def healed(spans: Sequence[Span], start: int, stop: int, name: str) -> list[Span]:
+    """``spans`` after the line's own model, ``name``, has read positions ``start`` to ``stop``."""
+    before = cut(spans, start)
+    after = [replace(s, start=max(s.start, stop)) for s in spans if s.stop > stop]
+    return joined([*before, Span(start, stop, name, 0, not exact(before)), *after])
 
 
 def translated(spans: Sequence[Span]) -> int:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -14,7 +17,8 @@ from kvlingo_mlx.conversation.asking import history_of
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.folder import Draft, check_destination, draft
 from kvlingo_mlx.conversation.line import Line
-from kvlingo_mlx.conversation.rules import by_tokenizer
+from kvlingo_mlx.conversation.rules import by_tokenizer, check_all_can_heal
+from kvlingo_mlx.conversation.spans import to_heal
 from kvlingo_mlx.conversation.transcript import Transcript, same_message
 from kvlingo_mlx.conversation.use import Use
 from kvlingo_mlx.models.prompts import Message
@@ -152,6 +156,86 @@ class State:
         """
         with self._use.claimed():
             return self.exchange.put_away(name, where)
+
+    @checked
+    def heal(
+        self,
+        name: str | None = None,
+        *,
+        answers: bool = False,
+        seconds: float | None = None,
+        until: Callable[[], bool] | None = None,
+    ) -> int:
+        """Let a model read what it holds translated, in the place of the translation.
+
+        Afterwards its cache is its own prefill of these tokens. It reads from the front on, in
+        chunks of about 50 ms (at least one token). Interrupted at any point, the conversation goes
+        on as well as before; the next call goes on where this one ended.
+
+        Args:
+            name: The model; None is the one that answered last.
+            answers: Whether it also reads again what it wrote itself after translated tokens. Then
+                the cache is the one that it would have if it had read everything alone.
+            seconds: The most time to take; None is as long as it takes.
+            until: Called before each chunk; healing ends where it returns True.
+
+        Returns:
+            The number of tokens that are still to be read.
+
+        Raises:
+            ValueError: There is no such model, or an answer is still being written.
+            UnsupportedModelError: A model keeps windows, or they have several tokenizers.
+        """
+        with self._use.claimed():
+            name = name or self.exchange.active
+            if name is None:
+                return 0
+            line = self.exchange.line(name)
+            check_all_can_heal(self.exchange.models)
+            began = time.monotonic()
+            while (left := to_heal(line.spans, answers)) and not (until is not None and until()):
+                if seconds is not None and time.monotonic() - began >= seconds:
+                    break
+                self.exchange.heal(name, answers=answers)
+            return left
+
+    def check_healing(self) -> None:
+        """Refuse models that cannot be healed, as :meth:`heal` does.
+
+        Raises:
+            UnsupportedModelError: As for :meth:`heal`.
+        """
+        check_all_can_heal(self.exchange.models)
+
+    @checked
+    @contextlib.contextmanager
+    def healing(self, name: str | None = None, *, answers: bool = False) -> Iterator[None]:
+        """Heal in a thread of its own while the context is open, as while a user types.
+
+        The conversation is in use meanwhile. Leaving the context waits for one chunk at most. The
+        arguments are those of :meth:`heal`.
+
+        Raises:
+            UnsupportedModelError: As for :meth:`heal`, at once.
+        """
+        self.check_healing()
+        stop, problems = threading.Event(), list[BaseException]()
+
+        def work() -> None:
+            try:
+                self.heal(name, answers=answers, until=stop.is_set)
+            except BaseException as problem:  # told where the context is left
+                problems.append(problem)
+
+        worker = threading.Thread(target=work, name="healing", daemon=True)
+        worker.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            worker.join()
+        if problems:
+            raise problems[0]
 
     def stats(self) -> Stats:
         """The contents of each line, and the memory that everything takes."""

@@ -228,12 +228,15 @@ class Turn:
         processors = with_prefix(self._decoding.choice.logits_processors, tokens[:-1])
         with line.decoding(tokens[-1]) as (run, listening), wired(line.model.model):
             responses = self._responses(line, tokens, most, line.cache, processors)
+            healing = self._exchange.healing(line)
             with stepping(responses) as step:
                 while True:
+                    healing.began()
                     with working(), listening():
                         response = step()
                     if response is None:
                         return
+                    healing()
                     if len(run) == 1:
                         check_numbers(response, line.model, line.model, line.cache, processors)
                     run.append(int(response.token))

@@ -18,8 +18,10 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx.arguments import checked
-from kvlingo_mlx.caches.limits import check_bits, check_draft
+from kvlingo_mlx.caches.limits import check_bits, check_draft, check_healing
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.handover.fill import Clock, filled
+from kvlingo_mlx.handover.healing import HEAL_SHARE, Interleaved, Prefix, check_share
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
 from kvlingo_mlx.handover.responses import GenerationResponse, decoded, joined
 from kvlingo_mlx.handover.sampling import (
@@ -54,6 +56,8 @@ class GenerateOptions(DecodingOptions, total=False):
     allow_mismatch: bool
     draft_model: Model | None
     num_draft_tokens: int
+    heal: str | None
+    heal_share: float
 
 
 def check_max_tokens(max_tokens: int) -> None:
@@ -81,6 +85,8 @@ def stream_generate(
     allow_mismatch: bool = False,
     draft_model: Model | None = None,
     num_draft_tokens: int = 2,
+    heal: str | None = None,
+    heal_share: float = HEAL_SHARE,
     **options: Unpack[DecodingOptions],
 ) -> Generator[GenerationResponse, None, None]:
     """Prefill with one model, decode with another; yield one response per token.
@@ -96,6 +102,7 @@ def stream_generate(
     known = given(options, DecodingOptions, "a hand-over")
     choice = choice_of(known, sampler, logits_processors)
     check_max_tokens(max_tokens)
+    check_share(heal, heal_share)
     tools = known.get("tools")
     asked = Asked(
         *(translator, strategy, prefill_step_size, enable_thinking, tools),
@@ -105,14 +112,40 @@ def stream_generate(
 
     def check(plan: Plan) -> None:
         _check_bits(plan, decode_options)
+        if heal is not None:
+            _check_healing(plan, decode_options)
         if plan.draft is not None:
             check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, num_draft_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, asked, check)
     if plan.draft is not None:
         decode_options |= {"draft_model": plan.draft.model, "num_draft_tokens": num_draft_tokens}
-    start = functools.partial(_start, plan)
-    yield from decoded(plan, choice, start, max_tokens, tools, **decode_options)
+    start, healing = functools.partial(_start, plan), None
+    if heal is not None and plan.translator is not None:
+        healing = functools.partial(_healing, plan, heal_share)
+    yield from decoded(plan, choice, start, max_tokens, tools, healing, **decode_options)
+
+
+def _check_healing(plan: Plan, options: Mapping[str, Any]) -> None:
+    """Refuse what cannot be healed while it is decoded, before anything is prefilled."""
+    check_healing(plan.target)
+    if plan.source.tokenizer_fingerprint != plan.target.tokenizer_fingerprint:
+        raise UnsupportedModelError(
+            f"{plan.target.name} cannot be healed behind {plan.source.name}, which has another "
+            "tokenizer: its cache has not one entry a token; leave out heal (--heal)"
+        )
+    if options or plan.draft is not None:
+        other = "draft_model" if plan.draft is not None else "kv_bits"
+        raise ValueError(
+            f"heal is 'interleaved', which needs a cache that nothing else changes, and {other} "
+            "does; leave one of them out"
+        )
+
+
+def _healing(plan: Plan, share: float, cache: Sequence[Any]) -> Interleaved:
+    """What the target reads between its steps: all that it holds translated, from the front on."""
+    read = Prefix(plan.target, cache, plan.prefix[: plan.span.stop], plan.span.start)
+    return Interleaved(read, share)
 
 
 def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:
@@ -210,7 +243,10 @@ def generate(
             ``prefill_step_size`` (2048), ``enable_thinking`` (the template's switch; off
             puts the empty think block into the prompt), ``native_layers``, ``native_head`` and
             ``native_tail`` (layers and tokens that the decode model reads itself, as in
-            :func:`hand_over`), ``allow_mismatch``; ``draft_model``
+            :func:`hand_over`), ``heal`` (``interleaved``: between two steps the decode model
+            reads the prompt itself, in the place of the translation; not with ``kv_bits`` or
+            ``draft_model``, nor for models with windows), ``heal_share`` (0.5: the share of its
+            speed that decoding keeps meanwhile), ``allow_mismatch``; ``draft_model``
             (speculative decoding as in mlx-lm; the prefill model can be the draft model, and then
             reads the prompt only once) and ``num_draft_tokens`` (2); the rest as in
             :func:`stream_generate`.

@@ -18,6 +18,7 @@ from kvlingo_mlx.caches.validation import first_bad, room_for
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.answers import AnswerReader, ToolCall
 from kvlingo_mlx.handover.fill import PHASES, Clock
+from kvlingo_mlx.handover.healing import Interleaved
 from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -110,6 +111,7 @@ def decoded(
     start: Callable[[Clock], dict[str, Any]],
     max_tokens: int,
     tools: Sequence[Mapping[str, Any]] | None,
+    healing: Callable[[Sequence[Any]], Interleaved] | None = None,
     **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """Decode a plan's target; yield one response per token, up to a stop text.
@@ -120,6 +122,7 @@ def decoded(
         start: Reads the prompt, books the time, and returns what mlx-lm starts from.
         max_tokens: The most tokens to write; -1 for as many as the context has room for.
         tools: The tools that the template has announced.
+        healing: Says what is read between two steps into the caches that it is given.
         options: mlx-lm's own decoding options.
     """
     target, clock = plan.target, Clock(plan.loaded_at)
@@ -143,18 +146,22 @@ def decoded(
         )
         reader = AnswerReader(target.tokenizer, plan.tokens, choice.stop, tools)
         counts, used = Counts.of(plan), () if plan.translator is None else (plan.translator,)
-        ttft = None
+        ttft, held = None, started.get("prompt_cache", ())
+        between = None if healing is None else healing(held)
         with contextlib.closing(in_turn(responses)) as steps:
             for response in steps:
                 if ttft is None:
                     ttft = time.perf_counter() - clock.started
-                    held = started.get("prompt_cache", ())
                     check_numbers(response, plan.source, target, held, processors)
+                if between is not None:
+                    between()
                 booked = timed(response, counts, ttft, clock.seconds, plan.way, used)
                 told = reader.take(booked)
                 yield told
                 if told.finish_reason is not None:
                     return
+                if between is not None:
+                    between.began()
 
 
 class Sound:

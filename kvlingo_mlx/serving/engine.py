@@ -21,6 +21,7 @@ from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Steps as LineSteps
 from kvlingo_mlx.conversation.routing import Route, load_route
 from kvlingo_mlx.conversation.rules import Rules
+from kvlingo_mlx.conversation.spans import to_heal
 from kvlingo_mlx.conversation.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.handover.batches import Batch
@@ -62,6 +63,9 @@ class Engine:
         self._blank = Conversation(
             models, verbatim=settings.verbatim, **conversing(len(models), settings)
         )
+        self._heals = settings.heal is not None
+        if self._heals:
+            self._blank.check_healing()
         self._blank.exchange.directions = self.policy.directions
         self._route: Route | None = None
         if settings.routes is not None:
@@ -150,6 +154,31 @@ class Engine:
             later = [number for number in waiting if number > self._turn]
             self._turn = min(later or waiting)
             self._advance(self._turn, self._jobs[self._turn])
+
+    def heal(self) -> bool:
+        """Let a model read a chunk of what it holds translated; False where nothing is left of it.
+
+        The talk that was used last comes first, and in it the model that answered last. Lines that
+        were put away stay away.
+        """
+        if not self._heals:
+            return False
+        for talk in sorted(self.keeper.talks, key=lambda talk: -talk.used):
+            if talk.busy or talk.exchange is None:
+                continue
+            lines = talk.exchange.lines
+            for name in sorted(lines, key=lambda name: name != talk.exchange.active):
+                if lines[name].away or not self.residents[name].loaded:
+                    continue
+                if not to_heal(lines[name].spans, answers=False):
+                    continue
+                try:
+                    talk.exchange.heal(name, answers=False)
+                except (KVLingoError, MemoryError, RuntimeError) as error:
+                    self._heals = False
+                    log.error("healing has ended, answers go on without it: %s", error)
+                return self._heals
+        return False
 
     def _advance(self, number: int, job: Job) -> None:
         """Take a request's next step, and those that must not wait for the next round."""

@@ -88,6 +88,8 @@ class Settings:
         max_tokens: The longest answer where a request gives no ``max_tokens``.
         verbatim: Whether conversations go on from the tokens as written, even where a chat
             template changes earlier turns, as Qwen's does, which drops their reasoning.
+        heal: ``idle``: while nothing is asked, models read what they hold translated, in the place
+            of the translation.
         prefill_step_size: Tokens that are read at once; answers of others go on in between.
         max_concurrent: Answers that one model writes at once.
         queue_limit: Requests that may wait for their first token; more are told 429.
@@ -119,6 +121,7 @@ class Settings:
     memory_limit: Size | None = None
     max_tokens: Whole = 4096
     verbatim: Switch = False
+    heal: Literal["idle"] | None = None
     prefill_step_size: Whole = 2048
     max_concurrent: Whole = 16
     queue_limit: Whole = 64

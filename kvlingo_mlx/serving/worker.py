@@ -57,15 +57,19 @@ class _Worker:
         """Take what the front sends, and work in between."""
         maybe_set_recommended_wired_limit()  # once, since somebody always answers
         self._tell_status()
+        healing = False
         while True:
-            while self._pipe.poll(0 if self._engine.busy else IDLE_S):
+            while self._pipe.poll(0 if self._engine.busy or healing else IDLE_S):
                 if not self._take(*self._pipe.recv()):
                     return
+            healing = False
             if self._engine.busy:
                 self._engine.work()
             else:
+                healing = self._engine.heal()
+            if not (self._engine.busy or healing):
                 self._engine.keeper.tidy()
-            if self._engine.busy:
+            if self._engine.busy or healing:
                 self._tell_now_and_then()
             else:
                 self._tell_status()

@@ -29,6 +29,7 @@ from kvlingo_mlx.cli import chat_input, run
 from kvlingo_mlx.cli.chat_input import Stop
 from kvlingo_mlx.conversation import Conversation, Switch
 from kvlingo_mlx.conversation.accounting import LineStats, Stats
+from kvlingo_mlx.handover import healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
 from tests.support.identity import identity_of
@@ -119,6 +120,38 @@ def two(
 
 
 # ---- turns ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("heal", ["idle", "interleaved"])
+def test_a_model_reads_behind_its_translation(
+    chats: Chats, heal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two lines, or between the tokens of an answer; the answers are there all the same."""
+    read: list[int] = []
+    reread = healing.reread
+
+    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
+        read.append(len(tokens))
+        reread(model, cache, tokens, start)
+
+    monkeypatch.setattr(healing, "reread", spy)
+    lines = ("the use of an other " * 6, "/use b", "and you", "hi")
+    plain = chats(*lines, options=("--no-eager",))
+    assert read == []
+    assert chats(*lines, options=("--heal", heal, "--no-eager")) == plain  # one model twice
+    assert chats.err == "" and sum(read) > 0
+
+
+def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
+    chats("hi", options=("--heal", "later"), status=2)
+    assert "--heal is later; give idle or interleaved" in chats.err
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(healing, "reread", fails)
+    out = chats("one", "/use b", "two", "three", options=("--heal", "idle", "--no-eager"))
+    assert chats.err.count("healing has ended (out of memory)") == 1 and out.strip()
 
 
 @pytest.mark.parametrize("eager", ["--eager", "--no-eager"])

@@ -41,7 +41,7 @@ ALWAYS = {
                 "prefill_step_size kv_bits memory_budget verbose json_file",
     "chat": "model on_full resume save max_tokens temp prefill_step_size keep_history json_file",
     "serve": "model translator config host port api_key cors route memory_limit max_tokens "
-             "max_kl verbatim prefill_step_size max_concurrent queue_limit body_limit "
+             "max_kl verbatim heal prefill_step_size max_concurrent queue_limit body_limit "
              "header_timeout body_timeout write_timeout keep_alive worker_timeout stop_timeout "
              "conversations keep_conversations allow_anyone volatile log_level json_file",
     "demo": "every_pair json_file",
@@ -83,6 +83,7 @@ STATES = {
     "turns": ("quac", "multichallenge"),
     "baselines": ("hidden", "droidspeak"),
     "to": ("veloxquant", "npz"),
+    "heal": ("idle", "interleaved"),
 }
 COMMANDS = command_line.commands  # type: ignore[attr-defined]
 ROWS = sorted({(verb, option) for verb, needs in verbs.VERBS.items() for need in needs
@@ -280,7 +281,7 @@ ALWAYS_ARGUMENTS = set(
     "assignment head_mixing ridge memory progress models translators system enable_thinking tools "
     "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
     "characters overwrite solving suits data minutes out max_kl min_recall "
-    "nu seed force told".split()
+    "nu seed force told answers seconds until".split()
 )
 # They take states, or a server's request, not what users type.
 INNER = (
@@ -327,14 +328,14 @@ SAMPLE: dict[str, Any] = {
     "translators": ["x"], "switching": "naive", "eager": False, "on_missing": "reprefill",
     "offload": "disk", "native_layers": 2, "allow_mismatch": True, "lazy": True, "revision": "x",
     "quantize": 8, "enable_thinking": True, "first_token": "source", "translator": "x",
-    "top_p": 0.5, "min_p": 0.1, "temperature": 0.5,
+    "top_p": 0.5, "min_p": 0.1, "temperature": 0.5, "heal": "interleaved", "heal_share": 0.4,
 }  # fmt: skip
 PARTNERS: dict[str, tuple[Any, ...]] = {
     "path_or_hf_repo": ("x", LOADED), "kv_bits": (None, 8), "draft_model": (None, "x"),
     "prompt": ("x", [{"role": "user", "content": "x"}]), "assignment": (None, "r2", LISTED),
     "models": ({"a": "x"}, {"a": "x", "b": "y"}), "prefill": (None, "a"),
     "strategy": ("native", "accelerator"),
-    "switching": ("reprefill", "alternated", "naive"),
+    "switching": ("reprefill", "alternated", "naive"), "heal": (None, "interleaved"),
     "sampler": (None, len), "temperature": (None, 0, 0.5),
     "tokens": ([1, 2], [{"role": "user", "content": "x"}]),
 }  # fmt: skip

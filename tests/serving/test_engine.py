@@ -20,6 +20,7 @@ pytest.importorskip("pydantic")
 import kvlingo_mlx as kv
 from kvlingo_mlx.conversation import exchange
 from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.handover import healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Piece, Sampling
@@ -182,6 +183,69 @@ def check_greedy(model: LanguageModel, ask: Ask, told: Told) -> None:
     for row, token, each in zip(rows, tokens, logprobs, strict=True):
         assert row.max().item() - row[token].item() < TIE
         assert abs(row[token].item() - each.logprob) < 1e-3
+
+
+def healed_to_the_end(engine: Engine) -> int:
+    """How many chunks are read while nothing is asked."""
+    chunks = 0
+    while engine.heal():
+        chunks += 1
+    return chunks
+
+
+def test_models_read_behind_their_translations_while_nothing_is_asked(tmp_path: Path) -> None:
+    facts = "Anna lives in Rome. Oscar lives in Oslo. " * 12
+    history = [user(facts + "Where does Anna live?")]
+    clients = Clients(Engine(settings(tmp_path, heal="idle", prefill_step_size=64)))
+    assert not clients.engine.heal()  # nobody has asked
+    first = clients.one("large", history)
+    history += [said(first.text), user("And Oscar?")]
+    second = clients.one("moe", history)
+    assert second.usage.translated_tokens > 100
+    (talk,) = clients.engine.keeper.talks
+    line = talk.line("moe")
+    assert line.spans[0].passes == 1
+    reads = clients.engine.heal()
+    assert reads and line.spans[0].passes == 0 < line.spans[1].passes  # one chunk, from the front
+    assert healed_to_the_end(clients.engine) > 0
+    for name in ("moe", "small", "large"):  # the others have followed, and are healed as well
+        assert not any(span.passes for span in talk.line(name).spans)
+    own = make_prompt_cache(line.model.model)
+    line.model.model(mx.array(line.tokens)[None], cache=own)
+    stop = next(span.start for span in line.spans if span.mixed)
+    for cache, wanted in zip(line.cache, own, strict=True):
+        gap = mx.abs(cache.keys[..., :stop, :] - wanted.keys[..., :stop, :]).max().item()
+        assert gap < 1e-4 * mx.abs(wanted.keys).max().item()
+    history += [said(second.text), user("Where does Anna live?")]
+    third = clients.one("moe", history)
+    assert third.usage.strategy == "kept" and third.usage.cached_tokens > 100
+    without = Clients(Engine(settings(tmp_path / "other")))
+    assert without.one("large", history[:1]).text == first.text and not without.engine.heal()
+
+
+def test_healing_that_fails_ends_and_answers_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients = Clients(Engine(settings(tmp_path, heal="idle")))
+    history = [user("Anna lives in Rome. " * 20 + "Where does Anna live?")]
+    history += [said(clients.one("large", history).text), user("And Bob?")]
+    clients.one("moe", history)
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("[malloc] Unable to allocate")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(healing, "reread", fails)
+        assert not clients.engine.heal()
+    assert "healing has ended, answers go on without it: [malloc]" in caplog.text
+    assert not clients.engine.heal()
+    assert clients.one("moe", history).text
+
+
+def test_what_cannot_be_healed_is_refused_at_the_start(tmp_path: Path) -> None:
+    models = {"a": str(Path("tests/zoo/models/tiny-gemma3-s").resolve())}
+    with pytest.raises(kv.UnsupportedModelError, match="cannot be healed: .* keep a window"):
+        Engine(settings(tmp_path, models=models, heal="idle"))
 
 
 def test_seeds_are_an_answers_own(clients: Clients) -> None:

@@ -1,0 +1,74 @@
+"""The section on reading behind a translation."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rendering.records import records, source, table
+
+
+def healing() -> str:
+    """Quality after healing, over twenty turns, and what it costs an answer."""
+    found = records("healing")
+    latest = {(r["config"]["what"], r["config"]["pair"]): r for r in found}
+    if not latest:
+        return ""
+    parts = ["## Reading behind a translation\n"]
+    quality = [(pair, r) for (what, pair), r in latest.items() if what == "quality"]
+    for pair, record in quality:
+        if pair == quality[0][0]:
+            parts.append(
+                "The prompt is translated, the first question answered from that, then the target\n"
+                "reads the prompt itself (and its answer again, or not), and answers five more.\n"
+                "Teacher-forced; KL to the target's own cache, in nats a token.\n"
+            )
+        rows = [
+            [name, f"{row['recall'][0]:.2f}", f"{row['kl'][0]:.4f}",
+             f"{row['recall_later']:.3f} ± {row['recall_later_se']:.3f}",
+             f"{max(0.0, row['kl_later']):.5f} ± {row['kl_later_se']:.5f}"]
+            for name, row in record["results"].items()
+        ]  # fmt: skip
+        parts.append(
+            f"### {pair.replace(':', ' to ')}, {record['config']['dialogues']} dialogues\n"
+        )
+        columns = ["condition", "first question", "KL", "questions 2 to 6", "KL"]
+        parts += [table(columns, rows), source(record)]
+    for (what, pair), record in latest.items():
+        if what != "turns":
+            continue
+        parts.append(
+            f"### Twenty turns, {pair.replace(':', ' and ')} in turns\n\n"
+            "The facts stand in the first message, each is asked about once. Healed after every\n"
+            "answer: both models. Hits by turns.\n"
+        )
+        for order, ways in record["results"].items():
+            rows = []
+            for name, each in ways.items():
+                by = np.mean(each, axis=0)
+                rows.append([name, f"{by[:10].mean():.3f}", f"{by[10:].mean():.3f}",
+                             f"{by[9]:.2f}", f"{by[-1]:.2f}"])  # fmt: skip
+            columns = [order, "turns 1 to 10", "11 to 20", "turn 10", "turn 20"]
+            parts.append(table(columns, rows))
+        parts.append(source(record))
+    for (what, pair), record in latest.items():
+        if what != "cost":
+            continue
+        config, results = record["config"], record["results"]
+        each = {
+            name: {key: float(np.median([run[key] for run in runs])) for key in runs[0]}
+            for name, runs in results.items()
+        }
+        rows = [
+            [name, f"{each['none']['token_s'] / row['token_s']:.2f}", f"{row['tokens']:.0f}",
+             f"{row['read']:.0f}", f"{1e3 * row['longest_chunk_s']:.0f} ms"]
+            for name, row in each.items()
+        ]  # fmt: skip
+        parts.append(
+            f"### The share of its speed that an answer keeps, {pair.replace(':', ' to ')}\n\n"
+            f"A prompt of {config['tokens']:,} tokens, {config['answer']} answered, medians of "
+            f"{config['trials']}, in turns. The share is over the tokens during which the prompt\n"
+            "is read; then the answer has its whole speed.\n"
+        )
+        columns = ["share asked for", "share kept", "tokens meanwhile", "read", "longest chunk"]
+        parts += [table(columns, rows), source(record)]
+    return "\n".join(parts)

@@ -1,0 +1,397 @@
+"""Conversations whose models read behind their translations, against a plain prefill."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.conversation import Conversation
+from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.embedded import TRANSLATORS, zoo
+from kvlingo_mlx.embedded.dialogues import held_out
+from kvlingo_mlx.handover import healing
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators.base import Translator
+from tests.conversation.test_conversation import EXAMPLES
+from tests.support import tiny
+from tests.support.talks import talk_of
+
+MESSAGES = ("the use of an other", "is it on?", "and you", "hi there, and this is longer than that")
+NEW = 9
+
+
+@pytest.fixture(scope="module")
+def translators(models: dict[str, LanguageModel]) -> list[Translator]:
+    """Poor translators between two models of different shape, in both directions."""
+    data = [{"text": "the you and use is of an other " * 25}]
+    ends = models["dense"], models["wide"]
+    return [kv.fit(a, b, data) for a, b in (ends, ends[::-1])]
+
+
+def talk_between(
+    models: dict[str, LanguageModel], translators: list[Translator], **options: Any
+) -> Conversation:
+    pair = {"a": models["dense"], "b": models["wide"]}
+    return Conversation(pair, translators, prefill_step_size=7, **options)
+
+
+def furthest(line: Line, positions: list[int]) -> float:
+    """How far entries of a line are from its model's own prefill, of the largest entry."""
+    cache = make_prompt_cache(line.model.model)
+    line.model.model(mx.array(line.tokens)[None], cache=cache)
+    worst = 0.0
+    for own, wanted in zip(line.cache, cache, strict=True):
+        for side in ("keys", "values"):
+            a, b = (
+                np.array(getattr(c, side)[0, :, : len(line)].astype(mx.float32))
+                for c in (own, wanted)
+            )
+            worst = max(worst, float(np.abs(a - b)[:, positions].max() / np.abs(b).max()))
+    return worst
+
+
+class Simulation:
+    """What each position of a line holds: its own entry (E), one made after others (M), or T.
+
+    It knows nothing of spans: it looks at what is written where, one token at a time.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[tuple[int, str]] = []  # token, kind
+
+    def follow(self, line: Line, translated: int) -> None:
+        """The line now holds its tokens, of which the first new ``translated`` are translated."""
+        same = 0
+        for (token, _), now in zip(self.held, line.tokens, strict=False):
+            if token != now:
+                break
+            same += 1
+        self.held = self.held[:same]
+        for number, token in enumerate(line.tokens[same:]):
+            own = "E" if all(kind == "E" for _, kind in self.held) else "M"
+            self.held.append((token, "T" if number < translated else own))
+
+    def heal(self, most: int, answers: bool) -> None:
+        wanted = "TM" if answers else "T"
+        places = [n for n, (_, kind) in enumerate(self.held) if kind in wanted]
+        for before, place in zip([None, *places], places, strict=False):
+            if most == 0 or (before is not None and place != before + 1):
+                return
+            own = "E" if all(kind == "E" for _, kind in self.held[:place]) else "M"
+            self.held[place] = (self.held[place][0], own)
+            most -= 1
+
+    @property
+    def kinds(self) -> str:
+        return "".join(kind for _, kind in self.held)
+
+
+def kinds(line: Line) -> str:
+    """The same as the line's spans say."""
+    return "".join(
+        ("T" if s.passes else "M" if s.mixed else "E") * (s.stop - s.start) for s in line.spans
+    )
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b", "heal", "heal", "heal", "undo", "branch", "offload", "resume"]),
+        st.integers(0, len(MESSAGES) - 1),
+        st.integers(1, 40),
+        st.booleans(),
+    ),
+    min_size=3,
+    max_size=10,
+)
+
+
+def test_what_each_position_holds(
+    models: dict[str, LanguageModel], translators: list[Translator], tmp_path: Path
+) -> None:
+    """Asked, healed in part, undone, branched, put away, saved and resumed in any order."""
+
+    @settings(max_examples=4 * EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(steps=STEPS)
+    def run(steps: list) -> None:
+        talk = talk_between(models, translators, eager=False, verbatim=True)
+        lines = {name: Simulation() for name in talk.lines}
+        for action, number, most, answers in steps:
+            name = "ab"[number % 2]
+            line = talk.lines[name]
+            if action in "ab":
+                talk.reply(action, MESSAGES[number], max_tokens=NEW)
+                assert talk.last_switch is not None
+                lines[action].follow(talk.lines[action], talk.last_switch.translated)
+            elif action == "heal":
+                line.heal(most, answers=answers)
+                lines[name].heal(most, answers)
+            elif action == "undo" and talk.messages:
+                talk.undo()
+            elif action == "branch":
+                other = talk.branch()
+                other.heal(name, answers=True)
+                other.reply(name, "something else", max_tokens=3)
+            elif action == "offload":
+                talk.offload(name, "disk")
+            elif action == "resume" and talk.messages:
+                pair = {n: each.model for n, each in talk.lines.items()}
+                talk = Conversation.resume(
+                    talk.save(tmp_path / "t"), pair, translators, eager=False, prefill_step_size=7
+                )
+            for each, simulated in lines.items():
+                assert kinds(talk.lines[each]) == simulated.kinds
+                alone = len(simulated.kinds) - len(simulated.kinds.lstrip("E"))
+                if alone:
+                    assert furthest(talk.lines[each], list(range(alone))) < 1e-4
+
+    run()
+
+
+def test_a_translation_is_told_from_a_prefill(
+    models: dict[str, LanguageModel], translators: list[Translator]
+) -> None:
+    """The control of the others: what is not healed is far from a prefill."""
+    talk = talk_between(models, translators, eager=False)
+    talk.reply("a", MESSAGES[0], max_tokens=NEW)
+    talk.reply("b", MESSAGES[1], max_tokens=NEW)
+    line = talk.lines["b"]
+    translated = [n for n, kind in enumerate(kinds(line)) if kind == "T"]
+    mixed = [n for n, kind in enumerate(kinds(line)) if kind == "M"]
+    assert len(translated) > 10 and furthest(line, translated) > 0.01
+    assert furthest(line, mixed) > 0.01
+    assert talk.heal() == 0  # "b", which answered last
+    assert furthest(line, translated) < 1e-4 and furthest(line, mixed) > 0.01
+    assert talk.heal(answers=True) == 0
+    assert furthest(line, list(range(len(line)))) < 1e-4
+    assert set(kinds(line)) == {"E"}
+
+
+def test_healed_at_every_turn_is_a_prefill_at_every_turn() -> None:
+    """Twenty turns of trained models, which answer by what was said."""
+    ends = {"a": kv.load(zoo("tiny-qwen3-s")), "b": kv.load(zoo("tiny-qwen3-l"))}
+    names = ("tiny-qwen3-s--tiny-qwen3-l", "tiny-qwen3-l--tiny-qwen3-s")
+    folders = [TRANSLATORS / name for name in names]
+    healed, alone, left = (
+        Conversation(ends, folders, enable_thinking=False, verbatim=True, **options)
+        for options in ({}, {"switching": "reprefill"}, {})
+    )
+    talk = next(iter(held_out(1, seed=5, facts=(18, 18), questions=18)))
+    told = [*talk.messages[:-1], {"role": "user", "content": talk.questions[0]}]
+    asked = [told, *talk.questions[1:], "Can you remember that?", "Thank you."]
+    said: dict[Conversation, list[str]] = {healed: [], alone: [], left: []}
+    for turn in range(20):
+        name = "ab"[turn % 2]
+        for each, answers in said.items():
+            answers.append(each.reply(name, asked[turn], max_tokens=24))
+        for line in "ab":  # the other line has followed, and is healed before it is asked
+            assert healed.heal(line, answers=True) == 0
+            assert set(kinds(healed.lines[line])) == {"E"}
+        assert said[healed] == said[alone]
+    assert said[left] != said[alone]
+
+
+def test_until_seconds_and_chunks(
+    models: dict[str, LanguageModel],
+    translators: list[Translator],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ends where it is told to, goes on there, and reads nothing twice."""
+    talk = talk_between(models, translators, eager=False)
+    assert talk.heal() == 0  # nobody has answered
+    talk.reply("a", " ".join(MESSAGES) * 4, max_tokens=NEW)
+    talk.reply("b", MESSAGES[1], max_tokens=NEW)
+    read: list[tuple[int, int]] = []
+    reread = healing.reread
+
+    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
+        read.append((start, len(tokens)))
+        reread(model, cache, tokens, start)
+
+    monkeypatch.setattr(healing, "reread", spy)
+    whole = talk.heal(seconds=0)
+    assert whole == kinds(talk.lines["b"]).count("T") > 50 and read == []
+    calls = iter([False, False, True])
+    left = talk.heal(until=lambda: next(calls))
+    assert len(read) == 2 and left == whole - sum(number for _, number in read)
+    assert talk.heal() == 0
+    assert [start for start, _ in read] == np.cumsum([0, *(n for _, n in read)])[:-1].tolist()
+    assert sum(number for _, number in read) == whole
+    assert all(number <= 7 for _, number in read)  # prefill_step_size
+    assert talk.heal() == 0 and sum(number for _, number in read) == whole
+    with pytest.raises(ValueError, match="there is no model 'c'"):
+        talk.heal("c")
+
+
+def test_while_a_user_types(
+    models: dict[str, LanguageModel],
+    translators: list[Translator],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    talk = talk_between(models, translators, eager=False)
+    talk.reply("a", " ".join(MESSAGES) * 4, max_tokens=NEW)
+    talk.reply("b", MESSAGES[1], max_tokens=NEW)
+    chunk, reread = threading.Event(), healing.reread
+
+    def told(*arguments: Any) -> None:
+        reread(*arguments)
+        chunk.set()
+
+    monkeypatch.setattr(healing, "reread", told)
+    with talk.healing("b"):
+        assert chunk.wait(60)
+        with pytest.raises(ValueError, match="an answer is still being written"):
+            talk.undo()
+    assert kinds(talk.lines["b"]).startswith("E")
+    assert talk.reply("b", MESSAGES[2], max_tokens=NEW)
+
+    def broken(*arguments: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(healing, "reread", broken)
+    with pytest.raises(RuntimeError, match="out of memory"), talk.healing("b", answers=True):
+        pass
+    assert talk.reply("a", MESSAGES[0], max_tokens=NEW)
+
+
+def test_a_chunk_that_fails_changes_nothing(
+    models: dict[str, LanguageModel],
+    translators: list[Translator],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    talk = talk_between(models, translators, eager=False)
+    talk.reply("a", " ".join(MESSAGES), max_tokens=NEW)
+    talk.reply("b", MESSAGES[1], max_tokens=NEW)
+    line = talk.lines["b"]
+    before, offsets = kinds(line), [c.offset for c in line.cache]
+    inner = type(line.model.model.model)
+    call = inner.__call__
+
+    def fails(*arguments: Any, **options: Any) -> None:
+        call(*arguments, **options)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inner, "__call__", fails)
+        with pytest.raises(ZeroDivisionError):
+            talk.heal()
+    assert (kinds(line), [c.offset for c in line.cache]) == (before, offsets)
+    assert talk.heal(answers=True) == 0 and furthest(line, list(range(len(line)))) < 1e-4
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_between_the_steps_of_an_answer(
+    models: dict[str, LanguageModel],
+    translators: list[Translator],
+    monkeypatch: pytest.MonkeyPatch,
+    share: float,
+) -> None:
+    """The prefix is read once, from the front, while the answer grows behind it."""
+    talk = talk_between(models, translators, eager=False, heal="interleaved", heal_share=share)
+    talk.reply("a", " ".join(MESSAGES) * 2, max_tokens=NEW)
+    read: list[tuple[int, int]] = []
+    reread = healing.reread
+
+    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
+        read.append((start, len(tokens)))
+        reread(model, cache, tokens, start)
+
+    monkeypatch.setattr(healing, "reread", spy)
+    answer = talk.reply("b", MESSAGES[1], max_tokens=300)
+    line = talk.lines["b"]
+    assert answer and read and talk.last_switch is not None
+    done = sum(number for _, number in read)
+    assert [start for start, _ in read] == np.cumsum([0, *(n for _, n in read)])[:-1].tolist()
+    assert done <= talk.last_switch.translated
+    assert kinds(line)[: done + 1].rstrip("TM") == "E" * done
+    assert "M" in kinds(line)  # its first tokens were written after translated ones
+    assert furthest(line, list(range(done))) < 1e-4
+    assert talk.heal(answers=True) == 0 and furthest(line, list(range(len(line)))) < 1e-4
+
+
+def test_decoding_keeps_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a clock that only steps and chunks move: no machine is measured."""
+    for share in (0.25, 0.5, 0.8):
+        now, left = 0.0, 60_000
+
+        def read(most: int) -> int:
+            nonlocal now, left
+            number = min(most, left)
+            now, left = now + number * 0.004, left - number
+            return number
+
+        monkeypatch.setattr(healing.time, "perf_counter", lambda: now)  # noqa: B023
+        between = healing.Interleaved(read, share)
+        decoding = 0.0
+        for step in range(2000):
+            between.began()
+            now += 0.02 + 0.001 * (step % 5)
+            decoding += 0.02 + 0.001 * (step % 5)
+            between()
+        assert decoding / now == pytest.approx(share, rel=0.1)
+        assert left > 0
+
+
+def test_what_cannot_be_healed_is_refused(
+    models: dict[str, LanguageModel],
+    translators: list[Translator],
+    twins: list[LanguageModel],
+    tmp_path: Path,
+) -> None:
+    name, options = tiny.FAMILIES["gemma3"]
+    model = kv.load(tiny.write_tiny_model(tmp_path / "g", name, **options))
+    with pytest.raises(kv.UnsupportedModelError, match="keep a window, and what it read before"):
+        talk_of(model, "ab", heal="interleaved")
+    talk = talk_of(model, "ab")
+    talk.reply("a", "hi", max_tokens=2)
+    with pytest.raises(kv.UnsupportedModelError, match="cannot be healed"):
+        talk.heal()
+    with pytest.raises(kv.UnsupportedModelError, match="cannot be healed"), talk.healing():
+        pass
+    pair = dict(zip("ab", twins, strict=True))
+    with pytest.raises(kv.UnsupportedModelError, match="models of different tokenizers cannot be"):
+        Conversation(pair, on_missing="reprefill", heal="interleaved")
+    for wrong, message in (
+        ({"heal": "later"}, "heal is 'later'; give interleaved"),
+        ({"heal": "interleaved", "heal_share": 0.0}, "heal_share is 0.0; give the share"),
+        ({"heal": "interleaved", "heal_share": 1}, "heal_share is 1; give the share"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            talk_between(models, translators, **wrong)
+    talk = talk_between(models, translators, heal="interleaved")
+    with pytest.raises(ValueError, match="would be written from a copy of the cache"):
+        talk.reply("a", "hi", max_tokens=2, kv_bits=8, kv_group_size=32)
+
+
+def test_a_folder_of_before(
+    models: dict[str, LanguageModel], translators: list[Translator], tmp_path: Path
+) -> None:
+    """Earlier versions did not say what a model ran after translated entries; it follows."""
+    talk = talk_between(models, translators, eager=False)
+    talk.reply("a", MESSAGES[0], max_tokens=NEW)
+    talk.reply("b", MESSAGES[1], max_tokens=NEW)
+    expected = kinds(talk.lines["b"])
+    assert "M" in expected
+    folder = talk.save(tmp_path / "t")
+    path = next(p for p in folder.iterdir() if p.suffix == ".json")
+    facts = json.loads(path.read_text())
+
+    def without(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {k: without(v) for k, v in part.items() if k != "mixed"}
+        return [without(each) for each in part] if isinstance(part, list) else part
+
+    path.write_text(json.dumps(without(facts)))
+    pair = {name: line.model for name, line in talk.lines.items()}
+    again = Conversation.resume(folder, pair, translators)
+    assert kinds(again.lines["b"]) == expected

@@ -355,15 +355,16 @@ def shared(cache: Any) -> Any:
 def rewound(caches: Sequence[Any], length: int) -> Iterator[None]:
     """Let caches end at ``length`` while the context is open; what lies beyond stays in them.
 
-    Tokens that a model runs meanwhile take the place of the entries from ``length`` on.
+    Tokens that a model runs meanwhile take the place of the entries from ``length`` on. Rings
+    end there already, and grow.
     """
-    ends = [cache.offset for cache in caches]
+    whole = [(cache, cache.offset) for cache in caches if not is_ring(cache)]
     try:
-        for cache in caches:
+        for cache, _ in whole:
             cache.offset = length
         yield
     finally:
-        for cache, end in zip(caches, ends, strict=True):
+        for cache, end in whole:
             cache.offset = end
 
 

@@ -45,8 +45,8 @@ def check_bits(model: LanguageModel, bits: int, group_size: int) -> None:
     check_groups(model, bits, group_size)
 
 
-def check_healing(model: LanguageModel) -> None:
-    """Refuse a model whose cache entries cannot be replaced where they are.
+def check_interleaving(model: LanguageModel) -> None:
+    """Refuse a model whose cache entries cannot be replaced while an answer grows behind them.
 
     Raises:
         UnsupportedModelError: A layer keeps a window, which has forgotten what came before.
@@ -54,10 +54,10 @@ def check_healing(model: LanguageModel) -> None:
     windows = [index for index, g in enumerate(model.geometry.layers) if g.window is not None]
     if windows:
         raise UnsupportedModelError(
-            f"{model.name} cannot be healed: {len(windows)} of its {len(model.geometry.layers)} "
-            f"cache layers (the first: layer {windows[0]}) keep a window, and what it read before "
-            "is gone; leave out heal (--heal), or let it read what it lacks (--on-missing, "
-            "native_layers)"
+            f"{model.name} cannot be healed while it answers: {len(windows)} of its "
+            f"{len(model.geometry.layers)} cache layers (the first: layer {windows[0]}) keep a "
+            "window, and what it read before is gone; heal between two answers "
+            "(Conversation.heal, chat --heal idle)"
         )
 
 

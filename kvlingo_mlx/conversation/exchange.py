@@ -21,7 +21,7 @@ from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.offers import Known, Offers
 from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.spans import to_heal, translated, wrote
+from kvlingo_mlx.conversation.spans import translated, wrote
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError
@@ -148,10 +148,10 @@ class Exchange:
         Returns how many tokens are left; nothing is read where none are.
         """
         line, pace = self.line(name), self.paces[name]
-        if to_heal(line.spans, answers):
+        if line.left(answers):
             most = min(max(1, pace.within(IDLE_S)), self.rules.step_size)
             pace.read(functools.partial(line.heal, answers=answers), most)
-        return to_heal(line.spans, answers)
+        return line.left(answers)
 
     def healing(self, line: Line) -> Interleaved:
         """What a line reads between two steps of its answer, by the rules."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -38,6 +38,15 @@ Mark = tuple[int, list[Any]]  # a length, and copies of the ring caches at that 
 MARKS = 2  # marks that are kept: one before the last message, one after it
 
 
+@dataclass
+class Behind:
+    """How far a line with rings has been healed, the rings that are filled, and their marks."""
+
+    cache: list[Any]
+    done: int = 0
+    marks: list[Mark] = field(default_factory=list)
+
+
 class Line:
     """The tokens that one model holds, in stock mlx-lm caches.
 
@@ -63,6 +72,7 @@ class Line:
         self.native = Recording()
         self._marks: list[Mark] = []
         self._away: Storage | None = None
+        self._behind: Behind | None = None
 
     def _empty(self) -> list[Any]:
         return make_prompt_cache(self.model.model)
@@ -145,6 +155,7 @@ class Line:
         if self._away is not None and (self._away.place != place or self._away.failed):
             self._return()
         if self._away is None and self.tokens:
+            self._behind = None
             self._away = PUT[place](self.arrays())
             # Copies, since a branch may hold the caches themselves.
             self._caches = [caches.shared(cache) for cache in self._caches]
@@ -232,6 +243,8 @@ class Line:
 
     def _cut(self, length: int) -> None:
         """Drop the bookkeeping of positions that the caches no longer hold."""
+        if self._behind is not None and self._behind.done > length:
+            self._behind = None
         self._marks = [mark for mark in self._marks if mark[0] <= length]
         self.tokens = self.tokens[:length]
         self.spans = cut(self.spans, length)
@@ -269,6 +282,8 @@ class Line:
         only, but for what the model ran after translated ones. ``answers`` reads that again, too.
         Returns how many tokens were read; 0 where nothing is left to read.
         """
+        if any(map(caches.is_ring, self._caches)):
+            return self._heal_rings(most)
         found = unhealed(self.spans, answers)
         if found is None:
             return 0
@@ -276,6 +291,41 @@ class Line:
         healing.reread(self.model, self.cache, self.tokens[start:stop], start)
         self.spans = healed(self.spans, start, stop, self.name)
         return stop - start
+
+    def _heal_rings(self, most: int) -> int:
+        """:meth:`heal` of a line with rings, which it reads from its first token to its last.
+
+        A ring has forgotten what came before its window, so others are filled beside them, and take
+        their places at the end of the line, with a mark where there was one. Until then the line is
+        what it was; it grows as before, and a line that is shortened or put away begins anew.
+        """
+        if exact(self.spans):
+            return 0
+        if self._behind is None:
+            self._behind = Behind(self._empty())
+        behind = self._behind
+        start = behind.done
+        ends = [n for n, _ in self._marks if n > start]
+        stop = min(start + most, len(self), *ends)
+        cache = [
+            b if caches.is_ring(b) else c for b, c in zip(behind.cache, self.cache, strict=True)
+        ]
+        healing.reread(self.model, cache, self.tokens[start:stop], start)
+        behind.done = stop
+        if stop in ends:
+            rings = [caches.shared(c) if caches.is_ring(c) else None for c in cache]
+            behind.marks.append((stop, rings))
+        if stop == len(self):
+            self._caches, self._marks, self._behind = cache, behind.marks, None
+            self.spans = [Span(0, stop, self.name)]
+        return stop - start
+
+    def left(self, answers: bool) -> int:
+        """The number of tokens that :meth:`heal` has yet to read."""
+        if any(map(caches.is_ring, self._caches)):
+            done = 0 if self._behind is None else self._behind.done
+            return 0 if exact(self.spans) else len(self) - done
+        return sum(s.stop - s.start for s in self.spans if s.passes or (answers and s.mixed))
 
     # ---- growing --------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvlingo_mlx.caches.limits import check_healing
+from kvlingo_mlx.caches.limits import check_interleaving
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.errors import UnsupportedModelError
@@ -56,6 +56,8 @@ class Rules:
         check_share(self.heal, self.heal_share)
         if self.heal is not None:
             check_all_can_heal(models.values())
+            for model in models.values():
+                check_interleaving(model)
         if self.step_size < 1:
             raise ValueError(f"prefill_step_size is {self.step_size}; it must be at least 1")
         if len(by_tokenizer(models.values())) > 1:
@@ -112,10 +114,8 @@ def check_all_can_heal(models: Iterable[LanguageModel]) -> None:
     """Refuse models that cannot read in the place of their translated entries.
 
     Raises:
-        UnsupportedModelError: One keeps windows, or they have several tokenizers.
+        UnsupportedModelError: They have several tokenizers.
     """
-    for model in models:
-        check_healing(model)
     if len(by_tokenizer(models)) > 1:
         raise UnsupportedModelError(
             "models of different tokenizers cannot be healed: their caches have not one entry a "

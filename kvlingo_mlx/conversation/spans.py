@@ -62,11 +62,6 @@ def exact(spans: Sequence[Span]) -> bool:
     return not any(span.passes or span.mixed for span in spans)
 
 
-def to_heal(spans: Sequence[Span], answers: bool) -> int:
-    """The number of positions that a line's own model has yet to read; see :func:`unhealed`."""
-    return sum(s.stop - s.start for s in spans if s.passes or (answers and s.mixed))
-
-
 def unhealed(spans: Sequence[Span], answers: bool) -> tuple[int, int] | None:
     """The first stretch that a line's own model has yet to read, or None.
 

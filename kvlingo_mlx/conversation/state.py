@@ -18,7 +18,6 @@ from kvlingo_mlx.conversation.exchange import Exchange, Switch
 from kvlingo_mlx.conversation.folder import Draft, check_destination, draft
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.rules import by_tokenizer, check_all_can_heal
-from kvlingo_mlx.conversation.spans import to_heal
 from kvlingo_mlx.conversation.transcript import Transcript, same_message
 from kvlingo_mlx.conversation.use import Use
 from kvlingo_mlx.models.prompts import Message
@@ -175,7 +174,8 @@ class State:
         Args:
             name: The model; None is the one that answered last.
             answers: Whether it also reads again what it wrote itself after translated tokens. Then
-                the cache is the one that it would have if it had read everything alone.
+                the cache is the one that it would have if it had read everything alone. A model
+                with windows always does, and begins with its first token.
             seconds: The most time to take; None is as long as it takes.
             until: Called before each chunk; healing ends where it returns True.
 
@@ -184,7 +184,7 @@ class State:
 
         Raises:
             ValueError: There is no such model, or an answer is still being written.
-            UnsupportedModelError: A model keeps windows, or they have several tokenizers.
+            UnsupportedModelError: The models have several tokenizers.
         """
         with self._use.claimed():
             name = name or self.exchange.active
@@ -193,7 +193,7 @@ class State:
             line = self.exchange.line(name)
             check_all_can_heal(self.exchange.models)
             began = time.monotonic()
-            while (left := to_heal(line.spans, answers)) and not (until is not None and until()):
+            while (left := line.left(answers)) and not (until is not None and until()):
                 if seconds is not None and time.monotonic() - began >= seconds:
                     break
                 self.exchange.heal(name, answers=answers)

@@ -18,7 +18,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx.arguments import checked
-from kvlingo_mlx.caches.limits import check_bits, check_draft, check_healing
+from kvlingo_mlx.caches.limits import check_bits, check_draft, check_interleaving
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.handover.fill import Clock, filled
 from kvlingo_mlx.handover.healing import HEAL_SHARE, Interleaved, Prefix, check_share
@@ -128,7 +128,7 @@ def stream_generate(
 
 def _check_healing(plan: Plan, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be healed while it is decoded, before anything is prefilled."""
-    check_healing(plan.target)
+    check_interleaving(plan.target)
     if plan.source.tokenizer_fingerprint != plan.target.tokenizer_fingerprint:
         raise UnsupportedModelError(
             f"{plan.target.name} cannot be healed behind {plan.source.name}, which has another "

@@ -21,7 +21,6 @@ from kvlingo_mlx.conversation.exchange import Exchange
 from kvlingo_mlx.conversation.line import Steps as LineSteps
 from kvlingo_mlx.conversation.routing import Route, load_route
 from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.spans import to_heal
 from kvlingo_mlx.conversation.turn import Decoding, Part, Turn
 from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.handover.batches import Batch
@@ -170,7 +169,7 @@ class Engine:
             for name in sorted(lines, key=lambda name: name != talk.exchange.active):
                 if lines[name].away or not self.residents[name].loaded:
                     continue
-                if not to_heal(lines[name].spans, answers=False):
+                if not lines[name].left(answers=False):
                     continue
                 try:
                     talk.exchange.heal(name, answers=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,17 +17,19 @@ from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from kvlingo_mlx import caches
 from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.line import Line
+from kvlingo_mlx.conversation.spans import Span
 from kvlingo_mlx.embedded import TRANSLATORS, zoo
 from kvlingo_mlx.embedded.dialogues import held_out
 from kvlingo_mlx.handover import healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
-from tests.conversation.test_conversation import EXAMPLES
 from tests.support import tiny
 from tests.support.talks import talk_of
 
+EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
 MESSAGES = ("the use of an other", "is it on?", "and you", "hi there, and this is longer than that")
 NEW = 9
 
@@ -177,6 +180,13 @@ def test_a_translation_is_told_from_a_prefill(
     assert set(kinds(line)) == {"E"}
 
 
+def asked_of(drawn: Any, questions: int) -> list[Any]:
+    """The turns of a dialogue; its facts stand before the first question."""
+    talk = next(iter(drawn(1, seed=5, facts=(18, 18), questions=questions)))
+    told = [*talk.messages[:-1], {"role": "user", "content": talk.questions[0]}]
+    return [told, *talk.questions[1:]]
+
+
 def test_healed_at_every_turn_is_a_prefill_at_every_turn() -> None:
     """Twenty turns of trained models, which answer by what was said."""
     ends = {"a": kv.load(zoo("tiny-qwen3-s")), "b": kv.load(zoo("tiny-qwen3-l"))}
@@ -186,9 +196,7 @@ def test_healed_at_every_turn_is_a_prefill_at_every_turn() -> None:
         Conversation(ends, folders, enable_thinking=False, verbatim=True, **options)
         for options in ({}, {"switching": "reprefill"}, {})
     )
-    talk = next(iter(held_out(1, seed=5, facts=(18, 18), questions=18)))
-    told = [*talk.messages[:-1], {"role": "user", "content": talk.questions[0]}]
-    asked = [told, *talk.questions[1:], "Can you remember that?", "Thank you."]
+    asked = [*asked_of(held_out, 18), "Can you remember that?", "Thank you."]
     said: dict[Conversation, list[str]] = {healed: [], alone: [], left: []}
     for turn in range(20):
         name = "ab"[turn % 2]
@@ -350,15 +358,14 @@ def test_what_cannot_be_healed_is_refused(
 ) -> None:
     name, options = tiny.FAMILIES["gemma3"]
     model = kv.load(tiny.write_tiny_model(tmp_path / "g", name, **options))
-    with pytest.raises(kv.UnsupportedModelError, match="keep a window, and what it read before"):
+    with pytest.raises(kv.UnsupportedModelError, match="cannot be healed while it answers: 4 of"):
         talk_of(model, "ab", heal="interleaved")
-    talk = talk_of(model, "ab")
-    talk.reply("a", "hi", max_tokens=2)
-    with pytest.raises(kv.UnsupportedModelError, match="cannot be healed"):
-        talk.heal()
-    with pytest.raises(kv.UnsupportedModelError, match="cannot be healed"), talk.healing():
-        pass
     pair = dict(zip("ab", twins, strict=True))
+    talk = Conversation(pair, on_missing="reprefill")
+    talk.reply("a", "hi", max_tokens=2)
+    for call in (talk.heal, talk.healing):
+        with pytest.raises(kv.UnsupportedModelError, match="of different tokenizers cannot be"):
+            call().__enter__()
     with pytest.raises(kv.UnsupportedModelError, match="models of different tokenizers cannot be"):
         Conversation(pair, on_missing="reprefill", heal="interleaved")
     for wrong, message in (
@@ -371,6 +378,77 @@ def test_what_cannot_be_healed_is_refused(
     talk = talk_between(models, translators, heal="interleaved")
     with pytest.raises(ValueError, match="would be written from a copy of the cache"):
         talk.reply("a", "hi", max_tokens=2, kv_bits=8, kv_group_size=32)
+
+
+@pytest.fixture(scope="module", params=["gemma3", "gemma4"])
+def windowed(request: pytest.FixtureRequest) -> tuple[dict[str, LanguageModel], list[Path]]:
+    """Trained models with windows, and translators between them."""
+    root, name = Path(__file__).parents[1] / "zoo", request.param
+    pair = {each: kv.load(root / "models" / f"tiny-{name}-{each}") for each in "sl"}
+    ways = [root / "translators" / f"tiny-{name}-{a}--tiny-{name}-{b}" for a, b in ("sl", "ls")]
+    return pair, ways
+
+
+def rings_apart(line: Line) -> float:
+    """How far what a line's caches hold is from its model's own prefill, of the largest entry."""
+    cache = make_prompt_cache(line.model.model)
+    line.model.model(mx.array(line.tokens)[None], cache=cache)
+    worst = 0.0
+    for own, wanted in zip(line.cache, cache, strict=True):
+        for a, b in zip(caches.contents(own), caches.contents(wanted), strict=True):
+            assert a.shape == b.shape
+            worst = max(worst, float((mx.abs(a - b).max() / mx.abs(b).max()).item()))
+    return worst
+
+
+def test_windows_are_read_from_the_first_token(windowed: Any, tmp_path: Path) -> None:
+    """Stopped and gone on with, beside answers, undone, branched, put away and saved."""
+    models, ways = windowed
+    told, *rest = asked_of(held_out, 7)
+
+    def begun(**options: Any) -> Conversation:
+        talk = Conversation(
+            models, ways, enable_thinking=False, verbatim=True, eager=False, prefill_step_size=23,
+            **options,
+        )  # fmt: skip
+        talk.reply("s", told, max_tokens=24)
+        talk.reply("l", rest[0], max_tokens=24)
+        return talk
+
+    talk, alone = begun(), begun(switching="reprefill")
+    line = talk.lines["l"]
+    assert rings_apart(line) > 0.01  # the control
+    whole = len(line)
+    assert talk.heal(seconds=0) == whole > 150
+    calls = iter([False, False, True])
+    left = talk.heal(until=lambda: next(calls))
+    assert whole - 46 <= left < whole and rings_apart(line) > 0.01
+    apart = talk.branch()
+    assert apart.heal() == 0 and rings_apart(apart.lines["l"]) < 1e-4  # begins anew
+    said = talk.reply("l", rest[1], max_tokens=24)
+    assert said and talk.heal() == 0 and rings_apart(line) < 1e-4  # goes on, new turn and all
+    assert line.spans == [Span(0, len(line), "l")]
+    # From here on it is what a model is that read all of it; and so after a step back.
+    for each in (talk, alone):
+        each.messages = [*alone.messages]
+    for question in rest[1:4]:
+        answers = [each.reply("l", question, max_tokens=24) for each in (talk, alone)]
+        assert talk.heal() == 0 and answers[0] == answers[1]
+        assert rings_apart(talk.lines["l"]) < 1e-4
+    for each in (talk, alone):
+        each.undo()
+    assert talk.reply("l", rest[4], max_tokens=24) == alone.reply("l", rest[4], max_tokens=24)
+    assert talk.heal() == 0 and rings_apart(talk.lines["l"]) < 1e-4
+    # Put away or saved in the middle, it begins anew.
+    for away in (False, True):
+        talk = begun()
+        talk.heal(until=iter([False, True]).__next__)
+        if away:
+            talk.offload("l", "disk")
+        else:
+            talk = Conversation.resume(talk.save(tmp_path / "t"), models, ways, eager=False)
+        assert talk.lines["l"].left(answers=False) == whole
+        assert talk.heal("l") == 0 and rings_apart(talk.lines["l"]) < 1e-4
 
 
 def test_a_folder_of_before(

@@ -158,6 +158,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("held_out batch_size val_every sweep", "steps kind",
              lambda steps, kind: steps != 0 or kind in UNSOLVED, 5000, "which leaves stage 2 out"),
         Need("packed_share", "plain_text", off, why="which packs nothing"),
+        Need("later_turns", "plain_text", off, why="which has no turns"),
         Need("at_once", "sweep", is_set, True),
         Need("sweep", "minutes", off, why="in which its rates would not all end"),
         Need("seed", "seeds", off, why="which names them all"),

@@ -81,6 +81,9 @@ class TrainOptions(Options):
     max_continuation: int | None = option(
         None, "Tokens to which answers are cut, default: 2048. Fewer of either need less memory."
     )
+    later_turns: bool = option(
+        False, "Let an answer go on through the later turns of its conversation, as pair does."
+    )
     seed: int = option(0, "Seed of the data and of an MLP's start.")
     seeds: str | None = option(
         None,
@@ -117,7 +120,7 @@ def command(options: TrainOptions) -> None:
 
     names = (
         "source target dtype device seed plain_text packed_share max_prefix max_continuation "
-        "at_once english"
+        "at_once english later_turns"
     )
     apart = tuple(options.apart_from or ())
     asked = command_line.Options(data=tuple(options.data), apart_from=apart, **options.some(names))

@@ -16,7 +16,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.tokenization.renderings import bare
-from kvlingo_mlx.tokenization.samples import Sample, between, cut, other_tokenizer
+from kvlingo_mlx.tokenization.samples import Sample, asked_next, between, other_tokenizer, said
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,16 @@ def recall_sample(
 
     The source may have another tokenizer.
     """
-    text = ""
+    text, before = "", ("", "")
     spans: list[tuple[int, int]] = []
     begins: list[int] = []
     for index, (fact, question) in enumerate(zip(dialogue.asked, dialogue.questions, strict=True)):
         answer = fact.say(ANSWER)
         if index:
-            text += _next(model, dialogue.questions[index - 1], text[begins[-1] :], question)
+            text += asked_next(*before, question, model.tokenizer)
+        before = question, answer
         begins.append(len(text))
-        text += _said(model, question, answer)
+        text += said(question, answer, model.tokenizer)
         start = text.rindex(answer) + answer.rindex(fact.value)
         spans.append((start, start + len(fact.value)))
     read = bare(model.tokenizer, text)
@@ -100,25 +101,6 @@ def _aligned_prefix(
         return None
     ends = source.tokenizer, model.tokenizer
     return between(dialogue.messages, *ends, enable_thinking=False).aligned
-
-
-def _said(model: LanguageModel, question: str, answer: str) -> str:
-    """An answer as the template renders it after its header, with its end-of-turn text."""
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return cut(turns, model.tokenizer)[1]
-
-
-def _next(model: LanguageModel, before: str, said: str, question: str) -> str:
-    """The template's text after an answer: the next question, and the header of the reply."""
-    answer = said.removesuffix(model.tokenizer.eos_token).strip()
-    turns = [("user", before), ("assistant", answer), ("user", question)]
-    text = model.tokenizer.apply_chat_template(
-        [{"role": role, "content": content} for role, content in turns],
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=False,
-    )
-    return text.rpartition(said)[2]
 
 
 class DialogueStream:

@@ -197,6 +197,7 @@ class Making:
             seed=self.seed,
             max_prefix=max_prefix,
             max_continuation=max_continuation,
+            later_turns=True,
         )
 
     def _stream(self, max_prefix: int, max_continuation: int, steps: int) -> Stream:
@@ -264,7 +265,8 @@ class Making:
         return found
 
     def _mixture(self, longest: int) -> Mixture:
-        return Mixture().limited(longest, pace.ANSWERS).scaled(self._context)
+        whole = Mixture(later_turns=True)
+        return whole.limited(longest, pace.ANSWERS).scaled(self._context)
 
     def _chosen(self, stream: Stream, lengths: pace.Lengths) -> dict[str, Any]:
         """Fit closed forms, and choose the one to begin with."""

@@ -248,6 +248,24 @@ def cut(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[str, str
     return prefix, reply["content"] + (tokenizer.eos_token or "")
 
 
+def said(question: str, answer: str, tokenizer: Any) -> str:
+    """An answer as the template renders it after its header, with its end-of-turn text."""
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return cut(turns, tokenizer)[1]
+
+
+def asked_next(before: str, answer: str, question: str, tokenizer: Any) -> str:
+    """The template's text after an answer to ``before``: the next question, and the next header.
+
+    Empty where the template renders the answer otherwise once something follows it.
+    """
+    answered = said(before, answer, tokenizer)
+    turns = [("user", before), ("assistant", answer), ("user", question)]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    text = _render(tokenizer, messages, True, enable_thinking=False)
+    return text.rpartition(answered)[2] if answered in text else ""
+
+
 def reasons(reply: Mapping[str, Any]) -> bool:
     """Whether a reply, as recorded, opens with a reasoning trace."""
     trace, closed, _ = reply["content"].lstrip().partition("</think>")

@@ -54,7 +54,8 @@ class Options:
     """The models, the data and the device of a training.
 
     ``at_once`` is the most learning rates of a sweep that are trained together; None: what fits.
-    ``english`` and ``apart_from`` are those of :class:`~kvlingo_mlx.training.wanted.Wanted`.
+    ``english`` and ``apart_from`` are those of :class:`~kvlingo_mlx.training.wanted.Wanted`,
+    ``later_turns`` is that of :class:`~kvlingo_mlx.training.mixture.Mixture`.
     """
 
     source: str
@@ -70,6 +71,7 @@ class Options:
     at_once: int | None = None
     english: bool = False
     apart_from: tuple[str, ...] = ()
+    later_turns: bool = False
 
     def __post_init__(self) -> None:
         known = self.runtime.DTYPES
@@ -121,6 +123,8 @@ class Options:
         names = ("plain_text", "packed_share", "max_prefix", "max_continuation")
         contents = {f"contents of {name}": text for name, text in stream.contents.items()}
         own = {name: getattr(self, name) for name in names}
+        if self.later_turns:
+            own["later_turns"] = True
         # The order of samples depends on their planned number.
         if self.wanted.anything:
             own |= {"english": self.english, "apart_from": self.wanted.contents}
@@ -135,7 +139,8 @@ class Options:
         require("tokens of the longest prefix (--max-prefix)", prefix, SHORTEST, MAX_PREFIX)
         most = MAX_CONTINUATION
         require("tokens of the longest answer (--max-continuation)", continuation, 1, most)
-        return Mixture(packed_share=self.packed_share).limited(prefix, continuation)
+        whole = Mixture(packed_share=self.packed_share, later_turns=self.later_turns)
+        return whole.limited(prefix, continuation)
 
 
 @dataclass(frozen=True)

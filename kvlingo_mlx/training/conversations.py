@@ -11,7 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvlingo_mlx.tokenization.samples import Sample, check_record, encode_plain, tokenise, with_text
+from kvlingo_mlx.tokenization.samples import (
+    Sample,
+    asked_next,
+    check_record,
+    encode_plain,
+    reasons,
+    said,
+    tokenise,
+    with_text,
+)
 
 Message = dict[str, str]
 
@@ -166,27 +175,55 @@ def until(messages: Sequence[Message], turn: int, *, fold: bool) -> list[Message
     return [*(fold_system(before) if fold else before), spoken]
 
 
-def pack(conversations: Sequence[Sequence[Message]], lifted: int) -> list[Message]:
-    """Whole conversations as one, with the last question of conversation ``lifted`` at the end.
+def pack(
+    conversations: Sequence[Sequence[Message]], lifted: int, exchanges: int = 1
+) -> tuple[list[Message], list[Message]]:
+    """Whole conversations as one, with the last questions of conversation ``lifted`` at the end.
 
-    That question and its answer are moved to the end. All other turns, including the earlier ones
-    of conversation ``lifted``, keep their order.
+    These questions and their answers are moved to the end. All other turns, including the earlier
+    ones of conversation ``lifted``, keep their order.
+
+    Returns:
+        The conversation up to the answer to the first of these questions, and the turns after it.
     """
     wholes = [fold_system(messages[: replies(messages)[-1] + 1]) for messages in conversations]
-    wholes[lifted], exchange = wholes[lifted][:-2], wholes[lifted][-2:]
+    moved = wholes[lifted][-2 * exchanges :]
+    wholes[lifted] = wholes[lifted][: -2 * exchanges]
     turns = [turn for whole in wholes for turn in whole]
-    return until([*turns, *exchange], len(turns) + 1, fold=False)
+    return until([*turns, *moved], len(turns) + 1, fold=False), moved[2:]
 
 
 def to_sample(
-    messages: Sequence[Message], tokenizer: Any, max_continuation: int, source_tokenizer: Any = None
+    messages: Sequence[Message],
+    tokenizer: Any,
+    max_continuation: int,
+    source_tokenizer: Any = None,
+    later: Sequence[Message] = (),
 ) -> Sample:
     """The tokens of a conversation that ends with a reply, cut to ``max_continuation`` tokens.
 
-    ``source_tokenizer`` is the source's tokenizer where it differs from ``tokenizer``.
+    ``source_tokenizer`` is the source's tokenizer where it differs from ``tokenizer``. The
+    continuation goes on through ``later``, the turns after the reply, each answer after the header
+    with which it is generated; up to a reply with a reasoning trace, which templates take out of
+    what lies behind.
     """
     whole = tokenise({"messages": messages}, tokenizer, source_tokenizer=source_tokenizer)
-    return replace(whole, continuation=whole.continuation[:max_continuation])
+    more = encode_plain(tokenizer, _going_on(messages, later, tokenizer))
+    return replace(whole, continuation=(whole.continuation + more)[:max_continuation])
+
+
+def _going_on(messages: Sequence[Message], later: Sequence[Message], tokenizer: Any) -> str:
+    """The text of later questions and answers, as far as none has a reasoning trace."""
+    text, (before, reply) = "", messages[-2:]
+    for question, answer in zip(later[::2], later[1::2], strict=False):
+        if reasons(reply) or reasons(answer):
+            break
+        opened = asked_next(before["content"], reply["content"], question["content"], tokenizer)
+        if not opened:
+            break
+        text += opened + said(question["content"], answer["content"], tokenizer)
+        before, reply = question, answer
+    return text
 
 
 def boilerplate(tokenizer: Any, source_tokenizer: Any = None) -> tuple[float, float]:

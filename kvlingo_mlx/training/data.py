@@ -25,6 +25,7 @@ from kvlingo_mlx.training.conversations import (
     excerpt,
     keeps_system,
     pack,
+    replies,
     to_sample,
     until,
 )
@@ -36,6 +37,7 @@ from kvlingo_mlx.training.wanted import Wanted
 
 Bin = tuple[int, int, int, int]
 
+LIFTED = 6  # most exchanges at the end of a pack whose continuation goes on
 TRIES = 16  # records tried for one sample before it fails
 PACKS_TRIED = 64  # the same for a pack, before one below its lengths will do
 PACK_TRIES = 4  # attempts to fill one pack; each gives a better estimate of bytes per token
@@ -298,15 +300,18 @@ class Stream:
 
     def _natural(self, mixture: Mixture, talk: Talk) -> Draw | None:
         """One conversation up to one of its replies, if its length is within the limits."""
-        sample = self._cut(until(talk.messages, talk.turn, fold=self._fold), mixture)
+        own = until(talk.messages, talk.turn, fold=self._fold)
+        sample = self._cut(own, talk.messages[talk.turn + 1 :], mixture)
         low, high = mixture.natural
         if not (low <= sample.num_read <= high and sample.continuation):
             return None
         return Draw(sample, "natural", talk.reasoning, (talk.place,))
 
-    def _cut(self, messages: Sequence[Message], mixture: Mixture) -> Sample:
-        longest = mixture.max_continuation
-        return to_sample(messages, self._tokenizer, longest, self._source_tokenizer)
+    def _cut(
+        self, messages: Sequence[Message], later: Sequence[Message], mixture: Mixture
+    ) -> Sample:
+        longest, ends = mixture.max_continuation, (self._tokenizer, self._source_tokenizer)
+        return to_sample(messages, ends[0], longest, ends[1], later if mixture.later_turns else ())
 
     # ---- packed ----------------------------------------------------------------------
 
@@ -380,7 +385,10 @@ class Stream:
     ) -> Draw:
         at = rng.randint(0, len(others))
         talks = [*others[:at], lifted, *others[at:]]
-        sample = self._cut(pack([talk.messages for talk in talks], at), mixture)
+        # At most the later half of a conversation is moved to the end, so that something of it is
+        # left to ask about.
+        moved = min(LIFTED, (len(replies(lifted.messages)) + 1) // 2) if mixture.later_turns else 1
+        sample = self._cut(*pack([talk.messages for talk in talks], at, moved), mixture)
         records = (lifted.place, *(talk.place for talk in others))
         return Draw(sample, "packed", lifted.reasoning, records)
 

@@ -33,6 +33,8 @@ class Mixture:
         packed_share: The share of samples that are packed, from 0 to 1.
         max_prefix: The length of the longest prefix.
         max_continuation: The length to which continuations are cut.
+        later_turns: Whether a continuation goes on through the later turns of its conversation. One
+            reading of a prefix then trains several answers from it.
     """
 
     natural: Range = (10, 10_000)
@@ -40,6 +42,7 @@ class Mixture:
     packed_share: float = 0.5
     max_prefix: int = MAX_PREFIX
     max_continuation: int = MAX_CONTINUATION
+    later_turns: bool = False
 
     def __post_init__(self) -> None:
         for name, (low, high) in (("natural", self.natural), ("packed", self.packed)):

@@ -439,18 +439,96 @@ def test_streams_of_three_families(name: str, tmp_path: Path) -> None:
     assert {draw.reasoning for draw in drawn} == {True, False}
 
 
+TURNS = [
+    {"role": role, "content": f"{number}{mark}"}
+    for number in ("one", "two", "three", "four")
+    for role, mark in (("user", "?"), ("assistant", "!"))
+]
+AFTER = {  # what stands between an answer and the next one: end of turn, question, header
+    "qwen3": (
+        "<|im_end|>\n<|im_start|>user\n{}?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "<|im_end|>",
+    ),
+    "gemma": (
+        "<end_of_turn>\n<start_of_turn>user\n{}?<end_of_turn>\n<start_of_turn>model\n",
+        "<end_of_turn>",
+    ),
+    "mistral": ("</s>[INST] {}?[/INST] ", "</s>"),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_a_continuation_later_turns(name: str) -> None:
+    """Through the later turns, each answer after the header with which it is generated."""
+    tokenizer, (between, end) = family(name), AFTER[name]
+    cut, later = until(TURNS, 3, fold=False), TURNS[4:]
+    plain = to_sample(cut, tokenizer, 2048)
+    sample = to_sample(cut, tokenizer, 2048, later=later)
+    assert sample.prefix == plain.prefix and len(sample.continuation) > len(plain.continuation)
+    first = " two!" if name == "mistral" else "two!"
+    rest = f"{between.format('three')}three!{between.format('four')}four!{end}"
+    assert texts(tokenizer, sample)[1] == first + rest
+    short = to_sample(cut, tokenizer, 12, later=later)
+    assert short.continuation == sample.continuation[:12]
+    # Half an exchange is no exchange, and what is reasoned ends it: templates drop traces.
+    assert to_sample(cut, tokenizer, 2048, later=later[:1]) == plain
+    thought = [later[0], later[1] | {"reasoning_content": "Hm."}, *later[2:]]
+    assert to_sample(cut, tokenizer, 2048, later=thought) == plain
+    reasoned = until([*TURNS[:3], TURNS[3] | {"reasoning_content": "Hm."}], 3, fold=False)
+    assert to_sample(reasoned, tokenizer, 2048, later=later) == to_sample(reasoned, tokenizer, 2048)
+
+
+def test_streams_that_go_on(tmp_path: Path, qwen3: Any) -> None:
+    """Natural samples go on to the end; packs hold all turns once, the last ones at the end."""
+    path = tmp_path / "talks.jsonl"
+    talks = [
+        [m | {"content": f"{number} {m['content']}"} for m in TURNS[: 2 * (number % 4 + 1)]]
+        for number in range(200)
+    ]
+    path.write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in talks))
+    mixture = replace(Mixture().limited(400, 300), later_turns=True)
+    stream = Stream((str(path),), qwen3, mixture, 0, None, 64)
+    plain = Stream((str(path),), qwen3, replace(mixture, later_turns=False), 0, None, 64)
+    seen = Counter[int]()
+    for draw in map(stream.draw, range(64)):
+        number = draw.records[0][1]
+        prefix, answers = (
+            qwen3.decode(part) for part in (draw.sample.prefix, draw.sample.continuation)
+        )
+        asked = [w for w in ("one", "two", "three", "four") if f"{number} {w}?" in prefix]
+        told = [w for w in ("one", "two", "three", "four") if f"{number} {w}!" in answers]
+        whole = ["one", "two", "three", "four"][: number % 4 + 1]
+        assert told == whole[whole.index(told[0]) :] and asked[-1] == told[0]
+        assert f"{number} {told[0]}!" not in prefix
+        if draw.kind == "packed":
+            assert len(told) == (len(whole) + 1) // 2  # at most the later half
+        seen[len(told)] += 1
+    assert {1, 2, 3} <= set(seen)
+    assert all(
+        qwen3.decode(draw.sample.continuation).count("!") == 1
+        for draw in map(plain.draw, range(64))
+    )
+
+
 def test_packing_lifts_the_last_question(qwen3: Any) -> None:
     first = [{"role": "system", "content": "rule"}, ASK, SAY]
     middle = normalise({"messages": TALK}, "here")["messages"][:5]
     last = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}, ASK]
-    packed = pack([first, middle, last], 1)
+    packed, later = pack([first, middle, last], 1)
+    assert later == []
     assert [message["content"] for message in packed] == [
         "rule\n\nq", "a", "Be brief.\n\none?", "one!", "Q", "A", "two?",
         "<think>\nsecond trace\n</think>\n\ntwo!",
     ]  # fmt: skip
     assert [m["role"] for m in packed] == ["user", "assistant"] * 4
-    alone = pack([last, first], 1)
+    alone, _ = pack([last, first], 1)
     assert [m["content"] for m in alone] == ["Q", "A", "rule\n\nq", "a"]
+    both, later = pack([TURNS, middle], 0, 2)
+    assert [m["content"] for m in both] == [
+        "one?", "one!", "two?", "two!", "Be brief.\n\none?", "one!", "two?", "two!",
+        "three?", "three!",
+    ]  # fmt: skip
+    assert later == TURNS[6:]
     for name in ("gemma", "mistral"):
         tokenizer = family(name)
         prefix, _ = texts(tokenizer, to_sample(packed, tokenizer, 9))

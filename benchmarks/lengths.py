@@ -1,0 +1,122 @@
+"""Why recall falls beyond the trained length: sizes of translated entries, and what scaling does.
+
+    python benchmarks/lengths.py --json FILE [--translator FOLDER ...]
+
+Dialogues with few and with many facts, so of two lengths. For each translator: recall and KL at
+each length; the energy of what it writes, as a share of the native cache's, and its error, by
+layer and position; and both scores with all translated keys (a temperature) and values scaled by a
+factor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+from quality import model_folder
+
+from kvlingo_mlx import caches
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.evaluation import conditions, continuation
+from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.loading.translators import load_translator
+from kvlingo_mlx.reporting import measure
+
+FACTS = (16, 34, 68)
+KEYS, VALUES = (0.9, 1.0, 1.15, 1.3), (0.7, 1.0, 1.3)
+PARTS = 4  # of a prefix, in which sizes are told apart
+
+
+def scaled(make: Any, keys: float, values: float) -> Any:
+    """A condition whose translated keys and values are multiplied."""
+
+    def made(prefix: Any) -> list:
+        found = make(prefix)
+        for cache in found:
+            cache.keys, cache.values = cache.keys * keys, cache.values * values
+        return found
+
+    return made
+
+
+def sizes(found: list, native: list) -> list[dict[str, Any]]:
+    """Energy and squared error by layer and side, in parts of the prefix, of native energy."""
+    rows = []
+    for layer, both in enumerate(zip(found, native, strict=True)):
+        for place, side in enumerate(caches.SIDES):
+            ours, own = (np.array(caches.contents(c)[place].astype(mx.float32))[0] for c in both)
+            bounds = np.linspace(0, ours.shape[1], PARTS + 1).astype(int)
+            energy, error = [], []
+            for start, stop in itertools.pairwise(bounds):
+                base = float(np.square(own[:, start:stop]).sum())
+                energy.append(float(np.square(ours[:, start:stop]).sum()) / base)
+                error.append(float(np.square((ours - own)[:, start:stop]).sum()) / base)
+            rows.append({"layer": layer, "side": side, "energy": energy, "error": error})
+    return rows
+
+
+def looked_at(pair: str, folders: Sequence[Path], args: argparse.Namespace) -> dict[str, Any]:
+    names = pair.split(":")
+    source, target = (load(model_folder(name, args.zoo)) for name in names)
+    results: dict[str, Any] = {}
+    for folder in folders:
+        make = conditions.translated(source, target, load_translator(folder))
+        own: dict[str, Any] = {"scores": [], "scaled": []}
+        for facts in FACTS:
+            drawn = dialogues.held_out(args.dialogues, seed=11, facts=(facts, facts))
+            samples = [continuation.recall_sample(target, talk, source) for talk in drawn]
+            ways = {"1/1": make}
+            if facts in (FACTS[0], FACTS[-1]):
+                ways |= {f"{k}/{v}": scaled(make, k, v) for k in KEYS for v in VALUES}
+            scores = continuation.score(target, samples, ways)
+            tokens = float(np.mean([len(sample.prefix) for sample in samples]))
+            for name, score in scores.items():
+                row = {"facts": facts, "tokens": tokens, "scale": name,
+                       "recall": score.recall, "kl": float(np.mean(score.kl))}  # fmt: skip
+                own["scores" if name in ("1/1", "native") else "scaled"].append(row)
+        prefix = samples[0].prefix
+        own["sizes"] = sizes(make(prefix), conditions.native(target)(prefix))
+        results[folder.name] = own
+        print(f"\n{pair}, {folder}")
+        for row in own["scores"]:
+            print(f"  {row['scale']:7s} {row['tokens']:5.0f} tokens: recall {row['recall']:.3f}, "
+                  f"KL {row['kl']:.4f}")  # fmt: skip
+        for row in own["sizes"]:
+            print(f"  layer {row['layer']} {row['side']:6s} energy "
+                  + " ".join(f"{e:.2f}" for e in row["energy"])
+                  + "   error " + " ".join(f"{e:.2f}" for e in row["error"]))  # fmt: skip
+        most = [row for row in own["scaled"] if row["facts"] == FACTS[-1]]
+        best = max(most, key=lambda row: row["recall"])
+        print(f"  best of {len(most)} scales at the longest: keys/values {best['scale']}, recall "
+              f"{best['recall']:.3f}, KL {best['kl']:.4f}", flush=True)  # fmt: skip
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", nargs="+", default=["tiny-qwen3-s:tiny-qwen3-l"])
+    parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
+    parser.add_argument("--translator", type=Path, nargs="+", help="instead of the shipped one")
+    parser.add_argument("--dialogues", type=int, default=16)
+    parser.add_argument("--json", help="append a record a pair to this file")
+    args = parser.parse_args()
+    for pair in args.pairs:
+        places = (
+            root / pair.replace(":", "--") for root in (TRANSLATORS, args.zoo / "translators")
+        )
+        folders = args.translator or [next(place for place in places if place.exists())]
+        results = looked_at(pair, folders, args)
+        if args.json:
+            config = {"pair": pair, "dialogues": args.dialogues}
+            measure.append_json(args.json, measure.record("lengths", config, results))
+    print(measure.machine_line())
+
+
+if __name__ == "__main__":
+    main()

@@ -309,14 +309,13 @@ LEGEND = {"self": "self-distilled", "closed": "closed form", "Velox": "VeloxQuan
 def draw(args: argparse.Namespace) -> None:
     """One panel a pair and length: recall of the question asked, by time to the first token."""
     from matplotlib.lines import Line2D
-    from rendering.peers import frontier
+    from rendering.peers import by_length, frontier
 
     found = [json.loads(line) for line in Path(args.json).read_text().splitlines()]
-    latest = {r["config"]["pair"]: r for r in found if r["config"]["what"] == "ways"}
     panels = [
-        (pair, length, rows)
-        for pair, record in latest.items()
-        for length, rows in record["results"].items()
+        (pair, length, record["results"][length])
+        for pair, lengths in by_length(found).items()
+        for length, record in lengths.items()
         if length in map(str, args.lengths)
     ]
     across = 2

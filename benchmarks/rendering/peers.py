@@ -24,14 +24,27 @@ def frontier(rows: dict[str, dict[str, float]], score: str) -> list[str]:
     return found
 
 
+def by_length(found: list[dict]) -> dict[str, dict[str, dict]]:
+    """The latest record of each pair and length, the lengths in order."""
+    latest: dict[str, dict[str, dict]] = {}
+    for record in found:
+        if record["config"]["what"] == "ways":
+            own = latest.setdefault(record["config"]["pair"], {})
+            own |= dict.fromkeys(record["results"], record)
+    return {
+        pair: dict(sorted(own.items(), key=lambda item: int(item[0])))
+        for pair, own in latest.items()
+    }
+
+
 def with_error(row: dict[str, float], name: str) -> str:
     return f"{row[name]:.2f} ± {row[f'{name}_se']:.2f}"
 
 
 def peers() -> str:
     """Quality against time to the first token, by way and length."""
-    latest = {r["config"]["pair"]: r for r in records("peers") if r["config"]["what"] == "ways"}
-    if not latest:
+    found = by_length(records("peers"))
+    if not found:
         return ""
     parts = [
         "## Ways to the first token after a switch\n",
@@ -45,8 +58,9 @@ def peers() -> str:
         "It is one message, so `last messages` reads all of it. The models are tiny: overheads\n"
         "weigh more than they would. Other work ran on the second core.\n",
     ]  # fmt: skip
-    for pair, record in latest.items():
-        for length, rows in record["results"].items():
+    for pair, lengths in found.items():
+        for length, record in lengths.items():
+            rows = record["results"][length]
             best = frontier(rows, "asked")
             cells = [
                 [f"**{name}**" if name in best else name, *(with_error(row, s) for s in SCORES),
@@ -55,7 +69,7 @@ def peers() -> str:
             ]  # fmt: skip
             parts.append(f"### {pair.replace(':', ' to ')}, {length} tokens\n")
             parts.append(table(["way", *SCORES, "KL", "time"], cells))
-        parts.append(source(record))
+        parts += dict.fromkeys(map(source, lengths.values()))
     parts.append("![Recall against time](figures/peers.png)\n")
     return "\n".join(parts)
 

@@ -62,7 +62,7 @@ class Engine:
         self._blank = Conversation(
             models, verbatim=settings.verbatim, **conversing(len(models), settings)
         )
-        self._heals = settings.heal is not None
+        self._heals, self._healed = settings.heal is not None, 0
         if self._heals:
             self._blank.check_healing()
         self._blank.exchange.directions = self.policy.directions
@@ -169,10 +169,10 @@ class Engine:
             for name in sorted(lines, key=lambda name: name != talk.exchange.active):
                 if lines[name].away or not self.residents[name].loaded:
                     continue
-                if not lines[name].left(answers=False):
+                if not (before := lines[name].left(answers=False)):
                     continue
                 try:
-                    talk.exchange.heal(name, answers=False)
+                    self._healed += before - talk.exchange.heal(name, answers=False)
                 except (KVLingoError, MemoryError, RuntimeError) as error:
                     self._heals = False
                     log.error("healing has ended, answers go on without it: %s", error)
@@ -403,6 +403,7 @@ class Engine:
             translators_bytes=self.policy.nbytes,
             running=begun,
             queued=len(self._jobs) - begun,
+            healed=self._healed,
             pairs=tuple((*pair, way.strategy, way.why) for pair, way in self.policy.ways.items()),
         )
 

@@ -129,6 +129,11 @@ class _Held(Collector):
         restarts = CounterMetricFamily("kvlingo_worker_restarts", "Starts after a crash.")
         restarts.add_metric((), link.restarts)
         yield restarts
+        healed = CounterMetricFamily(
+            "kvlingo_healed_tokens", "Read in the place of translated ones."
+        )
+        healed.add_metric((), status.healed)
+        yield healed
         yield _gauge("waiting", "Requests without a token yet.", [((), link.waiting)])
         yield _gauge("running", "Answers that the worker reads or writes.", [((), status.running)])
         yield _gauge("queued", "Requests that wait in the worker.", [((), status.queued)])

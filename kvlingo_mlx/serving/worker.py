@@ -62,11 +62,9 @@ class _Worker:
             while self._pipe.poll(0 if self._engine.busy or healing else IDLE_S):
                 if not self._take(*self._pipe.recv()):
                     return
-            healing = False
             if self._engine.busy:
                 self._engine.work()
-            else:
-                healing = self._engine.heal()
+            healing = not self._engine.busy and self._engine.heal()
             if not (self._engine.busy or healing):
                 self._engine.keeper.tidy()
             if self._engine.busy or healing:

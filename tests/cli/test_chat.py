@@ -32,6 +32,7 @@ from kvlingo_mlx.conversation.accounting import LineStats, Stats
 from kvlingo_mlx.handover import healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
+from tests.support.healings import noted
 from tests.support.identity import identity_of
 from tests.support.processes import WITHOUT_TORCH
 
@@ -127,19 +128,12 @@ def test_a_model_reads_behind_its_translation(
     chats: Chats, heal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between two lines, or between the tokens of an answer; the answers are there all the same."""
-    read: list[int] = []
-    reread = healing.reread
-
-    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
-        read.append(len(tokens))
-        reread(model, cache, tokens, start)
-
-    monkeypatch.setattr(healing, "reread", spy)
+    read = noted(monkeypatch)
     lines = ("the use of an other " * 6, "/use b", "and you", "hi")
     plain = chats(*lines, options=("--no-eager",))
     assert read == []
     assert chats(*lines, options=("--heal", heal, "--no-eager")) == plain  # one model twice
-    assert chats.err == "" and sum(read) > 0
+    assert chats.err == "" and read
 
 
 def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from kvlingo_mlx.handover import healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
+from tests.support.healings import in_a_row, noted
 from tests.support.talks import talk_of
 
 EXAMPLES = int(os.environ.get("KVLINGO_EXAMPLES", "3"))  # more of them by hand
@@ -219,24 +220,15 @@ def test_until_seconds_and_chunks(
     assert talk.heal() == 0  # nobody has answered
     talk.reply("a", " ".join(MESSAGES) * 4, max_tokens=NEW)
     talk.reply("b", MESSAGES[1], max_tokens=NEW)
-    read: list[tuple[int, int]] = []
-    reread = healing.reread
-
-    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
-        read.append((start, len(tokens)))
-        reread(model, cache, tokens, start)
-
-    monkeypatch.setattr(healing, "reread", spy)
+    read = noted(monkeypatch)
     whole = talk.heal(seconds=0)
     assert whole == kinds(talk.lines["b"]).count("T") > 50 and read == []
     calls = iter([False, False, True])
     left = talk.heal(until=lambda: next(calls))
-    assert len(read) == 2 and left == whole - sum(number for _, number in read)
-    assert talk.heal() == 0
-    assert [start for start, _ in read] == np.cumsum([0, *(n for _, n in read)])[:-1].tolist()
-    assert sum(number for _, number in read) == whole
-    assert all(number <= 7 for _, number in read)  # prefill_step_size
-    assert talk.heal() == 0 and sum(number for _, number in read) == whole
+    assert len(read) == 2 and left == whole - in_a_row(read)
+    assert talk.heal() == 0 and in_a_row(read) == whole
+    assert all(chunk.tokens <= 7 for chunk in read)  # prefill_step_size
+    assert talk.heal() == 0 and in_a_row(read) == whole
     with pytest.raises(ValueError, match="there is no model 'c'"):
         talk.heal("c")
 
@@ -307,19 +299,11 @@ def test_between_the_steps_of_an_answer(
     """The prefix is read once, from the front, while the answer grows behind it."""
     talk = talk_between(models, translators, eager=False, heal="interleaved", heal_share=share)
     talk.reply("a", " ".join(MESSAGES) * 2, max_tokens=NEW)
-    read: list[tuple[int, int]] = []
-    reread = healing.reread
-
-    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
-        read.append((start, len(tokens)))
-        reread(model, cache, tokens, start)
-
-    monkeypatch.setattr(healing, "reread", spy)
+    read = noted(monkeypatch)
     answer = talk.reply("b", MESSAGES[1], max_tokens=300)
     line = talk.lines["b"]
     assert answer and read and talk.last_switch is not None
-    done = sum(number for _, number in read)
-    assert [start for start, _ in read] == np.cumsum([0, *(n for _, n in read)])[:-1].tolist()
+    done = in_a_row(read)
     assert done <= talk.last_switch.translated
     assert kinds(line)[: done + 1].rstrip("TM") == "E" * done
     assert "M" in kinds(line)  # its first tokens were written after translated ones

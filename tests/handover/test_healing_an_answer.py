@@ -11,33 +11,24 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
-from kvlingo_mlx.handover import healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
 from tests.support import tiny
+from tests.support.healings import Chunk, in_a_row, noted
 
 PROMPT = list(range(5, 205))
 
 
 @pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, Any]]:
-    """Every chunk that is read behind a translation: where, how much, into which cache."""
-    found: list[tuple[int, int, Any]] = []
-    reread = healing.reread
-
-    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
-        found.append((start, len(tokens), cache))
-        reread(model, cache, tokens, start)
-
-    monkeypatch.setattr(healing, "reread", spy)
-    return found
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
+    return noted(monkeypatch)
 
 
 @pytest.mark.parametrize(("head", "tail", "layers"), [(0, 0, 0), (20, 0, 1), (0, 30, 2)])
 @pytest.mark.parametrize("pair", [("dense", "wide"), ("dense", "moe"), ("wide", "dense")])
 def test_the_prompt_is_read_once_behind_the_answer(
     models: dict[str, LanguageModel],
-    read: list[tuple[int, int, Any]],
+    read: list[Chunk],
     pair: tuple[str, str],
     head: int,
     tail: int,
@@ -52,14 +43,12 @@ def test_the_prompt_is_read_once_behind_the_answer(
     again = list(kv.stream_generate(source, target, PROMPT, heal="interleaved", **settings))
     assert again[0].token == plain[0].token  # nothing is read before the first token
     span = range(head, len(PROMPT) - 1 - tail)
-    assert sum(number for _, number, _ in read) == len(span)
-    starts = np.cumsum([span.start, *(number for _, number, _ in read)])[:-1]
-    assert [start for start, _, _ in read] == starts.tolist()
+    assert in_a_row(read, span.start) == len(span)
     # What the prompt's places hold now is what the target alone makes of them. A native tail was
     # read after translated entries, so it stays what it was.
     own = make_prompt_cache(target.model)
     target.model(mx.array(PROMPT)[None], cache=own)
-    for cache, wanted in zip(read[-1][2], own, strict=True):
+    for cache, wanted in zip(read[-1].cache, own, strict=True):
         for side in ("keys", "values"):
             a, b = (np.array(getattr(c, side)[0, :, : span.stop]) for c in (cache, wanted))
             assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
@@ -67,7 +56,7 @@ def test_the_prompt_is_read_once_behind_the_answer(
 
 
 def test_a_short_answer_is_read_behind_as_far_as_it_goes(
-    models: dict[str, LanguageModel], read: list[tuple[int, int, Any]]
+    models: dict[str, LanguageModel], read: list[Chunk]
 ) -> None:
     source, target = models["dense"], models["wide"]
     translator = kv.fit(source, target, [Sample(tuple(PROMPT), ())])
@@ -75,7 +64,7 @@ def test_a_short_answer_is_read_behind_as_far_as_it_goes(
         source, target, PROMPT, translator=translator, max_tokens=3, heal="interleaved",
         heal_share=0.9,
     )  # fmt: skip
-    assert isinstance(answer, str) and sum(number for _, number, _ in read) < 150
+    assert isinstance(answer, str) and in_a_row(read) < 150
 
 
 def test_what_is_refused(models: dict[str, LanguageModel], tmp_path: Any) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +15,11 @@ import pytest
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
-pytest.importorskip("httpx")
+httpx = pytest.importorskip("httpx")
 
 import kvlingo_mlx as kv  # noqa: E402
 from kvlingo_mlx.embedded import zoo  # noqa: E402
-from tests.support.served import PLAIN, ZOO, Server  # noqa: E402
+from tests.support.served import PLAIN, ZOO, Server, served  # noqa: E402
 
 
 def test_a_client_switches_models_in_mid_conversation(zoo_server: Server) -> None:
@@ -36,6 +38,36 @@ def test_a_client_switches_models_in_mid_conversation(zoo_server: Server) -> Non
         if turn:
             assert told["translated_tokens"] > 0 and told["read_tokens"] < 70
         messages.append(message)
+
+
+def test_a_server_heals_while_nothing_is_asked(tmp_path: Path) -> None:
+    """What it then says is what a conversation says that is healed before each question."""
+    models = {name: zoo(folder) for name, folder in ZOO.items()}
+    talk = kv.Conversation(models, enable_thinking=False)
+    messages, used, healed = list[Any](), set[str](), 0
+    facts = "Anna lives in Rome. Oscar lives in Oslo. Maria lives in Lima. " * 6
+    with served(tmp_path, models, "--heal", "idle") as server:
+        assert server.status()["healed"] == 0
+        for turn, name in enumerate(("large", "moe", "moe", "large")):
+            question = f"{'' if turn else facts}Where does Oscar live? {turn}"
+            messages.append({"role": "user", "content": question})
+            answer = server.openai.chat.completions.create(
+                model=name, messages=messages, max_tokens=16, extra_body=PLAIN
+            )
+            messages.append(answer.choices[0].message)
+            said = talk.reply(name, question, max_tokens=16)
+            assert answer.choices[0].message.content.strip() == said.strip()
+            used.add(name)  # others are not loaded, so their lines do not follow
+            for each in used:
+                healed += talk.lines[each].left(answers=False)
+                assert talk.heal(each) == 0
+            server.until(lambda: server.status()["healed"] == healed)  # noqa: B023
+        time.sleep(0.5)
+        assert server.status()["healed"] == healed > 250  # and then it rests
+        assert (
+            f"kvlingo_healed_tokens_total {float(healed)}"
+            in httpx.get(f"{server.url}/metrics").text
+        )
 
 
 def test_a_branch_takes_nothing_over_twice(zoo_server: Server) -> None:

@@ -1,0 +1,40 @@
+"""The chunks that are read behind a translation, noted as they are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from kvlingo_mlx.handover import healing
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Where a chunk was read, of how many tokens, into which caches."""
+
+    start: int
+    tokens: int
+    cache: Any
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
+    """The chunks from now on, in order."""
+    found: list[Chunk] = []
+    reread = healing.reread
+
+    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
+        found.append(Chunk(start, len(tokens), cache))
+        reread(model, cache, tokens, start)
+
+    monkeypatch.setattr(healing, "reread", spy)
+    return found
+
+
+def in_a_row(chunks: list[Chunk], start: int = 0) -> int:
+    """The tokens of chunks that follow one another from a position on, none read twice."""
+    for chunk in chunks:
+        assert chunk.start == start
+        start += chunk.tokens
+    return sum(chunk.tokens for chunk in chunks)

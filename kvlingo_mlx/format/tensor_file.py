@@ -97,43 +97,40 @@ class Weights:
         Those of :class:`Made` are rounded when they are looked at.
 
         Raises:
-            ValueError: A weight is too large for ``dtype``, or a tensor's are too small.
+            ValueError: A weight is too large for ``dtype``, or a matrix's are too small.
         """
         if dtype == self.dtype:
             return self
         if isinstance(self.arrays, Made):
             return Weights(dtype, Made(self.shapes, lambda name: self._rounded(name, dtype)))
-        return Weights.from_float32({name: self.as_float32(name) for name in self.arrays}, dtype)
+        return Weights(dtype, {name: self._rounded(name, dtype) for name in self.arrays})
 
     def _rounded(self, name: str, dtype: DType) -> np.ndarray:
-        return Weights.from_float32({name: self.as_float32(name)}, dtype).arrays[name]
+        array = self.as_float32(name)
+        made = Weights.from_float32({name: array}, dtype)
+        # bfloat16 has float32's range. Small gates and biases are as good as none.
+        if dtype == "float16" and array.ndim > 1:
+            size = float(np.linalg.norm(np.float64(array)))
+            kept = made.as_float32(name)
+            lost = float(np.linalg.norm(np.subtract(kept, array, dtype=np.float64)))
+            if lost > LOST * size:
+                raise ValueError(
+                    f"{name} would change by {lost / size:.0%} in {dtype}, whose least numbers are "
+                    "larger than some of its own: use float32 or bfloat16"
+                )
+        return made.arrays[name]
 
     @classmethod
     def from_float32(cls, arrays: Mapping[str, np.ndarray], dtype: DType) -> Weights:
-        """Round float32 arrays to ``dtype``.
-
-        Raises:
-            ValueError: A number is too large for it, or a tensor's numbers are so small that
-                rounding to float16 changes it by more than ``LOST``.
-        """
+        """Round float32 arrays to ``dtype``; raises ValueError if a number does not fit."""
         for name, array in arrays.items():
             if not np.isfinite(array).all():  # before rounding, which can turn a NaN into 0
                 raise ValueError(f"{name} holds NaN or Inf")
         rounded = {name: _round(np.asarray(a, np.float32), dtype) for name, a in arrays.items()}
         weights = cls(dtype, rounded)
         for name in rounded:
-            kept = weights.as_float32(name)
-            if not np.isfinite(kept).all():
+            if not np.isfinite(weights.as_float32(name)).all():
                 raise ValueError(f"{name} does not fit {dtype}: use float32 or bfloat16")
-            if dtype != "float16":  # bfloat16 has float32's range
-                continue
-            size = float(np.linalg.norm(np.float64(arrays[name])))
-            lost = float(np.linalg.norm(np.subtract(kept, arrays[name], dtype=np.float64)))
-            if lost > LOST * size:
-                raise ValueError(
-                    f"{name} would change by {lost / size:.0%} in {dtype}, whose least numbers are "
-                    "larger than some of its own: use float32 or bfloat16"
-                )
         return weights
 
 

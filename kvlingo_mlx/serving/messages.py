@@ -277,9 +277,9 @@ class Status:
         budget_bytes: What weights, lines and translators may take together.
         running: Answers that are being read or written.
         queued: Requests that wait.
-        healed: Tokens that were read in the place of translated ones, since the worker began.
         pairs: For each ordered pair of models how it is switched: (source, target, "translate" |
             "hybrid" | "reread", why).
+        healed: Tokens that were read in the place of translated ones, since the worker began.
     """
 
     models: tuple[ModelInfo, ...] = ()
@@ -290,5 +290,5 @@ class Status:
     budget_bytes: int = 0
     running: int = 0
     queued: int = 0
-    healed: int = 0
     pairs: tuple[tuple[str, str, str, str], ...] = ()
+    healed: int = 0

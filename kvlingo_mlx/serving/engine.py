@@ -165,8 +165,8 @@ class Engine:
         for talk in sorted(self.keeper.talks, key=lambda talk: -talk.used):
             if talk.busy or talk.exchange is None:
                 continue
-            lines = talk.exchange.lines
-            for name in sorted(lines, key=lambda name: name != talk.exchange.active):
+            lines, active = talk.exchange.lines, talk.exchange.active
+            for name in sorted(lines, key=lambda name: name != active):
                 if lines[name].away or not self.residents[name].loaded:
                     continue
                 if not (before := lines[name].left(answers=False)):

@@ -77,7 +77,7 @@ def _whitened(gram: np.ndarray) -> np.ndarray:
 def _best_alone(tiles: Tiles, nu: int) -> dict[str, list[State]]:
     scores = r2_scores(tiles)
     return {
-        name: sorted(m.reads, key=lambda i, name=name: (-scores[i, name], i))[:nu]
+        name: [i for _, i in sorted((-scores[i, name], i) for i in m.reads)][:nu]
         for name, m in tiles.maps.items()
     }
 

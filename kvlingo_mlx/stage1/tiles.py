@@ -5,7 +5,7 @@ NumPy only; until they are solved, the sums may be another library's arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,7 +113,7 @@ class Tiles:
         m = self.maps[name]
         reads = m.reads if reads is None else reads
         cross = np.concatenate([self.cross(name, i) for i in reads])
-        found = Moments(*cross.shape, self.tokens)
+        found = Moments(len(cross), cross.shape[1], self.tokens)
         found.xx = np.block([[self.gram(i, j, m.row) for j in reads] for i in reads])
         found.xy, found.yy = cross, self.squares(name)
         return found
@@ -133,7 +133,7 @@ class Tiles:
         return as_numpy(self.xx[row, i, j]) if i <= j else as_numpy(self.xx[row, j, i]).T
 
 
-def between(maps: Iterator[Regression] | Sequence[Regression]) -> set[tuple[int, State, State]]:
+def between(maps: Iterable[Regression]) -> set[tuple[int, State, State]]:
     """The pairs of source states that these maps need, by row."""
     reads = {(m.row, tuple(sorted(m.reads))) for m in maps}
     return {(row, i, j) for row, own in reads for n, i in enumerate(own) for j in own[n:]}

@@ -189,12 +189,12 @@ def _converted(
     for place, model in enumerate(loaded):
         if model is not None:
             _check_rotation(foreign, place, model)
-    both = all(loaded)
-    if both:
-        capture_point(*loaded, foreign.capture)
+    source, target = loaded
+    if source is not None and target is not None:
+        capture_point(source, target, foreign.capture)
     config, weights = converted(foreign, *specs)
-    if both:
-        check_pair(config, *loaded)
+    if source is not None and target is not None:
+        check_pair(config, source, target)
     return config, weights, {spec.name: why for spec, _, why in ends if why}
 
 

@@ -157,7 +157,7 @@ class Exchange:
         """What a line reads between two steps of its answer, by the rules."""
         rules = self.rules
         reads = functools.partial(line.heal, answers=False)
-        return Interleaved(reads if rules.heal else lambda most: 0, rules.heal_share)
+        return Interleaved(reads if rules.heal else None, rules.heal_share)
 
     # ---- switching ------------------------------------------------------------------------
 

@@ -83,12 +83,13 @@ class Interleaved:
 
     Call it after each decoding step. A step earns reading time by its own length, and a chunk is
     read as soon as the time earned is enough for one; so over an answer decoding has its share.
+    Without a reader nothing is read, nor waited for.
     """
 
-    def __init__(self, reader: Reader, share: float) -> None:
+    def __init__(self, reader: Reader | None, share: float = HEAL_SHARE) -> None:
         self._reader, self._ratio = reader, 1 / share - 1
         self._pace, self._earned, self._last = Pace(), 0.0, time.perf_counter()
-        self.finished = False
+        self.finished = reader is None
 
     def began(self) -> None:
         """A decoding step begins."""
@@ -96,7 +97,7 @@ class Interleaved:
 
     def __call__(self) -> None:
         """A decoding step has ended; read, if enough time is earned."""
-        if self.finished:
+        if self.finished or self._reader is None:
             return
         self._earn()
         if self._pace.within(self._earned) < LEAST:

@@ -147,21 +147,19 @@ def decoded(
         reader = AnswerReader(target.tokenizer, plan.tokens, choice.stop, tools)
         counts, used = Counts.of(plan), () if plan.translator is None else (plan.translator,)
         ttft, held = None, started.get("prompt_cache", ())
-        between = None if healing is None else healing(held)
+        between = Interleaved(None) if healing is None else healing(held)
         with contextlib.closing(in_turn(responses)) as steps:
             for response in steps:
                 if ttft is None:
                     ttft = time.perf_counter() - clock.started
                     check_numbers(response, plan.source, target, held, processors)
-                if between is not None:
-                    between()
+                between()
                 booked = timed(response, counts, ttft, clock.seconds, plan.way, used)
                 told = reader.take(booked)
                 yield told
                 if told.finish_reason is not None:
                     return
-                if between is not None:
-                    between.began()
+                between.began()
 
 
 class Sound:

@@ -71,14 +71,15 @@ class Tiles:
     @classmethod
     def restored(cls, tensors: Mapping[str, Any], tokens: int) -> Tiles:
         """The tiles that gave :meth:`tensors`, but for the maps."""
-        made = cls({}, tokens)
+        made, settled = cls({}, tokens), set[Any]()
         for name, tile in tensors.items():
             told, row, *names = name.split("/")
             pairs = [state.split(".") for state in names]
             key = (int(row), *((side, int(layer)) for side, layer in pairs))
             getattr(made, "xx" if told == "settled" else told)[key] = tile
             if told == "settled":
-                made._settled.add(key)  # type: ignore[arg-type]
+                settled.add(key)
+        made._settled = {key for key in made.xx if key in settled}
         return made
 
     def add(

@@ -385,8 +385,8 @@ class Stream:
     ) -> Draw:
         at = rng.randint(0, len(others))
         talks = [*others[:at], lifted, *others[at:]]
-        # At most the later half of a conversation is moved to the end, so that something of it is
-        # left to ask about.
+        # The later half of a conversation, rounded up, is moved to the end: the questions there are
+        # about what is left of it.
         moved = min(LIFTED, (len(replies(lifted.messages)) + 1) // 2) if mixture.later_turns else 1
         sample = self._cut(*pack([talk.messages for talk in talks], at, moved), mixture)
         records = (lifted.place, *(talk.place for talk in others))

@@ -311,6 +311,40 @@ def test_between_the_steps_of_an_answer(
     assert talk.heal(answers=True) == 0 and furthest(line, list(range(len(line)))) < 1e-4
 
 
+def test_without_healing_nothing_is_waited_for(
+    models: dict[str, LanguageModel],
+    translators: list[Translator],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def waits(*arguments: Any) -> None:
+        raise AssertionError("an answer without healing waited for its next token")
+
+    monkeypatch.setattr(healing.mx, "synchronize", waits)
+    assert talk_between(models, translators).reply("a", MESSAGES[0], max_tokens=NEW)
+    with pytest.raises(AssertionError, match="without healing"):  # the control
+        healing.Interleaved(lambda most: most, 0.5)()
+
+
+def test_two_threads_heal_while_they_answer(
+    models: dict[str, LanguageModel], translators: list[Translator]
+) -> None:
+    found: dict[int, str] = {}
+
+    def work(number: int) -> None:
+        talk = talk_between(models, translators, eager=False, heal="interleaved", heal_share=0.2)
+        talk.reply("a", " ".join(MESSAGES), max_tokens=NEW)
+        talk.reply("b", MESSAGES[1], max_tokens=60)
+        assert talk.heal(answers=True) == 0 and furthest(talk.lines["b"], [0, 40]) < 1e-4
+        found[number] = kinds(talk.lines["b"])
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == [0, 1] and set("".join(found.values())) == {"E"}
+
+
 def test_decoding_keeps_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a clock that only steps and chunks move: no machine is measured."""
     for share in (0.25, 0.5, 0.8):

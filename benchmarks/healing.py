@@ -183,9 +183,11 @@ def cost_of(pair: str, args: argparse.Namespace) -> dict[str, Any]:
         """An answer: seconds to its first token, then a token while the prompt is being read."""
         reread, chunks = healing.reread, list[tuple[float, float, int]]()
 
-        def counted(model: Any, cache: Any, tokens: Sequence[int], start: int) -> None:
+        def counted(
+            model: Any, cache: Any, tokens: Sequence[int], start: int, above: Any = None
+        ) -> None:
             began = time.perf_counter()
-            reread(model, cache, tokens, start)
+            reread(model, cache, tokens, start, above)
             chunks.append((began, time.perf_counter(), len(tokens)))
 
         begun, stamps = time.perf_counter(), list[float]()

@@ -59,7 +59,9 @@ def train(
 
         trained = Training(
             *(replace(torch_model.load(str(f), dtype=torch.float32), name=f.name) for f in folders),
-            DialogueStream(load(folders[1]), facts=facts, turns=turns, source=load(folders[0])),
+            DialogueStream(
+                load(folders[1]), plan.seed, facts, turns=turns, source=load(folders[0])
+            ),
             plan, work / f"{source}--{target}", progress=show, settings=settings,
         ).run()  # fmt: skip
     folder = out / f"{source}--{target}"
@@ -87,6 +89,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-2], help="the best one wins")
+    parser.add_argument("--seed", type=int, default=0, help="of the dialogues, and of an MLP")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--work", type=Path, default=Path("build/zoo"))
     parser.add_argument("--out", type=Path, default=TRANSLATORS)
@@ -100,7 +103,7 @@ def main() -> None:
     plan = TrainingPlan(
         kind=args.kind, capture=args.capture, head_mixing=not args.head_wise, hidden=args.hidden,
         nu=args.nu, norm=args.norm, fit_samples=args.dialogues, held_out=16, recipe=recipe,
-        native_layers=args.native_layers, stage1_recipe=first,
+        native_layers=args.native_layers, stage1_recipe=first, seed=args.seed,
     )  # fmt: skip
     for pair in args.pairs:
         train(*pair.split(":"), args.zoo, args.facts, args.turns, plan, args.work, args.out)

@@ -49,7 +49,9 @@ class GenerateOptions(WritingOptions):
     native_head: int = option(0, "First tokens that the target reads itself.")
     native_tail: int = option(0, "Last tokens that it reads itself.")
     heal: str | None = option(
-        None, "interleaved: the target reads the prompt behind the translation, between its tokens."
+        None,
+        "interleaved: the target reads the prompt behind the translation, between its tokens; "
+        "layers: its first layers at once, the others so.",
     )
     heal_share: HealShare = 0.5
     system_prompt: str | None = option(None, "System message for the chat template.")

@@ -11,7 +11,7 @@ from kvlingo_mlx.caches.limits import check_interleaving
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.handover.healing import HEAL_SHARE, check_share
+from kvlingo_mlx.handover.healing import HEAL_SHARE, INTERLEAVED, check_way
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 
@@ -53,7 +53,7 @@ class Rules:
             if value not in allowed:
                 listed = ", ".join(map(str, allowed))
                 raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
-        check_share(self.heal, self.heal_share)
+        check_way(self.heal, (INTERLEAVED,), self.heal_share)
         if self.heal is not None:
             check_all_can_heal(models.values())
             for model in models.values():

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.handover import cross_tokenizer, hybrid
+from kvlingo_mlx.handover import cross_tokenizer, healing, hybrid
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models import capture
@@ -71,13 +71,14 @@ def filled(
     clock: Clock | None = None,
     source_cache: list[Any] | None = None,
     held: KVStates | None = None,
+    below: hybrid.Below | None = None,
 ) -> list[Any]:
     """Fill the target's cache with a plan's prefix, chunk by chunk; return it evaluated.
 
     The maps work token by token, so each chunk's capture is dropped once it is translated. After
     the last chunk there is one synchronisation, for all layers together. The source's own cache
     is dropped too, unless the caller gives ``source_cache``, which is then filled. ``held`` are the
-    states that ``source_cache`` holds already.
+    states that ``source_cache`` holds already. ``below`` keeps what the native layers end on.
 
     Returns:
         Stock mlx-lm caches. Between two tokenizers their ``offset`` is the number of entries, which
@@ -93,16 +94,22 @@ def filled(
         first = (held.part(start, min(start + plan.step_size, held.end)) for start in starts)
     prefilled = capture.prefill(plan.source, read, plan.step_size, source_cache, begun)
     with mx.stream(generation_stream), contextlib.closing(prefilled) as rest:
-        return take_over(plan, itertools.chain(first, rest), clock)
+        return take_over(plan, itertools.chain(first, rest), clock, below)
 
 
-def take_over(plan: Plan, spans: Iterable[KVStates], clock: Clock | None = None) -> list[Any]:
+def take_over(
+    plan: Plan,
+    spans: Iterable[KVStates],
+    clock: Clock | None = None,
+    below: hybrid.Below | None = None,
+) -> list[Any]:
     """Fill the target's cache from source states that exist already or arrive span by span.
 
     Args:
         plan: A plan with a translator.
         spans: The source's states of the prefix, in order; each is freed once it is translated.
         clock: Books the time of each phase.
+        below: Keeps the hidden states on which the native layers end.
 
     Returns:
         Stock mlx-lm caches, evaluated.
@@ -112,12 +119,17 @@ def take_over(plan: Plan, spans: Iterable[KVStates], clock: Clock | None = None)
         cache = cross_tokenizer.filled_across(plan, plan.aligned, spans, lap)
         validate_cache(cache, plan.target, plan.aligned.num_entries)
     else:
-        cache = _take_over(plan, spans, lap)
+        cache = _take_over(plan, spans, lap, below)
         validate_cache(cache, plan.target, len(plan.prefix))
     return cache
 
 
-def _take_over(plan: Plan, spans: Iterable[KVStates], lap: Callable[[str], None]) -> list[Any]:
+def _take_over(
+    plan: Plan,
+    spans: Iterable[KVStates],
+    lap: Callable[[str], None],
+    below: hybrid.Below | None,
+) -> list[Any]:
     """:func:`take_over` for two models of one tokenizer."""
     assert plan.translator is not None
     source, target, prefix, span = plan.source, plan.target, plan.prefix, plan.span
@@ -137,7 +149,7 @@ def _take_over(plan: Plan, spans: Iterable[KVStates], lap: Callable[[str], None]
         done = max(done, states.end)
         start, stop = max(states.start, span.start), min(states.end, span.stop)
         if start < stop:
-            hybrid.read_layers(target, prefix[start:stop], cache, step_size, layers)
+            hybrid.read_layers(target, prefix[start:stop], cache, step_size, layers, below)
             lap("native")
         with working():
             if start < stop:
@@ -165,6 +177,7 @@ def hand_over(
     prompt_cache: list[Any] | None = None,
     enable_thinking: bool | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    heal: str | None = None,
 ) -> list[Any]:
     """Prefill with one model; return the other model's cache of ``tokens[:-1]``.
 
@@ -189,6 +202,10 @@ def hand_over(
             check that the caches belong to these tokens.
         enable_thinking: The chat template's switch, for messages.
         tools: The tools that the chat template announces, for messages.
+        heal: ``idle`` returns a :class:`~kvlingo_mlx.handover.healing.HealingCache`, a list whose
+            ``heal()`` lets the decode model read the prompt itself, a chunk a call, in the place of
+            the translation. ``layers`` also lets it read some layers at once: ``native_layers``,
+            the tuned number or a quarter of all. No layer is read twice.
 
     Returns:
         Stock mlx-lm caches, evaluated, for ``mlx_lm.generate.generate_step(
@@ -202,8 +219,10 @@ def hand_over(
             model's context holds.
         IncompatibleTranslatorError: The translator is for another pair.
         MissingTranslatorError: None was given and none is stored.
-        UnsupportedModelError: A ``prompt_cache`` does not hold what the translator reads.
+        UnsupportedModelError: A ``prompt_cache`` does not hold what the translator reads; or
+            ``heal`` is given, and the decode model has windows or another tokenizer.
     """
+    healing.check_way(heal, healing.HANDED)
     asked = Asked(
         translator,
         prefill_step_size=prefill_step_size,
@@ -213,14 +232,31 @@ def hand_over(
         native_head=native_head,
         native_tail=native_tail,
         allow_mismatch=allow_mismatch,
+        heal=heal,
     )
-    plan = prepare(prefill_model, decode_model, tokens, asked)
+
+    def check(plan: Plan) -> None:
+        if heal is not None:
+            healing.check_models(plan.source, plan.target)
+
+    plan = prepare(prefill_model, decode_model, tokens, asked, check)
     held = None
     if prompt_cache is not None and plan.translator is not None:
         if plan.aligned is not None:
             raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
         held = _held(prompt_cache, plan.source, plan.translator, len(plan.prefix))
-    return filled(plan, source_cache=prompt_cache, held=held)
+    below = None if heal is None else plan.below()
+    cache = filled(plan, source_cache=prompt_cache, held=held, below=below)
+    return cache if heal is None else healing.HealingCache(cache, behind(plan, cache, below))
+
+
+def behind(plan: Plan, cache: Sequence[Any], below: hybrid.Below | None) -> healing.Prefix:
+    """What the target reads in the place of its translated entries, from the front on.
+
+    ``below`` has the hidden states on which its native layers ended.
+    """
+    span = plan.span if plan.translator is not None else range(0)
+    return healing.Prefix(plan.target, cache, plan.prefix[: span.stop], span.start, below)
 
 
 def _held(

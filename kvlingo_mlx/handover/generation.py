@@ -18,10 +18,11 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx.arguments import checked
-from kvlingo_mlx.caches.limits import check_bits, check_draft, check_interleaving
-from kvlingo_mlx.errors import UnsupportedModelError
-from kvlingo_mlx.handover.fill import Clock, filled
-from kvlingo_mlx.handover.healing import HEAL_SHARE, Interleaved, Prefix, check_share
+from kvlingo_mlx.caches.limits import check_bits, check_draft
+from kvlingo_mlx.handover import healing
+from kvlingo_mlx.handover.fill import Clock, behind, filled
+from kvlingo_mlx.handover.healing import HEAL_SHARE, Interleaved
+from kvlingo_mlx.handover.hybrid import Below
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
 from kvlingo_mlx.handover.responses import GenerationResponse, decoded, joined
 from kvlingo_mlx.handover.sampling import (
@@ -102,50 +103,48 @@ def stream_generate(
     known = given(options, DecodingOptions, "a hand-over")
     choice = choice_of(known, sampler, logits_processors)
     check_max_tokens(max_tokens)
-    check_share(heal, heal_share)
+    healing.check_way(heal, healing.ANSWERING, heal_share)
     tools = known.get("tools")
     asked = Asked(
         *(translator, strategy, prefill_step_size, enable_thinking, tools),
-        *(native_layers, native_head, native_tail, allow_mismatch, draft_model),
+        *(native_layers, native_head, native_tail, allow_mismatch, draft_model, heal),
     )
     decode_options = {name: known[name] for name in DECODE_OPTIONS if name in known}
 
     def check(plan: Plan) -> None:
         _check_bits(plan, decode_options)
         if heal is not None:
-            _check_healing(plan, decode_options)
+            _check_healing(plan, heal, decode_options)
         if plan.draft is not None:
             check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, num_draft_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, asked, check)
     if plan.draft is not None:
         decode_options |= {"draft_model": plan.draft.model, "num_draft_tokens": num_draft_tokens}
-    start, healing = functools.partial(_start, plan), None
+    below, between = None, None
     if heal is not None and plan.translator is not None:
-        healing = functools.partial(_healing, plan, heal_share)
-    yield from decoded(plan, choice, start, max_tokens, tools, healing, **decode_options)
+        below = plan.below()
+        between = functools.partial(_between, plan, below, heal_share)
+    start = functools.partial(_start, plan, below)
+    yield from decoded(plan, choice, start, max_tokens, tools, between, **decode_options)
 
 
-def _check_healing(plan: Plan, options: Mapping[str, Any]) -> None:
+def _check_healing(plan: Plan, heal: str, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be healed while it is decoded, before anything is prefilled."""
-    check_interleaving(plan.target)
-    if plan.source.tokenizer_fingerprint != plan.target.tokenizer_fingerprint:
-        raise UnsupportedModelError(
-            f"{plan.target.name} cannot be healed behind {plan.source.name}, which has another "
-            "tokenizer: its cache has not one entry a token; leave out heal (--heal)"
-        )
+    healing.check_models(plan.source, plan.target)
     if options or plan.draft is not None:
         other = "draft_model" if plan.draft is not None else "kv_bits"
         raise ValueError(
-            f"heal is 'interleaved', which needs a cache that nothing else changes, and {other} "
-            "does; leave one of them out"
+            f"heal is {heal!r}, which needs a cache that nothing else changes, and {other} does; "
+            "leave one of them out"
         )
 
 
-def _healing(plan: Plan, share: float, cache: Sequence[Any]) -> Interleaved:
+def _between(
+    plan: Plan, below: Below | None, share: float, cache: Sequence[Any]
+) -> Interleaved:
     """What the target reads between its steps: all that it holds translated, from the front on."""
-    read = Prefix(plan.target, cache, plan.prefix[: plan.span.stop], plan.span.start)
-    return Interleaved(read, share)
+    return Interleaved(behind(plan, cache, below), share)
 
 
 def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:
@@ -155,10 +154,11 @@ def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:
             check_bits(model, bits, options.get("kv_group_size", 64))
 
 
-def _start(plan: Plan, clock: Clock) -> dict[str, Any]:
+def _start(plan: Plan, below: Below | None, clock: Clock) -> dict[str, Any]:
     """The prompt and caches that mlx-lm starts from, with the time so far booked on ``clock``.
 
-    They are the last token and the caches of all tokens before it, a draft model's too. Where the
+    They are the last token and the caches of all tokens before it, a draft model's too. ``below``
+    keeps the hidden states on which the native layers end. Where the
     target reads the prompt itself, they are the whole prompt, and mlx-lm's progress books the time.
     """
     if plan.way == "native":
@@ -175,7 +175,7 @@ def _start(plan: Plan, clock: Clock) -> dict[str, Any]:
     draft = plan.draft
     draft_cache = [] if draft is None else make_prompt_cache(draft.model)
     own = draft_cache if draft is plan.source and plan.aligned is None else None
-    cache = filled(plan, clock, own)
+    cache = filled(plan, clock, own, below=below)
     if draft is not None and own is None:
         with mx.stream(generation_stream):
             for _ in capture.prefill(draft, plan.prefix, plan.step_size, draft_cache):
@@ -244,8 +244,9 @@ def generate(
             puts the empty think block into the prompt), ``native_layers``, ``native_head`` and
             ``native_tail`` (layers and tokens that the decode model reads itself, as in
             :func:`hand_over`), ``heal`` (``interleaved``: between two steps the decode model
-            reads the prompt itself, in the place of the translation; not with ``kv_bits`` or
-            ``draft_model``, nor for models with windows), ``heal_share`` (0.5: the share of its
+            reads the prompt itself, in the place of the translation; ``layers``: it reads its
+            first layers at once, ``native_layers`` or a quarter of all, and goes on above them;
+            not with ``kv_bits`` or ``draft_model``, nor for models with windows), ``heal_share`` (0.5: the share of its
             speed that decoding keeps meanwhile), ``allow_mismatch``; ``draft_model``
             (speculative decoding as in mlx-lm; the prefill model can be the draft model, and then
             reads the prompt only once) and ``num_draft_tokens`` (2); the rest as in

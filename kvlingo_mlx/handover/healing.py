@@ -8,6 +8,8 @@ goes on to where it ended.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +19,10 @@ from kvlingo_mlx.backend import mx
 from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches
+from kvlingo_mlx.caches.limits import check_interleaving
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.handover.hybrid import Below
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 
@@ -24,33 +30,64 @@ IDLE_S = 0.05  # the longest that a request should wait for a chunk that is bein
 FIRST = 16  # tokens of the first chunk, before the pace is known
 LEAST = 8  # tokens of a chunk between two decoding steps: fewer cost as much time as these
 NEW = 0.3  # the weight of the latest chunk in the pace
-WAYS = ("interleaved",)
+INTERLEAVED, LAYERS, IDLE = "interleaved", "layers", "idle"
+ANSWERING, HANDED = (INTERLEAVED, LAYERS), (IDLE, LAYERS)  # what an answer, what a cache can ask
+FIRST_SHARE = 0.25  # of the layers, which "layers" reads at once where nobody says how many
 HEAL_SHARE = 0.5  # of its speed, which decoding keeps
 
 Reader = Callable[[int], int]  # reads at most so many tokens; returns how many, 0 at the end
 
 
 @unit
-def reread(model: LanguageModel, cache: Sequence[Any], tokens: Sequence[int], start: int) -> None:
-    """Run ``tokens`` in the place of a cache's entries from position ``start`` on."""
+def reread(
+    model: LanguageModel,
+    cache: Sequence[Any],
+    tokens: Sequence[int],
+    start: int,
+    above: contextlib.AbstractContextManager[None] | None = None,
+) -> None:
+    """Run ``tokens`` in the place of a cache's entries from position ``start`` on.
+
+    ``above`` is a context in which the model begins above the layers that it has run.
+    """
     with mx.stream(generation_stream), caches.rewound(cache, start):
-        model.model(mx.array(list(tokens))[None], cache=list(cache))
+        with above or contextlib.nullcontext():
+            model.model(mx.array(list(tokens))[None], cache=list(cache))
         mx.eval(caches.arrays(cache))
 
 
 class Prefix:
-    """A reader of the prefix of a cache, ``tokens``, from position ``begun`` on."""
+    """A reader of the prefix of a cache, ``tokens``, from position ``begun`` on.
+
+    ``below`` holds the hidden states of these positions, if the model's first layers have run.
+    """
 
     def __init__(
-        self, model: LanguageModel, cache: Sequence[Any], tokens: Sequence[int], begun: int = 0
+        self,
+        model: LanguageModel,
+        cache: Sequence[Any],
+        tokens: Sequence[int],
+        begun: int = 0,
+        below: Below | None = None,
     ) -> None:
-        self._model, self._cache, self._tokens, self.done = model, cache, tokens, begun
+        self._model, self._cache, self._tokens = model, cache, tokens
+        self._begun, self._done, self._below = begun, begun, below
+
+    @property
+    def left(self) -> int:
+        """The number of tokens that are yet to be read."""
+        return len(self._tokens) - self._done
 
     def __call__(self, most: int) -> int:
-        chunk = self._tokens[self.done : self.done + most]
+        chunk, above = self._tokens[self._done : self._done + most], None
         if chunk:
-            reread(self._model, self._cache, chunk, self.done)
-            self.done += len(chunk)
+            if self._below is not None:
+                start = self._done - self._begun
+                above = self._below.going_on(start, start + len(chunk))
+            reread(self._model, self._cache, chunk, self._done, above)
+            self._done += len(chunk)
+        if not self.left:
+            self._below = None
         return len(chunk)
 
 
@@ -115,10 +152,66 @@ class Interleaved:
         self._last = now
 
 
-def check_share(way: str | None, share: float) -> None:
+class HealingCache(list[Any]):
+    """A translated cache, a list of mlx-lm's own caches, that its model can read behind.
+
+    Decoding may go on between two calls of :meth:`heal`; what it appends stays. Do not shorten the
+    caches below the prompt before all of it is read. ``save_prompt_cache`` keeps the entries as
+    they are, and not what is left to read.
+    """
+
+    def __init__(self, cache: Sequence[Any], prefix: Prefix) -> None:
+        super().__init__(cache)
+        self._prefix, self._pace, self._end = prefix, Pace(), cache[0].offset
+
+    @property
+    def left(self) -> int:
+        """The number of prompt tokens whose entries are still translated."""
+        return self._prefix.left
+
+    def heal(self, seconds: float = IDLE_S) -> int:
+        """Let the model read on for about so many ``seconds``; return the tokens that are left.
+
+        A call reads one chunk. The first one is short, since the machine's pace is not known yet.
+
+        Raises:
+            ValueError: The caches have been shortened below the prompt.
+        """
+        if seconds <= 0:
+            raise ValueError(f"seconds is {seconds!r}; give a number above 0")
+        if self.left and (end := self[0].offset) < self._end:
+            raise ValueError(
+                f"the caches hold {end} tokens, fewer than the {self._end} of the prompt, which is "
+                "not read to its end; hand the prompt over again"
+            )
+        if self.left:
+            self._pace.read(self._prefix, max(1, self._pace.within(seconds)))
+        return self.left
+
+
+def check_models(source: LanguageModel, target: LanguageModel) -> None:
+    """Refuse two models of which the second cannot read in the place of translated entries.
+
+    Raises:
+        UnsupportedModelError: They have two tokenizers, or a layer of the target keeps a window.
+    """
+    check_interleaving(target)
+    if source.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        raise UnsupportedModelError(
+            f"{target.name} cannot be healed behind {source.name}, which has another "
+            "tokenizer: its cache has not one entry a token; leave out heal (--heal)"
+        )
+
+
+def first_layers(config: TranslatorConfig) -> int:
+    """The layers that ``layers`` reads at once: the tuned number, else a quarter of all."""
+    return config.native_layers or math.ceil(FIRST_SHARE * len(config.target.layers))
+
+
+def check_way(way: str | None, ways: Sequence[str], share: float = HEAL_SHARE) -> None:
     """Refuse (ValueError) an unknown way to heal, or a share that is none."""
-    if way not in (None, *WAYS):
-        raise ValueError(f"heal is {way!r}; give {' or '.join(WAYS)}, or leave it out")
+    if way not in (None, *ways):
+        raise ValueError(f"heal is {way!r}; give {' or '.join(ways)}, or leave it out")
     if not 0 < share < 1:
         raise ValueError(
             f"heal_share is {share!r}; give the share of its speed that decoding keeps, between 0 "

@@ -15,8 +15,8 @@ from typing import Any
 
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.handover import timings
-from kvlingo_mlx.handover.hybrid import Native, native_part
+from kvlingo_mlx.handover import healing, timings
+from kvlingo_mlx.handover.hybrid import Below, Native, native_part
 from kvlingo_mlx.loading.models import Model, load, load_pair
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
@@ -34,7 +34,7 @@ AnyTranslator = Translator | str | os.PathLike[str] | None
 class Asked:
     """A caller's request for a hand-over, with the names and defaults of ``hand_over``.
 
-    ``strategy`` and ``draft_model`` are as in ``generate``.
+    ``strategy``, ``draft_model`` and ``heal`` are as in ``generate``.
     """
 
     translator: AnyTranslator = None
@@ -47,10 +47,14 @@ class Asked:
     native_tail: int = 0
     allow_mismatch: bool = False
     draft_model: Model | None = None
+    heal: str | None = None
 
     def native(self, config: TranslatorConfig) -> Native:
         """The part of the prefix that the target reads itself if this translator is used."""
-        return native_part(config, self.native_layers, self.native_head, self.native_tail)
+        layers = self.native_layers
+        if layers is None and self.heal == healing.LAYERS:
+            layers = healing.first_layers(config)
+        return native_part(config, layers, self.native_head, self.native_tail)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,6 +95,11 @@ class Plan:
     def span(self) -> range:
         """The positions of the prefix at which some layer is translated (one tokenizer)."""
         return self.native.translated(len(self.prefix), len(self.target.attentions))
+
+    def below(self) -> Below | None:
+        """What keeps the native layers' hidden states; None where they would save nothing."""
+        layers = self.native.layers if self.span and self.translator is not None else 0
+        return Below(self.target, layers) if layers > 1 else None
 
     @property
     def read(self) -> Sequence[int]:

@@ -24,6 +24,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
     return noted(monkeypatch)
 
 
+@pytest.mark.parametrize("heal", ["interleaved", "layers"])
 @pytest.mark.parametrize(("head", "tail", "layers"), [(0, 0, 0), (20, 0, 1), (0, 30, 2)])
 @pytest.mark.parametrize("pair", [("dense", "wide"), ("dense", "moe"), ("wide", "dense")])
 def test_the_prompt_is_read_once_behind_the_answer(
@@ -33,6 +34,7 @@ def test_the_prompt_is_read_once_behind_the_answer(
     head: int,
     tail: int,
     layers: int,
+    heal: str,
 ) -> None:
     source, target = (models[name] for name in pair)
     translator = kv.fit(source, target, [Sample(tuple(PROMPT), ())])
@@ -40,7 +42,7 @@ def test_the_prompt_is_read_once_behind_the_answer(
     settings = {"translator": translator, "max_tokens": 250, **native}
     plain = list(kv.stream_generate(source, target, PROMPT, **settings))
     assert read == []
-    again = list(kv.stream_generate(source, target, PROMPT, heal="interleaved", **settings))
+    again = list(kv.stream_generate(source, target, PROMPT, heal=heal, **settings))
     assert again[0].token == plain[0].token  # nothing is read before the first token
     span = range(head, len(PROMPT) - 1 - tail)
     assert in_a_row(read, span.start) == len(span)
@@ -70,7 +72,7 @@ def test_a_short_answer_is_read_behind_as_far_as_it_goes(
 def test_what_is_refused(models: dict[str, LanguageModel], tmp_path: Any) -> None:
     source, target = models["dense"], models["moe"]
     for options, message in (
-        ({"heal": "idle"}, "heal is 'idle'; give interleaved"),
+        ({"heal": "idle"}, "heal is 'idle'; give interleaved or layers"),
         ({"heal": "interleaved", "heal_share": 0.0}, "heal_share is 0.0; give the share"),
         ({"heal_share": 0.3}, "heal_share has no effect without heal"),
         ({"heal": "interleaved", "strategy": "native"}, "heal has no effect with strategy"),

@@ -122,6 +122,59 @@ def test_against_pytorch(root: Path, case: Case, batched: bool) -> None:
         assert_same(decode(target, cache, TOKENS[-1]), within_windows(folders[1], expected))
 
 
+@pytest.mark.parametrize("heal", ["idle", "layers"])
+def test_what_is_translated_is_read_behind(root: Path, case: Case, heal: str) -> None:
+    """In chunks, above the native layers and head; a native tail stays as it was read."""
+    source, target, translator = opened(root, case)
+    part = {"native_layers": 2, "native_head": 5, "native_tail": 4}
+    asked = {"translator": translator, "prefill_step_size": 16, "heal": heal, **part}
+    if any(geometry.window is not None for geometry in target.geometry.layers):
+        with pytest.raises(kv.UnsupportedModelError, match="cannot be healed"):
+            kv.hand_over(source, target, TOKENS, **asked)
+        return
+    cache = kv.hand_over(source, target, TOKENS, **asked)
+    before = [[np.array(a) for a in arrays(c)] for c in cache]
+    stop = len(TOKENS) - 1 - 4
+    assert cache.left == stop - 5
+    while cache.left:
+        cache.heal(1e-6)
+    for c, own, old in zip(cache, native(target, TOKENS[:-1], 2048), before, strict=True):
+        for a, b, was in zip(arrays(c), arrays(own), old, strict=True):
+            near = 1e-4 * np.abs(b).max()
+            assert np.abs(a[..., :stop, :] - b[..., :stop, :]).max() < near
+            assert np.array_equal(a[..., stop:, :], was[..., stop:, :])
+
+
+def test_layers_to_read_at_once_have_a_default(root: Path) -> None:
+    """A quarter of all, unless the translator was tuned or somebody says how many."""
+    source, target, translator = opened(root, CASES[0])
+    config, weights = translator_folder.read(translator)
+    most, own = len(target.attentions), native(target, TOKENS[:-1], 2048)
+    tuned = dataclasses.replace(config, provenance={**config.provenance, "native_layers": 2})
+    for found, given, wanted in (
+        (config, None, -(-most // 4)), (tuned, None, 2), (tuned, 0, 0), (config, 1, 1),
+    ):  # fmt: skip
+        cache = kv.hand_over(
+            source, target, TOKENS, translator=build(found, weights), native_layers=given,
+            heal="layers",
+        )  # fmt: skip
+        same = [equal(c, o) for c, o in zip(cache, own, strict=True)]
+        assert same == [True] * wanted + [False] * (most - wanted)
+
+
+def test_a_cache_that_heals_says_what_is_wrong(root: Path) -> None:
+    source, target, translator = opened(root, CASES[0])
+    with pytest.raises(ValueError, match="heal is 'interleaved'; give idle or layers"):
+        kv.hand_over(source, target, TOKENS, translator=translator, heal="interleaved")
+    cache = kv.hand_over(source, target, TOKENS, translator=translator, heal="idle")
+    with pytest.raises(ValueError, match="seconds is 0; give a number above 0"):
+        cache.heal(0)
+    for layer in cache:
+        layer.trim(3)
+    with pytest.raises(ValueError, match="hold 37 tokens, fewer than the 40 of the prompt"):
+        cache.heal()
+
+
 def test_no_later_layer_runs(root: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not one is entered, and the last one that is runs no further than its keys and values.
 

@@ -24,9 +24,9 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
     found: list[Chunk] = []
     reread = healing.reread
 
-    def spy(model: Any, cache: Any, tokens: Any, start: int) -> None:
+    def spy(model: Any, cache: Any, tokens: Any, start: int, above: Any = None) -> None:
         found.append(Chunk(start, len(tokens), cache))
-        reread(model, cache, tokens, start)
+        reread(model, cache, tokens, start, above)
 
     monkeypatch.setattr(healing, "reread", spy)
     return found

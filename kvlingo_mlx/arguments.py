@@ -141,6 +141,7 @@ SAMPLING = (
 )
 BITS = (CACHE_BITS, Need("quantized_kv_start", "kv_bits", is_set, 8))
 HEALED = Need("heal_share", "heal", is_set, "interleaved")
+DOUBTED = Need("on_doubt", "guard", bool, 32)
 ONE_MODEL = "with one model, since there is no hand-over; give two models or more"
 
 # Keys are the functions' qualified names.
@@ -154,13 +155,19 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
         *BITS,
         DRAFTED,
         _thinking("prompt"),
-        Need("translator allow_mismatch native_layers native_head native_tail heal", "strategy",
-             but("native"), "accelerator", "by which the decode model reads all of the prompt"),
+        Need("translator allow_mismatch native_layers native_head native_tail heal guard",
+             "strategy", but("native"), "accelerator",
+             "by which the decode model reads all of the prompt"),
         HEALED,
+        DOUBTED,
     ),
     "folded_stream_generate": (*SAMPLING, CACHE_BITS, _thinking("prompt")),
     "folded_hand_over": (CACHE_BITS,),
-    "hand_over": (_thinking("tokens"),),
+    "hand_over": (
+        _thinking("tokens"),
+        DOUBTED,
+        Need("guard", "prompt_cache", off, why="whose last predictions are not known"),
+    ),
     "fit": (
         Need("nu", "assignment", lambda rule: not named(rule, "Assignment"),
              told="beside an Assignment, which lists the layers itself; leave out one of them"),
@@ -246,7 +253,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("max_tokens", "prefill_step_size", "num_draft_tokens", "nu", "memory", "kv_bits",
          "kv_group_size", "quantized_kv_start"), NUMBER),
-    **dict.fromkeys(("native_head", "native_tail"), TOKENS),
+    **dict.fromkeys(("native_head", "native_tail", "guard"), TOKENS),
     "characters": Kind(lambda value: _whole(value) and value >= 0,
                        "a number of characters, 0 or more"),
     **dict.fromkeys(
@@ -255,7 +262,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",
          "name", "prefill", "reasoning", "first_token", "where", "on_full",
-         "heal"), TEXT),
+         "heal", "on_doubt"), TEXT),
     **dict.fromkeys(("prefill_model", "decode_model", "source", "target", "draft_model"), MODEL),
     **dict.fromkeys(("sampler", "progress", "solving", "suits", "until"), FUNCTION),
     "path_or_hf_repo": MODEL,

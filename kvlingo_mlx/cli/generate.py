@@ -54,6 +54,16 @@ class GenerateOptions(WritingOptions):
         "layers: its first layers at once, the others so.",
     )
     heal_share: HealShare = 0.5
+    guard: int = option(
+        0,
+        "Compare both models over so many last tokens of the prompt, as the receipt does with 32; "
+        "0: do not.",
+    )
+    on_doubt: str = option(
+        "warn",
+        "If they are further apart than usual: warn; heal, as --heal interleaved; or reread, the "
+        "target reads the prompt itself first.",
+    )
     system_prompt: str | None = option(None, "System message for the chat template.")
     ignore_chat_template: bool = option(False, "Take the prompt as raw text.")
     thinking: Thinking = None
@@ -143,7 +153,7 @@ def _arguments(
         given |= options.some("kv_bits kv_group_size")
     if options.memory_budget:
         return given
-    given |= options.some("strategy native_head native_tail heal heal_share")
+    given |= options.some("strategy native_head native_tail heal heal_share guard on_doubt")
     if options.kv_bits is not None:
         given |= options.some("quantized_kv_start")
     if options.draft_model is not None:

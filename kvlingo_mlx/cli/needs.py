@@ -114,14 +114,15 @@ MEMORY_BUDGET = (
 VERBS: dict[str, tuple[Need, ...]] = {
     "generate": (
         Need("draft_model num_draft_tokens strategy native_head native_tail quantized_kv_start "
-             "heal", "memory_budget", off, why=OWN_CACHE),
+             "heal guard", "memory_budget", off, why=OWN_CACHE),
         Need("native_layers", "memory_budget native_layers",
              lambda budget, layers: off(budget) or layers == "0", why=OWN_CACHE),
         Need("system_prompt ignore_chat_template", "messages_file", off, why="which is a chat"),
         Need("kv_group_size quantized_kv_start", "kv_bits", is_set, 8),
         Need("heal_share", "heal", is_set, "interleaved"),
+        Need("on_doubt", "guard", bool, 32),
         Need("num_draft_tokens", "draft_model", is_set, "MODEL"),
-        Need("translator quantize allow_mismatch native_layers native_head native_tail heal",
+        Need("translator quantize allow_mismatch native_layers native_head native_tail heal guard",
              "strategy", but("native"), "accelerator", "by which --target reads all of the prompt"),
         Need("system_prompt thinking", "ignore_chat_template", off,
              why="which takes the prompt as it is"),

@@ -63,7 +63,8 @@ def command(options: VerifyOptions) -> None:
         found = measured.receipt
         sound, text = verdict(found, left)
         useless = found.grade == GRADES[-1]
-        kept = not options.allow_mismatch and keep_receipt(folder, config, weights, measured)
+        keeps = sound and not options.allow_mismatch
+        kept = keeps and keep_receipt(folder, config, weights, measured)
         numbers = {**found.to_json(), "recovered": found.recovered, "grade": found.grade}
     elif sound:
         rows["grade"] = said_of(config)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,21 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Map, maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.loading.grading import GRADES, Receipt, recall_of, receipt_of
+from kvlingo_mlx.handover.fill import take_over
+from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.handover.plan import Plan
+from kvlingo_mlx.loading.grading import (
+    GRADES,
+    GUARD,
+    Apart,
+    Receipt,
+    cuts,
+    recall_of,
+    receipt_of,
+)
 from kvlingo_mlx.loading.translators import store
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.hidden import recorded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
@@ -136,8 +150,37 @@ def agreement(
         for ways, (sample, value) in zip(found, asked, strict=True)
         if value
     ]
-    receipt = Receipt(kl, float(same.mean()), native_layers, hidden, recall_of(hits))
+    pair, apart = (source, target, translator), None
+    if other is None:
+        each = [n for sample, _ in asked for n in usual(*pair, sample.prefix, native_layers)]
+        apart = Apart.of(each)
+    receipt = Receipt(kl, float(same.mean()), native_layers, hidden, recall_of(hits), apart)
     return Agreement(receipt, len(asked), same.size)
+
+
+def usual(
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    tokens: Sequence[int],
+    native_layers: int = 0,
+) -> list[float]:
+    """How far two models lie apart over the last tokens of a prompt, as a guard measures it.
+
+    The prompt is also measured where it is cut short, since a guard meets all kinds of ends.
+    """
+    with recorded(source) as hidden:
+        (states,) = capture.prefill(source, tokens[:-1], len(tokens))
+        mx.eval(hidden)
+    found, native = [], Native(native_layers, tail=GUARD)
+    for stop in cuts(len(tokens) - 1):
+        plan = Plan(source, target, list(tokens[: stop + 1]), translator, native, guard=GUARD)
+        watch = plan.watch()
+        assert watch is not None
+        watch.source_read(hidden[0][0, stop - GUARD : stop])
+        take_over(plan, [states.part(0, stop - GUARD)], watch=watch)
+        found.append(watch.measured(tokens[stop - GUARD + 1 : stop + 1])[0])
+    return found
 
 
 def _compared(
@@ -188,11 +231,18 @@ def keep_receipt(
     """Write a measurement into a stored translator without a receipt; whether it was written.
 
     Only the user's own store is written to. A receipt that is there stays: it says what the
-    translator's maker measured.
+    translator's maker measured. If it is of a version that did not measure what a guard compares,
+    this is added.
     """
-    if folder.parent != store() or receipt_of(config) is not None:
+    receipt = receipt_of(config)
+    if folder.parent != store():
         return False
-    left = {**found.receipt.to_json(), "tokens": found.tokens}
+    if receipt is None:
+        left = {**found.receipt.to_json(), "tokens": found.tokens}
+    elif receipt.guard is None and found.receipt.guard is not None:
+        left = {**config.provenance["receipt"], "guard": asdict(found.receipt.guard)}
+    else:
+        return False
     told = replace(config, provenance={**config.provenance, "receipt": left})
     translator_folder.write(folder, told, weights, overwrite=True)
     return True

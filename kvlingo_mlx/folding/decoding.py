@@ -30,7 +30,7 @@ from kvlingo_mlx.handover.plan import (
     check_tokens,
     prepare_whole,
 )
-from kvlingo_mlx.handover.responses import GenerationResponse, decoded, joined
+from kvlingo_mlx.handover.responses import GenerationResponse, Started, decoded, joined
 from kvlingo_mlx.handover.sampling import AnswerOptions, LogitsProcessor, Sampler, choice_of, given
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -249,9 +249,9 @@ def folded_stream_generate(
     quantised = Bits(kv_bits, kv_group_size)
     plan = _prepare(prefill_model, decode_model, prompt, asked, quantised)
 
-    def start(clock: Clock) -> dict[str, Any]:
+    def start(clock: Clock) -> Started:
         cache = _folded(plan, [plan.tokens], asked, quantised, clock)
-        return {"prompt": plan.tokens[-1:], "prompt_cache": cache}
+        return Started({"prompt": plan.tokens[-1:], "prompt_cache": cache}, plan)
 
     yield from decoded(plan, choice, start, max_tokens, tools)
 

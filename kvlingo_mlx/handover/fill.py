@@ -11,7 +11,8 @@ import contextlib
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -22,10 +23,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.validation import validate_cache
-from kvlingo_mlx.handover import cross_tokenizer, healing, hybrid
+from kvlingo_mlx.handover import cross_tokenizer, guarding, healing, hybrid
+from kvlingo_mlx.handover.guarding import Guarded, Watch
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.hidden import hidden_states, recorded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt
 from kvlingo_mlx.models.states import KVStates
@@ -72,13 +75,15 @@ def filled(
     source_cache: list[Any] | None = None,
     held: KVStates | None = None,
     below: hybrid.Below | None = None,
+    watch: Watch | None = None,
 ) -> list[Any]:
     """Fill the target's cache with a plan's prefix, chunk by chunk; return it evaluated.
 
     The maps work token by token, so each chunk's capture is dropped once it is translated. After
     the last chunk there is one synchronisation, for all layers together. The source's own cache
     is dropped too, unless the caller gives ``source_cache``, which is then filled. ``held`` are the
-    states that ``source_cache`` holds already. ``below`` keeps what the native layers end on.
+    states that ``source_cache`` holds already. ``below`` keeps what the native layers end on,
+    ``watch`` what both models make of the last tokens.
 
     Returns:
         Stock mlx-lm caches. Between two tokenizers their ``offset`` is the number of entries, which
@@ -92,9 +97,26 @@ def filled(
     if held is not None:
         begun, starts = held.end, range(held.start, held.end, plan.step_size)
         first = (held.part(start, min(start + plan.step_size, held.end)) for start in starts)
-    prefilled = capture.prefill(plan.source, read, plan.step_size, source_cache, begun)
+    own = make_prompt_cache(plan.source.model) if source_cache is None else source_cache
+    prefilled = _read(plan, read, own, begun, watch)
+    del own
     with mx.stream(generation_stream), contextlib.closing(prefilled) as rest:
-        return take_over(plan, itertools.chain(first, rest), clock, below)
+        return take_over(plan, itertools.chain(first, rest), clock, below, watch)
+
+
+def _read(
+    plan: Plan, tokens: Sequence[int], cache: list[Any], begun: int, watch: Watch | None
+) -> Generator[KVStates, None, None]:
+    """The source's states of ``tokens`` from position ``begun`` on, chunk by chunk."""
+    last = len(tokens) - (watch.tokens if watch else 0)
+    yield from capture.prefill(plan.source, tokens[:last], plan.step_size, cache, begun)
+    if watch is None:
+        return
+    with working(), recorded(plan.source) as hidden:
+        spans = list(capture.prefill(plan.source, tokens, watch.tokens, cache, last))
+        mx.eval(hidden)
+    watch.source_read(hidden[0][0])
+    yield from spans
 
 
 def take_over(
@@ -102,6 +124,7 @@ def take_over(
     spans: Iterable[KVStates],
     clock: Clock | None = None,
     below: hybrid.Below | None = None,
+    watch: Watch | None = None,
 ) -> list[Any]:
     """Fill the target's cache from source states that exist already or arrive span by span.
 
@@ -110,6 +133,7 @@ def take_over(
         spans: The source's states of the prefix, in order; each is freed once it is translated.
         clock: Books the time of each phase.
         below: Keeps the hidden states on which the native layers end.
+        watch: Keeps the target's hidden states of the last tokens.
 
     Returns:
         Stock mlx-lm caches, evaluated.
@@ -119,7 +143,7 @@ def take_over(
         cache = cross_tokenizer.filled_across(plan, plan.aligned, spans, lap)
         validate_cache(cache, plan.target, plan.aligned.num_entries)
     else:
-        cache = _take_over(plan, spans, lap, below)
+        cache = _take_over(plan, spans, lap, below, watch)
         validate_cache(cache, plan.target, len(plan.prefix))
     return cache
 
@@ -129,6 +153,7 @@ def _take_over(
     spans: Iterable[KVStates],
     lap: Callable[[str], None],
     below: hybrid.Below | None,
+    watch: Watch | None,
 ) -> list[Any]:
     """:func:`take_over` for two models of one tokenizer."""
     assert plan.translator is not None
@@ -157,7 +182,13 @@ def _take_over(
             del states
             mx.eval(caches.arrays(cache))
         lap("translate")
-    hybrid.read_layers(target, prefix[span.stop :], cache, step_size)
+    last = len(prefix) - (watch.tokens if watch else 0)
+    hybrid.read_layers(target, prefix[span.stop : last], cache, step_size)
+    if watch is not None:
+        with working():
+            hidden = hidden_states(target, prefix[last:], cache)
+            mx.eval(hidden, caches.arrays(cache))
+        watch.target_read(hidden)
     lap("native")
     return cache
 
@@ -178,6 +209,8 @@ def hand_over(
     enable_thinking: bool | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     heal: str | None = None,
+    guard: int = 0,
+    on_doubt: str = guarding.WARN,
 ) -> list[Any]:
     """Prefill with one model; return the other model's cache of ``tokens[:-1]``.
 
@@ -206,6 +239,10 @@ def hand_over(
             ``heal()`` lets the decode model read the prompt itself, a chunk a call, in the place of
             the translation. ``layers`` also lets it read some layers at once: ``native_layers``,
             the tuned number or a quarter of all. No layer is read twice.
+        guard: The number of last tokens over which both models are compared, as in ``generate``; 0
+            for no guard.
+        on_doubt: What is done if the translation looks out of its depth: ``warn``, or ``reread``,
+            the decode model reads the tokens itself.
 
     Returns:
         Stock mlx-lm caches, evaluated, for ``mlx_lm.generate.generate_step(
@@ -223,6 +260,7 @@ def hand_over(
             ``heal`` is given, and the decode model has windows or another tokenizer.
     """
     healing.check_way(heal, healing.HANDED)
+    guarding.check_guard(guard, on_doubt, guarding.HANDED)
     asked = Asked(
         translator,
         prefill_step_size=prefill_step_size,
@@ -233,6 +271,7 @@ def hand_over(
         native_tail=native_tail,
         allow_mismatch=allow_mismatch,
         heal=heal,
+        guard=guard,
     )
 
     def check(plan: Plan) -> None:
@@ -246,11 +285,34 @@ def hand_over(
             raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
         held = _held(prompt_cache, plan.source, plan.translator, len(plan.prefix))
     below = None if heal is None else plan.below()
-    cache = filled(plan, source_cache=prompt_cache, held=held, below=below)
-    return cache if heal is None else healing.HealingCache(cache, behind(plan, cache, below))
+    watch = plan.watch()
+    cache = filled(plan, source_cache=prompt_cache, held=held, below=below, watch=watch)
+    doubts = () if watch is None else judged(plan, watch, on_doubt).doubts
+    if doubts and on_doubt == guarding.REREAD:
+        plan, cache = alone(plan), make_prompt_cache(plan.target.model)
+        with mx.stream(generation_stream):
+            hybrid.read_layers(plan.target, plan.prefix, cache, plan.step_size)
+    return cache if heal is None else healing.HealingCache(cache, healing_of(plan, cache, below))
 
 
-def behind(plan: Plan, cache: Sequence[Any], below: hybrid.Below | None) -> healing.Prefix:
+def alone(plan: Plan) -> Plan:
+    """A plan by which the target reads the prompt itself."""
+    return replace(plan, way="native", translator=None, native=hybrid.Native(), guard=0)
+
+
+def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
+    """What the guard makes of a plan that was carried out; warns if that was asked for."""
+    assert plan.translator is not None
+    with working():
+        measured = watch.measured(plan.tokens[-watch.tokens :])
+    config = plan.translator.config
+    found = guarding.judged(config, measured, watch.tokens, len(plan.prefix))
+    if found.doubts and on_doubt == guarding.WARN:
+        guarding.warn(config, found)
+    return found
+
+
+def healing_of(plan: Plan, cache: Sequence[Any], below: hybrid.Below | None) -> healing.Prefix:
     """What the target reads in the place of its translated entries, from the front on.
 
     ``below`` has the hidden states on which its native layers ended.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Unpack
 
 from kvlingo_mlx.backend import mx
@@ -19,12 +20,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits, check_draft
-from kvlingo_mlx.handover import healing
-from kvlingo_mlx.handover.fill import Clock, behind, filled
+from kvlingo_mlx.handover import guarding, healing
+from kvlingo_mlx.handover.fill import Clock, alone, filled, healing_of, judged
+from kvlingo_mlx.handover.guarding import Guarded
 from kvlingo_mlx.handover.healing import HEAL_SHARE, Interleaved
-from kvlingo_mlx.handover.hybrid import Below
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
-from kvlingo_mlx.handover.responses import GenerationResponse, decoded, joined
+from kvlingo_mlx.handover.responses import GenerationResponse, Started, decoded, joined
 from kvlingo_mlx.handover.sampling import (
     DecodingOptions,
     LogitsProcessor,
@@ -59,6 +60,8 @@ class GenerateOptions(DecodingOptions, total=False):
     num_draft_tokens: int
     heal: str | None
     heal_share: float
+    guard: int
+    on_doubt: str
 
 
 def check_max_tokens(max_tokens: int) -> None:
@@ -88,6 +91,8 @@ def stream_generate(
     num_draft_tokens: int = 2,
     heal: str | None = None,
     heal_share: float = HEAL_SHARE,
+    guard: int = 0,
+    on_doubt: str = guarding.WARN,
     **options: Unpack[DecodingOptions],
 ) -> Generator[GenerationResponse, None, None]:
     """Prefill with one model, decode with another; yield one response per token.
@@ -104,47 +109,60 @@ def stream_generate(
     choice = choice_of(known, sampler, logits_processors)
     check_max_tokens(max_tokens)
     healing.check_way(heal, healing.ANSWERING, heal_share)
+    guarding.check_guard(guard, on_doubt)
     tools = known.get("tools")
     asked = Asked(
         *(translator, strategy, prefill_step_size, enable_thinking, tools),
-        *(native_layers, native_head, native_tail, allow_mismatch, draft_model, heal),
-    )
+        *(native_layers, native_head, native_tail, allow_mismatch, draft_model),
+        heal=heal, guard=guard,
+    )  # fmt: skip
     decode_options = {name: known[name] for name in DECODE_OPTIONS if name in known}
 
     def check(plan: Plan) -> None:
         _check_bits(plan, decode_options)
         if heal is not None:
-            _check_healing(plan, heal, decode_options)
+            _check_healing(plan, f"heal is {heal!r}", decode_options)
+        elif guard and on_doubt == guarding.HEAL:
+            _check_healing(plan, "on_doubt is 'heal'", decode_options)
         if plan.draft is not None:
             check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, num_draft_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, asked, check)
     if plan.draft is not None:
         decode_options |= {"draft_model": plan.draft.model, "num_draft_tokens": num_draft_tokens}
-    below, between = None, None
-    if heal is not None and plan.translator is not None:
-        below = plan.below()
-        between = functools.partial(_between, plan, below, heal_share)
-    start = functools.partial(_start, plan, below)
-    yield from decoded(plan, choice, start, max_tokens, tools, between, **decode_options)
+    start = functools.partial(_start, plan, Behind(heal, heal_share, on_doubt))
+    yield from decoded(plan, choice, start, max_tokens, tools, **decode_options)
 
 
-def _check_healing(plan: Plan, heal: str, options: Mapping[str, Any]) -> None:
+@dataclass(frozen=True)
+class Behind:
+    """What a caller wants to be read behind a translation.
+
+    Attributes:
+        heal: How, or None.
+        share: The share of its speed that decoding keeps.
+        on_doubt: What the guard leads to if the translation is in doubt.
+    """
+
+    heal: str | None
+    share: float
+    on_doubt: str
+
+    def wanted(self, guarded: Guarded | None) -> bool:
+        """Whether something is read, after what the guard has found, if anything."""
+        doubtful = guarded is not None and bool(guarded.doubts)
+        return self.heal is not None or (doubtful and self.on_doubt == guarding.HEAL)
+
+
+def _check_healing(plan: Plan, asked: str, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be healed while it is decoded, before anything is prefilled."""
     healing.check_models(plan.source, plan.target)
     if options or plan.draft is not None:
         other = "draft_model" if plan.draft is not None else "kv_bits"
         raise ValueError(
-            f"heal is {heal!r}, which needs a cache that nothing else changes, and {other} does; "
-            "leave one of them out"
+            f"{asked}, which needs a cache that nothing else changes, and {other} does; leave one "
+            "of them out"
         )
-
-
-def _between(
-    plan: Plan, below: Below | None, share: float, cache: Sequence[Any]
-) -> Interleaved:
-    """What the target reads between its steps: all that it holds translated, from the front on."""
-    return Interleaved(behind(plan, cache, below), share)
 
 
 def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:
@@ -154,35 +172,48 @@ def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:
             check_bits(model, bits, options.get("kv_group_size", 64))
 
 
-def _start(plan: Plan, below: Below | None, clock: Clock) -> dict[str, Any]:
-    """The prompt and caches that mlx-lm starts from, with the time so far booked on ``clock``.
+def _start(plan: Plan, behind: Behind, clock: Clock) -> Started:
+    """Read a plan's prompt, with the time so far booked on ``clock``.
 
-    They are the last token and the caches of all tokens before it, a draft model's too. ``below``
-    keeps the hidden states on which the native layers end. Where the
-    target reads the prompt itself, they are the whole prompt, and mlx-lm's progress books the time.
+    mlx-lm starts from the last token and the caches of all tokens before it, a draft model's too.
     """
     if plan.way == "native":
-
-        def read(done: int, total: int) -> None:
-            if done < total:
-                clock.lap("prefill" if done else "prepare")
-
-        return {
-            "prompt": plan.tokens,
-            "prefill_step_size": plan.step_size,
-            "prompt_progress_callback": read,
-        }
+        return Started(_alone(plan, clock), plan)
     draft = plan.draft
     draft_cache = [] if draft is None else make_prompt_cache(draft.model)
     own = draft_cache if draft is plan.source and plan.aligned is None else None
-    cache = filled(plan, clock, own, below=below)
+    may_heal = behind.heal is not None or (plan.guard and behind.on_doubt == guarding.HEAL)
+    below, watch = plan.below() if may_heal else None, plan.watch()
+    cache = filled(plan, clock, own, below=below, watch=watch)
+    guarded = None if watch is None else judged(plan, watch, behind.on_doubt)
+    clock.lap("guard")
+    if guarded is not None and guarded.doubts and behind.on_doubt == guarding.REREAD:
+        return Started(_alone(plan, clock), alone(plan), guarded=guarded)
+    between = Interleaved(None)
+    if behind.wanted(guarded):
+        between = Interleaved(healing_of(plan, cache, below), behind.share)
     if draft is not None and own is None:
         with mx.stream(generation_stream):
             for _ in capture.prefill(draft, plan.prefix, plan.step_size, draft_cache):
                 pass
         clock.lap("draft")
     cache += draft_cache  # in place: mlx-lm frees what it quantises only from the list it is given
-    return {"prompt": plan.tokens[-1:], "prompt_cache": cache}
+    given = {"prompt": plan.tokens[-1:], "prompt_cache": cache}
+    return Started(given, plan, between, guarded)
+
+
+def _alone(plan: Plan, clock: Clock) -> dict[str, Any]:
+    """The whole prompt, which mlx-lm lets the target read; its progress books the time."""
+
+    def read(done: int, total: int) -> None:
+        if done < total:
+            clock.lap("prefill" if done else "prepare")
+
+    return {
+        "prompt": plan.tokens,
+        "prefill_step_size": plan.step_size,
+        "prompt_progress_callback": read,
+    }
 
 
 def check_drafting(
@@ -246,8 +277,13 @@ def generate(
             :func:`hand_over`), ``heal`` (``interleaved``: between two steps the decode model
             reads the prompt itself, in the place of the translation; ``layers``: it reads its
             first layers at once, ``native_layers`` or a quarter of all, and goes on above them;
-            not with ``kv_bits`` or ``draft_model``, nor for models with windows), ``heal_share`` (0.5: the share of its
-            speed that decoding keeps meanwhile), ``allow_mismatch``; ``draft_model``
+            not with ``kv_bits`` or ``draft_model``, nor for models with windows), ``heal_share``
+            (0.5: the share of its speed that decoding keeps meanwhile), ``guard`` (0: none; else
+            the number of last tokens that the decode model reads itself and over which both models
+            are compared: 32 as in the receipt) and ``on_doubt`` (what is done if the translation
+            looks out of its depth: ``warn``; ``heal``, as if ``heal`` were ``interleaved``;
+            ``reread``, the decode model reads the prompt itself before it answers),
+            ``allow_mismatch``; ``draft_model``
             (speculative decoding as in mlx-lm; the prefill model can be the draft model, and then
             reads the prompt only once) and ``num_draft_tokens`` (2); the rest as in
             :func:`stream_generate`.

@@ -15,8 +15,10 @@ from typing import Any
 
 from kvlingo_mlx.caches.memory import check_caches
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.handover import healing, timings
+from kvlingo_mlx.handover import guarding, healing, timings
+from kvlingo_mlx.handover.guarding import Watch
 from kvlingo_mlx.handover.hybrid import Below, Native, native_part
+from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.models import Model, load, load_pair
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
@@ -34,7 +36,7 @@ AnyTranslator = Translator | str | os.PathLike[str] | None
 class Asked:
     """A caller's request for a hand-over, with the names and defaults of ``hand_over``.
 
-    ``strategy``, ``draft_model`` and ``heal`` are as in ``generate``.
+    ``strategy``, ``draft_model``, ``heal`` and ``guard`` are as in ``generate``.
     """
 
     translator: AnyTranslator = None
@@ -48,6 +50,7 @@ class Asked:
     allow_mismatch: bool = False
     draft_model: Model | None = None
     heal: str | None = None
+    guard: int = 0
 
     def native(self, config: TranslatorConfig) -> Native:
         """The part of the prefix that the target reads itself if this translator is used."""
@@ -71,6 +74,8 @@ class Plan:
         aligned: Between two tokenizers, the prompt as both models read it; else None.
         step_size: Tokens per prefill chunk.
         draft: A draft model, which needs a cache of its own.
+        guard: The last tokens of the prefix over which both models are compared. The target reads
+            them itself, and the source too.
         way: ``accelerator``; ``native`` where the target reads the prompt itself; ``folded``.
         loaded_at: When both models were loaded, by ``time.perf_counter``.
     """
@@ -83,6 +88,7 @@ class Plan:
     aligned: AlignedPrefix | None = None
     step_size: int = 2048
     draft: LanguageModel | None = None
+    guard: int = 0
     way: str = "accelerator"
     loaded_at: float | None = None
 
@@ -101,12 +107,16 @@ class Plan:
         layers = self.native.layers if self.span and self.translator is not None else 0
         return Below(self.target, layers) if layers > 1 else None
 
+    def watch(self) -> Watch | None:
+        """What keeps both models' hidden states of the last tokens, if they are compared."""
+        return Watch(self.source, self.target, self.guard) if self.guard else None
+
     @property
     def read(self) -> Sequence[int]:
         """The tokens that the source reads, by its own tokenizer."""
         if self.aligned is not None:
             return self.aligned.source_ids[: self.aligned.num_read]
-        return self.prefix[: self.span.stop]
+        return self.prefix if self.guard else self.prefix[: self.span.stop]
 
     @property
     def num_translated(self) -> int:
@@ -176,6 +186,8 @@ def prepare(
         asked.translator, plan.source, plan.target, allow_mismatch=asked.allow_mismatch
     )
     plan = replace(plan, translator=translator, native=asked.native(translator.config))
+    if asked.guard:
+        return guarded(plan, asked.guard)
     tell_of_length(translator.config, len(plan.tokens))
     if translator.config.alignment is None:
         return plan
@@ -186,6 +198,20 @@ def prepare(
         )
     switches = {"enable_thinking": asked.enable_thinking, "tools": asked.tools}
     return replace(plan, aligned=align(plan.source, plan.target, prompt, **switches))
+
+
+def guarded(plan: Plan, tokens: int) -> Plan:
+    """A plan whose last ``tokens`` both models read, so that they can be compared.
+
+    Raises:
+        IncompatibleTranslatorError: The translator's receipt does not say what is usual.
+    """
+    assert plan.translator is not None
+    guarding.check_reference(plan.translator.config)
+    number = watched(tokens, len(plan.prefix))
+    native = replace(plan.native, tail=max(plan.native.tail, number))
+    made = replace(plan, native=native)
+    return replace(made, guard=number) if made.span else plan
 
 
 def prepare_whole(

@@ -6,7 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -18,6 +18,7 @@ from kvlingo_mlx.caches.validation import first_bad, room_for
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.answers import AnswerReader, ToolCall
 from kvlingo_mlx.handover.fill import PHASES, Clock
+from kvlingo_mlx.handover.guarding import Guarded
 from kvlingo_mlx.handover.healing import Interleaved
 from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
@@ -57,6 +58,7 @@ class GenerationResponse(MLXResponse):
         translator: The folder of the translator that was used, "made in this process" if it has
             none; None where nothing was translated. In a conversation there can be several.
         translator_digest: A sha256 of what the translator computes (``Translator.digest``).
+        guarded: What the guard found, if one was asked for.
     """
 
     content: str = ""
@@ -75,6 +77,7 @@ class GenerationResponse(MLXResponse):
     strategy: str = "switch"
     translator: str | None = None
     translator_digest: str | None = None
+    guarded: Guarded | None = None
 
 
 @dataclass(frozen=True)
@@ -105,24 +108,39 @@ class Counts:
         return cls(prompt, 0, translated, prompt - translated, native_layers=layers)
 
 
+@dataclass(frozen=True)
+class Started:
+    """A prompt that has been read.
+
+    Attributes:
+        given: What mlx-lm starts from: its options ``prompt``, ``prompt_cache`` and others.
+        plan: How the prompt was read in the end.
+        between: What is read between two steps of the answer.
+        guarded: What the guard found.
+    """
+
+    given: dict[str, Any]
+    plan: Plan
+    between: Interleaved = field(default_factory=lambda: Interleaved(None))
+    guarded: Guarded | None = None
+
+
 def decoded(
     plan: Plan,
     choice: Choice,
-    start: Callable[[Clock], dict[str, Any]],
+    start: Callable[[Clock], Started],
     max_tokens: int,
     tools: Sequence[Mapping[str, Any]] | None,
-    healing: Callable[[Sequence[Any]], Interleaved] | None = None,
     **options: Any,
 ) -> Generator[GenerationResponse, None, None]:
     """Decode a plan's target; yield one response per token, up to a stop text.
 
     Args:
-        plan: How the prompt is read.
+        plan: How the prompt is to be read.
         choice: How tokens are chosen.
-        start: Reads the prompt, books the time, and returns what mlx-lm starts from.
+        start: Reads the prompt and books the time.
         max_tokens: The most tokens to write; -1 for as many as the context has room for.
         tools: The tools that the template has announced.
-        healing: Says what is read between two steps into the caches that it is given.
         options: mlx-lm's own decoding options.
     """
     target, clock = plan.target, Clock(plan.loaded_at)
@@ -132,8 +150,9 @@ def decoded(
     clock.lap("prepare")
     with wired(target.model):
         started = start(clock)
+        plan, given, between = started.plan, started.given, started.between
         choice.begin()
-        prefix = plan.tokens[: -len(started["prompt"])]
+        prefix = plan.tokens[: -len(given["prompt"])]
         processors = with_prefix(choice.logits_processors, prefix)
         responses = mlx_stream_generate(
             target.model,
@@ -141,13 +160,13 @@ def decoded(
             max_tokens=room,
             sampler=choice.sampler,
             logits_processors=processors,
-            **started,
+            **given,
             **options,
         )
         reader = AnswerReader(target.tokenizer, plan.tokens, choice.stop, tools)
         counts, used = Counts.of(plan), () if plan.translator is None else (plan.translator,)
-        ttft, held = None, started.get("prompt_cache", ())
-        between = Interleaved(None) if healing is None else healing(held)
+        ttft, held = None, given.get("prompt_cache", ())
+        between.began()
         with contextlib.closing(in_turn(responses)) as steps:
             for response in steps:
                 if ttft is None:
@@ -155,6 +174,7 @@ def decoded(
                     check_numbers(response, plan.source, target, held, processors)
                 between()
                 booked = timed(response, counts, ttft, clock.seconds, plan.way, used)
+                booked.guarded = started.guarded
                 told = reader.take(booked)
                 yield told
                 if told.finish_reason is not None:
@@ -281,10 +301,11 @@ def summary(response: GenerationResponse) -> str:
     used = "" if digest is None else f"Translator: {response.translator} (sha256 {digest[:12]})\n"
     layers = response.native_layers
     native = f", {layers} native layers" if layers else ""
+    guarded = "" if response.guarded is None else f"Guard: {response.guarded}\n"
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.strategy}{native}), "
         f"first token after {response.ttft_s:.3f} s{spent and f' ({spent})'}\n"
-        f"{used}Generation: {response.generation_tokens} tokens, "
+        f"{used}{guarded}Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )

@@ -9,6 +9,7 @@ compared.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -21,6 +22,10 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 # enough data reach 0.72 to 0.85, with a fifth of the facts recalled; fits on three tokens reach
 # 0.17 to 0.52, with none recalled; shuffled layers reach at most 0.40.
 WORKS, SOME = 0.9, 0.5
+# Standard deviations above the receipt's mean from which a translation is in doubt
+# (benchmarks/guard.py: detections and false alarms at each).
+UNUSUAL = 4.0
+GUARD = 32  # the last tokens of a prompt over which receipts compare both models
 GRADES = ("works", "better than nothing", "useless")
 UNGRADED = "ungraded"
 # What a fit says where it could leave no receipt; measuring again would leave none either.
@@ -43,6 +48,34 @@ class Recall:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """How far both models lie apart over the last tokens of the bundled prefixes, cut in quarters.
+
+    Attributes:
+        tokens: The number of last tokens that are compared.
+        mean: KL(source || target) of the next token, in nats, the target's from a translated cache;
+            the mean over these tokens and over prefixes.
+        spread: The standard deviation of the prefixes' own means.
+    """
+
+    tokens: int
+    mean: float
+    spread: float
+
+    @classmethod
+    def of(cls, found: Sequence[float]) -> Apart | None:
+        """From the prefixes' own means; None of fewer than two."""
+        if len(found) < 2:
+            return None
+        return cls(GUARD, statistics.mean(found), statistics.stdev(found))
+
+    @property
+    def limit(self) -> float:
+        """The largest mean over such tokens that is nothing unusual."""
+        return self.mean + UNUSUAL * self.spread
+
+
+@dataclass(frozen=True)
 class Receipt:
     """What was measured on the bundled conversations.
 
@@ -53,6 +86,8 @@ class Receipt:
         hidden_kl: The same KL with the prefix hidden; None in receipts of older versions.
         recall: Recall of the value that each conversation asks for; None in older receipts, and if
             the conversations were read as plain texts.
+        guard: What is usual over a prompt's last tokens; None in older receipts, and between two
+            tokenizers.
     """
 
     kl: float
@@ -60,6 +95,7 @@ class Receipt:
     native_layers: int = 0
     hidden_kl: float | None = None
     recall: Recall | None = None
+    guard: Apart | None = None
 
     @property
     def recovered(self) -> float | None:
@@ -117,7 +153,9 @@ def receipt_of(config: TranslatorConfig) -> Receipt | None:
         return None
     if not 0 <= layers <= len(config.target.layers):
         return None
-    return Receipt(kl, top1, layers, hidden_kl, _recall(left.get("recall")))
+    return Receipt(
+        kl, top1, layers, hidden_kl, _recall(left.get("recall")), _apart(left.get("guard"))
+    )
 
 
 def _number(value: Any) -> float | None:
@@ -129,6 +167,29 @@ def _recall(left: Any) -> Recall | None:
     found: Mapping[str, Any] = left if isinstance(left, dict) else {}
     shares = [_number(found.get(name)) for name in ("translated", "native", "hidden")]
     return None if None in shares else Recall(*(share for share in shares if share is not None))
+
+
+def watched(tokens: int, prefix: int) -> int:
+    """The last tokens of a prefix that are compared where ``tokens`` are asked for.
+
+    At least half of the prefix is translated.
+    """
+    return min(tokens, prefix // 2)
+
+
+def cuts(prefix: int) -> list[int]:
+    """Where a receipt cuts a prefix of so many tokens: at each quarter that is long enough."""
+    return [stop for q in (1, 2, 3, 4) if (stop := q * prefix // 4) >= 2 * GUARD]
+
+
+def _apart(left: Any) -> Apart | None:
+    """Read how far models lay apart from a stored receipt."""
+    found: Mapping[str, Any] = left if isinstance(left, dict) else {}
+    tokens = found.get("tokens")
+    mean, spread = (_number(found.get(name)) for name in ("mean", "spread"))
+    if type(tokens) is not int or tokens < 1 or mean is None or spread is None:
+        return None
+    return Apart(tokens, mean, spread) if mean >= 0 and spread >= 0 else None
 
 
 def said_of(config: TranslatorConfig) -> str:

@@ -6,7 +6,8 @@ the two run apart: the decoder's output is recorded, or given to the head in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -23,18 +24,25 @@ def text_of(model: LanguageModel) -> Any:
 
 def hidden_states(model: LanguageModel, tokens: Sequence[int], cache: Sequence[Any]) -> mx.array:
     """The final hidden states (T, width) of ``tokens`` after the contents of ``cache``, lazily."""
+    with recorded(model) as found:
+        model.model(mx.array([list(tokens)]), cache=cache)  # the logits are never worked out
+    return found[0][0]
+
+
+@contextlib.contextmanager
+def recorded(model: LanguageModel) -> Iterator[list[mx.array]]:
+    """A list of the final hidden states (1, T, width) of each run inside this context, lazily."""
     found: list[mx.array] = []
 
-    def recorded(call: Call) -> Call:
+    def kept(call: Call) -> Call:
         def run(*args: Any, **kwargs: Any) -> mx.array:
             found.append(call(*args, **kwargs))
             return found[-1]
 
         return run
 
-    with calling([text_of(model).model], recorded):
-        model.model(mx.array([list(tokens)]), cache=cache)  # the logits are never worked out
-    return found[0][0]
+    with calling([text_of(model).model], kept):
+        yield found
 
 
 def logits_of(model: LanguageModel, hidden: mx.array) -> mx.array:

@@ -74,7 +74,7 @@ STATES = {
     "objective": ("kl", "ce", "mixed"),
     "tasks": ("continuation", "needles", "gsm8k", "repliqa", "recall"),
     "table_name": ("quant", "switch", "moe-switch", "all", "memory-budget"),
-    "strategy": ("native", "accelerator"),
+    "strategy": ("native", "accelerator"), "guard": (0, 32), "prompt_cache": (None, []),
     "assignment": ("x.json", "relative_depth", "r2"),
     "task_data": ("quac=x", "gsm8k=x"),
     "suite": ("paper", "base", "paper:gsm8k", "base:boolq"),
@@ -281,7 +281,7 @@ ALWAYS_ARGUMENTS = set(
     "assignment head_mixing ridge memory progress models translators system enable_thinking tools "
     "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
     "characters overwrite solving suits data minutes out max_kl min_recall "
-    "nu seed force told answers seconds until".split()
+    "nu seed force told answers seconds until heal guard".split()
 )
 # They take states, or a server's request, not what users type.
 INNER = (
@@ -329,6 +329,7 @@ SAMPLE: dict[str, Any] = {
     "offload": "disk", "native_layers": 2, "allow_mismatch": True, "lazy": True, "revision": "x",
     "quantize": 8, "enable_thinking": True, "first_token": "source", "translator": "x",
     "top_p": 0.5, "min_p": 0.1, "temperature": 0.5, "heal": "interleaved", "heal_share": 0.4,
+    "guard": 32, "on_doubt": "reread",
 }  # fmt: skip
 PARTNERS: dict[str, tuple[Any, ...]] = {
     "path_or_hf_repo": ("x", LOADED), "kv_bits": (None, 8), "draft_model": (None, "x"),

@@ -129,7 +129,9 @@ def test_reading_behind_goes_on_above_native_layers(name: str, plain: Opener) ->
     model = plain(name)
     asked = {"translator": worsened(model), "native_layers": 2, "heal": "layers"}
     if any(geometry.window is not None for geometry in model.geometry.layers):
-        with pytest.raises(kv.UnsupportedModelError, match=r"of its 3 cache layers .* keep a window"):
+        with pytest.raises(
+            kv.UnsupportedModelError, match=r"of its 3 cache layers .* keep a window"
+        ):
             kv.hand_over(model, model, TOKENS, **asked)
         return
     source, ran, _ = kv.load(model.path), [], model.cache_dtype  # which runs a token

@@ -5,16 +5,17 @@ Others verify the translator against it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
 from kvlingo_mlx.embedded.bundled import bundled, spelled
-from kvlingo_mlx.loading.grading import Receipt, recall_of
+from kvlingo_mlx.loading.grading import GUARD, Apart, Receipt, cuts, recall_of
 from kvlingo_mlx.tokenization.samples import Sample, other_tokenizer
 from kvlingo_mlx.training.objectives import Loss, objective_named
-from kvlingo_mlx.training.on_torch.gradients import conversation_loss, read
+from kvlingo_mlx.training.on_torch.gradients import conversation_loss, entries, handed_over, read
 from kvlingo_mlx.training.on_torch.losses import loss_of
 from kvlingo_mlx.training.on_torch.model import TorchModel
 from kvlingo_mlx.training.on_torch.translator import TorchTranslator
@@ -44,7 +45,16 @@ def receipt(
     ]
     top1 = sum(translated.agreed for translated, _, _ in losses) / tokens
     layers = translator.config.native_layers
-    found = Receipt(kl, top1, layers, hidden_kl, recall_of(hits))
+    apart = None
+    if other is None:
+        apart = Apart.of(
+            [
+                _apart(source, target, translator, sample.prefix[: stop + 1])
+                for sample, _ in asked
+                for stop in cuts(len(sample.prefix) - 1)
+            ]
+        )
+    found = Receipt(kl, top1, layers, hidden_kl, recall_of(hits), apart)
     return {**found.to_json(), "tokens": tokens, "dtype": target.precision}
 
 
@@ -69,3 +79,24 @@ def _losses(
         measured(student=reading.teacher),
         measured(student=alone),
     )
+
+
+@torch.no_grad()
+def _apart(
+    source: TorchModel, target: TorchModel, translator: TorchTranslator, tokens: Sequence[int]
+) -> float:
+    """How far two models lie apart over the last tokens of a prompt, as a guard measures it.
+
+    It is KL(source || target) of the next token, the target's from the translated cache.
+    """
+    last = len(tokens) - 1 - GUARD
+    config, following = translator.config, tokens[last:-1]
+    # A sample's last prefix token is run by the target, so it is the first of those compared.
+    sample = Sample(tuple(tokens[: last + 1]), ())
+    reading = handed_over(source, target, sample, config.capture, config.native_layers)
+    cache = target.cache(entries(target, translator, reading), last)
+    own = source.logits(source.hidden(tokens[:-1])[last:])
+    other = target.logits(target.hidden(following, cache)).to(own.device)
+    rows = min(own.shape[-1], other.shape[-1])
+    p, q = (torch.log_softmax(each[:, :rows].double(), dim=-1) for each in (own, other))
+    return float((p.exp() * (p - q)).sum(-1).mean())

@@ -1,0 +1,146 @@
+"""Whether a translation looks as it did when its translator was made.
+
+Over the last tokens of a prompt, which the target reads itself from the translated cache, the
+predictions of both models are compared. How far they lie apart where all is well, the translator's
+receipt says. Maps of other models, other fine-tunes, languages and kinds of text are seen that way.
+Facts that get lost in a long prompt are not: a prompt's last words seldom depend on them. So a
+prompt longer than those that the translator was made and tested on is doubtful by its length.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx, nn
+
+import numpy as np
+
+from kvlingo_mlx.errors import IncompatibleTranslatorError, KVLingoWarning
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.loading.grading import receipt_of
+from kvlingo_mlx.loading.pairing import check_one_tokenizer
+from kvlingo_mlx.models.hidden import logits_of
+from kvlingo_mlx.models.language_model import LanguageModel
+
+WARN, HEAL, REREAD = "warn", "heal", "reread"
+DOUBTS = (WARN, HEAL, REREAD)  # what may be done about a translation in doubt
+HANDED = (WARN, REREAD)  # the same, where the caller decodes
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """What two models made of a prompt's last tokens, the target from a translated cache.
+
+    Attributes:
+        tokens: The number of these tokens.
+        divergence: KL(source || target) of the next token, in nats, the mean over them.
+        limit: The largest divergence that is nothing unusual, by the translator's receipt.
+        source_loss: Minus the log probability that the source gives to each token that follows, in
+            nats, the mean.
+        target_loss: The same by the target.
+        doubts: Why the translation is in doubt, a phrase for each reason; empty if it is not.
+    """
+
+    tokens: int
+    divergence: float
+    limit: float
+    source_loss: float
+    target_loss: float
+    doubts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "; ".join(self.doubts) or (
+            f"nothing unusual: the models are {self.divergence:.2f} nats apart over the last "
+            f"{self.tokens} tokens of the prompt, at most {self.limit:.2f} are usual"
+        )
+
+
+class Watch:
+    """Keeps what both models make of the last ``tokens`` of a prompt, until it is asked.
+
+    Each model's hidden states (T, width) predict the token after each of these.
+    """
+
+    def __init__(self, source: LanguageModel, target: LanguageModel, tokens: int) -> None:
+        self.tokens, self._models = tokens, (source, target)
+        self._hidden: dict[str, mx.array] = {}
+
+    def source_read(self, hidden: mx.array) -> None:
+        """Keep the source's hidden states, which are evaluated."""
+        self._hidden["source"] = hidden
+
+    def target_read(self, hidden: mx.array) -> None:
+        """Keep the target's hidden states, which are evaluated."""
+        self._hidden["target"] = hidden
+
+    def measured(self, following: Sequence[int]) -> tuple[float, float, float]:
+        """The divergence, the source's loss and the target's; ``following`` are the true tokens."""
+        hidden = [self._hidden.pop(role) for role in ("source", "target")]
+        logits = [logits_of(m, h) for m, h in zip(self._models, hidden, strict=True)]
+        rows = min(each.shape[-1] for each in logits)  # a vocabulary may be padded differently
+        source, target = (nn.log_softmax(each[:, :rows]) for each in logits)
+        apart = (mx.exp(source) * (source - target)).sum(axis=-1).mean()
+        true = mx.array(list(following))[:, None]
+        losses = [-mx.take_along_axis(each, true, axis=-1).mean() for each in (source, target)]
+        found = mx.stack([apart, *losses])
+        divergence, *losses = np.array(found).tolist()
+        return divergence, losses[0], losses[1]
+
+
+def judged(config: TranslatorConfig, found: tuple[float, float, float], tokens: int,
+           prefix: int) -> Guarded:  # fmt: skip
+    """A measurement over the last ``tokens`` of a ``prefix`` beside what the translator knew."""
+    divergence, source_loss, target_loss = found
+    receipt = receipt_of(config)
+    assert receipt is not None and receipt.guard is not None
+    limit, doubts = receipt.guard.limit, []
+    if not divergence <= limit:  # NaN, too
+        doubts.append(
+            f"the models are {divergence:.2f} nats apart over the last {tokens} tokens of the "
+            f"prompt, where at most {limit:.2f} are usual"
+        )
+    longest = config.longest_prefix
+    if longest is not None and prefix > longest:
+        doubts.append(
+            f"the prompt has {prefix + 1} tokens, and the translator was made and tested on "
+            f"prefixes of at most {longest}"
+        )
+    return Guarded(tokens, divergence, limit, source_loss, target_loss, tuple(doubts))
+
+
+def check_guard(guard: int, doubt: str, doubts: Sequence[str] = DOUBTS) -> None:
+    """Refuse (ValueError) a guard over no tokens, or an unknown answer to a doubt."""
+    if guard < 0:
+        raise ValueError(f"guard is {guard}; give a number of tokens, 0 for no guard")
+    if doubt not in doubts:
+        raise ValueError(f"on_doubt is {doubt!r}; give {', '.join(doubts[:-1])} or {doubts[-1]}")
+
+
+def check_reference(config: TranslatorConfig) -> None:
+    """Refuse a translator whose receipt does not say what is usual.
+
+    Raises:
+        IncompatibleTranslatorError: It has no receipt, one of an older version, or is between two
+            tokenizers.
+    """
+    check_one_tokenizer(config, "guard")
+    receipt = receipt_of(config)
+    if receipt is None or receipt.guard is None:
+        raise IncompatibleTranslatorError(
+            f"the receipt of {config.title} does not say how far its models usually lie apart, "
+            f"which guard compares; `kvlingo-mlx verify TRANSLATOR --source {config.source.name} "
+            f"--target {config.target.name}` measures it and keeps it in your store; or leave out "
+            "guard (--guard)"
+        )
+
+
+def warn(config: TranslatorConfig, found: Guarded) -> None:
+    """Warn of a translation in doubt."""
+    warnings.warn(
+        f"the translation from {config.source.name} to {config.target.name} is in doubt: {found}; "
+        "let the decode model read behind it (on_doubt heal), or read anew (reread)",
+        KVLingoWarning,
+        stacklevel=4,
+    )

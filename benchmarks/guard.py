@@ -232,11 +232,11 @@ def show(pair: str, results: dict[str, Any]) -> None:
     print(f"\n{pair}: usual {results['usual']}")
     for name, row in results["rates"].items():
         alarms = "  ".join(f"{width} sd {share:.2f}" for width, share in row["alarms"].items())
-        means = row["means"]
-        print(f"  {name:24s} KL {means['divergence']:.2f} (own cache {means['own_divergence']:.2f})  "
-              f"alarms {alarms}  area {row['area_divergence']:.2f} (loss {row['area_excess']:.2f})  "
-              f"answer's KL {means['answer_kl']:.3f}, right {means['hit']:.2f} of "
-              f"{means['native_hit']:.2f}", flush=True)  # fmt: skip
+        means, areas = row["means"], (row["area_divergence"], row["area_excess"])
+        print(f"  {name:24s} KL {means['divergence']:.2f} (own cache "
+              f"{means['own_divergence']:.2f})  alarms {alarms}  area {areas[0]:.2f} "
+              f"(loss {areas[1]:.2f})  answer's KL {means['answer_kl']:.3f}, right "
+              f"{means['hit']:.2f} of {means['native_hit']:.2f}", flush=True)  # fmt: skip
 
 
 def main() -> None:

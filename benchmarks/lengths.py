@@ -1,11 +1,16 @@
 """Why recall falls beyond the trained length: sizes of translated entries, and what scaling does.
 
     python benchmarks/lengths.py --json FILE [--translator FOLDER ...]
+    python benchmarks/lengths.py --trained FOLDER ... --json FILE
 
 Dialogues with few and with many facts, so of two lengths. For each translator: recall and KL at
 each length; the energy of what it writes, as a share of the native cache's, and its error, by
 layer and position; and both scores with all translated keys (a temperature) and values scaled by a
 factor.
+
+``--trained``: translators of one pair that were trained on prefixes of several lengths
+(``tools/fit_zoo.py --facts``), at 512, 1,024 and 2,048 tokens: recall of six questions, KL and
+needles, with none, one and two native layers, beside native and both controls.
 """
 
 from __future__ import annotations
@@ -19,17 +24,18 @@ from typing import Any
 from kvlingo_mlx.backend import mx
 
 import numpy as np
-from quality import model_folder
+from quality import model_folder, standard_error
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
-from kvlingo_mlx.evaluation import conditions, continuation
+from kvlingo_mlx.evaluation import conditions, continuation, probes
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.reporting import measure
 
 FACTS = (16, 34, 68)
 KEYS, VALUES = (0.9, 1.0, 1.15, 1.3), (0.7, 1.0, 1.3)
+LENGTHS, TOKENS_PER_FACT, MOST_FACTS = (512, 1024, 2048), 15, 118
 PARTS = 4  # of a prefix, in which sizes are told apart
 
 
@@ -98,11 +104,53 @@ def looked_at(pair: str, folders: Sequence[Path], args: argparse.Namespace) -> d
     return results
 
 
+def trained(pair: str, folders: Sequence[Path], args: argparse.Namespace) -> dict[str, Any]:
+    """Recall, KL and needles of translators at each length and number of native layers."""
+    names = pair.split(":")
+    source, target = (load(model_folder(name, args.zoo)) for name in names)
+    makers: dict[str, Any] = {}
+    for folder in folders:
+        found = load_translator(folder)
+        for layers in (0, 1, 2):
+            name = f"{folder.parent.name}, {layers} native"
+            makers[name] = conditions.translated(source, target, found, layers)
+    wrong = conditions.shuffled(found)
+    makers["shuffled"] = conditions.translated(source, target, wrong)
+    makers["hidden"] = conditions.hidden(target)
+    results = {}
+    for length in LENGTHS:
+        facts = min(MOST_FACTS, length // TOKENS_PER_FACT)
+        drawn = dialogues.held_out(args.dialogues, seed=11, facts=(facts, facts))
+        samples = [continuation.recall_sample(target, talk, source) for talk in drawn]
+        scores = continuation.score(target, samples, makers)
+        task = probes.find_needles(
+            target, ["multi-key"], [length], args.dialogues, style="facts", max_tokens=24,
+            source=source,
+        )  # fmt: skip
+        tokens = float(np.mean([len(sample.prefix) for sample in samples]))
+        print(f"\n{pair}, {tokens:.0f} tokens, needles in {length}")
+        rows: dict[str, Any] = {}
+        for name, score in scores.items():
+            hits = [task.scorer(target, item)(makers.get(name))["recall"] for item in task.items]
+            rows[name] = {
+                "recall": score.recall, "recall_se": standard_error(score.hits),
+                "kl": float(np.mean(score.kl)), "needles": float(np.mean(hits)),
+                "needles_se": standard_error(hits), "tokens": tokens,
+            }  # fmt: skip
+            row = rows[name]
+            print(f"  {name:24s} recall {row['recall']:.3f} +- {row['recall_se']:.3f}  KL "
+                  f"{row['kl']:.4f}  needles {row['needles']:.3f} +- {row['needles_se']:.3f}",
+                  flush=True)  # fmt: skip
+        results[str(length)] = rows
+    return results
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", nargs="+", default=["tiny-qwen3-s:tiny-qwen3-l"])
     parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
     parser.add_argument("--translator", type=Path, nargs="+", help="instead of the shipped one")
+    parser.add_argument("--trained", type=Path, nargs="+", help="WAY/PAIR folders to compare")
     parser.add_argument("--dialogues", type=int, default=16)
     parser.add_argument("--json", help="append a record a pair to this file")
     args = parser.parse_args()
@@ -110,6 +158,12 @@ def main() -> None:
         places = (
             root / pair.replace(":", "--") for root in (TRANSLATORS, args.zoo / "translators")
         )
+        if args.trained:
+            results = {"lengths": trained(pair, args.trained, args)}
+            config = {"pair": pair, "dialogues": args.dialogues}
+            if args.json:
+                measure.append_json(args.json, measure.record("lengths", config, results))
+            continue
         folders = args.translator or [next(place for place in places if place.exists())]
         results = looked_at(pair, folders, args)
         if args.json:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
+from rendering.guards import guards, trained_lengths
 from rendering.healing import healing
 from rendering.pairs import made, ridges, starts
 from rendering.peers import options, peer_fits, peers
@@ -58,6 +59,8 @@ def main() -> None:
         windows(),
         conversations(),
         healing(),
+        guards(),
+        trained_lengths(),
         switches(),
         served(),
         recalls(),

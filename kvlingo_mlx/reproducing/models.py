@@ -31,6 +31,10 @@ TINY: dict[Pair, tuple[Pair, Pair | None]] = {
 }
 
 
+# The most layers of one kind of a source that has fewer of them than a tiny run reads (four).
+FEW = {"tiny-gemma3-s": 2}
+
+
 @dataclass(frozen=True)
 class Models:
     """Where the models of a run are.

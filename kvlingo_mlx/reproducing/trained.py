@@ -10,6 +10,7 @@ from typing import Any
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.reproducing.cells import Cell
 from kvlingo_mlx.reproducing.forms import form, is_translator
+from kvlingo_mlx.reproducing.models import FEW
 from kvlingo_mlx.reproducing.work import Work
 from kvlingo_mlx.training import command_line
 
@@ -83,6 +84,8 @@ def trained(work: Work, pair: tuple[str, str], one: Wanted) -> Path:
         max_continuation=work.size.answer,
     )
     plan, recipe, stage1 = settings(work, one)
+    if work.tiny and plan["nu"] is not None:
+        plan["nu"] = _smaller(plan["nu"], FEW.get(names[0]))
     facts = {name: value for name, value in asdict(options).items() if name != "device"}
     asked = {"options": facts, "plan": plan, "recipe": recipe, "stage1": stage1}
     if _is_done(folder, asked):

@@ -1,6 +1,7 @@
 """What healing brings and costs: quality over an answer and over turns, and the share of decoding.
 
     python benchmarks/healing.py quality --json FILE
+    python benchmarks/healing.py tokens --json FILE
     python benchmarks/healing.py turns --json FILE
     python benchmarks/healing.py cost --json FILE
 
@@ -9,6 +10,11 @@ The target reads the prompt behind its translation after the first answer, as wh
 and may read its answer again, too. Recall of each question, and KL to the target's own cache by
 place, beside a translation that stays one, one or two native layers, re-prefill, and the controls:
 hidden, and a translator with its layers shuffled, healed and not.
+
+``tokens``: one answer of a hundred tokens, read on token by token in a known continuation, with a
+chunk of the prompt read between two tokens or not, above native layers or not. KL and the share of
+equal first choices at the first, tenth and hundredth token, and over the twenty that follow, which
+stand for the next turn.
 
 ``turns``: twenty questions, one a turn, by two models in turns through ``Conversation``, healed
 after every answer. ``kept`` leaves what a model wrote after translated tokens; ``read again`` does
@@ -38,7 +44,10 @@ from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation import continuation as quality
 from kvlingo_mlx.handover import healing
+from kvlingo_mlx.handover.fill import filled, healing_of
 from kvlingo_mlx.handover.generation import stream_generate
+from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -125,6 +134,74 @@ def judged(pair: str, args: argparse.Namespace) -> dict[str, Any]:
         print(f"  {name:36s} first {row['recall'][0]:.2f} (KL {row['kl'][0]:.4f})  later "
               f"{row['recall_later']:.3f} +- {row['recall_later_se']:.3f} "
               f"(KL {row['kl_later']:.5f})", flush=True)  # fmt: skip
+    return rows
+
+
+# ---- quality over the tokens of an answer -----------------------------------------------------
+
+STEP = 4  # prompt tokens that are read for each token of the answer
+PLACES = {"1": (0, 1), "10": (9, 10), "100": (99, 100), "next": (100, 120)}
+BEHIND = {
+    "native": (None, False), "translated": (0, False), "interleaved": (0, True),
+    "one native layer": (1, False), "two native layers": (2, False), "layers, one": (1, True),
+    "layers, two": (2, True), "hidden": (None, False), "shuffled": (0, False),
+    "shuffled, interleaved": (0, True),
+}  # fmt: skip
+
+
+def read_behind(
+    source: LanguageModel, target: LanguageModel, translator: Any, sample: Any, name: str
+) -> mx.array:
+    """Log probabilities of a continuation's first 120 tokens, one after the other."""
+    layers, heals = BEHIND[name]
+    prefix, reader = list(sample.prefix), None
+    if layers is None:
+        make = conditions.native if name == "native" else conditions.hidden
+        cache = make(target)(prefix)
+    else:
+        plan = Plan(source, target, prefix, translator, Native(layers))
+        below = plan.below() if heals else None
+        cache = filled(plan, below=below)
+        reader = healing_of(plan, cache, below) if heals else None
+    rows = []
+    for token in [prefix[-1], *sample.continuation[: PLACES["next"][1] - 1]]:
+        logits = target.model(mx.array([[token]]), cache=cache)[0]
+        rows.append(nn.log_softmax(logits.astype(mx.float32)))
+        mx.eval(rows[-1])
+        if reader is not None:
+            reader(STEP)
+    return mx.concatenate(rows)
+
+
+def by_token(pair: str, args: argparse.Namespace) -> dict[str, Any]:
+    names = pair.split(":")
+    source, target = (load(model_folder(name, args.zoo)) for name in names)
+    found = load_translator(TRANSLATORS / "--".join(names))
+    wrong = conditions.shuffled(found)
+    kls: dict[str, list[np.ndarray]] = {name: [] for name in BEHIND}
+    same: dict[str, list[np.ndarray]] = {name: [] for name in BEHIND}
+    for talk in dialogues.held_out(args.dialogues, seed=11, facts=tuple(args.facts)):
+        sample = quality.recall_sample(target, talk, source)
+        reference = None
+        for name in BEHIND:
+            maps = wrong if name.startswith("shuffled") else found
+            logs = read_behind(source, target, maps, sample, name)
+            reference = logs if reference is None else reference
+            kls[name].append(np.array((mx.exp(reference) * (reference - logs)).sum(-1)))
+            same[name].append(np.array(logs.argmax(-1) == reference.argmax(-1)))
+    print(f"\n{pair}")
+    rows: dict[str, Any] = {}
+    for name in BEHIND:
+        rows[name] = {}
+        for place, (start, stop) in PLACES.items():
+            kl = np.array([each[start:stop].mean() for each in kls[name]])
+            equal = np.array([each[start:stop].mean() for each in same[name]])
+            rows[name][place] = {
+                "kl": float(kl.mean()), "kl_se": standard_error(tuple(kl)),
+                "same": float(equal.mean()), "same_se": standard_error(tuple(equal)),
+            }  # fmt: skip
+        told = "  ".join(f"{p}: {r['kl']:.4f} ({r['same']:.2f})" for p, r in rows[name].items())
+        print(f"  {name:24s} {told}", flush=True)
     return rows
 
 
@@ -236,7 +313,7 @@ def ends(target: LanguageModel, logits: mx.array) -> mx.array:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["quality", "turns", "cost"])
+    parser.add_argument("what", choices=["quality", "tokens", "turns", "cost"])
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
     parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
     parser.add_argument("--dialogues", type=int, default=48)
@@ -247,7 +324,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--json", help="append a record a pair to this file")
     args = parser.parse_args()
-    run = {"quality": judged, "turns": turns_of, "cost": cost_of}[args.what]
+    run = {"quality": judged, "tokens": by_token, "turns": turns_of, "cost": cost_of}[args.what]
     for pair in args.pairs:
         results = run(pair, args)
         if args.json:

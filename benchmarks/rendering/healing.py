@@ -18,7 +18,12 @@ def healing() -> str:
         "reads the prompt itself (and its answer again, or not), and answers five more.\n"
         "Teacher-forced; KL to the target's own cache, in nats a token.\n",
     ]
-    for kind, told in (("quality", _quality), ("turns", _turns), ("cost", _cost)):
+    for kind, told in (
+        ("quality", _quality),
+        ("tokens", _tokens),
+        ("turns", _turns),
+        ("cost", _cost),
+    ):
         for (what, pair), record in latest.items():
             if what == kind:
                 parts += [*told(pair, record), source(record)]
@@ -34,6 +39,20 @@ def _quality(pair: str, record: dict) -> list[str]:
     ]  # fmt: skip
     columns = ["condition", "first question", "KL", "questions 2 to 6", "KL"]
     title = f"### {pair.replace(':', ' to ')}, {record['config']['dialogues']} dialogues\n"
+    return [title, table(columns, rows)]
+
+
+def _tokens(pair: str, record: dict) -> list[str]:
+    rows = [
+        [name, *(f"{r['kl']:.4f} ({r['same']:.2f})" for r in row.values())]
+        for name, row in record["results"].items()
+    ]
+    columns = ["condition", "token 1", "token 10", "token 100", "the next 20"]
+    title = (
+        f"### Over an answer, {pair.replace(':', ' to ')}, {record['config']['dialogues']} "
+        "dialogues\n\nFour prompt tokens are read for each token of the answer. KL (share of\n"
+        "equal first choices) to the target's own cache.\n"
+    )
     return [title, table(columns, rows)]
 
 

@@ -13,7 +13,8 @@ def reproductions() -> str:
     if not found:
         return ""
     rows = []
-    for entry in found[-1]["results"]["entries"]:
+    latest = {e["label"]: e for record in found for e in record["results"]["entries"]}
+    for entry in latest.values():
         means = entry.get("means", {})
         scores = [f"{means[name]:.2f}" if name in means else "" for name in READERS]
         count = f"{entry['made']} of {entry['numbers']}" if not entry["status"] else entry["last"]
@@ -25,5 +26,5 @@ def reproductions() -> str:
         "two items a benchmark. The scores say that the way is whole, not how good a method is; a\n"
         "label whose translators or answers an earlier one made takes less time.\n",
         table(["label", "maker", "numbers made", "seconds", *READERS], rows),
-        source(found[-1]),
+        *map(source, found),
     ])  # fmt: skip

@@ -5,10 +5,11 @@
 Prompts on which a translator does as on its receipt (other dialogues of its lengths), and six kinds
 of trouble: its maps moved by one layer, or shuffled; prompts beyond its lengths; other texts (other
 English, German, code, random tokens); targets whose weights were changed a little and a lot. For
-each prompt: the KL between both models over its last 32 tokens, which the guard compares with the
-receipt; the excess of the target's loss over the source's, which it does not use; and what was lost
-in fact, the KL of the target's answer to the one from its own cache, and whether the asked value is
-right. The same KL with the target's own cache says how much of it is the translation's.
+each prompt: the KL between both models over its last 32 tokens (``--tokens``), which the guard
+compares with the receipt; the excess of the target's loss over the source's, which it does not use;
+and what was lost in fact, the KL of the target's answer to the one from its own cache, and whether
+the asked value is right. The same KL with the target's own cache says how much of it is the
+translation's.
 
 An alarm is a KL above the receipt's mean by so many of its standard deviations. The area under the
 curve is the chance that a prompt in trouble has more than one that is not.
@@ -143,14 +144,14 @@ def is_matrix(name: str, weight: mx.array) -> bool:
 
 
 def measured(
-    source: LanguageModel, target: LanguageModel, translator: Translator, given: Asked
+    source: LanguageModel, target: LanguageModel, translator: Translator, given: Asked, number: int
 ) -> dict[str, float]:
     """What the guard sees of a prompt, and what its translation costs."""
     tokens, answer, is_value = given
-    plan = Plan(source, target, tokens, translator, Native(tail=GUARD), guard=GUARD)
+    plan = Plan(source, target, tokens, translator, Native(tail=number), guard=number)
     watch = plan.watch()
     filled(plan, watch=watch)
-    divergence, source_loss, target_loss = watch.measured(tokens[-GUARD:])
+    divergence, source_loss, target_loss = watch.measured(tokens[-number:])
     ways = [conditions.translated(source, target, translator), conditions.native(target)]
     run = mx.array([[tokens[-1], *answer[:-1]]])
     logs = [nn.log_softmax(target.model(run, cache=make(tokens))[0]) for make in ways]
@@ -160,15 +161,17 @@ def measured(
         "divergence": divergence, "excess": target_loss - source_loss, "answer_kl": lost,
         "hit": float(hits[0]) if is_value else float("nan"),
         "native_hit": float(hits[1]) if is_value else float("nan"),
-        "own_divergence": own_divergence(source, target, tokens),
+        "own_divergence": own_divergence(source, target, tokens, number),
     }  # fmt: skip
 
 
-def own_divergence(source: LanguageModel, target: LanguageModel, tokens: Sequence[int]) -> float:
+def own_divergence(
+    source: LanguageModel, target: LanguageModel, tokens: Sequence[int], number: int
+) -> float:
     """The same KL where the target has read everything itself."""
     found = []
     for model in (source, target):
-        logits = model.model(mx.array([tokens[:-1]]))[0, -GUARD:]
+        logits = model.model(mx.array([tokens[:-1]]))[0, -number:]
         found.append(nn.log_softmax(logits.astype(mx.float32)))
     return (mx.exp(found[0]) * (found[0] - found[1])).sum(-1).mean().item()
 
@@ -200,18 +203,23 @@ def judged(pair: str, args: argparse.Namespace) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, make in groups.items():
         model, found, prompts = make()
-        rows[name] = [measured(source, model, found, each) for each in prompts]
-    return {"usual": vars(usual), "groups": rows, "rates": rates(rows, usual)}
+        rows[name] = [measured(source, model, found, each, args.tokens) for each in prompts]
+    return {"usual": vars(usual), "groups": rows, "rates": rates(rows, usual, args.tokens)}
 
 
-def rates(rows: dict[str, list[dict[str, float]]], usual: Any) -> dict[str, dict[str, Any]]:
+def rates(
+    rows: dict[str, list[dict[str, float]]], usual: Any, number: int
+) -> dict[str, dict[str, Any]]:
     """For each group: alarms at each limit, areas under both curves, and what was lost."""
-    base = rows["as on the receipt"]
+    base, spread = (
+        rows["as on the receipt"],
+        usual.spread * (max(1.0, usual.tokens / number)) ** 0.5,
+    )
     found = {}
     for name, each in rows.items():
         column = {key: np.array([row[key] for row in each]) for key in each[0]}
         alarms = {
-            str(width): float((column["divergence"] > usual.mean + width * usual.spread).mean())
+            str(width): float((column["divergence"] > usual.mean + width * spread).mean())
             for width in WIDTHS
         }
         means = {key: float(np.mean(column[key])) for key in column}
@@ -244,13 +252,14 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
     parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
     parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=GUARD, help="that are compared")
     parser.add_argument("--json", help="append a record a pair to this file")
     args = parser.parse_args()
     for pair in args.pairs:
         results = judged(pair, args)
         show(pair, results)
         if args.json:
-            config = {"pair": pair, "prompts": args.prompts, "tokens": GUARD}
+            config = {"pair": pair, "prompts": args.prompts, "tokens": args.tokens}
             kept = {name: results[name] for name in ("usual", "rates")}
             measure.append_json(args.json, measure.record("guard", config, kept))
     print(measure.machine_line())

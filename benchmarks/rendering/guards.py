@@ -9,7 +9,8 @@ WIDTHS = ("2", "3", "4", "6")
 
 def guards() -> str:
     """Alarms by what is wrong and by the limit, beside what was lost."""
-    latest = {record["config"]["pair"]: record for record in records("guard")}
+    found = [record for record in records("guard") if record["config"]["tokens"] == 32]
+    latest = {record["config"]["pair"]: record for record in found}
     if not latest:
         return ""
     parts = [

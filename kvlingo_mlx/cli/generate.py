@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvlingo_mlx.cli.command import (
@@ -122,6 +122,8 @@ def command(options: GenerateOptions) -> None:
     config = {"prefill_model": source.name, "decode_model": target.name, "prompt": asked}
     config |= options.some("quantize memory_budget")
     results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES.split()}}
+    if response.guarded is not None:
+        results["guarded"] = asdict(response.guarded)
     keep(options.json_file, "generate", config, results)
 
 

@@ -315,10 +315,12 @@ def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
 def healing_of(plan: Plan, cache: Sequence[Any], below: hybrid.Below | None) -> healing.Prefix:
     """What the target reads in the place of its translated entries, from the front on.
 
-    ``below`` has the hidden states on which its native layers ended.
+    ``below`` has the hidden states on which its native layers ended. The tokens that it read for a
+    guard alone attended to translated ones, so they are read again.
     """
     span = plan.span if plan.translator is not None else range(0)
-    return healing.Prefix(plan.target, cache, plan.prefix[: span.stop], span.start, below)
+    stop = len(plan.prefix) if plan.guard else span.stop
+    return healing.Prefix(plan.target, cache, plan.prefix[:stop], span.start, below)
 
 
 def _held(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 from kvlingo_mlx.backend import mx
@@ -22,7 +21,6 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches.limits import check_bits, check_draft
 from kvlingo_mlx.handover import guarding, healing
 from kvlingo_mlx.handover.fill import Clock, alone, filled, healing_of, judged
-from kvlingo_mlx.handover.guarding import Guarded
 from kvlingo_mlx.handover.healing import HEAL_SHARE, Interleaved
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
 from kvlingo_mlx.handover.responses import GenerationResponse, Started, decoded, joined
@@ -130,28 +128,8 @@ def stream_generate(
     plan = prepare(prefill_model, decode_model, prompt, asked, check)
     if plan.draft is not None:
         decode_options |= {"draft_model": plan.draft.model, "num_draft_tokens": num_draft_tokens}
-    start = functools.partial(_start, plan, Behind(heal, heal_share, on_doubt))
+    start = functools.partial(_start, plan, heal, heal_share, on_doubt)
     yield from decoded(plan, choice, start, max_tokens, tools, **decode_options)
-
-
-@dataclass(frozen=True)
-class Behind:
-    """What a caller wants to be read behind a translation.
-
-    Attributes:
-        heal: How, or None.
-        share: The share of its speed that decoding keeps.
-        on_doubt: What the guard leads to if the translation is in doubt.
-    """
-
-    heal: str | None
-    share: float
-    on_doubt: str
-
-    def wanted(self, guarded: Guarded | None) -> bool:
-        """Whether something is read, after what the guard has found, if anything."""
-        doubtful = guarded is not None and bool(guarded.doubts)
-        return self.heal is not None or (doubtful and self.on_doubt == guarding.HEAL)
 
 
 def _check_healing(plan: Plan, asked: str, options: Mapping[str, Any]) -> None:
@@ -172,7 +150,7 @@ def _check_bits(plan: Plan, options: Mapping[str, Any]) -> None:
             check_bits(model, bits, options.get("kv_group_size", 64))
 
 
-def _start(plan: Plan, behind: Behind, clock: Clock) -> Started:
+def _start(plan: Plan, heal: str | None, share: float, on_doubt: str, clock: Clock) -> Started:
     """Read a plan's prompt, with the time so far booked on ``clock``.
 
     mlx-lm starts from the last token and the caches of all tokens before it, a draft model's too.
@@ -182,16 +160,17 @@ def _start(plan: Plan, behind: Behind, clock: Clock) -> Started:
     draft = plan.draft
     draft_cache = [] if draft is None else make_prompt_cache(draft.model)
     own = draft_cache if draft is plan.source and plan.aligned is None else None
-    may_heal = behind.heal is not None or (plan.guard and behind.on_doubt == guarding.HEAL)
+    may_heal = heal is not None or (plan.guard and on_doubt == guarding.HEAL)
     below, watch = plan.below() if may_heal else None, plan.watch()
     cache = filled(plan, clock, own, below=below, watch=watch)
-    guarded = None if watch is None else judged(plan, watch, behind.on_doubt)
+    guarded = None if watch is None else judged(plan, watch, on_doubt)
     clock.lap("guard")
-    if guarded is not None and guarded.doubts and behind.on_doubt == guarding.REREAD:
+    doubtful = guarded is not None and bool(guarded.doubts)
+    if doubtful and on_doubt == guarding.REREAD:
         return Started(_alone(plan, clock), alone(plan), guarded=guarded)
     between = Interleaved(None)
-    if behind.wanted(guarded):
-        between = Interleaved(healing_of(plan, cache, below), behind.share)
+    if heal is not None or (doubtful and on_doubt == guarding.HEAL):
+        between = Interleaved(healing_of(plan, cache, below), share)
     if draft is not None and own is None:
         with mx.stream(generation_stream):
             for _ in capture.prefill(draft, plan.prefix, plan.step_size, draft_cache):

@@ -9,7 +9,6 @@ prompt longer than those that the translator was made and tested on is doubtful 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,9 +16,10 @@ from kvlingo_mlx.backend import mx, nn
 
 import numpy as np
 
-from kvlingo_mlx.errors import IncompatibleTranslatorError, KVLingoWarning
+from kvlingo_mlx.errors import IncompatibleTranslatorError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.loading.grading import receipt_of
+from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.models.hidden import logits_of
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -95,7 +95,7 @@ def judged(config: TranslatorConfig, found: tuple[float, float, float], tokens: 
     divergence, source_loss, target_loss = found
     receipt = receipt_of(config)
     assert receipt is not None and receipt.guard is not None
-    limit, doubts = receipt.guard.limit, []
+    limit, doubts = receipt.guard.limit(tokens), []
     if not divergence <= limit:  # NaN, too
         doubts.append(
             f"the models are {divergence:.2f} nats apart over the last {tokens} tokens of the "
@@ -137,10 +137,9 @@ def check_reference(config: TranslatorConfig) -> None:
 
 
 def warn(config: TranslatorConfig, found: Guarded) -> None:
-    """Warn of a translation in doubt."""
-    warnings.warn(
+    """Warn of a translation in doubt, each time."""
+    tell(
+        None,
         f"the translation from {config.source.name} to {config.target.name} is in doubt: {found}; "
         "let the decode model read behind it (on_doubt heal), or read anew (reread)",
-        KVLingoWarning,
-        stacklevel=4,
     )

@@ -59,7 +59,8 @@ def reread(
 class Prefix:
     """A reader of the prefix of a cache, ``tokens``, from position ``begun`` on.
 
-    ``below`` holds the hidden states of these positions, if the model's first layers have run.
+    ``below`` holds the hidden states of the first of these positions, if the model's first layers
+    have run over them.
     """
 
     def __init__(
@@ -79,11 +80,12 @@ class Prefix:
         return len(self._tokens) - self._done
 
     def __call__(self, most: int) -> int:
-        chunk, above = self._tokens[self._done : self._done + most], None
+        start, above = self._done - self._begun, None
+        if self._below is not None and start < len(self._below):
+            most = min(most, len(self._below) - start)
+            above = self._below.going_on(start, min(start + most, start + self.left))
+        chunk = self._tokens[self._done : self._done + most]
         if chunk:
-            if self._below is not None:
-                start = self._done - self._begun
-                above = self._below.going_on(start, start + len(chunk))
             reread(self._model, self._cache, chunk, self._done, above)
             self._done += len(chunk)
         if not self.left:

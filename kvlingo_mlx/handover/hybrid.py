@@ -98,6 +98,10 @@ class Below:
         self._before, self._last = blocks[:last], blocks[last]
         self._parts: list[mx.array] = []
 
+    def __len__(self) -> int:
+        """The number of tokens heard."""
+        return sum(part.shape[1] for part in self._parts)
+
     @property
     def parts(self) -> list[mx.array]:
         """What was heard so far, in order."""
@@ -190,10 +194,10 @@ def read_layers(
         with working():
             with (
                 _end_at(own[-1]) if later else contextlib.nullcontext(),
-                below.listening() if below else contextlib.nullcontext(),
+                below.listening() if below is not None else contextlib.nullcontext(),
             ):
                 model.model(chunk[None], cache=[*own, *later])
-            mx.eval([c.state for c in own], below.parts if below else [])
+            mx.eval([c.state for c in own], below.parts if below is not None else [])
             mx.clear_cache()
 
 

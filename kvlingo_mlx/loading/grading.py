@@ -69,10 +69,12 @@ class Apart:
             return None
         return cls(GUARD, statistics.mean(found), statistics.stdev(found))
 
-    @property
-    def limit(self) -> float:
-        """The largest mean over such tokens that is nothing unusual."""
-        return self.mean + UNUSUAL * self.spread
+    def limit(self, tokens: int) -> float:
+        """The largest mean over so many tokens that is nothing unusual.
+
+        A mean over fewer tokens than the receipt's is less certain, by the root of their number.
+        """
+        return self.mean + UNUSUAL * self.spread * math.sqrt(max(1.0, self.tokens / tokens))
 
 
 @dataclass(frozen=True)

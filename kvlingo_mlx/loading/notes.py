@@ -18,10 +18,10 @@ VERIFY = "`kvlingo-mlx verify TRANSLATOR --source {} --target {}`"
 _told: set[str] = set()
 
 
-def tell(key: str, text: str) -> None:
-    """Warn with ``text``, unless a warning with the same ``key`` was given before."""
-    if key not in _told:
-        _told.add(key)
+def tell(key: str | None, text: str) -> None:
+    """Warn with ``text``, unless a warning with the same ``key`` was given before; None: anyway."""
+    if key is None or key not in _told:
+        _told.update(() if key is None else (key,))
         warnings.warn(printable(text), KVLingoWarning, stacklevel=_users_level())
 
 

@@ -124,6 +124,26 @@ def test_a_stored_translator_without_a_receipt_keeps_the_measured_one(
     assert (store / "mine" / "translator_config.json").read_bytes() == before
 
 
+def test_a_stored_receipt_of_an_older_version_gets_what_a_guard_compares(
+    embedded: Path, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And keeps all else that its maker measured; not if the translator is not sound."""
+    config, weights = translator_folder.read(embedded)
+    receipt = dict(config.provenance["receipt"])
+    usual = receipt.pop("guard")
+    for kl, sound in ((receipt["kl"], True), (9.0, False)):
+        told = {**receipt, "kl": kl}
+        older = replace(config, provenance={"receipt": told})
+        translator_folder.write(store / "mine", older, weights, overwrite=True)
+        assert run(["verify", str(store / "mine"), *BETWEEN]) == (0 if sound else 1)
+        assert ("its receipt is kept in" in capsys.readouterr().out) == sound
+        kept = dict(translator_folder.read_config(store / "mine").provenance["receipt"])
+        added = kept.pop("guard", None)
+        assert kept == told
+        assert added is None or added == pytest.approx(usual, rel=1e-3)
+        assert (added is None) != sound
+
+
 def test_sound_and_useless(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The files are what they claim to be, and the maps are worth nothing."""
     config, weights = translator_folder.read(embedded)

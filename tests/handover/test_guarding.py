@@ -26,7 +26,7 @@ from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
 from tests.support import tiny
-from tests.support.healings import noted
+from tests.support.healings import in_a_row, noted
 from tests.support.tiny import Case
 
 NAMES = ("tiny-qwen3-s", "tiny-qwen3-l")
@@ -37,7 +37,7 @@ CASES = (
     Case("mla48", "mla64"),
 )
 load = functools.cache(kv.load)
-USUAL = {"tokens": 32, "mean": 0.5, "spread": 0.1}  # of which the limit is 0.9
+USUAL = {"tokens": 32, "mean": 0.5, "spread": 0.1}
 
 
 def with_receipt(translator: Translator, **provenance: Any) -> Translator:
@@ -80,8 +80,9 @@ def test_against_two_plain_readings(case: Case, step: int, tmp_path: Path) -> No
     assert found.divergence == pytest.approx((np.exp(p) * (p - q)).sum(-1).mean(), rel=1e-4)
     assert found.source_loss == pytest.approx(-p[np.arange(number), true].mean(), rel=1e-4)
     assert found.target_loss == pytest.approx(-q[np.arange(number), true].mean(), rel=1e-4)
-    assert found.limit == pytest.approx(0.9)
-    assert bool(found.doubts) == (found.divergence > 0.9)
+    limit = 0.5 + 4 * 0.1 * (32 / number) ** 0.5  # fewer tokens than the receipt's tell less
+    assert found.limit == pytest.approx(limit)
+    assert bool(found.doubts) == (found.divergence > limit)
     assert response.read_tokens == number + 1
 
 
@@ -166,6 +167,39 @@ def test_wrong_maps_are_doubted(
         assert not chunks
 
 
+@pytest.mark.parametrize("layers", [0, 2])
+def test_what_was_read_for_the_guard_alone_is_read_again(
+    pair: tuple[LanguageModel, LanguageModel, Translator],
+    monkeypatch: pytest.MonkeyPatch,
+    layers: int,
+) -> None:
+    """Its tokens attended to translated ones, which are wrong here."""
+    target, wrong = pair[1], conditions.shuffled(pair[2])
+    chunks = noted(monkeypatch)
+    tokens = target.tokenizer.apply_chat_template(
+        prompts(1)[0], add_generation_prompt=True, enable_thinking=False
+    )
+    for _ in kv.stream_generate(
+        *pair[:2], tokens, translator=wrong, guard=32, on_doubt="heal", native_layers=layers,
+        max_tokens=300, logits_processors=[no_end(target)],
+    ):  # fmt: skip
+        pass
+    assert in_a_row(chunks) == len(tokens) - 1
+    own = make_prompt_cache(target.model)
+    target.model(mx.array([tokens[:-1]]), cache=own)
+    for a, b in zip(chunks[-1].cache, own, strict=True):
+        for side in ("keys", "values"):
+            found, wanted = (np.array(getattr(c, side)[0, :, : len(tokens) - 1]) for c in (a, b))
+            assert np.abs(found - wanted).max() < 1e-4 * np.abs(wanted).max()
+
+
+def no_end(model: LanguageModel) -> Any:
+    """A logits processor that lets no answer end."""
+    stops = mx.array(sorted(model.tokenizer.eos_token_ids))
+    ends = (mx.arange(model.geometry.embedding_rows)[:, None] == stops).any(-1)
+    return lambda tokens, logits: mx.where(ends, -mx.inf, logits)
+
+
 def test_a_prompt_beyond_the_longest_is_doubted(
     pair: tuple[LanguageModel, LanguageModel, Translator],
 ) -> None:
@@ -228,7 +262,7 @@ def test_the_receipt_says_what_is_usual(
             found.append(response.guarded.divergence)
     assert receipt.guard.mean == pytest.approx(np.mean(found), rel=1e-3)
     assert receipt.guard.spread == pytest.approx(np.std(found, ddof=1), rel=1e-3)
-    assert receipt.guard.limit == pytest.approx(
+    assert receipt.guard.limit(32) == pytest.approx(
         np.mean(found) + 4 * np.std(found, ddof=1), rel=1e-3
     )
 
@@ -243,6 +277,9 @@ def test_in_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     chat.write_text(json.dumps(prompts(1)[0]))
     assert run([*words, "--guard", "32", "--messages", str(chat)]) == 0
     assert "Guard: nothing unusual: the models are " in capsys.readouterr().out
+    assert run([*words, "--guard", "32", "--messages", str(chat), "--json", "-"]) == 0
+    told = json.loads(capsys.readouterr().out)["results"]["guarded"]
+    assert told["tokens"] == 32 and 0 < told["divergence"] < told["limit"] and not told["doubts"]
     code = "def f(x):\n    return x + 1\n" * 20
     assert run([*words, "--guard", "32", "--on-doubt", "reread", "--prompt", code]) == 0
     out = capsys.readouterr().out

@@ -2,6 +2,7 @@
 
     python benchmarks/lengths.py --json FILE [--translator FOLDER ...]
     python benchmarks/lengths.py --trained FOLDER ... --json FILE
+    python benchmarks/lengths.py --temperatures --json FILE
 
 Dialogues with few and with many facts, so of two lengths. For each translator: recall and KL at
 each length; the energy of what it writes, as a share of the native cache's, and its error, by
@@ -11,13 +12,20 @@ factor.
 ``--trained``: translators of one pair that were trained on prefixes of several lengths
 (``tools/fit_zoo.py --facts``), at 512, 1,024 and 2,048 tokens: recall of six questions, KL and
 needles, with none, one and two native layers, beside native and both controls.
+
+``--temperatures``: a factor for the keys of each head and layer, fitted in closed form at each
+length on dialogues of its own: the one that brings the target's scores from its translated cache
+nearest (least squares) to those from its own, both without their mean over positions, which
+attention does not see. ``own tail``: the last 64 tokens are read by the target itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +37,8 @@ from quality import model_folder, standard_error
 from kvlingo_mlx import caches
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.evaluation import conditions, continuation, probes
+from kvlingo_mlx.handover.fill import filled
+from kvlingo_mlx.handover.hybrid import Native
 from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.loading.translators import load_translator
 from kvlingo_mlx.reporting import measure
@@ -104,6 +114,97 @@ def looked_at(pair: str, folders: Sequence[Path], args: argparse.Namespace) -> d
     return results
 
 
+@contextlib.contextmanager
+def noted_scores(target: Any) -> Iterator[list[mx.array]]:
+    """The scores (KV heads, queries a head x T, positions) of each layer, run by run."""
+    module = importlib.import_module(type(target.attentions[0]).__module__)
+    attend, found = module.scaled_dot_product_attention, []
+
+    def noted(queries: mx.array, keys: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        heads, width = keys.shape[1], keys.shape[-1]
+        by_head = queries.reshape(heads, -1, width)  # query heads of one KV head lie together
+        scores = by_head @ keys[0].swapaxes(-1, -2)
+        found.append(scores - scores.mean(axis=-1, keepdims=True))
+        return attend(queries, keys, *args, **kwargs)
+
+    module.scaled_dot_product_attention = noted
+    try:
+        yield found
+    finally:
+        module.scaled_dot_product_attention = attend
+
+
+def temperatures(target: Any, make: Any, samples: Sequence[Any]) -> list[np.ndarray]:
+    """For each layer, a factor for each KV head's translated keys."""
+    own, sums = conditions.native(target), None
+    for sample in samples:
+        both = []
+        for maker in (own, make):
+            cache = maker(sample.prefix)
+            tokens = [sample.prefix[-1], *sample.continuation[:-1]]
+            with noted_scores(target) as found:
+                mx.eval(target.model(mx.array([tokens]), cache=cache))
+            length = len(sample.prefix) - 1
+            both.append([np.array(each[..., :length].astype(mx.float32)) for each in found])
+        rows = [
+            np.stack([(a * b).sum((1, 2)), (b * b).sum((1, 2))]) for a, b in zip(*both, strict=True)
+        ]
+        sums = rows if sums is None else [a + b for a, b in zip(sums, rows, strict=True)]
+    assert sums is not None
+    return [along / squares for along, squares in sums]
+
+
+def warmed(make: Any, factors: Sequence[np.ndarray]) -> Any:
+    """A condition whose translated keys are multiplied, head by head."""
+
+    def made(prefix: Any) -> list:
+        found = make(prefix)
+        for cache, factor in zip(found, factors, strict=True):
+            cache.keys = cache.keys * mx.array(factor.astype(np.float32))[None, :, None, None]
+        return found
+
+    return made
+
+
+def heated(pair: str, folders: Sequence[Path], args: argparse.Namespace) -> dict[str, Any]:
+    """Recall and KL at each length without and with temperatures, and with a tail of its own."""
+    names = pair.split(":")
+    source, target = (load(model_folder(name, args.zoo)) for name in names)
+    results: dict[str, Any] = {}
+    for folder in folders:
+        found = load_translator(folder)
+        make, rows = conditions.translated(source, target, found), []
+
+        def tailed(prefix: Any, found: Any = found) -> list:
+            part = Native(0, tail=64)
+            return filled(conditions.plan_of(source, target, found, prefix, part))
+
+        for facts in FACTS:
+            drawn = [
+                [
+                    continuation.recall_sample(target, talk, source)
+                    for talk in dialogues.held_out(args.dialogues, seed=seed, facts=(facts, facts))
+                ]
+                for seed in (5, 11)
+            ]
+            factors = temperatures(target, make, drawn[0])
+            ways = {"translated": make, "by head": warmed(make, factors), "own tail": tailed}
+            ways["native"] = conditions.native(target)
+            for name, score in continuation.score(target, drawn[1], ways).items():
+                tokens = float(np.mean([len(sample.prefix) for sample in drawn[1]]))
+                row = {"facts": facts, "tokens": tokens, "way": name, "recall": score.recall,
+                       "recall_se": standard_error(score.hits),
+                       "kl": float(np.mean(score.kl))}  # fmt: skip
+                rows.append(row)
+                print(f"{pair}, {tokens:.0f} tokens, {name:10s}: recall {row['recall']:.3f} +- "
+                      f"{row['recall_se']:.3f}, KL {row['kl']:.4f}", flush=True)  # fmt: skip
+            spread = np.concatenate(factors)
+            rows[-3]["factors"] = [float(f) for f in np.quantile(spread, (0, 0.25, 0.5, 0.75, 1))]
+            print(f"  factors {spread.min():.2f} to {spread.max():.2f}", flush=True)
+        results[folder.name] = {"temperatures": rows}
+    return results
+
+
 def trained(pair: str, folders: Sequence[Path], args: argparse.Namespace) -> dict[str, Any]:
     """Recall, KL and needles of translators at each length and number of native layers."""
     names = pair.split(":")
@@ -151,6 +252,7 @@ def main() -> None:
     parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
     parser.add_argument("--translator", type=Path, nargs="+", help="instead of the shipped one")
     parser.add_argument("--trained", type=Path, nargs="+", help="WAY/PAIR folders to compare")
+    parser.add_argument("--temperatures", action="store_true", help="fit and try one a head")
     parser.add_argument("--dialogues", type=int, default=16)
     parser.add_argument("--json", help="append a record a pair to this file")
     args = parser.parse_args()
@@ -165,7 +267,7 @@ def main() -> None:
                 measure.append_json(args.json, measure.record("lengths", config, results))
             continue
         folders = args.translator or [next(place for place in places if place.exists())]
-        results = looked_at(pair, folders, args)
+        results = (heated if args.temperatures else looked_at)(pair, folders, args)
         if args.json:
             config = {"pair": pair, "dialogues": args.dialogues}
             measure.append_json(args.json, measure.record("lengths", config, results))

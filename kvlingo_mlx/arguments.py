@@ -174,11 +174,12 @@ FUNCTIONS: dict[str, tuple[Need, ...]] = {
     ),
     "Conversation": (
         Need("translators switching eager on_missing offload quantize native_layers allow_mismatch "
-             "heal", "models", several, told=ONE_MODEL),
+             "heal guard", "models", several, told=ONE_MODEL),
         HEALED,
+        DOUBTED,
         # `translators` and `eager` are accepted: users set "reprefill" to compare conversations.
-        Need("on_missing quantize native_layers allow_mismatch heal", "switching", but("reprefill"),
-             "alternated", "which translates nothing"),
+        Need("on_missing quantize native_layers allow_mismatch heal guard", "switching",
+             but("reprefill"), "alternated", "which translates nothing"),
     ),
     "Conversation.stream_reply": (
         *SAMPLING,

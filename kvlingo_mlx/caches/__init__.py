@@ -368,6 +368,26 @@ def rewound(caches: Sequence[Any], length: int) -> Iterator[None]:
             cache.offset = end
 
 
+@contextlib.contextmanager
+def lent(caches: Sequence[Any], length: int) -> Iterator[None]:
+    """Let caches end at ``length`` while the context is open, and be what they were afterwards.
+
+    What is run meanwhile is forgotten. Rings cannot be lent.
+    """
+    held = []
+    for cache in caches:
+        both = (a[..., length : cache.offset, :] * 1 for a in (cache.keys, cache.values))
+        held.append((cache, cache.offset, *both))  # copies: MLX writes in place
+    mx.eval([arrays for _, _, *arrays in held])
+    try:
+        with rewound(caches, length):
+            yield
+    finally:
+        for cache, end, keys, values in held:
+            cache.keys[..., length:end, :] = keys
+            cache.values[..., length:end, :] = values
+
+
 def give_back(caches: Sequence[Any]) -> None:
     """Let go of what caches do not fill, where that is half of them or more; rings stay."""
     moved: list[mx.array] = []

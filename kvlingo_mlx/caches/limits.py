@@ -51,14 +51,35 @@ def check_interleaving(model: LanguageModel) -> None:
     Raises:
         UnsupportedModelError: A layer keeps a window, which has forgotten what came before.
     """
-    windows = [index for index, g in enumerate(model.geometry.layers) if g.window is not None]
-    if windows:
+    if windows := _windows(model):
         raise UnsupportedModelError(
-            f"{model.name} cannot be healed while it answers: {len(windows)} of its "
-            f"{len(model.geometry.layers)} cache layers (the first: layer {windows[0]}) keep a "
-            "window, and what it read before is gone; heal between two answers "
-            "(Conversation.heal, chat --heal idle)"
+            f"{model.name} cannot be healed while it answers: {windows}, and what it read before "
+            "is gone; heal between two answers (Conversation.heal, chat --heal idle)"
         )
+
+
+def check_going_back(model: LanguageModel) -> None:
+    """Refuse a model that cannot run its last tokens again, as a guard in a conversation does.
+
+    Raises:
+        UnsupportedModelError: A layer keeps a window, which has forgotten what came before.
+    """
+    if windows := _windows(model):
+        raise UnsupportedModelError(
+            f"{model.name} cannot be guarded in a conversation: {windows}, and cannot go back to "
+            "what came before; leave out guard (--guard)"
+        )
+
+
+def _windows(model: LanguageModel) -> str:
+    """Which of a model's layers keep a window, in words; empty if none does."""
+    windows = [index for index, g in enumerate(model.geometry.layers) if g.window is not None]
+    if not windows:
+        return ""
+    return (
+        f"{len(windows)} of its {len(model.geometry.layers)} cache layers (the first: layer "
+        f"{windows[0]}) keep a window"
+    )
 
 
 def check_groups(model: LanguageModel, bits: int, group_size: int) -> None:

@@ -64,6 +64,14 @@ class ChatOptions(WritingOptions):
         "tokens of an answer).",
     )
     heal_share: HealShare = 0.5
+    guard: int = option(
+        0, "At a switch, compare both models over so many tokens, 32 as the receipt; 0: do not."
+    )
+    on_doubt: str = option(
+        "warn",
+        "If they are further apart than usual: warn; heal, as --heal interleaved; or reread before "
+        "the answer.",
+    )
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
     save: str | None = option(None, "Save the conversation to this folder at the end.")
     native_layers: NativeLayers = None
@@ -187,6 +195,8 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
     given["native_layers"] = native_number(options.native_layers)
     if options.heal == "interleaved":
         given |= options.some("heal heal_share")
+    if options.guard:
+        given |= options.some("guard on_doubt")
     if options.resume is not None:
         return Conversation.resume(os.path.expanduser(options.resume), models, translators, **given)
     return Conversation(

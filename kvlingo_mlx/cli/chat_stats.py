@@ -48,6 +48,7 @@ def print_switch(switch: Switch, anew: float | None) -> None:
             "tokens translated": switch.translated,
             "tokens read": switch.read,
             **({"native layers": switch.native_layers} if switch.native_layers else {}),
+            **({"guard": str(switch.guarded)} if switch.guarded else {}),
             "took (ms)": ms(switch.seconds),
             "reading all anew (ms)": "not measured" if anew is None else ms(anew),
         }

@@ -132,9 +132,10 @@ VERBS: dict[str, tuple[Need, ...]] = {
         *PAIR,
         Need("source target", "model", lambda model: not model, why="which names the models"),
         Need("translator quantize use route on_missing eager offload native_layers heal "
-             "allow_mismatch", "model", several,
+             "guard allow_mismatch", "model", several,
              told="with one model; give --model NAME=MODEL twice or more"),
         Need("heal_share", "heal", among("interleaved"), "interleaved"),
+        Need("on_doubt", "guard", bool, 32),
         Need("system_prompt thinking verbatim", "resume", off,
              why="since a saved conversation keeps the settings it began with"),
         SAMPLING,

@@ -44,6 +44,12 @@ class ServeOptions(Options):
     heal: str | None = option(
         None, "idle: while nothing is asked, models read what they hold translated, in its place."
     )
+    guard: int | None = option(
+        None, "At a switch, compare both models over so many tokens; default: 0, do not."
+    )
+    on_doubt: str | None = option(
+        None, "If they are further apart than usual: warn in the log (default), or reread."
+    )
     prefill_step_size: int | None = option(None, "Tokens per prefill chunk; default: 2048.")
     max_concurrent: int | None = option(None, "Answers that a model writes at once; default: 16.")
     queue_limit: int | None = option(

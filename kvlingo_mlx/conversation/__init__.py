@@ -29,6 +29,7 @@ from kvlingo_mlx.conversation.turn import Decoding, Part, Turn, thought_end, tok
 from kvlingo_mlx.conversation.use import claiming
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover.generation import check_max_tokens
+from kvlingo_mlx.handover.guarding import WARN
 from kvlingo_mlx.handover.healing import HEAL_SHARE
 from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import (
@@ -59,6 +60,8 @@ class ResumeOptions(TypedDict, total=False):
     on_full: str
     heal: str | None
     heal_share: float
+    guard: int
+    on_doubt: str
 
 
 class Conversation(State):
@@ -98,6 +101,12 @@ class Conversation(State):
             decoding steps, in the place of the translation. None leaves that to :meth:`heal`,
             which can be called between two answers.
         heal_share: The share of its speed that decoding keeps meanwhile.
+        guard: At a switch, compare both models over so many tokens, as in :func:`generate`; 0 for
+            no guard. They are the first that follow what the outgoing model holds, or the last of
+            the prompt if there are fewer. The incoming model reads them itself; the outgoing one
+            runs them beside its line. Not for models with windows, nor between tokenizers.
+        on_doubt: What is done if the translation looks out of its depth: ``warn``; ``heal``, the
+            model reads behind it while it answers; ``reread``, it reads before it answers.
 
     Raises:
         ValueError: There are no models, or an argument is bad.
@@ -135,6 +144,8 @@ class Conversation(State):
         on_full: str = "error",
         heal: str | None = None,
         heal_share: float = HEAL_SHARE,
+        guard: int = 0,
+        on_doubt: str = WARN,
     ) -> None:
         if on_full not in ON_FULL:
             raise ValueError(f"on_full is {on_full!r}; give {' or '.join(ON_FULL)}")
@@ -145,7 +156,11 @@ class Conversation(State):
         several = len(by_tokenizer(loaded.values())) > 1
         rules = Rules(
             *(switching, on_missing, offload, prefill_step_size, allow_mismatch),
-            *(quantize, native_layers, heal, heal_share),
+            *(quantize, native_layers),
+            heal=heal,
+            heal_share=heal_share,
+            guard=guard,
+            on_doubt=on_doubt,
         )
         exchange = (CrossExchange if several else Exchange)(loaded, translators, rules)
         start = [{"role": "system", "content": system}] if system is not None else []
@@ -263,6 +278,7 @@ class Conversation(State):
         self, name: str, request: Request
     ) -> Generator[GenerationResponse | None, None, None]:
         known, first, reasoning = request.options, request.first_token, request.reasoning
+        rules = self.exchange.rules
         choice = choice_of(known, request.sampler, request.logits_processors)
         check_max_tokens(request.max_tokens)
         if first not in ("target", "source"):
@@ -282,11 +298,12 @@ class Conversation(State):
             request.num_draft_tokens or 2,
             request.batch,
         )
-        if self.exchange.rules.heal and (decoding.quantised or decoding.draft is not None):
+        if rules.heals_answers and (decoding.quantised or decoding.draft is not None):
+            asked = "heal is 'interleaved'" if rules.heal else "on_doubt is 'heal'"
             raise ValueError(
-                "heal is 'interleaved', and this answer would be written from a copy of the cache, "
-                "as kv_bits and draft_model need it; leave one of them out, or heal between two "
-                "answers (Conversation.heal)"
+                f"{asked}, and this answer would be written from a copy of the cache, as kv_bits "
+                "and draft_model need it; leave one of them out, or heal between two answers "
+                "(Conversation.heal)"
             )
         base, new = asking.fitting(base, new, named, request.max_tokens)
         turn = asking.turn(base, named, new, request.max_tokens, decoding)

@@ -73,10 +73,15 @@ class CrossExchange(Exchange):
     # ---- switching ------------------------------------------------------------------------
 
     def bring(
-        self, name: str, tokens: Sequence[int], mark: int | None = None, known: Known | None = None
+        self,
+        name: str,
+        tokens: Sequence[int],
+        mark: int | None = None,
+        known: Known | None = None,
+        then: int | None = None,
     ) -> Generator[None, None, Switch]:
         self.known = known
-        return super().bring(name, tokens, mark, known)
+        return super().bring(name, tokens, mark, known, then)
 
     def _sources(self, line: Line, origin: str | None) -> list[Line]:
         return [other for other in super()._sources(line, origin) if self._alike(line, other)]
@@ -139,7 +144,7 @@ class CrossExchange(Exchange):
         """
         for line in self.lines.values():
             reading = wanted.get(self.key(line.name))
-            if reading is None or line.away or line.name in self.unfollowing:
+            if reading is None or line.away or line.name in self.asleep:
                 continue
             tokens = reading.tokens
             if line.trim(line.common(tokens)) == len(tokens):

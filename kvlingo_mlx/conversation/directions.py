@@ -15,6 +15,7 @@ from kvlingo_mlx.errors import (
 )
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import read_config
+from kvlingo_mlx.handover.guarding import check_reference
 from kvlingo_mlx.handover.hybrid import native_part
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_pair, check_positions, matches
@@ -81,6 +82,8 @@ class Directions:
         models = (self._models[name] for name in pair)
         check_pair(translator.config, *models, allow_mismatch=allow_mismatch)
         self._check_naive(translator)
+        if self._rules.guard:
+            check_reference(translator.config)
         self.native(translator.config)
         tell_of_grade(translator.config)
         self._found[pair] = translator
@@ -119,11 +122,14 @@ class Directions:
             self._use(found, (source, target), allow_mismatch=self._rules.allow_mismatch)
         return found
 
-    def native(self, config: TranslatorConfig) -> int:
-        """The number of native layers with a translator's config, checked."""
+    def native(self, config: TranslatorConfig, tokens: int | None = None) -> int:
+        """The number of native layers with a translator's config, checked.
+
+        ``tokens`` is the length of what the line will hold, as in :func:`native_part`.
+        """
         if config.alignment is not None:
             return 0
-        return native_part(config, self._rules.asked_layers).layers
+        return native_part(config, self._rules.asked_layers, tokens=tokens).layers
 
     def _check_stored(self, read: bool) -> None:
         """Check now what would otherwise fail at a switch to a stored translator (ValueError).
@@ -131,12 +137,16 @@ class Directions:
         ``read`` says whether a translator was loaded here.
         """
         quantize = self._rules.quantize
-        if self._rules.native_layers is None and (quantize is None or read):
+        guard = self._rules.guard
+        if self._rules.native_layers is None and not guard and (quantize is None or read):
             return
         pairs = itertools.permutations(self._models, 2)
         stored = [found for pair in pairs if isinstance(found := self.stored(*pair), Path)]
         for path in stored:
-            self.native(read_config(path))
+            config = read_config(path)
+            self.native(config)
+            if guard:
+                check_reference(config)
         if quantize is not None and not read and not stored:
             raise ValueError(
                 "quantize has no effect, since the translators given are loaded already and the "

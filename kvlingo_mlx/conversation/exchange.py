@@ -21,11 +21,14 @@ from kvlingo_mlx.conversation.line import Line, Steps
 from kvlingo_mlx.conversation.offers import Known, Offers
 from kvlingo_mlx.conversation.positioned import PositionedLine
 from kvlingo_mlx.conversation.rules import Rules
-from kvlingo_mlx.conversation.spans import translated, wrote
+from kvlingo_mlx.conversation.spans import Span, cut, translated, unhealed, wrote
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.conversation.transcript import Transcript
 from kvlingo_mlx.errors import MissingTranslatorError
+from kvlingo_mlx.handover import guarding
+from kvlingo_mlx.handover.guarding import Guarded, Watch
 from kvlingo_mlx.handover.healing import IDLE_S, Interleaved, Pace
+from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import finished, unit, working
@@ -48,6 +51,7 @@ class Switch:
         read_s: The part of them that reading took.
         kept_translated: Those of ``kept`` that were translated before, as ``eager`` does it.
         native_layers: Cache layers in which the model read the translated tokens itself.
+        guarded: What the guard found, if one was asked for and something is translated.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Switch:
     read_s: float = 0.0
     kept_translated: int = 0
     native_layers: int = 0
+    guarded: Guarded | None = None
 
 
 @dataclass(frozen=True)
@@ -66,11 +71,23 @@ class Step:
     """A step of a plan: the positions up to ``stop`` are read, or translated from ``source``.
 
     Between two tokenizers, ``alignment`` says which source tokens stand for these positions.
+    ``watch`` keeps what the model makes of a step that it reads.
     """
 
     source: Line | None
     stop: int
     alignment: TokenAlignment | None = None
+    watch: Watch | None = None
+
+
+@dataclass(frozen=True)
+class Look:
+    """The positions that a guard compares: a line reads them, and its ``source`` beside it."""
+
+    source: Line
+    start: int
+    stop: int
+    watch: Watch
 
 
 class Exchange:
@@ -81,7 +98,8 @@ class Exchange:
         last: The last switch, or None.
         active: The name of the line that was brought up to date last, or None.
         barred: Ordered pairs of models between which nothing is translated for now.
-        unfollowing: Models whose lines are not brought up to date after others' answers.
+        asleep: Models whose weights are not in memory. Their lines are not brought up to date after
+            others' answers, and no guard compares them.
         waits: Whether a translated chunk is computed within its step, so that the work of others
             has its turn in between; off, all chunks are queued at once.
         paces: How fast each model reads between two answers, by its name.
@@ -101,8 +119,9 @@ class Exchange:
         self._from: str | None = None
         self.directions = Directions(models, translators, rules)
         self.barred: frozenset[tuple[str, str]] = frozenset()
-        self.unfollowing: frozenset[str] = frozenset()
+        self.asleep: frozenset[str] = frozenset()
         self.waits = False
+        self._doubted: frozenset[str] = frozenset()  # lines that read behind what is in doubt
         self.paces = {name: Pace() for name in models}
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
@@ -157,17 +176,24 @@ class Exchange:
         """What a line reads between two steps of its answer, by the rules."""
         rules = self.rules
         reads = functools.partial(line.heal, answers=False)
-        return Interleaved(reads if rules.heal else None, rules.heal_share)
+        heals = rules.heal is not None or line.name in self._doubted
+        return Interleaved(reads if heals else None, rules.heal_share)
 
     # ---- switching ------------------------------------------------------------------------
 
     def bring(
-        self, name: str, tokens: Sequence[int], mark: int | None = None, known: Known | None = None
+        self,
+        name: str,
+        tokens: Sequence[int],
+        mark: int | None = None,
+        known: Known | None = None,
+        then: int | None = None,
     ) -> Generator[None, None, Switch]:
         """Make a line hold ``tokens``: translate what others wrote, read the rest natively.
 
         Each chunk is a step. ``mark`` is a length to which the line may have to return. ``known``
-        has the readings of the same conversation by models of other tokenizers.
+        has the readings of the same conversation by models of other tokenizers. ``then`` is the
+        token that follows, without which a guard compares nothing.
 
         Raises:
             MissingTranslatorError: Other models wrote a part that cannot be translated; nothing
@@ -179,30 +205,97 @@ class Exchange:
         whole = switched and self.rules.switching != "alternated"
         kept = line.kept(0 if whole else line.common(tokens))
         origin = self.active if switched else self._from
-        plan = self._plan(line, tokens, kept, origin, known)
+        plan, look = self._plan(line, tokens, kept, origin, known), None
+        if self.rules.guard and switched and origin is not None and then is not None:
+            plan, look = self._watched(line, tokens, plan, kept, origin)
+            kept = line.kept(kept if look is None else min(kept, look.start))
         with working():
             line.recall()
             line.trim(kept)
-        before = translated(line.spans)
         seconds = time.perf_counter() - started
         translate_s, read_s = yield from self._grow(line, plan, tokens, mark, wait=True)
+        started, found = time.perf_counter(), None
+        if look is not None and then is not None:
+            found = self._judged(line, look, [*tokens, then])
+        seconds += time.perf_counter() - started
+        if found is not None and found.doubts and self.rules.on_doubt == guarding.REREAD:
+            kept, plan = min(kept, _exact(line.spans)), [Step(None, len(tokens))]
+            with working():
+                line.trim(kept)
+            _, again_s = yield from self._grow(line, plan, tokens, mark, wait=True)
+            read_s += again_s
         started = time.perf_counter()
         with working():
             mx.eval(caches.arrays(line.cache))
             validate_cache(line.cache, line.model, len(tokens))
             self.active, self._from = name, origin
             self._forget()
+        self._brought = list(tokens)
+        seconds += time.perf_counter() - started + translate_s + read_s
+        self.last = self._switch(line, plan, kept, (seconds, translate_s, read_s), found)
+        return self.last
+
+    def _switch(
+        self,
+        line: Line,
+        plan: Sequence[Step],
+        kept: int,
+        seconds: tuple[float, float, float],
+        found: Guarded | None,
+    ) -> Switch:
+        """What was done to bring a line from ``kept`` tokens to the end of a plan."""
         starts = [kept, *(step.stop for step in plan)]
         lengths = [step.stop - start for step, start in zip(plan, starts, strict=False)]
         now = sum(n for n, step in zip(lengths, plan, strict=True) if step.source)
-        self._brought = list(tokens)
-        seconds += time.perf_counter() - started + translate_s + read_s
-        used = self.used_by(name)
-        self.last = Switch(
-            *(name, kept, now, sum(lengths) - now, seconds, translate_s, read_s, before),
-            max((self.directions.native(t.config) for t in used), default=0),
+        used = self.used_by(line.name)
+        return Switch(
+            *(line.name, kept, now, sum(lengths) - now, *seconds),
+            translated(cut(line.spans, kept)),
+            max((self.directions.native(t.config, starts[-1]) for t in used), default=0),
+            found,
         )
-        return self.last
+
+    # ---- a guard --------------------------------------------------------------------------
+
+    def _watched(
+        self, line: Line, tokens: Sequence[int], plan: list[Step], kept: int, origin: str
+    ) -> tuple[list[Step], Look | None]:
+        """A plan by which the line reads the tokens that its guard compares, if it has any.
+
+        These are the first that follow what ``origin`` holds, or the last ones of all if there are
+        fewer: so that model has little to read, and a translation before them to be judged. They
+        are at most half of all.
+        """
+        source, guard = self.lines[origin], watched(self.rules.guard, len(tokens))
+        pair = origin, line.name
+        if origin in self.asleep or pair in self.barred or not self.directions.stored(*pair):
+            return plan, None
+        start = max(0, min(source.common(tokens), len(tokens) - guard))
+        stop = min(start + guard, len(tokens))
+        begun = line.kept(min(kept, start))
+        before = self._plan(line, tokens[:start], begun, origin)
+        taken = any(step.source for step in before) or translated(cut(line.spans, begun))
+        if not taken or start == stop:
+            return plan, None
+        look = Look(source, start, stop, Watch(source.model, line.model, stop - start))
+        after = self._plan(line, tokens, stop, origin)
+        return [*before, Step(None, stop, watch=look.watch), *after], look
+
+    def _judged(self, line: Line, look: Look, tokens: Sequence[int]) -> Guarded:
+        """What a guard finds; warns, or lets the line read behind its translation, as asked."""
+        translator = self.directions.translator(look.source.name, line.name)
+        assert translator is not None
+        start, stop = look.start, look.stop
+        look.watch.source_read(look.source.hidden_beside(tokens[start:stop], start))
+        with working():
+            measured = look.watch.measured(tokens[start + 1 : stop + 1])
+        found = guarding.judged(translator.config, measured, stop - start, start)
+        self._doubted -= {line.name}
+        if found.doubts and self.rules.on_doubt == guarding.HEAL:
+            self._doubted |= {line.name}
+        elif found.doubts and self.rules.on_doubt == guarding.WARN:
+            guarding.warn(translator.config, found)
+        return found
 
     def _grow(
         self,
@@ -230,8 +323,10 @@ class Exchange:
         self, line: Line, step: Step, tokens: Sequence[int], mark: int | None, *, wait: bool
     ) -> Steps:
         """Append one step of a plan to a line, with a mark at ``mark``."""
-        # A line with rings takes nothing over from another tokenizer and needs no mark there.
-        if mark is not None and len(line) < mark < step.stop and step.alignment is None:
+        # A line with rings takes nothing over from another tokenizer and needs no mark there. Nor
+        # is it guarded.
+        plain = step.alignment is None and step.watch is None
+        if mark is not None and len(line) < mark < step.stop and plain:
             yield from self._take(line, Step(step.source, mark), tokens)
             line.mark()
         yield from self._take(line, step, tokens)
@@ -243,7 +338,7 @@ class Exchange:
         """Append one step of a plan to a line."""
         more = tokens[len(line) : step.stop]
         if step.source is None:
-            yield from line.read(more, self.rules.step_size)
+            yield from line.read(more, self.rules.step_size, step.watch)
             return
         with contextlib.closing(self._translated(line, step, step.source, more)) as chunks:
             for _ in chunks:
@@ -271,7 +366,7 @@ class Exchange:
             source,
             translator,
             step_size,
-            native_layers=self.directions.native(translator.config),
+            native_layers=self.directions.native(translator.config, step.stop),
             keep=self.rules.switching == "naive",
         )
 
@@ -337,7 +432,7 @@ class Exchange:
         Nothing waits for the results. Lines that were put away stay away.
         """
         for name, line in self.lines.items():
-            if line.away or name in self.unfollowing:
+            if line.away or name in self.asleep:
                 continue
             if line.trim(line.common(tokens)) == len(tokens):
                 continue
@@ -405,6 +500,12 @@ class Exchange:
         started = time.perf_counter()
         finished(fresh.read(self._brought, self.rules.step_size))
         return time.perf_counter() - started
+
+
+def _exact(spans: Sequence[Span]) -> int:
+    """The number of first tokens that a line's own model has read as it would alone."""
+    first = unhealed(spans, answers=True)
+    return first[0] if first else 0
 
 
 def _timed(steps: Steps) -> Generator[None, None, float]:

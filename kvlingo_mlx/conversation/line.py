@@ -26,7 +26,9 @@ from kvlingo_mlx.conversation.spans import (
 from kvlingo_mlx.conversation.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover import healing, hybrid
+from kvlingo_mlx.handover.guarding import Watch
 from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.hidden import hidden_states
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, TranslatedStates
 from kvlingo_mlx.threads import unit, working
@@ -329,19 +331,38 @@ class Line:
 
     # ---- growing --------------------------------------------------------------------------
 
-    def read(self, tokens: Sequence[int], step_size: int) -> Steps:
-        """Run ``tokens`` after the line's own; each chunk is a step."""
-        ear = self._ear()
+    def read(self, tokens: Sequence[int], step_size: int, watch: Watch | None = None) -> Steps:
+        """Run ``tokens`` after the line's own; each chunk is a step.
+
+        ``watch`` keeps the model's hidden states of them.
+        """
+        ear, heard = self._ear(), list[mx.array]()
         with self.whole():
             for start in range(0, len(tokens), step_size):
                 chunk = list(tokens[start : start + step_size])
                 with working(), mx.stream(generation_stream):
                     with _listening(ear):
-                        self.model.model(mx.array(chunk)[None], cache=self.cache)
-                    mx.eval([c.state for c in self.cache])
+                        if watch is None:
+                            self.model.model(mx.array(chunk)[None], cache=self.cache)
+                        else:
+                            heard.append(hidden_states(self.model, chunk, self.cache))
+                    mx.eval([c.state for c in self.cache], heard)
                     self.wrote(chunk, ear)
                     mx.clear_cache()
                 yield
+        if watch is not None:
+            watch.target_read(mx.concatenate(heard))
+
+    @unit
+    def hidden_beside(self, tokens: Sequence[int], start: int) -> mx.array:
+        """The model's hidden states (T, width) of ``tokens`` from position ``start`` on, evaluated.
+
+        The line stays what it is. Its caches must not be rings.
+        """
+        with mx.stream(generation_stream), caches.lent(self.cache, start):
+            hidden = hidden_states(self.model, tokens, self.cache)
+            mx.eval(hidden, caches.arrays(self.cache))
+        return hidden
 
     @contextlib.contextmanager
     def decoding(self, first: int) -> Iterator[tuple[list[int], Listening]]:

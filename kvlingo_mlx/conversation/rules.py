@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvlingo_mlx.caches.limits import check_interleaving
+from kvlingo_mlx.caches.limits import check_going_back, check_interleaving
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.handover.guarding import HEAL, WARN, check_guard
 from kvlingo_mlx.handover.healing import HEAL_SHARE, INTERLEAVED, check_way
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
@@ -37,6 +38,13 @@ class Rules:
     native_layers: int | str | None = None
     heal: str | None = None
     heal_share: float = HEAL_SHARE
+    guard: int = 0
+    on_doubt: str = WARN
+
+    @property
+    def heals_answers(self) -> bool:
+        """Whether a model may read behind its translation while it answers."""
+        return self.heal is not None or (self.guard > 0 and self.on_doubt == HEAL)
 
     @property
     def asked_layers(self) -> int | str | None:
@@ -54,10 +62,13 @@ class Rules:
                 listed = ", ".join(map(str, allowed))
                 raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
         check_way(self.heal, (INTERLEAVED,), self.heal_share)
-        if self.heal is not None:
+        check_guard(self.guard, self.on_doubt)
+        if self.heals_answers:
             check_all_can_heal(models.values())
             for model in models.values():
                 check_interleaving(model)
+        if self.guard:
+            check_all_can_be_guarded(models.values())
         if self.step_size < 1:
             raise ValueError(f"prefill_step_size is {self.step_size}; it must be at least 1")
         if len(by_tokenizer(models.values())) > 1:
@@ -121,6 +132,21 @@ def check_all_can_heal(models: Iterable[LanguageModel]) -> None:
             "models of different tokenizers cannot be healed: their caches have not one entry a "
             "token; leave out heal (--heal)"
         )
+
+
+def check_all_can_be_guarded(models: Iterable[LanguageModel]) -> None:
+    """Refuse models whose predictions a guard cannot compare in a conversation.
+
+    Raises:
+        UnsupportedModelError: They have several tokenizers, or a layer keeps a window.
+    """
+    if len(by_tokenizer(models)) > 1:
+        raise UnsupportedModelError(
+            "models of different tokenizers cannot be guarded: they predict no tokens in common; "
+            "leave out guard (--guard)"
+        )
+    for model in models:
+        check_going_back(model)
 
 
 def tell_of_templates(models: Iterable[LanguageModel], switches: Mapping[str, Any]) -> None:

@@ -144,7 +144,7 @@ class Turn:
     def _begin(self, name: str) -> Generator[None, None, tuple[list[int], Switch]]:
         """All tokens so far; the model's line now holds all of them except the last."""
         tokens = [*self.prompt, *self.answer]
-        switch = yield from self._exchange.bring(name, tokens[:-1], self.mark)
+        switch = yield from self._exchange.bring(name, tokens[:-1], self.mark, then=tokens[-1])
         return tokens, switch
 
     def write(self, part: Part, *, last: bool) -> Iterator[GenerationResponse | None]:
@@ -339,7 +339,7 @@ class Turn:
             *(switch.kept_translated, switch.native_layers),
         )
         booked = timed(response, counts, self._ttft, self._seconds, used=used)
-        return replace(booked, generation_tokens=len(self.answer))
+        return replace(booked, generation_tokens=len(self.answer), guarded=switch.guarded)
 
 
 def tokens_alone(

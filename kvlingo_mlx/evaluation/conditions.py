@@ -109,7 +109,7 @@ def translated(
         check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
         check_tokens((source, target), prefix, 2048)
         check_caches((source, target), len(prefix))
-        part = native_part(translator.config, native_layers)
+        part = native_part(translator.config, native_layers, tokens=len(prefix) - 1)
         return filled(plan_of(source, target, translator, prefix, part))
 
     return make

@@ -10,7 +10,7 @@ from kvlingo_mlx import folding
 from kvlingo_mlx.evaluation import conditions, droidspeak
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, Reuse, target_ids
 from kvlingo_mlx.evaluation.harness.decoding import POINTS, PROMPT, TRACE
-from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.handover.hybrid import AUTO, Native, native_part
 from kvlingo_mlx.loading.pairing import check_tokenizers
 from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -167,41 +167,60 @@ def translated(
     """A cache translated from the source's; several translators are seeds of one method.
 
     The target reads its first ``native_layers`` itself, as in :func:`hand_over`. None and ``auto``
-    stand for the number to which each translator was tuned.
+    stand for the number to which each translator was tuned, perhaps by the length of a prefix.
+
+    Raises:
+        ValueError: A translator was tuned by length, and ``ways`` are PyTorch's.
     """
     digests = [t.digest for t in translators]
-    parts = [native_part(t.config, native_layers) for t in translators]
+    layers = [native_part(t.config, native_layers).layers for t in translators]
     identity: dict[str, Any] = {"source": identity_of(source), "translators": digests}
     if any(t.bits is not None for t in translators):
         identity["bits"] = [t.bits for t in translators]
-    layers = [part.layers for part in parts]
     if any(layers):
         identity["native_layers"] = layers
+    asked: list[Any] = list(layers)
+    if native_layers in (None, AUTO) and any(t.config.native_by_length for t in translators):
+        if ways is not conditions:
+            raise ValueError(
+                f"{translators[0].config.title} was tuned by length (native_by_length), which only "
+                "MLX follows; give a number (--native-layers)"
+            )
+        identity["native_by_length"] = [t.config.native_by_length for t in translators]
+        asked = [None] * len(layers)
+    first = translators[0]
+
+    def part(tokens: int) -> Native:
+        return native_part(first.config, asked[0], tokens=tokens)
+
     return Condition(
         name,
         tuple(
             ways.translated(source, target, t, j, allow_mismatch=allow_mismatch)
-            for t, j in zip(translators, layers, strict=True)
+            for t, j in zip(translators, asked, strict=True)
         ),
         identity,
         lambda prefix: translation(
-            conditions.plan_of(source, target, translators[0], prefix, parts[0])
+            conditions.plan_of(source, target, first, prefix, part(len(target_ids(prefix)) - 1))
         ),
-        _share_of(source, target, translators[0], layers[0]),
+        _share_of(source, target, first, lambda tokens: part(tokens).layers),
     )
 
 
 def _share_of(
-    source: LanguageModel, target: LanguageModel, translator: Translator, native_layers: int
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    native_layers: Callable[[int], int],
 ) -> Share | None:
     """What a translation and the native layers below it take; not known between tokenizers."""
     if translator.config.alignment is not None:
         return None
-    above = translator.above(native_layers)
 
     def share(layers: Sequence[float], count: int) -> float:
-        maps = translation_work(above, source, target, count).flops
-        return (sum(layers[:native_layers]) + maps) / sum(layers)
+        native = native_layers(count)
+        maps = translation_work(translator.above(native), source, target, count).flops
+        return (sum(layers[:native]) + maps) / sum(layers)
 
     return share
 

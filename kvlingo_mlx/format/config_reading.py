@@ -84,6 +84,7 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
     if "native_layers" in config.provenance:
         layers = config.provenance["native_layers"]
         _integer(path, "provenance.native_layers", layers, 0, len(target.layers))
+    _check_by_length(path, config)
     _check_kind(path, config)
     _check_latent(path, config)
     if config.head_mixing and "head_map" in data:
@@ -91,6 +92,19 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
     if not config.head_mixing:
         config = replace(config, head_map=_parse_head_map(path, data.get("head_map"), config))
     return config
+
+
+def _check_by_length(path: Path, config: TranslatorConfig) -> None:
+    """Refuse native layers by length that are no ascending pairs of tokens and layers."""
+    place = "provenance.native_by_length"
+    found, before = config.provenance.get("native_by_length", []), 0
+    for index, pair in enumerate(_typed(path, place, found, list)):
+        where = f"{place}[{index}]"
+        if len(_typed(path, where, pair, list)) != 2:
+            raise malformed(path, f"{where} is {pair!r}; expected [tokens, layers]")
+        _integer(path, f"{where}[0]", pair[0], before + 1, MAX_WINDOW)
+        _integer(path, f"{where}[1]", pair[1], 0, len(config.target.layers))
+        before = pair[0]
 
 
 def _check_keys(

@@ -31,7 +31,7 @@ HANDED = (WARN, REREAD)  # the same, where the caller decodes
 
 @dataclass(frozen=True)
 class Guarded:
-    """What two models made of a prompt's last tokens, the target from a translated cache.
+    """What two models made of a prompt's tokens, the target after a translated cache.
 
     Attributes:
         tokens: The number of these tokens.
@@ -52,8 +52,8 @@ class Guarded:
 
     def __str__(self) -> str:
         return "; ".join(self.doubts) or (
-            f"nothing unusual: the models are {self.divergence:.2f} nats apart over the last "
-            f"{self.tokens} tokens of the prompt, at most {self.limit:.2f} are usual"
+            f"nothing unusual: the models are {self.divergence:.2f} nats apart over {self.tokens} "
+            f"tokens of the prompt, at most {self.limit:.2f} are usual"
         )
 
 
@@ -91,15 +91,15 @@ class Watch:
 
 def judged(config: TranslatorConfig, found: tuple[float, float, float], tokens: int,
            prefix: int) -> Guarded:  # fmt: skip
-    """A measurement over the last ``tokens`` of a ``prefix`` beside what the translator knew."""
+    """A measurement over ``tokens`` at a ``prefix``'s end beside what the translator knew."""
     divergence, source_loss, target_loss = found
     receipt = receipt_of(config)
     assert receipt is not None and receipt.guard is not None
     limit, doubts = receipt.guard.limit(tokens), []
     if not divergence <= limit:  # NaN, too
         doubts.append(
-            f"the models are {divergence:.2f} nats apart over the last {tokens} tokens of the "
-            f"prompt, where at most {limit:.2f} are usual"
+            f"the models are {divergence:.2f} nats apart over {tokens} tokens of the prompt, where "
+            f"at most {limit:.2f} are usual"
         )
     longest = config.longest_prefix
     if longest is not None and prefix > longest:

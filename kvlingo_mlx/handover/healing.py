@@ -205,9 +205,12 @@ def check_models(source: LanguageModel, target: LanguageModel) -> None:
         )
 
 
-def first_layers(config: TranslatorConfig) -> int:
-    """The layers that ``layers`` reads at once: the tuned number, else a quarter of all."""
-    return config.native_layers or math.ceil(FIRST_SHARE * len(config.target.layers))
+def first_layers(config: TranslatorConfig, tokens: int | None = None) -> int:
+    """The layers that ``layers`` reads at once: the tuned number, else a quarter of all.
+
+    ``tokens`` is as in :func:`~kvlingo_mlx.handover.hybrid.native_part`.
+    """
+    return config.native_layers_at(tokens) or math.ceil(FIRST_SHARE * len(config.target.layers))
 
 
 def check_way(way: str | None, ways: Sequence[str], share: float = HEAL_SHARE) -> None:

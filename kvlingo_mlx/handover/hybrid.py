@@ -50,7 +50,11 @@ class Native:
 
 
 def native_part(
-    config: TranslatorConfig, layers: int | str | None = None, head: int = 0, tail: int = 0
+    config: TranslatorConfig,
+    layers: int | str | None = None,
+    head: int = 0,
+    tail: int = 0,
+    tokens: int | None = None,
 ) -> Native:
     """The part that the target is to read itself, with its numbers checked.
 
@@ -60,6 +64,8 @@ def native_part(
             was not tuned; ``auto`` refuses a translator that was not tuned.
         head: The number of first tokens.
         tail: The number of last tokens.
+        tokens: The length of the prefix, by which the tuned number may differ; None for one beyond
+            all lengths to which the translator was tuned.
 
     Raises:
         ValueError: A number is out of range, or ``auto`` is given and the translator is not tuned.
@@ -71,7 +77,7 @@ def native_part(
             f"{config.target.name} has no tuned native layers; choose them with `kvlingo-mlx "
             f"tune`, or give a number from 0 to {most}"
         )
-    chosen = config.native_layers if layers in (None, AUTO) else layers
+    chosen = config.native_layers_at(tokens) if layers in (None, AUTO) else layers
     if type(chosen) is not int or not 0 <= chosen <= most:
         raise ValueError(
             f"native_layers is {layers!r}; give a number from 0 to {most}, the cache layers of "

@@ -52,12 +52,15 @@ class Asked:
     heal: str | None = None
     guard: int = 0
 
-    def native(self, config: TranslatorConfig) -> Native:
-        """The part of the prefix that the target reads itself if this translator is used."""
+    def native(self, config: TranslatorConfig, tokens: int | None = None) -> Native:
+        """The part of the prefix that the target reads itself if this translator is used.
+
+        ``tokens`` is the length of the prefix, as in :func:`native_part`.
+        """
         layers = self.native_layers
         if layers is None and self.heal == healing.LAYERS:
-            layers = healing.first_layers(config)
-        return native_part(config, layers, self.native_head, self.native_tail)
+            layers = healing.first_layers(config, tokens)
+        return native_part(config, layers, self.native_head, self.native_tail, tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +188,8 @@ def prepare(
     translator = resolve_translator(
         asked.translator, plan.source, plan.target, allow_mismatch=asked.allow_mismatch
     )
-    plan = replace(plan, translator=translator, native=asked.native(translator.config))
+    own = asked.native(translator.config, len(plan.prefix))
+    plan = replace(plan, translator=translator, native=own)
     if asked.guard:
         return guarded(plan, asked.guard)
     tell_of_length(translator.config, len(plan.tokens))

@@ -261,7 +261,13 @@ class Engine:
             for name, each in self.residents.models.items()
             if each.tokenizer_fingerprint == model.tokenizer_fingerprint
         }
-        rules = Rules(on_missing="reprefill", step_size=self._settings.prefill_step_size)
+        told = self._settings
+        rules = Rules(
+            on_missing="reprefill",
+            step_size=told.prefill_step_size,
+            guard=told.guard,
+            on_doubt=told.on_doubt,
+        )
         made = Exchange(alike, (), rules)
         made.directions = self.policy.directions
         talk = Talk([("text",)], texts=made)
@@ -299,7 +305,7 @@ class Engine:
             line = exchange.lines[job.name]
             line.trim(next((s.start for s in line.spans if s.passes), len(line)))
         exchange.waits = True
-        exchange.unfollowing = frozenset(
+        exchange.asleep = frozenset(
             name for name, each in self.residents.all.items() if not each.loaded
         )
 

@@ -277,6 +277,10 @@ def usage_of(
         strategy, way = "reread", job.ways[again, job.name]
         barred = way.strategy == "reread"
         fallback = way.why if barred else "the other model no longer keeps what can be translated"
+    guarded = response.guarded
+    doubt = str(guarded) if guarded is not None and guarded.doubts else None
+    if doubt is not None and not translated:
+        strategy, fallback = "reread", f"the translation was in doubt: {doubt}"
     if translated:
         way = job.ways[foreign[-1].writer, job.name]
         strategy = "hybrid" if way.strategy == "hybrid" else "translate"
@@ -288,6 +292,7 @@ def usage_of(
         read_tokens=switch.read + 1,
         strategy=strategy,
         fallback=fallback,
+        doubt=doubt,
         translator=response.translator if translated else None,
         translator_digest=response.translator_digest if translated else None,
         queue_s=job.queued,

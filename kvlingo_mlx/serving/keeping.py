@@ -45,7 +45,10 @@ LOST = (KVLingoError, OSError, ValueError, RuntimeError)
 
 def conversing(models: int, settings: Settings) -> dict[str, Any]:
     """A conversation's options; one model alone takes none that concern several."""
-    several = {"on_missing": "reprefill"} if models > 1 else {}
+    several: dict[str, Any] = {}
+    if models > 1:
+        several = {"on_missing": "reprefill", "guard": settings.guard}
+        several |= {"on_doubt": settings.on_doubt} if settings.guard else {}
     return {"prefill_step_size": settings.prefill_step_size, **several}
 
 

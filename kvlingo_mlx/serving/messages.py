@@ -123,6 +123,7 @@ class Usage:
             "reread" (though another model had read it), "kept" (nothing was lacking but what is
             new), or "read" (nobody had read it).
         fallback: Why tokens were read anew that another model had read; None if none were.
+        doubt: Why the guard found the translation in doubt; None if it did not.
         translator: The translator's folder, where one was used.
         translator_digest: A sha256 of what that translator computes.
         ttft_s: Seconds from the worker's receipt of the request to the first token.
@@ -139,6 +140,7 @@ class Usage:
     read_tokens: int = 0
     strategy: str = "read"
     fallback: str | None = None
+    doubt: str | None = None
     translator: str | None = None
     translator_digest: str | None = None
     ttft_s: float = 0.0

@@ -57,6 +57,10 @@ class Metrics:
             "kvlingo_fallbacks", "Answers for which tokens were read that could not be translated.",
             ("model",), registry=own,
         )  # fmt: skip
+        self._doubts = Counter(
+            "kvlingo_doubts", "Answers whose translation the guard found in doubt.",
+            ("model",), registry=own,
+        )  # fmt: skip
         self._prompt = Counter(
             "kvlingo_prompt_tokens", "Prompt tokens by where they came from.",
             ("model", "source"), registry=own,
@@ -77,6 +81,8 @@ class Metrics:
             self._switches.labels(model, usage.strategy).inc()
         if usage.fallback is not None:
             self._fallbacks.labels(model).inc()
+        if usage.doubt is not None:
+            self._doubts.labels(model).inc()
         for source in ("cached", "translated", "read"):
             self._prompt.labels(model, source).inc(getattr(usage, f"{source}_tokens"))
 

@@ -40,7 +40,7 @@ class Policy:
     def __init__(self, models: Mapping[str, LanguageModel], settings: Settings) -> None:
         with warnings.catch_warnings():  # how good they are is in the reasons below
             warnings.simplefilter("ignore", KVLingoWarning)
-            rules = Rules(on_missing="reprefill")
+            rules = Rules(on_missing="reprefill", guard=settings.guard)
             self.directions = Directions(models, settings.translators, rules)
         given = set(self.directions.loaded)
         told = {tuple(pair.split(":", 1)): rule for pair, rule in settings.pairs.items()}

@@ -90,6 +90,10 @@ class Settings:
             template changes earlier turns, as Qwen's does, which drops their reasoning.
         heal: ``idle``: while nothing is asked, models read what they hold translated, in the place
             of the translation.
+        guard: At a switch, compare both models over so many tokens; 0: do not. It needs models of
+            one tokenizer without windows, and receipts that say what is usual.
+        on_doubt: ``warn`` in the log where they are further apart than usual; or ``reread``: the
+            model reads the conversation itself before it answers.
         prefill_step_size: Tokens that are read at once; answers of others go on in between.
         max_concurrent: Answers that one model writes at once.
         queue_limit: Requests that may wait for their first token; more are told 429.
@@ -122,6 +126,8 @@ class Settings:
     max_tokens: Whole = 4096
     verbatim: Switch = False
     heal: Literal["idle"] | None = None
+    guard: Annotated[int, Strict(), Field(ge=0)] = 0
+    on_doubt: Literal["warn", "reread"] = "warn"
     prefill_step_size: Whole = 2048
     max_concurrent: Whole = 16
     queue_limit: Whole = 64
@@ -145,6 +151,10 @@ class Settings:
             raise ValueError(
                 f"host is {self.host}, which others can reach, and no key is set; "
                 f"give --api-key (or {API_KEY}), or --allow-anyone"
+            )
+        if self.on_doubt != "warn" and not self.guard:
+            raise ValueError(
+                f"on_doubt is {self.on_doubt!r}, and nothing is compared; give guard 32 as well"
             )
         if AUTO in self.models:
             raise ValueError(f"a model is named {AUTO!r}, the name of routing; give another name")

@@ -43,7 +43,8 @@ def floors(
         work[f"translate {form}"] = translation_work(translator, source, target, count)
     first = next(iter(translators))
     work["switch"] = work[f"translate {first}"] + step
-    if native_part(translators[first].config) == Native():  # else the target reads some of it
+    part = native_part(translators[first].config, tokens=count)
+    if part == Native():  # else the target reads some of it
         work["accelerator"] = work["source_prefill"] + work["switch"]
     return {name: rates.floor(work[name]) for name in timing.samples if name in work}
 

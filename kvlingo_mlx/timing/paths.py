@@ -148,7 +148,7 @@ class Paths:
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
-        part = native_part(self._first.config, None)
+        part = native_part(self._first.config, tokens=len(self.tokens) - 1)
         pair = self.source, self.target
         plan = Plan(*pair, self.tokens, self._first, part, step_size=self.step_size)
         first_token(self.target, self.tokens[-1:], filled(plan))

@@ -32,6 +32,7 @@ from kvlingo_mlx.conversation.accounting import LineStats, Stats
 from kvlingo_mlx.handover import healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.reporting import measure
+from tests.support.guards import with_receipt
 from tests.support.healings import noted
 from tests.support.identity import identity_of
 from tests.support.processes import WITHOUT_TORCH
@@ -134,6 +135,27 @@ def test_a_model_reads_behind_its_translation(
     assert read == []
     assert chats(*lines, options=("--heal", heal, "--no-eager")) == plain  # one model twice
     assert chats.err == "" and read
+
+
+def test_a_guard_looks_at_every_switch(
+    chats: Chats, one: LanguageModel, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An identity is not doubted; one that was made on short prompts is."""
+    lines = ("the use of an other " * 12, "/use b", "and you", "/stats")
+    chats(*lines, options=("--guard", "32"), status=2)
+    assert "`kvlingo-mlx verify TRANSLATOR" in chats.err  # its receipt does not say what is usual
+    identity = with_receipt(identity_of(one))
+    identity.save(store / "same", overwrite=True)
+    plain = chats(*lines[:-1])
+    out = chats(*lines, options=("--guard", "32"))
+    assert chats.err == "" and out.startswith(plain) and "nothing unusual: the models are" in out
+    with_receipt(identity, longest_prefix=10).save(store / "same", overwrite=True)
+    for doubt, warned in (("warn", True), ("heal", False), ("reread", False)):
+        out = chats(*lines, options=("--guard", "32", "--on-doubt", doubt))
+        assert out.startswith(plain) and "tested on prefixes of at most 10" in out
+        assert ("is in doubt" in chats.err) == warned
+        rows = dict(line.split("  ", 1) for line in out.splitlines() if "  " in line)
+        assert (rows["of them translated"].strip() == "0") == (doubt == "reread")
 
 
 def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ pytest.importorskip("pydantic")
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.conversation import exchange
-from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.embedded import dialogues, zoo
 from kvlingo_mlx.handover import healing
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.engine import Engine
@@ -87,6 +88,40 @@ def test_a_request_may_ask_to_read_anew(clients: Clients) -> None:
     assert again.usage.strategy == "reread" and again.usage.translated_tokens == 0
     assert again.usage.fallback == "the request asked for it"
     assert again.usage.read_tokens == again.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("doubt", ["warn", "reread"])
+def test_a_guard_doubts_code(tmp_path: Path, doubt: str) -> None:
+    """The zoo's models were never shown any; a talk as in their training is not doubted."""
+    told, plain = settings(tmp_path, guard=32, on_doubt=doubt), {"enable_thinking": False}
+    (talk,) = dialogues.held_out(1, seed=11, facts=(12, 18), questions=2)
+    known = [*talk.messages[:-1], user(talk.questions[0])]
+    code = "def f(x):\n    return x + 1\n" * 12
+    clients = Clients(Engine(told))
+    cases = ((known, talk.questions[1], False), ([user(code)], code, True))
+    for history, message, wrong in cases:
+        first = clients.one("large", history, template=plain)
+        assert first.usage.doubt is None
+        after = [*history, said(first.text), user(message)]
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always", kv.KVLingoWarning)
+            again = clients.one("moe", after, template=plain)
+        doubts = [w for w in warned if "nats apart over 32 tokens" in str(w.message)]
+        assert bool(doubts) == (wrong and doubt == "warn")
+        assert (again.usage.doubt is not None) == wrong
+        reread = wrong and doubt == "reread"
+        assert (again.usage.translated_tokens == 0) == reread
+        assert again.usage.strategy == ("reread" if reread else "translate")
+        assert (again.usage.fallback or "").startswith("the translation was in doubt: ") == reread
+
+
+def test_a_model_that_was_let_go_of_is_not_compared(tmp_path: Path) -> None:
+    clients = Clients(Engine(settings(tmp_path, guard=32)))
+    code = "def f(x):\n    return x + 1\n" * 12
+    first = clients.one("large", [user(code)])
+    clients.engine.unload("large")
+    again = clients.one("moe", [user(code), said(first.text), user(code)])
+    assert again.usage.translated_tokens > 0 and again.usage.doubt is None
 
 
 def test_reading_anew_drops_what_was_translated(clients: Clients) -> None:

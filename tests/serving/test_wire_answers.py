@@ -132,6 +132,7 @@ def test_usage_of_streams() -> None:
         "queue_s": 0.125,
         "reread_s": 9.5,
         "fallback": None,
+        "doubt": None,
     }
 
 

@@ -130,6 +130,7 @@ function showUsage(shown, usage) {
   if (own.reread_s != null) rows.push(["reading all would have taken", seconds(own.reread_s)]);
   if (own.strategy) rows.push(["by", own.strategy]);
   if (own.fallback) rows.push(["not translated", own.fallback]);
+  else if (own.doubt) rows.push(["in doubt", own.doubt]);
   const list = element("dl");
   for (const [name, value] of rows) {
     const row = element("div");

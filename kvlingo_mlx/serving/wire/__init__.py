@@ -124,7 +124,9 @@ def frame(data: dict[str, Any] | str, event: str | None = None) -> str:
 def extension(usage: Usage) -> dict[str, Any]:
     """What ``usage.kvlingo`` tells: where the prompt's tokens came from, and the times."""
     names = "translated_tokens read_tokens strategy translator translator_digest ttft_s queue_s"
-    return {name: getattr(usage, name) for name in [*names.split(), "reread_s", "fallback"]}
+    return {
+        name: getattr(usage, name) for name in [*names.split(), "reread_s", "fallback", "doubt"]
+    }
 
 
 def openai_usage(usage: Usage) -> dict[str, Any]:

@@ -323,6 +323,28 @@ def test_the_tuned_number_decides(root: Path, asked: str | None) -> None:
     assert not equal(hand_over(native_layers=0)[0], found[0])
 
 
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_a_number_may_depend_on_the_length(root: Path, asked: str | None) -> None:
+    """Each holds up to its own length, that of all others beyond; a given number for all."""
+    source, target, translator = tuned(root, 2)
+    facts = {"native_layers": 2, "native_by_length": [[20, 0], [30, 1]]}
+    config = dataclasses.replace(translator.config, provenance=facts)
+    by_length = dataclasses.replace(translator, config=config)
+    for length, layers in ((8, 0), (20, 0), (21, 1), (30, 1), (31, 2), (len(TOKENS) - 1, 2)):
+        tokens = TOKENS[: length + 1]  # the last one is no part of the prefix
+        hand_over = functools.partial(kv.hand_over, source, target, tokens)
+        found = hand_over(translator=by_length, native_layers=asked)
+        plain = hand_over(translator=translator, native_layers=layers)
+        assert all(equal(a, b) for a, b in zip(found, plain, strict=True))
+        given = {"translator": by_length, "max_tokens": 1}
+        (answer,) = kv.stream_generate(source, target, tokens, **given)
+        assert answer.native_layers == layers
+        (answer,) = kv.stream_generate(source, target, tokens, native_layers=1, **given)
+        assert answer.native_layers == 1
+        (answer,) = kv.stream_generate(source, target, tokens, heal="layers", **given)
+        assert answer.native_layers == (layers or 1)  # a quarter of the layers, where none is tuned
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -341,16 +363,36 @@ def test_what_means_nothing_is_refused(root: Path, options: dict, message: str) 
         kv.hand_over(source, target, TOKENS, translator=translator, **options)
 
 
-@pytest.mark.parametrize("layers", [-1, 99, "1", 1.0])
-def test_a_folder_that_asks_for_what_is_not_there(root: Path, tmp_path: Path, layers: Any) -> None:
+@pytest.mark.parametrize(
+    ("key", "found"),
+    [
+        *(("native_layers", layers) for layers in (-1, 99, "1", 1.0)),
+        *(
+            ("native_by_length", pairs)
+            for pairs in (
+                3,
+                [3],
+                [[3]],
+                [[0, 1]],
+                [[9, 1], [9, 2]],
+                [[9, 99]],
+                [[9, -1]],
+                [["9", 1]],
+            )
+        ),
+    ],
+)
+def test_a_folder_that_asks_for_what_is_not_there(
+    root: Path, tmp_path: Path, key: str, found: Any
+) -> None:
     _, _, folder = opened(root, CASES[0])
     config = json.loads((folder / translator_folder.CONFIG_FILE).read_text())
-    config["provenance"]["native_layers"] = layers
+    config["provenance"][key] = found
     for name in (translator_folder.WEIGHTS_FILE, translator_folder.SELFTEST_FILE):
         (tmp_path / name).write_bytes((folder / name).read_bytes())
     (tmp_path / translator_folder.CONFIG_FILE).write_text(json.dumps(config))
     with pytest.raises(
-        kv.MalformedTranslatorError, match=r"provenance.native_layers is .*expected"
+        kv.MalformedTranslatorError, match=rf"provenance.{key}(\[.*\])? is .*expected"
     ):
         kv.load_translator(tmp_path)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvlingo_mlx.cli import bench_budget
 from kvlingo_mlx.cli.bench_options import (
     BUDGET,
+    HEALING,
     TABLES,
     BenchOptions,
     check,
@@ -50,7 +51,8 @@ def _run(
     options: BenchOptions, ends: tuple[str, str] | None, lengths: Sequence[int] | None
 ) -> None:
     """Time the tables of a switch, print them and append the record."""
-    bits = [] if options.quantize == "none" else numbers("--quantize", options.quantize, "8,4")
+    plain = options.quantize == "none" or options.table_name == HEALING
+    bits = [] if plain else numbers("--quantize", options.quantize, "8,4")
     layers = options.native_layers
     hybrids = numbers("--native-layers", layers, "1,2") if layers else []
 
@@ -65,6 +67,11 @@ def _run(
     if options.plot:
         pictures.check(options.plot)
     beside = load_reference(options.reference) if options.reference else None
+    if beside is not None and beside.label is not None and options.table_name == HEALING:
+        raise ValueError(
+            f"--reference is {options.reference}, which has no table of {HEALING}; give a file of "
+            "--json, or leave it out"
+        )
     clock = Clock(options.time_limit)  # it includes making or reading the models
     tell_of_machine()
     pair = _pair(options, ends, bits)

@@ -15,6 +15,7 @@ from kvlingo_mlx.cli.command import (
 from kvlingo_mlx.cli.sampling import check_ranges
 
 TABLES = ("moe-switch", "switch", "quant")
+HEALING = "healing"  # not every pair can be healed, so "all" leaves it out
 BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
 
 
@@ -22,7 +23,7 @@ BUDGET = "memory-budget"  # it times no translation, so "all" leaves it out
 class BenchOptions(Options):
     table_name: str = option(
         "moe-switch",
-        f"{', '.join(TABLES)}, or all of these; or {BUDGET}, which all leaves out.",
+        f"{', '.join(TABLES)}, or all of these; or {HEALING} or {BUDGET}, which all leaves out.",
         "--table",
     )
     source: MaybeSource = None
@@ -40,7 +41,9 @@ class BenchOptions(Options):
         None, "Source layers a target layer reads, in random maps; default: the paper's, else 1."
     )
     quantize: str = option("8,4", "Also time the maps in so many bits: 8,4 or none.")
-    native_layers: str | None = option(None, "Also switches of so many native layers: 1,2.")
+    native_layers: str | None = option(
+        None, f"Also switches of so many native layers: 1,2; {HEALING}: these, not a quarter."
+    )
     prompt: str | None = option(None, "text (bundled) or random token ids.")
     prompt_tokens: str | None = option(None, "Lengths: 64,256.", "--prompt-tokens", "-p")
     batch: int = option(1, "Prompts at once, of one length; fewer rows above 1.")
@@ -76,10 +79,10 @@ def numbers(option: str, text: str, example: str, least: int = 1) -> list[int]:
 def check(options: BenchOptions) -> None:
     """Refuse (ValueError) meaningless option values."""
     table, limit, prompt = options.table_name, options.time_limit, options.prompt
-    tables = f"{', '.join(TABLES)} or all; or {BUDGET}"
+    tables = f"{', '.join(TABLES)} or all; or {HEALING} or {BUDGET}"
     counts = options.some("num_trials batch nu decode_tokens prefill_step_size")
     check_ranges(
-        ("--table", repr(table), table in (*TABLES, BUDGET, "all"), tables),
+        ("--table", repr(table), table in (*TABLES, HEALING, BUDGET, "all"), tables),
         *(
             (f"--{name.replace('_', '-')}", count, count is None or count >= 1, "at least 1")
             for name, count in counts.items()

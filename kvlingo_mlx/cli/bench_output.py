@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvlingo_mlx.cli import bench_healing
 from kvlingo_mlx.cli.output import ms, say, table
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ LABELS = {
     "switch": "switch",
     "eager_switch": "switch, translated eagerly",
     "accelerator": "accelerator",
+    "heal_idle": "until native, healed idle",
+    "heal_interleaved": "until native, healed between tokens",
 }
 SPEED_LABELS = {
     "decode_source": "source",
@@ -42,7 +45,7 @@ def show(
     from kvlingo_mlx.timing import derived, tables
 
     shown, timings = ran.table, ran.timings
-    least, grown, compared = [], [], None
+    least, grown, healed, compared = [], [], {}, None
     if not timings:
         say(shown.title)
     else:
@@ -53,6 +56,7 @@ def show(
         title = f"{shown.title}\n{pair.source.name} to {pair.target.name}"
         table(title, columns, rows + _derived(shown, timings))
         say("Medians in ms; in brackets: how close to the fastest that this machine could be.")
+        healed = bench_healing.show(shown, pair, timings, columns)
         table("Fastest / interquartile range (ms)", columns, _spreads(timings))
         grown = _extrapolate(timings, pair, columns)
         if derived.tokens_per_second(timings[0]):
@@ -75,6 +79,7 @@ def show(
         "extrapolated": grown,
         "left_out": [*ran.over, *ran.beyond],
         "reference": compared,
+        **healed,
     }
 
 
@@ -88,6 +93,7 @@ def _derived(shown: Table, timings: Sequence[Timing]) -> list[list[str]]:
     for name in derived.tokens_per_second(timings[0]):
         speeds = [derived.tokens_per_second(t)[name] for t in timings]
         rows.append([f"{SPEED_LABELS[name]} (tokens/s)", *(f"{speed:.1f}" for speed in speeds)])
+    rows += bench_healing.rows(timings)
     for phase in shown.peaks:
         peaks = [f"{t.peak[phase] / 1e6:.0f}" for t in timings]
         rows.append([f"{LABELS[phase]}, peak (MB)", *peaks])
@@ -112,6 +118,8 @@ def label(phase: str, decoded: int | None = None) -> str:
     kind, _, rest = phase.partition(" ")
     if kind == "hybrid":
         return f"switch, {rest} layers native"
+    if kind == "heal_layers":
+        return f"until native, {rest} layers at once"
     if phase in SPEED_LABELS:
         return f"{SPEED_LABELS[phase]}, {'a token' if decoded is None else f'{decoded} tokens'}"
     return LABELS.get(phase, phase.replace("translate", "translation,"))
@@ -136,6 +144,9 @@ def _extrapolate(
     if pair.layers is None:
         return []
     grown = at_full_depth(pair, timings)
+    if not grown[0]:
+        say("none of these times is extrapolated to full depth")
+        return grown
     rows = [[label(phase), *(ms(g[phase]) for g in grown)] for phase in grown[0]]
     full = " and ".join(str(whole) for _, whole in pair.layers)
     table(f"Extrapolated to {full} layers, not measured (ms)", columns, rows)

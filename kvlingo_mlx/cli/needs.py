@@ -12,7 +12,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 from kvlingo_mlx.arguments import Need, among, but, check_needs, is_set, off, several
-from kvlingo_mlx.cli.bench_options import BUDGET
+from kvlingo_mlx.cli.bench_options import BUDGET, HEALING
 from kvlingo_mlx.cli.eval_options import OWN, words
 from kvlingo_mlx.cli.output import given_options
 from kvlingo_mlx.errors import tell_new_name
@@ -219,6 +219,8 @@ VERBS: dict[str, tuple[Need, ...]] = {
     "bench": (
         Need(MEMORY_BUDGET, "table_name", but(BUDGET), "moe-switch",
              "whose models, maps and cache are the paper's, random"),
+        Need("quantize batch", "table_name", but(HEALING), "moe-switch",
+             "which heals one prompt behind the maps as they are"),
         Need("batch_sizes", "table_name", among(BUDGET), BUDGET,
              told=f"but with --table {BUDGET}; give --batch, or leave it out"),
         Need("source target translator", "geometry", off, why="whose models and maps are random"),
@@ -230,7 +232,8 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("native_layers", "table_name", but("quant"), "moe-switch", "which times no switch"),
         Need("native_layers save_timings decode_tokens", "batch", among(1), 1,
              "of several prompts at once"),
-        Need("decode_tokens", "table_name", among("moe-switch", "all", BUDGET), "moe-switch",
+        Need("decode_tokens", "table_name", among("moe-switch", "all", HEALING, BUDGET),
+             "moe-switch",
              "which times no decoding"),
         Need("save_timings", "table_name", among("moe-switch", "all"), "moe-switch",
              "which does not time every way to a first token"),

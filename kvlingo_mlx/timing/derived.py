@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 from kvlingo_mlx.handover.hybrid import Native, native_part
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.timing.ceilings import Costs, Rates, Work, translation_work
+from kvlingo_mlx.timing.paths import FEW
 from kvlingo_mlx.timing.phases import SPEEDS
 from kvlingo_mlx.timing.tables import Timing
 from kvlingo_mlx.translators.base import Translator
@@ -73,6 +75,18 @@ def tokens_per_second(timing: Timing) -> dict[str, float]:
     """Decoding speeds, in tokens per second."""
     known = [name for name in SPEEDS if name in timing.samples]
     return {name: timing.decoded / timing.median(name) for name in known}
+
+
+def speeds_while_healing(timing: Timing) -> dict[str, float]:
+    """Decoding speeds from the first token until the cache is native, in tokens per second.
+
+    By phase, medians; a phase in which some round decoded fewer than ``FEW`` tokens has none.
+    """
+    return {
+        phase: median([one.tokens / one.seconds for one in rounds])
+        for phase, rounds in timing.meanwhile.items()
+        if min(one.tokens for one in rounds) >= FEW
+    }
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,16 @@ from typing import Any
 
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.reporting.measure import median
+from kvlingo_mlx.timing.phases import HEAL, HYBRID
 
 SHOWN = ("native", "switch", "eager_switch", "accelerator", "source_prefill")
 
 
 def times(results: Mapping[str, Any]) -> Any:
-    """One panel per table: median seconds to the first token by way, over the prompt's length."""
+    """One panel per table: median milliseconds by way, over the prompt's length.
+
+    To the first token; in a table of healing also until the cache is native.
+    """
     results = {name: result for name, result in results.items() if result["timings"]}
     drawn = {
         n: r for n, r in results.items() if any(p in r["timings"][0]["samples"] for p in SHOWN)
@@ -26,7 +30,8 @@ def times(results: Mapping[str, Any]) -> Any:
         phases = result["timings"][0]["samples"]
         lengths = [t["prompt_tokens"] for t in result["timings"]]
         heights: list[float] = []
-        for phase in [p for p in SHOWN if p in phases] or list(phases):
+        shown = [p for p in SHOWN if p in phases]
+        for phase in [*shown, *(p for p in phases if p.startswith((HYBRID, HEAL)))] or list(phases):
             times = [1e3 * median(t["samples"][phase]) for t in result["timings"]]
             axes.plot(lengths, times, marker="o", label=phase)
             heights += times

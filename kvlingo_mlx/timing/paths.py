@@ -26,7 +26,8 @@ from kvlingo_mlx.models.hidden import text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting.measure import seconds
-from kvlingo_mlx.timing.phases import HYBRID
+from kvlingo_mlx.timing import healing
+from kvlingo_mlx.timing.phases import HEAL_INTERLEAVED, HEAL_LAYERS, HYBRID
 from kvlingo_mlx.translators.base import Translator
 
 MAX_WARM_UP = 5
@@ -47,6 +48,7 @@ class Paths:
 
     Attributes:
         decoded: The tokens over which decoding speeds are measured; it may be set at any time.
+        meanwhile: What was decoded while the target read, by phase, run by run.
     """
 
     batch, decoded = 1, FEW
@@ -67,6 +69,7 @@ class Paths:
         self._cache = self.translate()
         self._eager: list[Any] | None = None
         self._native: list[Any] | None = None
+        self.meanwhile: dict[str, list[healing.Meanwhile]] = {}
 
     def _read(self) -> list[KVStates]:
         """Let the source read the prompt into its own cache; return its states by chunk."""
@@ -74,11 +77,16 @@ class Paths:
             return list(capture.prefill(self.source, self.tokens[:-1], self.step_size, self._own))
 
     def phase(self, name: str) -> Callable[[], object]:
-        """The function of a phase: a method's name, ``translate FORM`` or ``hybrid J`` (layers)."""
+        """The function of a phase.
+
+        A method's name, ``translate FORM``, or ``hybrid J`` or ``heal_layers J`` (layers).
+        """
         if name.startswith("translate "):
             return lambda: self.translate(name.removeprefix("translate "))
         if name.startswith(HYBRID):
             return partial(self.hybrid, int(name.removeprefix(HYBRID)))
+        if name.startswith(HEAL_LAYERS):
+            return partial(self.heal_layers, int(name.removeprefix(HEAL_LAYERS)))
         return getattr(self, name)
 
     def source_prefill(self) -> None:
@@ -140,17 +148,33 @@ class Paths:
 
     def hybrid(self, layers: int) -> object:
         """A switch at which the target reads its first ``layers`` cache layers itself."""
-        ends, native = (self.source, self.target), Native(layers)
-        plan = Plan(*ends, self.tokens, self._first, native, step_size=self.step_size)
         with mx.stream(generation_stream):
-            cache = take_over(plan, self._recorded)
+            cache = take_over(self._plan(Native(layers)), self._recorded)
         return first_token(self.target, self.tokens[-1:], cache)
+
+    def _plan(self, native: Native) -> Plan:
+        ends = self.source, self.target
+        return Plan(*ends, self.tokens, self._first, native, step_size=self.step_size)
+
+    def heal_idle(self) -> None:
+        """A switch; then the target reads the prompt behind it, and decodes nothing meanwhile."""
+        healing.read_on(*healing.translated(self._plan(Native()), self._recorded))
+
+    def heal_interleaved(self) -> None:
+        """A switch; then the target reads the prompt behind it between the tokens of an answer."""
+        self._answer(HEAL_INTERLEAVED, 0)
+
+    def heal_layers(self, layers: int) -> None:
+        """A switch with some native layers; then the others are read as in an answer."""
+        self._answer(f"{HEAL_LAYERS}{layers}", layers)
+
+    def _answer(self, phase: str, layers: int) -> None:
+        found = healing.answered(self._plan(Native(layers)), self._recorded)
+        self.meanwhile.setdefault(phase, []).append(found)
 
     def accelerator(self) -> None:
         """Source prefill, translation and the target's step."""
-        part = native_part(self._first.config, tokens=len(self.tokens) - 1)
-        pair = self.source, self.target
-        plan = Plan(*pair, self.tokens, self._first, part, step_size=self.step_size)
+        plan = self._plan(native_part(self._first.config, tokens=len(self.tokens) - 1))
         first_token(self.target, self.tokens[-1:], filled(plan))
 
     def decode_source(self) -> None:

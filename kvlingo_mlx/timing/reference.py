@@ -10,7 +10,7 @@ from typing import Any
 
 from kvlingo_mlx.reporting.measure import median
 from kvlingo_mlx.timing.paper import LENGTHS, MOE_SPEED, MOE_SPEED_NOTE, MOE_SPEEDS, STATED
-from kvlingo_mlx.timing.phases import SPEEDS, WHOLE
+from kvlingo_mlx.timing.phases import HEAL, HYBRID, SPEEDS, WHOLE
 from kvlingo_mlx.timing.shapes import released
 
 PAPER, LABEL = "paper-m3-ultra", "app:tab:moespeed"
@@ -50,9 +50,9 @@ class Difference:
         if self.field == "decoded":
             return phase in SPEEDS
         if self.field == "translator":
-            return phase in WHOLE
+            return phase in WHOLE or phase.startswith((HYBRID, HEAL))
         if self.field in ("nu", "head_mixing"):
-            return phase in WHOLE or phase.startswith(("translate ", "hybrid "))
+            return phase in WHOLE or phase.startswith(("translate ", HYBRID, HEAL))
         return self.field != "machine"  # which every reference has of its own
 
 
@@ -206,7 +206,7 @@ def _of_record(record: Mapping[str, Any], results: Mapping[str, Any]) -> Referen
     config = dict(record.get("config", {}))
     layers = _layers(config.get("layers"))
     counts = {found["timings"][0].get("decoded", BEFORE) for found in results.values()
-              if found["timings"] and SPEEDS[0] in found["timings"][0]["samples"]}  # fmt: skip
+              if found["timings"] and {*SPEEDS} & {*found["timings"][0]["samples"]}}  # fmt: skip
     config |= {"decoded": counts.pop()} if counts else {}
     measured, whole = {}, {}
     for table, found in results.items():

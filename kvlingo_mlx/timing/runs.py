@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 
 from kvlingo_mlx.backend import on_gpu
 
+from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.handover import healing
 from kvlingo_mlx.reporting.measure import seconds
 from kvlingo_mlx.timing import derived, paths, tables
 from kvlingo_mlx.timing.ceilings import Costs, Rates, measured_rates
 from kvlingo_mlx.timing.pairs import Pair
 from kvlingo_mlx.timing.tables import Effort, Table, Timing
 
+HEALING = "healing"  # the table of it
 # A bar takes a text and a number of steps, and yields a function to call after each step.
 Bar = Callable[[str, int], AbstractContextManager[Callable[[], None]]]
 
@@ -57,7 +60,19 @@ class Ran:
 
 
 def check(pair: Pair, asked: Asked) -> None:
-    """Raise ValueError for a length or number of native layers that this pair does not allow."""
+    """Raise an error for what this pair does not allow.
+
+    Raises:
+        ValueError: A length or a number of native layers.
+        UnsupportedModelError: Healing, behind translations of this pair.
+    """
+    if HEALING in asked.tables:
+        try:
+            healing.check_models(pair.source, pair.target)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"--table {HEALING} has nothing to time: {error}; give another --table"
+            ) from None
     most = len(pair.target.attentions)
     if (wrong := max(asked.native_layers, default=0)) > most:
         raise ValueError(f"--native-layers holds {wrong}; give numbers from 1 to {most}")
@@ -74,7 +89,7 @@ def run(pair: Pair, asked: Asked, bar: Bar) -> Iterator[Ran]:
     """Measure one table after the other; each gets its share of the time that is left.
 
     Raises:
-        ValueError: As for :func:`check`.
+        ValueError, UnsupportedModelError: As for :func:`check`.
     """
     check(pair, asked)
     room, effort = pair.smaller.context_length, asked.effort
@@ -83,7 +98,7 @@ def run(pair: Pair, asked: Asked, bar: Bar) -> Iterator[Ran]:
     for index, name in enumerate(asked.tables):
         own = tables.TABLES[name]
         lengths = [n for n in asked.lengths or own.lengths if n <= room]
-        shown = tables.with_hybrids(tables.batched(own, effort.batch), asked.native_layers)
+        shown = tables.with_hybrids(tables.batched(own, effort.batch), _layers(pair, asked, name))
         with bar(f"timing {name}", len(lengths) * effort.trials) as step:
             clock = effort.clock.part(len(asked.tables) - index)
             now = replace(effort, clock=clock, progress=step, before=before)
@@ -94,6 +109,13 @@ def run(pair: Pair, asked: Asked, bar: Bar) -> Iterator[Ran]:
         rates = rates.best(measured_rates())
         beyond = [n for n in own.lengths if n > room] if asked.lengths is None else []
         yield Ran(name, shown, timings, over, beyond, rates)
+
+
+def _layers(pair: Pair, asked: Asked, table: str) -> Sequence[int]:
+    """The numbers of native layers in a table: those asked for, else those that heal by layers."""
+    if asked.native_layers or table != HEALING:
+        return asked.native_layers
+    return [healing.first_layers(next(iter(pair.translators.values())).config)]
 
 
 def at_full_depth(pair: Pair, timings: Sequence[Timing]) -> list[dict[str, float]]:

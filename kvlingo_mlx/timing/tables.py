@@ -22,8 +22,16 @@ from kvlingo_mlx.timing.ceilings import (
     expert_layers,
     experts_touched,
 )
+from kvlingo_mlx.timing.healing import Meanwhile
 from kvlingo_mlx.timing.paths import FEW, Paths, interleaved
-from kvlingo_mlx.timing.phases import HYBRID, SPEEDS, STEPS
+from kvlingo_mlx.timing.phases import (
+    HEAL_IDLE,
+    HEAL_INTERLEAVED,
+    HEAL_LAYERS,
+    HYBRID,
+    SPEEDS,
+    STEPS,
+)
 from kvlingo_mlx.translators.base import Translator
 
 RUNS = 3  # least runs of every phase: to count experts or take a peak, to warm up, to be timed
@@ -79,19 +87,32 @@ TABLES = {
         ("translate",),
         (),
     ),
+    "healing": Table(
+        "From a switch to the target's own cache",
+        (64, 256, 1024),
+        (
+            "switch",
+            "native",
+            HEAL_IDLE,
+            HEAL_INTERLEAVED,
+            "decode_native",
+            "decode_translated",
+        ),
+        (),
+    ),
 }
+HYBRIDS = {"switch": HYBRID, HEAL_INTERLEAVED: HEAL_LAYERS}  # phases that there are with layers too
 
 
 FIRST_TOKENS = Table("Time to first token", (512,), ("native", "switch", "accelerator"), ())
 
 
 def with_hybrids(table: Table, layers: Sequence[int]) -> Table:
-    """The table with further switches, by numbers of native layers, after the plain switch."""
-    if "switch" not in table.phases:
-        return table
-    at = table.phases.index("switch") + 1
-    more = tuple(f"{HYBRID}{j}" for j in layers)
-    return replace(table, phases=(*table.phases[:at], *more, *table.phases[at:]))
+    """The table with further phases, by numbers of native layers, each after the plain one."""
+    phases: list[str] = []
+    for phase in table.phases:
+        phases += [phase, *(f"{HYBRIDS[phase]}{j}" for j in layers if phase in HYBRIDS)]
+    return replace(table, phases=tuple(phases))
 
 
 @dataclass
@@ -106,6 +127,7 @@ class Timing:
             prompt, and in one step; empty where it has none.
         batch: Prompts at once.
         decoded: Tokens over which each decoding speed was measured.
+        meanwhile: What was decoded while the target read the prompt, by phase, round by round.
     """
 
     prompt_tokens: int
@@ -114,6 +136,7 @@ class Timing:
     experts: dict[str, float] = field(default_factory=dict)
     batch: int = 1
     decoded: int = FEW
+    meanwhile: dict[str, list[Meanwhile]] = field(default_factory=dict)
 
     def median(self, phase: str) -> float:
         return median(self.samples[phase])
@@ -209,6 +232,8 @@ def measure_length(
         _decode(paths, name, PROBED)  # warm-up
         found.samples[name].append(_decode(paths, name, paths.decoded))
     interleaved(runs, trials, progress, lambda: enough(found), spent, found.samples)
+    for name in (n for n in runs if n in paths.meanwhile):
+        found.meanwhile[name] = paths.meanwhile[name][-len(found.samples[name]) :]  # not warming up
     return found
 
 

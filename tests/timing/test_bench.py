@@ -719,6 +719,12 @@ def test_bench_without_a_translator_times_random_maps(
         (["--time-limit", "0"], "--time-limit is 0; give seconds above 0"),
         (["--time-limit", "-3"], "--time-limit is -3"),
         (["--table", "memory-budget", "--time-limit", "0"], "--time-limit is 0"),
+        (["--table", "healing", "-p", "9999"], "holds 9999, but the context of tiny-qwen3-s is"),
+        (["--table", "healing", "--native-layers", "7"], "--native-layers holds 7; give numbers f"),
+        (
+            ["--table", "healing", "--reference", "paper-m3-ultra"],
+            "--reference is paper-m3-ultra, which has no table of healing; give a file of --json",
+        ),
         (["--quantize", "7"], "7"),
         (["--prompt", "x"], "--prompt is 'x'; give text or random"),
         (["-n", "0"], "--num-trials is 0"),
@@ -777,4 +783,6 @@ def test_lengths_are_timed_once_and_within_the_context(
 def test_the_help_says_what_all_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "or all of these; or memory-budget, which all leaves out" in text.replace("│ ", "")
+    assert "or all of these; or healing or memory-budget, which all leaves out" in text.replace(
+        "│ ", ""
+    )

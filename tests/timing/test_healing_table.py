@@ -1,0 +1,443 @@
+"""The table of healing: what is run until a cache is native, its work, and the verb."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.switch_layers import SwitchLinear
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.cli import bench_healing, run
+from kvlingo_mlx.handover.hybrid import Native
+from kvlingo_mlx.handover.plan import Plan
+from kvlingo_mlx.models import capture
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.timing import ceilings, derived, geometries, healing, paths, runs, tables
+from kvlingo_mlx.timing.healing import Meanwhile
+from kvlingo_mlx.timing.pairs import Pair
+from kvlingo_mlx.timing.reference import differences
+from kvlingo_mlx.translators.base import Translator
+from tests.support import tiny
+from tests.support.healings import Chunk, in_a_row, noted
+
+PROMPT = tiny.random_tokens(81)
+COUNT = len(PROMPT) - 1
+LAYERS = ("heal_idle", "heal_interleaved", "heal_layers 1", "heal_layers 2", "heal_layers 3")
+
+
+@pytest.fixture(autouse=True)
+def rates_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = ceilings.Rates(1e9, 1e9, "float32")
+    monkeypatch.setattr(ceilings, "measured_rates", lambda: rates)
+    monkeypatch.setattr(runs, "measured_rates", lambda: rates)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[Chunk]:
+    return noted(monkeypatch)
+
+
+def fitted(models: dict[str, LanguageModel], source: str, target: str) -> Translator:
+    return kv.fit(models[source], models[target], [{"text": "one two three four five " * 9}])
+
+
+@pytest.fixture(scope="module")
+def made(models: dict[str, LanguageModel]) -> paths.Paths:
+    translator = fitted(models, "dense", "moe")
+    return paths.Paths(models["dense"], models["moe"], {"stored": translator}, PROMPT, 32)
+
+
+# ---- what is timed --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", LAYERS)
+def test_a_phase_ends_with_the_targets_own_cache(
+    made: paths.Paths, read: list[Chunk], phase: str
+) -> None:
+    made.phase(phase)()
+    assert in_a_row(read) == COUNT
+    own = make_prompt_cache(made.target.model)
+    made.target.model(mx.array(PROMPT[:-1])[None], cache=own)
+    for cache, wanted in zip(read[-1].cache, own, strict=True):
+        for side in ("keys", "values"):
+            a, b = (np.array(getattr(c, side)[0, :, :COUNT]) for c in (cache, wanted))
+            assert np.abs(a - b).max() < 1e-4 * np.abs(b).max()
+        if phase == "heal_idle":
+            assert cache.offset == COUNT
+    if phase != "heal_idle":
+        found = made.meanwhile[phase][-1]
+        assert found.left == 0 <= found.tokens and found.seconds > 0
+        # The last token is run for the first answer's token, and each of these for the next.
+        assert read[-1].cache[0].offset >= COUNT + 1 + found.tokens
+
+
+def test_all_layers_at_once_leave_nothing_to_read(made: paths.Paths, read: list[Chunk]) -> None:
+    phase = f"heal_layers {len(made.target.attentions)}"
+    made.phase(phase)()
+    assert read == [] and made.meanwhile[phase][-1].tokens == 0
+
+
+def test_an_answer_that_fills_the_context_ends_and_the_rest_is_read(
+    made: paths.Paths, read: list[Chunk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Busy:
+        """Decoding that never leaves time for a chunk."""
+
+        def __init__(self, reader: Any) -> None:
+            self.reader = reader
+
+        def began(self) -> None: ...
+
+        def __call__(self) -> None: ...
+
+    monkeypatch.setattr(healing, "Interleaved", Busy)
+    monkeypatch.setattr(healing, "room_for", lambda model, tokens, most: 5)
+    made.heal_interleaved()
+    found = made.meanwhile["heal_interleaved"][-1]
+    assert (found.tokens, found.left) == (4, COUNT) and in_a_row(read) == COUNT
+
+
+def test_a_reader_that_comes_between_tokens_ends_the_answer(
+    made: paths.Paths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten tokens after each step: COUNT of them after 8 steps, 7 of which follow the first."""
+
+    class Steady:
+        def __init__(self, reader: Any) -> None:
+            self.reader = reader
+
+        def began(self) -> None: ...
+
+        def __call__(self) -> None:
+            self.reader(10)
+
+    monkeypatch.setattr(healing, "Interleaved", Steady)
+    for phase in ("heal_interleaved", "heal_layers 2"):
+        made.phase(phase)()
+        found = made.meanwhile[phase][-1]
+        assert (found.tokens, found.left) == (COUNT // 10 - 1, 0)
+
+
+def test_rounds_alone_are_kept_and_not_their_warm_up(made: paths.Paths) -> None:
+    table = tables.with_hybrids(tables.TABLES["healing"], [2])
+    assert table.phases == (
+        "switch", "hybrid 2", "native", "heal_idle", "heal_interleaved", "heal_layers 2",
+        "decode_native", "decode_translated",
+    )  # fmt: skip
+    found = tables.measure_length(made, table, trials=3)
+    assert set(found.samples) == set(table.phases)
+    assert set(found.meanwhile) == {"heal_interleaved", "heal_layers 2"}
+    for phase, rounds in found.meanwhile.items():
+        assert rounds == made.meanwhile[phase][-3:] and len(rounds) == 3
+        assert len(made.meanwhile[phase]) > 3
+        for one, whole in zip(rounds, found.samples[phase], strict=True):
+            assert one.seconds < whole
+
+
+def test_speeds_while_healing_are_medians_of_enough_tokens() -> None:
+    few = paths.FEW
+    timing = tables.Timing(
+        64,
+        {"decode_translated": [2.0]},
+        decoded=200,
+        meanwhile={
+            "heal_interleaved": [Meanwhile(n, s, 0) for n, s in ((10, 1.0), (30, 0.5), (20, 0.4))],
+            "heal_layers 2": [Meanwhile(few, 1.0, 0), Meanwhile(few - 1, 1.0, 0)],
+        },
+    )
+    assert derived.speeds_while_healing(timing) == {"heal_interleaved": 50.0}
+    rows = bench_healing.rows([timing])
+    assert rows == [
+        ["target, healed meanwhile (tokens/s)", "50.0 (50%)"],
+        ["target, 2 layers at once (tokens/s)", "-"],
+    ]
+
+
+def test_layers_are_those_that_healing_takes(models: dict[str, LanguageModel]) -> None:
+    """A quarter of all, unless numbers are asked for; other tables have none of their own."""
+    translator = fitted(models, "dense", "moe")
+    pair = Pair(models["dense"], models["moe"], {"stored": translator})
+    quarter = math.ceil(len(models["moe"].attentions) / 4)
+    asked = runs.Asked(("healing",), tables.Effort(False, 1, tables.Clock(None)))
+    assert runs._layers(pair, asked, "healing") == [quarter]
+    assert runs._layers(pair, asked, "switch") == ()
+    more = runs.Asked(("healing",), asked.effort, native_layers=[3, 1])
+    assert runs._layers(pair, more, "healing") == [3, 1] == runs._layers(pair, more, "switch")
+
+
+def test_a_translation_is_told_of_every_phase_that_holds_one() -> None:
+    (one,) = differences({"nu": 1}, {"nu": 3})
+    (form,) = differences({"translator": "float32"}, {"translator": "bfloat16"})
+    for phase in ("switch", "hybrid 2", "heal_idle", "heal_interleaved", "heal_layers 2"):
+        assert one.concerns(phase) and form.concerns(phase)
+    for phase in ("native", "decode_native"):
+        assert not one.concerns(phase) and not form.concerns(phase)
+
+
+# ---- work -----------------------------------------------------------------------------------
+
+
+class Counted:
+    """Operations of a model's linear layers and attention, by the shapes of their calls.
+
+    MLX evaluates no more than the cache's entries. ``flops`` leaves out what is called in the block
+    in which a run ends and is no part of its keys and values.
+    """
+
+    def __init__(self, model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.blocks = model.model.model.layers
+        self.block_of = {id(m): i for i, b in enumerate(self.blocks) for m in b.modules()}
+        self.linear: Counter[int] = Counter()
+        self.attention: Counter[int] = Counter()
+        self._within: list[int] = []
+        self._patch(monkeypatch, nn.Linear, self._linear)
+        self._patch(monkeypatch, SwitchLinear, self._experts)
+        attention = type(self.blocks[0].self_attn)
+        whole, fused = attention.__call__, mx.fast.scaled_dot_product_attention
+
+        def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self._within.append(self.block_of.get(id(module), -1))
+            try:
+                return whole(module, *args, **kwargs)
+            finally:
+                self._within.pop()
+
+        def scores(queries: mx.array, keys: mx.array, values: mx.array, **kwargs: Any) -> mx.array:
+            _, heads, rows, width = queries.shape
+            seen = sum(keys.shape[2] - rows + 1 + i for i in range(rows))
+            self.attention[self._within[-1]] += 2 * heads * seen * (width + values.shape[3])
+            return fused(queries, keys, values, **kwargs)
+
+        monkeypatch.setattr(attention, "__call__", called)
+        monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", scores)
+
+    def _patch(self, monkeypatch: pytest.MonkeyPatch, cls: type, count: Callable[..., int]) -> None:
+        call = cls.__call__  # type: ignore[operator]
+
+        def counting(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+            if id(module) in self.block_of:
+                self.linear[id(module)] += count(module, x, *args)
+            return call(module, x, *args, **kwargs)
+
+        monkeypatch.setattr(cls, "__call__", counting)
+
+    @staticmethod
+    def _linear(module: Any, x: mx.array) -> int:
+        return 2 * module.weight.size * (x.size // x.shape[-1])
+
+    @staticmethod
+    def _experts(module: Any, x: mx.array, indices: mx.array) -> int:
+        _, outputs, inputs = module.weight.shape
+        return 2 * outputs * inputs * indices.size
+
+    def flops(self, last: int) -> int:
+        """What was run since the last look, in runs that end with the entries of block ``last``."""
+        own = self.blocks[last].self_attn
+        ends = {id(m) for m in self.blocks[last].modules()} - {id(own.k_proj), id(own.v_proj)}
+        linear = sum(n for module, n in self.linear.items() if module not in ends)
+        attention = sum(n for block, n in self.attention.items() if block != last)
+        assert max(self.attention, default=0) <= last
+        self.linear.clear()
+        self.attention.clear()
+        return linear + attention
+
+
+@pytest.mark.parametrize("pair", [("dense", "moe"), ("moe", "dense")])
+@pytest.mark.parametrize("layers", [0, 1, 2, None])
+def test_work_is_that_of_the_products_that_are_run(
+    models: dict[str, LanguageModel],
+    monkeypatch: pytest.MonkeyPatch,
+    pair: tuple[str, str],
+    layers: int | None,
+) -> None:
+    source, target = (models[name] for name in pair)
+    translator, most = fitted(models, *pair), len(target.attentions)
+    layers = most if layers is None else layers
+    recorded = list(capture.prefill(source, PROMPT[:-1], 32))
+    plan = Plan(source, target, PROMPT, translator, Native(layers), step_size=32)
+    assert source.cache_dtype == target.cache_dtype  # known by a run of its own, once a model
+    counted = Counted(target, monkeypatch)
+    cache, prefix = healing.translated(plan, recorded)
+    mx.synchronize()
+    first = counted.flops(layers - 1) if layers else 0
+    healing.read_on(cache, prefix)
+    rest = counted.flops(most - 1)
+    # Of one source layer each: a matrix of all heads by all heads for keys, another for values.
+    widths = [m.config["num_key_value_heads"] * m.config["head_dim"] for m in (source, target)]
+    maps = 2 * 2 * widths[0] * widths[1] * (most - layers) * COUNT
+    assert (rest == 0) == (layers == most) and (first == 0) == (layers == 0)
+    numbers = [layers] if layers else []
+    found = healing.work(source, target, translator, numbers, COUNT)
+    if layers:
+        work = found[f"heal_layers {layers}"]
+        assert work["first_token"] == pytest.approx(first + maps, rel=1e-9)
+        assert work["until_native"] == pytest.approx(first + maps + rest, rel=1e-9)
+    else:
+        assert found["switch"] == {"first_token": pytest.approx(maps, rel=1e-9)}
+        assert found["native"]["first_token"] == pytest.approx(rest, rel=1e-9)
+        assert found["native"]["until_native"] == found["native"]["first_token"]
+        for phase in ("heal_idle", "heal_interleaved"):
+            assert found[phase]["first_token"] == pytest.approx(maps, rel=1e-9)
+            assert found[phase]["until_native"] == pytest.approx(maps + rest, rel=1e-9)
+
+
+def test_work_by_hand(tmp_path: Path) -> None:
+    """Two layers of width 64, 4 heads of 16, 2 of them cached, MLPs of 128; three tokens."""
+    options: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 16}
+    model = kv.load(tiny.write_tiny_model(tmp_path / "m", "qwen3", seed=1, **options))
+    forms: dict[str, Any] = {"float32": ("float32", None)}
+    maps = geometries.random_translators(model, model, 1, forms)["float32"]
+    kept, queries, mlp = 3 * 2 * 2 * 64 * 32, 3 * 2 * 2 * 64 * 64, 3 * 2 * 3 * 64 * 128
+    attention = 4 * 2 * 2 * 16 * (1 + 2 + 3)
+    map_of_a_layer = 3 * 2 * 2 * 32 * 32
+    whole = kept + queries + mlp + attention
+    assert healing.work(model, model, maps, [1, 2], 3) == {
+        "switch": {"first_token": 2 * map_of_a_layer},
+        "native": {"first_token": whole + kept, "until_native": whole + kept},
+        "heal_idle": {
+            "first_token": 2 * map_of_a_layer,
+            "until_native": 2 * map_of_a_layer + whole + kept,
+        },
+        "heal_interleaved": {
+            "first_token": 2 * map_of_a_layer,
+            "until_native": 2 * map_of_a_layer + whole + kept,
+        },
+        # The keys and values of one layer; then all of it, and those of the next.
+        "heal_layers 1": {
+            "first_token": map_of_a_layer + kept,
+            "until_native": map_of_a_layer + 2 * kept + whole,
+        },
+        "heal_layers 2": {"first_token": whole + kept, "until_native": whole + kept},
+    }
+
+
+# ---- the verb -------------------------------------------------------------------------------
+
+
+def bench(tmp_path: Path, *more: str) -> tuple[int, Sequence[dict[str, Any]]]:
+    """Run the verb; return its status and its records."""
+    out = tmp_path / "out.jsonl"
+    status = run(["bench", "--table", "healing", "-n", "2", "--json", str(out), *more])
+    lines = out.read_text().splitlines() if out.exists() else []
+    return status, [json.loads(line) for line in lines]
+
+
+def test_the_verb_and_its_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, (record,) = bench(tmp_path, "-p", "2,40", "--decode-tokens", "8")
+    assert status == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for told in (
+        "From a switch to the target's own cache", "switch, 2 layers native",
+        "until native, healed idle", "until native, healed between tokens",
+        "until native, 2 layers at once", "target, healed meanwhile (tokens/s)",
+        "Work before the first token / until the cache is native (GFLOP)",
+        "decoding steps are left out",
+    ):  # fmt: skip
+        assert told in text, told
+    found = record["results"]["healing"]
+    assert [t["prompt_tokens"] for t in found["timings"]] == [2, 40]
+    for timing, work, speeds in zip(
+        found["timings"], found["work"], found["while_healed"], strict=True
+    ):
+        phases = {"heal_interleaved", "heal_layers 2"}
+        assert set(timing["meanwhile"]) == phases >= set(speeds)
+        assert all(len(rounds) == 2 for rounds in timing["meanwhile"].values())
+        assert set(work) == phases | {"switch", "native", "heal_idle"}
+    # One token is read after the first of the answer, so none is decoded meanwhile.
+    assert found["while_healed"][0] == {}
+    assert all(r["tokens"] == 0 for r in found["timings"][0]["meanwhile"]["heal_interleaved"])
+
+
+def test_the_verb_with_numbers_of_layers_a_reference_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["-p", "12", "--decode-tokens", "8"]
+    assert bench(tmp_path, *more)[0] == 0
+    capsys.readouterr()
+    more += ["--native-layers", "1,6", "--reference", str(tmp_path / "out.jsonl")]
+    picture = tmp_path / "x.png"
+    if importlib.util.find_spec("matplotlib"):
+        more += ["--plot", str(picture)]
+    status, records = bench(tmp_path, *more)
+    text = capsys.readouterr().out
+    assert status == 0 and "measured otherwise" not in text and "does not say" not in text
+    assert "in brackets how many times as long" in text and "6 layers at once" in text
+    rows = [row["phase"] for row in records[-1]["results"]["healing"]["reference"]["rows"]]
+    assert rows == [
+        "switch", "native", "heal_idle", "heal_interleaved", "decode_native", "decode_translated"
+    ]  # fmt: skip
+    assert "--plot" not in more or picture.stat().st_size > 1000
+
+
+SMALL = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "vocab_size": 256,
+    "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 64,
+}  # fmt: skip
+
+
+@pytest.fixture
+def small_geometries(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("qwen3-4b", "qwen3-30b-a3b", "gemma-3-4b"):
+        more = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
+        more = more if "a3b" in name else {"sliding_window_pattern": 2}
+        made = {**geometries.GEOMETRIES[name], **SMALL, **more}
+        monkeypatch.setitem(geometries.GEOMETRIES, name, made)
+
+
+def test_random_models_of_fewer_layers(
+    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their times are shown as they are; the target's experts are those of a mixture."""
+    more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "3", "-p", "12"]
+    status, (record,) = bench(tmp_path, *more, "--decode-tokens", "8")
+    text = capsys.readouterr().out
+    assert status == 0 and "none of these times is extrapolated to full depth" in text
+    assert "until native, 1 layers at once" in text and "experts touched, prompt" in text
+    assert record["results"]["healing"]["extrapolated"] == [{}]
+    assert record["config"]["forms"] == ["float32"]  # no other form would be timed
+
+
+def test_little_time_leaves_long_prompts_out(
+    small_geometries: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--geometry", "qwen3-4b:qwen3-30b-a3b", "--layers", "2", "-p", "12,20"]
+    status, (record,) = bench(tmp_path, *more, "--time-limit", "1e-9")
+    assert status == 0 and record["results"]["healing"]["left_out"] == [20]
+    assert "left out, since --time-limit allows no more: 20 tokens" in capsys.readouterr().out
+
+
+def test_windows_are_refused_before_anything_is_timed(
+    small_geometries: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(tables, "run_table", None)
+    monkeypatch.setattr(runs, "measured_rates", None)
+    more = ["--geometry", "gemma-3-4b:gemma-3-4b", "-p", "12"]
+    status, records = bench(tmp_path, *more)
+    error = capsys.readouterr().err
+    assert status != 0 and not records and error.count("\n") == 1
+    assert "error: --table healing has nothing to time: random gemma-3-4b cannot be heal" in error
+    assert error.rstrip().endswith("give another --table")
+
+
+def test_another_tokenizer_is_refused(models: dict[str, LanguageModel]) -> None:
+    class Other:
+        name, tokenizer_fingerprint = "other", "0"
+
+    pair: Any = Pair(Other(), models["moe"], {})  # type: ignore[arg-type]
+    asked = runs.Asked(("healing",), tables.Effort(False, 1, tables.Clock(None)))
+    with pytest.raises(kv.KVLingoError, match="--table healing has nothing to time: .* another"):
+        runs.check(pair, asked)

@@ -83,6 +83,7 @@ def command(options: TuneOptions) -> None:
             trials=options.trials,
             progress=lambda: step(),
         )
+    points = tuning.with_healing(points, *models, found, task, options.trials)
     _print(task, points)
     results: dict[str, object] = {"points": [point.as_json() for point in points]}
     if folder is not None:
@@ -123,7 +124,10 @@ def _check_bounds(options: TuneOptions) -> None:
 
 
 def _print(task: Task, points: list[Point]) -> None:
+    from kvlingo_mlx.reporting.measure import median
+
     whole = next(point.time for point in points if point.way == "native")
+    columns = ["cache", "native layers", "KL", "recall", "first token, ms", "of native"]
     rows = [
         [
             point.way,
@@ -135,6 +139,9 @@ def _print(task: Task, points: list[Point]) -> None:
         ]
         for point in points
     ]
-    columns = ["cache", "native layers", "KL", "recall", "first token, ms", "of a re-prefill"]
+    if any(point.until_native for point in points):
+        columns.append("then until native, ms")
+        for row, point in zip(rows, points, strict=True):
+            row.append(ms(median(point.until_native)) if point.until_native else "")
     table(f"{task.name}, {len(task.items)} conversations", columns, rows)
     tell_of_machine()

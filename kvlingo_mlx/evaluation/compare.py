@@ -264,6 +264,12 @@ def _facts(item: Scored) -> dict[str, Any]:
     return {name: value for name, value in vars(item).items() if value != ()}
 
 
+def typical(questions: Sequence[Task]) -> probes.Item:
+    """An item of median length, of tasks that have one at least."""
+    items = sorted((item for task in questions for item in task.items), key=lambda i: len(i.prefix))
+    return items[len(items) // 2]
+
+
 def first_tokens(
     target: LanguageModel,
     conditions: Sequence[Condition],
@@ -276,9 +282,8 @@ def first_tokens(
     The items of lm-eval are not available here, so generated prose of their length stands for them.
     The first element of the result is the length in tokens.
     """
-    items = sorted((item for task in questions for item in task.items), key=lambda i: len(i.prefix))
-    if items:
-        middle = items[len(items) // 2]
+    if any(task.items for task in questions):
+        middle = typical(questions)
         prefix, read = middle.prefix, middle.read
     else:
         prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))

@@ -11,22 +11,27 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvlingo_mlx.embedded import TRANSLATORS
-from kvlingo_mlx.errors import IncompatibleTranslatorError
+from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.evaluation import compare, lineup, probes
-from kvlingo_mlx.evaluation.conditions import Reuse
+from kvlingo_mlx.evaluation.conditions import Reuse, plan_of, target_ids
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.journal import Journal
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.probes import Task
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.handover.healing import check_models
+from kvlingo_mlx.handover.hybrid import Native
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import by_name, find_translator, resolve_translator
+from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.reporting.measure import median
+from kvlingo_mlx.reporting.measure import median, seconds
+from kvlingo_mlx.timing import healing
 from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
@@ -45,6 +50,8 @@ class Point:
         recall: The share of marked answers that are its first choice; None without marks.
         seconds: The times to the first token of a prefix of median length, after the source has
             read it.
+        until_native: Of a hybrid, the seconds after that in which the target reads the rest of the
+            prefix behind it, if nothing is decoded meanwhile; empty where it cannot.
     """
 
     way: str
@@ -52,6 +59,7 @@ class Point:
     kl: Mean
     recall: Mean | None = None
     seconds: tuple[float, ...] = ()
+    until_native: tuple[float, ...] = ()
 
     @property
     def time(self) -> float | None:
@@ -62,7 +70,8 @@ class Point:
         """All fields as JSON values, including every time."""
         recall = None if self.recall is None else self.recall.as_json()
         means = {"kl": self.kl.as_json(), "recall": recall}
-        return {**vars(self), **means, "seconds": list(self.seconds)}
+        times = {"seconds": list(self.seconds), "until_native": list(self.until_native)}
+        return {**vars(self), **means, **times}
 
 
 # ---- what to tune ------------------------------------------------------------------------------
@@ -209,6 +218,39 @@ def measure(
         seconds = tuple(times.get(condition.name, ()))
         points.append(Point(way, layers, means["kl"], means.get("recall"), seconds))
     return points
+
+
+def with_healing(
+    points: Sequence[Point],
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    task: Task,
+    trials: int = 5,
+) -> list[Point]:
+    """The points, each hybrid with the seconds until its cache is native, timed in turns.
+
+    The prefix is the one of which the first token is timed. Points stay as they are for a pair that
+    cannot be healed: the target keeps windows, or cannot go on above its native layers.
+    """
+    prefix = compare.typical([task]).read
+    numbers = [point.layers or 0 for point in points if point.way == HYBRID]
+    plans = {j: plan_of(source, target, translator, prefix, Native(j)) for j in numbers}
+    found: dict[int | None, list[float]] = {j: [] for j in numbers}
+    try:
+        check_models(source, target)
+        recorded = list(capture.prefill(source, target_ids(prefix)[:-1]))
+        for trial in range(-1, trials):
+            for layers, plan in plans.items():
+                cache, rest = healing.translated(plan, recorded)
+                took = seconds(partial(healing.read_on, cache, rest))
+                found[layers] += [took] if trial >= 0 else []  # the first one warms up
+    except UnsupportedModelError:
+        return list(points)
+    return [
+        dataclasses.replace(p, until_native=tuple(found[p.layers])) if p.way == HYBRID else p
+        for p in points
+    ]
 
 
 def check_bounds(task: Task, min_recall: float | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.lineup import Condition
 from kvlingo_mlx.evaluation.tuning import Point
 from kvlingo_mlx.format import translator_folder
-from kvlingo_mlx.handover import hybrid
+from kvlingo_mlx.handover import healing, hybrid
 from kvlingo_mlx.handover.responses import summary
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
@@ -465,6 +466,8 @@ def test_what_is_chosen_is_kept_with_the_translator(
     assert ways["native", most]["kl"]["value"] == 0 == ways["native", most]["layers"] - most
     assert all(ways["hybrid", j]["kl"]["value"] > 0 for j in range(most))
     assert all(ways["hybrid", j]["recall"] and ways["hybrid", j]["seconds"] for j in range(most))
+    assert all(len(p["until_native"]) == (p["way"] == "hybrid") for p in found["points"])
+    assert " until " in capsys.readouterr().out
     assert ("DroidSpeak", 0) in ways and ("hidden", None) in ways and ("shuffled", None) in ways
     assert run([*command, "--max-kl", "1e9", "--native-layers", "1"]) == 0
     assert translator_folder.read_config(own).native_layers == 1
@@ -472,6 +475,66 @@ def test_what_is_chosen_is_kept_with_the_translator(
     pairs = zip(hand_over(translator=own), hand_over(translator=own, native_layers=1), strict=True)
     assert all(equal(a, b) for a, b in pairs)
     capsys.readouterr()
+
+
+def test_until_native_the_target_reads_the_rest_behind_each_hybrid(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the prefix, above the native layers where they are kept; a planted clock."""
+    source, target, folder = opened(root, Case("llama2x16", "llama2x16"))
+    translator, most = build(*translator_folder.read(folder)), len(target.attentions)
+    data = tmp_path / "data.jsonl"
+    talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    task = tuning.task_of(source, target, str(data), 1, 0)
+    prefix = task.items[0].prefix[:-1]
+    own = native(target, list(prefix), 2048)
+    reread, read, calls = healing.reread, [], itertools.count()
+
+    def spy(model: Any, cache: Any, tokens: Any, start: int, above: Any = None) -> None:
+        read.append((start, list(tokens), above is not None, cache))
+        reread(model, cache, tokens, start, above)
+
+    def clock(run: Any) -> float:
+        read.clear()
+        run()
+        assert [start for start, *_ in read] == sorted(start for start, *_ in read)
+        assert [token for _, tokens, *_ in read for token in tokens] == list(prefix)
+        for side in ("keys", "values"):
+            found, wanted = ([in_order(c, getattr(c, side)) for c in caches]
+                             for caches in (read[-1][-1], own))  # fmt: skip
+            assert errors(found, wanted).max() < 1e-4
+        (above,) = {above for _, _, above, _ in read}
+        return 10 * (next(calls) // most) + (2.0 if above else 1.0)
+
+    monkeypatch.setattr(healing, "reread", spy)
+    monkeypatch.setattr(tuning, "seconds", clock)
+    others = [Point("native", most, Mean(0.0, 0.0, 1)), Point("hidden", None, Mean(1.0, 0.0, 1)),
+              Point("DroidSpeak", 1, Mean(1.0, 0.0, 1))]  # fmt: skip
+    points = [*others, *points_of("hybrid", [0.1] * most, [None] * most)]
+    found = tuning.with_healing(points, source, target, translator, task, trials=3)
+    assert found[: len(others)] == others
+    for point in found[len(others) :]:
+        assert point.layers is not None
+        each = 2.0 if point.layers > 1 else 1.0
+        assert point.until_native == (10 + each, 20 + each, 30 + each)  # the first warms up
+
+
+def test_windows_have_no_column_of_healing(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target, folder = tiny.write_case(root, Case("gemma2x32", "gemma4x16"))
+    data, out = tmp_path / "data.jsonl", tmp_path / "out.jsonl"
+    talk = [{"role": "user", "content": "say it"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    command = ["tune", str(source), str(target), "--translator", str(folder), "--data", str(data),
+               "--native-layers", "0,2", "--trials", "1", "--no-droidspeak",
+               "--out", str(tmp_path / "scores.jsonl"), "--json", str(out)]  # fmt: skip
+    assert run(command) == 0
+    text = capsys.readouterr().out
+    assert "hybrid" in text and " until " not in text
+    points = json.loads(out.read_text())["results"]["points"]
+    assert all(point["until_native"] == [] for point in points)
 
 
 def test_controls_do_not_follow_the_tuned_number(root: Path) -> None:

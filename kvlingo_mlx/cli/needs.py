@@ -208,6 +208,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
     ),
     "tune": (
         Need("seed", "data", off, why="since the file's records are read in order"),
+        Need("plot", "lengths", off, why="which would need a picture for each"),
     ),
     "analyze": (
         Need("hidden epochs", "mlp", is_set, True),

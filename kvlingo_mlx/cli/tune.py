@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from kvlingo_mlx.cli.bench_options import numbers
 from kvlingo_mlx.cli.command import (
     AllowMismatch,
     Both,
@@ -24,6 +26,7 @@ from kvlingo_mlx.cli.sampling import check_ranges
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.probes import Task
     from kvlingo_mlx.evaluation.tuning import Point
+    from kvlingo_mlx.models.language_model import LanguageModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +40,13 @@ class TuneOptions(Options):
     )
     max_kl: float | None = option(None, "Choose the fewest layers with at most this KL.")
     min_recall: float | None = option(None, "Choose the fewest that recall this share of answers.")
-    limit: int = option(32, "Most conversations.")
+    limit: int = option(32, "Most conversations, of each length.")
     seed: int = option(0, "Seed of the generated dialogues.")
     native_layers: str | None = option(None, "Try only these numbers of layers: 0,1,2.")
+    lengths: str | None = option(
+        None,
+        "Choose for prefixes of at most so many tokens each, the last for longer ones: 512,2048.",
+    )
     droidspeak: bool = option(
         True, "Also try DroidSpeak, which reuses the source's cache as it is."
     )
@@ -59,7 +66,6 @@ def command(options: TuneOptions) -> None:
     _check_bounds(options)
 
     from kvlingo_mlx.evaluation import tuning
-    from kvlingo_mlx.evaluation.journal import Journal
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.reporting import measure, pictures
 
@@ -71,36 +77,82 @@ def command(options: TuneOptions) -> None:
     keeps = bounds != {"max_kl": None, "min_recall": None}
     folder = tuning.own_folder(place) if keeps else None
     layers = tuning.numbers(options.native_layers, len(models[1].attentions))
-    task = tuning.task_of(*models, options.data, options.limit, options.seed)
-    tuning.check_bounds(task, options.min_recall)
+    tasks = _tasks(options, models)
     line = tuning.line_up(*models, found, layers, **options.some("droidspeak allow_mismatch"))
-    with progress_bar("tuning", len(task.items)) as step:
-        points = tuning.measure(
-            models[1],
-            task,
-            line,
-            Journal(options.out),
-            trials=options.trials,
-            progress=lambda: step(),
-        )
-    points = tuning.with_healing(points, *models, found, task, options.trials)
-    _print(task, points)
-    results: dict[str, object] = {"points": [point.as_json() for point in points]}
+    results, chosen = dict[str, Any](), dict[int | None, int]()
+    for longest, task in tasks.items():
+        points = _points(options, models, found, task, line)
+        _print(task, points, longest)
+        results[str(longest)] = {"points": [point.as_json() for point in points]}
+        if keeps:
+            chosen[longest] = tuning.smallest(points, **bounds)
+            results[str(longest)]["native_layers"] = chosen[longest]
     if folder is not None:
-        chosen = results["native_layers"] = tuning.smallest(points, **bounds)
-        tuning.keep(folder, chosen, {**bounds, "items": len(task.items)}, points)
-        say(f"{folder} keeps native_layers = {chosen} of {len(models[1].attentions)}")
-        _say_what_next(folder)
+        bounds = {**bounds, "items": len(task.items)}
+        last = chosen.pop(longest)
+        shorter = {n: layers for n, layers in chosen.items() if n is not None}
+        tuning.keep(folder, last, bounds, points, shorter)
+        _say_what_is_kept(folder, shorter, last, len(models[1].attentions))
     else:
         say("nothing is kept; --max-kl or --min-recall keeps the fewest layers that will do")
     say(measure.machine_line())
     config = {"source": models[0].name, "target": models[1].name, "native_layers": layers}
-    config |= bounds | options.some("data limit seed trials")
-    keep(options.json_file, "tune", config, results)
+    config |= options.some("max_kl min_recall data limit seed trials lengths")
+    whole = {"lengths": results} if options.lengths else results[str(None)]
+    keep(options.json_file, "tune", config, whole)
     if options.plot:
         from kvlingo_mlx.evaluation.figures import quality_by_layers
 
         draw(quality_by_layers(points), options.plot, *(model.name for model in models))
+
+
+def _points(
+    options: TuneOptions,
+    models: tuple[LanguageModel, LanguageModel],
+    translator: Any,
+    task: Task,
+    line: Any,
+) -> list[Point]:
+    """The measured ways to take over the prefixes of a task."""
+    from kvlingo_mlx.evaluation import tuning
+    from kvlingo_mlx.evaluation.journal import Journal
+
+    trials = options.trials
+    with progress_bar("tuning", len(task.items)) as step:
+        points = tuning.measure(
+            models[1], task, line, Journal(options.out), trials=trials, progress=step
+        )
+    return tuning.with_healing(points, *models, translator, task, trials)
+
+
+def _tasks(
+    options: TuneOptions, models: tuple[LanguageModel, LanguageModel]
+) -> Mapping[int | None, Task]:
+    """What is scored, by the longest prefix for which it counts; None for all."""
+    from kvlingo_mlx.evaluation import tuning
+
+    data, limit, seed = options.data, options.limit, options.seed
+    tasks: dict[int | None, Task] = {}
+    if options.lengths is None:
+        tasks[None] = tuning.task_of(*models, data, limit, seed)
+    else:
+        lengths = sorted(numbers("--lengths", options.lengths, "512,2048"))
+        tasks = tuning.tasks_of(*models, data, limit, seed, lengths)
+    for task in tasks.values():
+        tuning.check_bounds(task, options.min_recall)
+    return tasks
+
+
+def _say_what_is_kept(folder: Path, shorter: Mapping[int, int], last: int, depth: int) -> None:
+    """The numbers of native layers, and where the tuned translator is used from."""
+    from kvlingo_mlx.evaluation.tuning import distinct
+
+    pairs = distinct(shorter, last)
+    said = "".join(
+        f", {layers} for prefixes of at most {tokens} tokens" for tokens, layers in pairs
+    )
+    say(f"{folder} keeps native_layers = {last} of {depth}{said}")
+    _say_what_next(folder)
 
 
 def _say_what_next(folder: Path) -> None:
@@ -123,7 +175,7 @@ def _check_bounds(options: TuneOptions) -> None:
     )
 
 
-def _print(task: Task, points: list[Point]) -> None:
+def _print(task: Task, points: list[Point], longest: int | None) -> None:
     from kvlingo_mlx.reporting.measure import median
 
     whole = next(point.time for point in points if point.way == "native")
@@ -143,5 +195,6 @@ def _print(task: Task, points: list[Point]) -> None:
         columns.append("then until native, ms")
         for row, point in zip(rows, points, strict=True):
             row.append(ms(median(point.until_native)) if point.until_native else "")
-    table(f"{task.name}, {len(task.items)} conversations", columns, rows)
+    of = "" if longest is None else f", prefixes of at most {longest} tokens"
+    table(f"{task.name}, {len(task.items)} conversations{of}", columns, rows)
     tell_of_machine()

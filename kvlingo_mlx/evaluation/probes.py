@@ -296,15 +296,20 @@ def _kind(record: Mapping[str, Any]) -> str:
 
 
 def recall(
-    target: LanguageModel, limit: int, seed: int, source: LanguageModel | None = None
+    target: LanguageModel,
+    limit: int,
+    seed: int,
+    source: LanguageModel | None = None,
+    facts: tuple[int, int] = dialogues.FACTS,
 ) -> Task:
     """Recall facts of generated dialogues; each dialogue asks six questions, each fact once.
 
-    ``source`` is the model that reads them first, if it may have another tokenizer.
+    ``source`` is the model that reads them first, if it may have another tokenizer. ``facts`` are
+    the fewest and the most that a dialogue states.
     """
     items = [
         _known(f"{seed}/{number}", "dialogues", recall_sample(target, talk, source))
-        for number, talk in enumerate(dialogues.held_out(limit, seed=seed))
+        for number, talk in enumerate(dialogues.held_out(limit, seed=seed, facts=facts))
     ]
     return Task("recall", ("recall", "kl"), items, _teacher_forced)
 

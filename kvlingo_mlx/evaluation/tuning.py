@@ -8,14 +8,16 @@ above) is compared with DroidSpeak, which reuses the source's cache verbatim abo
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvlingo_mlx.embedded import TRANSLATORS
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues
 from kvlingo_mlx.errors import IncompatibleTranslatorError, UnsupportedModelError
 from kvlingo_mlx.evaluation import compare, lineup, probes
 from kvlingo_mlx.evaluation.conditions import Reuse, plan_of, target_ids
@@ -36,6 +38,8 @@ from kvlingo_mlx.tokenization.samples import read_jsonl
 from kvlingo_mlx.translators.base import Translator
 
 HYBRID, DROIDSPEAK = "hybrid", "DroidSpeak"
+QUESTIONS = 6  # that a generated dialogue asks, each about another fact
+NEARLY = 0.93  # of a length, which generated prefixes have on average; they differ a little
 CONTROLS = ("hidden", "shuffled")
 
 
@@ -151,6 +155,53 @@ def task_of(
     answers = any("answers" in record for record in records)
     make = probes.marked if answers else probes.continuation
     return make(target, records, limit, context)
+
+
+def tasks_of(
+    source: LanguageModel,
+    target: LanguageModel,
+    data: str | None,
+    limit: int,
+    seed: int,
+    lengths: Sequence[int],
+) -> dict[int | None, Task]:
+    """For each of some prefix lengths, the conversations of at most so many tokens to score.
+
+    They have more tokens than the length before. There are at most ``limit`` for each; generated
+    ones nearly reach it.
+
+    Raises:
+        ValueError: A length has no conversation, or is beyond a model's context.
+    """
+    context = min(source.context_length, target.context_length)
+    if lengths[-1] >= context:
+        raise ValueError(
+            f"--lengths holds {lengths[-1]}; give less than {context}, the shorter of both contexts"
+        )
+    whole = None if data is None else task_of(source, target, data, sys.maxsize, seed)
+    found: dict[int | None, Task] = {}
+    for before, longest in itertools.pairwise((0, *lengths)):
+        task = _generated(target, longest, limit, seed) if whole is None else whole
+        kept = [i for i in task.items if before < len(i.prefix) - 1 <= longest][:limit]
+        if not kept:
+            raise ValueError(
+                f"no {'conversation of the data' if data else 'generated dialogue'} has a prefix "
+                f"of {before + 1} to {longest} tokens; give other --lengths, or --data that holds "
+                "some"
+            )
+        found[longest] = dataclasses.replace(task, items=kept)
+    return found
+
+
+def _generated(target: LanguageModel, longest: int, limit: int, seed: int) -> Task:
+    """Dialogues whose prefixes nearly have ``longest`` tokens, or as many as can be told."""
+    few, many = (
+        max(len(i.prefix) for i in probes.recall(target, 4, seed, facts=(n, n)).items)
+        for n in (QUESTIONS, 2 * QUESTIONS)
+    )
+    more = int((NEARLY * longest - few) / (many - few) * QUESTIONS)
+    facts = min(dialogues.MOST_FACTS, max(QUESTIONS, QUESTIONS + more))
+    return probes.recall(target, limit, seed, facts=(facts, facts))
 
 
 # ---- measuring and choosing --------------------------------------------------------------------
@@ -280,10 +331,16 @@ def smallest(
     return point.layers
 
 
-def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[Point]) -> None:
+def keep(
+    folder: Path,
+    layers: int,
+    bounds: Mapping[str, Any],
+    points: Sequence[Point],
+    by_length: Mapping[int, int] | None = None,
+) -> None:
     """Write the choice, its bounds and the measured curve into a translator's provenance.
 
-    The write is atomic.
+    ``by_length`` has the choices for shorter prefixes, by their most tokens. The write is atomic.
 
     Raises:
         MalformedTranslatorError: The folder breaks the format.
@@ -294,7 +351,19 @@ def keep(folder: Path, layers: int, bounds: Mapping[str, Any], points: Sequence[
     tuning = {**bounds, "layers_kl_seconds": curve, "measured_kl": best.kl.value}
     if best.recall is not None:
         tuning["measured_recall"] = best.recall.value
-    facts = {"native_layers": layers, "tuning": tuning}
-    before = {name: fact for name, fact in config.provenance.items() if name != "profile"}
-    tuned = dataclasses.replace(config, provenance={**before, **facts})  # "profile" is the old name
+    facts: dict[str, Any] = {"native_layers": layers, "tuning": tuning}
+    if shorter := distinct(by_length or {}, layers):
+        facts["native_by_length"] = shorter
+    older = ("profile", "native_by_length")  # "profile" is the old name of "tuning"
+    before = {name: fact for name, fact in config.provenance.items() if name not in older}
+    tuned = dataclasses.replace(config, provenance={**before, **facts})
     translator_folder.write(folder, tuned, weights, overwrite=True)
+
+
+def distinct(by_length: Mapping[int, int], last: int) -> list[list[int]]:
+    """Pairs (tokens, layers), ascending, where the layers differ from those of the next length.
+
+    ``last`` are the layers beyond all lengths.
+    """
+    pairs = itertools.pairwise([*sorted(by_length.items()), (sys.maxsize, last)])
+    return [[tokens, layers] for (tokens, layers), (_, then) in pairs if layers != then]

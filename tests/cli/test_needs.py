@@ -62,7 +62,7 @@ ALWAYS = {
     "eval": "translators source target native_layers turns baselines limit out "
             "allow_mismatch json_file",
     "tune": "pair source target translator data max_kl min_recall limit native_layers "
-               "droidspeak trials out plot allow_mismatch json_file",
+               "lengths droidspeak trials out allow_mismatch json_file",
     "analyze": "source target data translator capture documents tokens random_init cka mlp heads "
                "seed plot json_file",
     "bench": "table_name prompt_tokens num_trials time_limit reference json_file",

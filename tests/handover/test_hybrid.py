@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
+from kvlingo_mlx.embedded import TRANSLATORS, dialogues, zoo
 from kvlingo_mlx.evaluation import conditions, lineup, tuning
 from kvlingo_mlx.evaluation.error_bars import Mean
 from kvlingo_mlx.evaluation.lineup import Condition
@@ -475,6 +476,81 @@ def test_what_is_chosen_is_kept_with_the_translator(
     pairs = zip(hand_over(translator=own), hand_over(translator=own, native_layers=1), strict=True)
     assert all(equal(a, b) for a, b in pairs)
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("by_length", "last", "expected"),
+    [
+        ({}, 2, []),
+        ({64: 2, 128: 2}, 2, []),
+        ({64: 0, 128: 0}, 2, [[128, 0]]),
+        ({128: 1, 64: 0}, 2, [[64, 0], [128, 1]]),
+        ({64: 2, 128: 1}, 2, [[64, 2], [128, 1]]),
+    ],
+)
+def test_only_lengths_that_differ_are_kept(
+    by_length: dict[int, int], last: int, expected: list[list[int]]
+) -> None:
+    assert tuning.distinct(by_length, last) == expected
+
+
+def test_short_prefixes_keep_the_cheap_switch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trained pair, which loses facts beyond the lengths that it was trained on (RESULTS.md)."""
+    ends = [zoo(name) for name in ("tiny-qwen3-s", "tiny-qwen3-l")]
+    own = tmp_path / "own"
+    kv.load_translator(TRANSLATORS / "tiny-qwen3-s--tiny-qwen3-l").save(own)
+    command = ["tune", *map(str, ends), "--translator", str(own), "--lengths", "256,1024",
+               "--min-recall", "0.8", "--native-layers", "0,2", "--limit", "3", "--trials", "1",
+               "--no-droidspeak", "--out", str(tmp_path / "out.jsonl"),
+               "--json", str(tmp_path / "record.jsonl")]  # fmt: skip
+    assert run(command) == 0
+    out = capsys.readouterr().out
+    assert "keeps native_layers = 2 of 4, 0 for prefixes of at most 256 tokens" in out
+    config = translator_folder.read_config(own)
+    assert config.native_layers == 2 and config.native_by_length == [[256, 0]]
+    found = json.loads((tmp_path / "record.jsonl").read_text())["results"]["lengths"]
+    recall = {
+        (length, p["layers"]): p["recall"]["value"]
+        for length, each in found.items()
+        for p in each["points"]
+        if p["way"] == "hybrid"
+    }
+    assert min(recall["256", 0], recall["256", 2], recall["1024", 2]) > 0.8 > recall["1024", 0]
+    small, large = (kv.load(end) for end in ends)
+    for talk in dialogues.held_out(1, seed=3, facts=(60, 60)):
+        messages = [*talk.messages[:-1], {"role": "user", "content": talk.questions[0]}]
+        for asked, layers in ((messages, 2), ([messages[-1]], 0)):
+            options = {"translator": own, "max_tokens": 1, "enable_thinking": False}
+            (answer,) = kv.stream_generate(small, large, asked, **options)
+            assert answer.native_layers == layers
+            told = kv.Conversation({"a": small, "b": large}, [own], enable_thinking=False)
+            *_, answer = told.stream_reply("b", asked, prefill="a", max_tokens=1)
+            assert answer.native_layers == layers
+    line = lineup.translated("t", small, large, [kv.load_translator(own)], None)
+    plain = lineup.translated("t", small, large, [kv.load_translator(own)], 2)
+    assert line.identity["native_by_length"] == [[[256, 0]]] and line.identity != plain.identity
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ("64,x", "--lengths is '64,x'; give numbers: 512,2048"),
+        ("0,64", "--lengths holds 0; give at least 1"),
+        ("64,99999", "--lengths holds 99999; give less than 2048, the shorter of both contexts"),
+        ("4,64", "no conversation of the data has a prefix of 1 to 4 tokens; give other --lengths"),
+    ],
+)
+def test_lengths_without_conversations_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lengths: str, message: str
+) -> None:
+    data = tmp_path / "data.jsonl"
+    talk = [{"role": "user", "content": "say it on"}, {"role": "assistant", "content": "it is on"}]
+    data.write_text(json.dumps({"messages": talk}) + "\n")
+    ends = [str(zoo(name)) for name in ("tiny-qwen3-s", "tiny-qwen3-l")]
+    assert run(["tune", *ends, "--data", str(data), "--lengths", lengths]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_until_native_the_target_reads_the_rest_behind_each_hybrid(

@@ -50,12 +50,15 @@ class Table:
         lengths: Prompt lengths in tokens, if no others are asked for.
         phases: Methods of :class:`Paths`, in the order of the table's rows.
         peaks: The phases whose peak memory is shown.
+        speeds_in_turns: Whether decoding speeds are timed in every round, not once before: other
+            speeds are shown as shares of them.
     """
 
     title: str
     lengths: tuple[int, ...]
     phases: tuple[str, ...]
     peaks: tuple[str, ...] = ("native", "switch")
+    speeds_in_turns: bool = False
 
 
 TABLES = {
@@ -99,6 +102,7 @@ TABLES = {
             "decode_translated",
         ),
         (),
+        speeds_in_turns=True,
     ),
 }
 HYBRIDS = {"switch": HYBRID, HEAL_INTERLEAVED: HEAL_LAYERS}  # phases that there are with layers too
@@ -211,14 +215,16 @@ def measure_length(
 ) -> Timing:
     """Time a table's phases for one prompt, interleaved, and take their peak memory.
 
-    Decoding is timed once, before the rounds: its time is an average over many steps already.
-    After each round ``enough`` is asked whether the measurements so far are enough.
+    Decoding is timed once, before the rounds, if the table does not say otherwise: its time is an
+    average over many steps already. After each round ``enough`` is asked whether the measurements
+    so far are enough.
     """
     names: list[str] = []
     for phase in table.phases:
         forms = [f"translate {form}" for form in paths.translators]
         names += forms if phase == "translate" else [phase]
-    runs = {name: paths.phase(name) for name in names if name not in SPEEDS}
+    once = [n for n in names if n in SPEEDS and not table.speeds_in_turns]
+    runs = {name: paths.phase(name) for name in names if name not in once}
     found = Timing(len(paths.tokens), {}, batch=paths.batch, decoded=paths.decoded)
     # Runs that are not timed come first and count as warm-up, so a long prompt is read less often.
     spent = dict.fromkeys(runs, 0.0)
@@ -229,7 +235,9 @@ def measure_length(
         spent[phase] += seconds(partial(_take_peak, paths, phase, found))
     found.samples.update({name: [] for name in names})
     for name in (n for n in names if n in SPEEDS):
-        _decode(paths, name, PROBED)  # warm-up
+        _decode(paths, name, PROBED)
+        spent[name] = float("inf")  # and this was all of its warming up
+    for name in once:
         found.samples[name].append(_decode(paths, name, paths.decoded))
     interleaved(runs, trials, progress, lambda: enough(found), spent, found.samples)
     for name in (n for n in runs if n in paths.meanwhile):
@@ -246,10 +254,11 @@ def _decode(paths: Paths, phase: str, count: int) -> float:
         paths.decoded = before
 
 
-def affordable(paths: Paths, table: Table, clock: Clock, lengths: int) -> int:
+def affordable(paths: Paths, table: Table, clock: Clock, lengths: int, trials: int = 1) -> int:
     """The most tokens of ``COUNTS`` for which so many lengths' speeds take their share of the time.
 
-    A few tokens are decoded to find out; a phase's first run also fills its cache.
+    A few tokens are decoded to find out; a phase's first run also fills its cache. ``trials`` are
+    the rounds, which count where a table times its speeds in turns.
     """
     phases = [phase for phase in table.phases if phase in SPEEDS]
     if not phases or clock.left() == float("inf"):
@@ -257,7 +266,8 @@ def affordable(paths: Paths, table: Table, clock: Clock, lengths: int) -> int:
     for phase in phases:
         _decode(paths, phase, 1)
     token = sum(_decode(paths, phase, PROBED) / PROBED for phase in phases)
-    room = DECODING * clock.left() / (lengths * token)
+    rounds = trials if table.speeds_in_turns else 1
+    room = DECODING * clock.left() / (lengths * rounds * token)
     return next((count for count in COUNTS if count <= room), FEW)
 
 
@@ -343,7 +353,7 @@ def run_table(
         tokens = prompt_of(source, target, length, text=effort.text)
         arguments = source, target, translators, tokens, effort.step_size
         paths = Paths(*arguments) if effort.batch == 1 else Batch(*arguments, effort.batch)
-        decoded = decoded or affordable(paths, table, clock, len(lengths) - index)
+        decoded = decoded or affordable(paths, table, clock, len(lengths) - index, trials)
         paths.decoded = decoded
         share = clock.part(len(lengths) - index)
 

@@ -63,7 +63,8 @@ def test_every_phase_of_every_table(made: paths.Paths) -> None:
         wanted = {"translate stored" if p == "translate" else p for p in table.phases}
         assert set(timing.samples) == wanted, name
         for phase, times in timing.samples.items():  # decoding is an average in itself
-            assert len(times) == (1 if phase in tables.SPEEDS else 2) and min(times) > 0
+            once = phase in tables.SPEEDS and name != "healing"
+            assert len(times) == (1 if once else 2) and min(times) > 0
         assert set(timing.peak) == set(table.peaks) and all(timing.peak.values())
 
 

@@ -138,6 +138,7 @@ def test_rounds_alone_are_kept_and_not_their_warm_up(made: paths.Paths) -> None:
     found = tables.measure_length(made, table, trials=3)
     assert set(found.samples) == set(table.phases)
     assert set(found.meanwhile) == {"heal_interleaved", "heal_layers 2"}
+    assert {len(seconds) for seconds in found.samples.values()} == {3}  # decoding speeds as well
     for phase, rounds in found.meanwhile.items():
         assert rounds == made.meanwhile[phase][-3:] and len(rounds) == 3
         assert len(made.meanwhile[phase]) > 3

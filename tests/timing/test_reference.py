@@ -192,6 +192,9 @@ def test_decoding_is_over_256_tokens_where_there_is_time(
     assert planted.decoded == paths.FEW  # left as it was
     assert all(asked <= tables.PROBED for _, asked in planted.asked)
     assert tables.affordable(planted, tables.TABLES["quant"], clock, 5) == tables.DECODED == 256
+    # Two speeds in each of five rounds: 1,600 s over 256 tokens.
+    in_turns = {None: 256, 10_000.0: 256, 960.0: 64, 950.0: 64, 60.0: 8, 1.0: 8}
+    assert tables.affordable(planted, tables.TABLES["healing"], clock, 5, 5) == in_turns[seconds]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What a guard catches: detections and false alarms, by what is wrong and by the limit.
 
     python benchmarks/guard.py --json FILE
+    python benchmarks/guard.py --switches --json FILE
 
 Prompts on which a translator does as on its receipt (other dialogues of its lengths), and six kinds
 of trouble: its maps moved by one layer, or shuffled; prompts beyond its lengths; other texts (other
@@ -13,6 +14,9 @@ translation's.
 
 An alarm is a KL above the receipt's mean by so many of its standard deviations. The area under the
 curve is the chance that a prompt in trouble has more than one that is not.
+
+``--switches``: the same in a ``Conversation`` of both models in turns, three switches each, where
+the tokens compared are the first that the outgoing model lacks. Dialogues, wrong maps, other texts.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +36,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.generate import generate_step
 from quality import model_folder
 
+from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.embedded import TRANSLATORS, dialogues
+from kvlingo_mlx.errors import KVLingoWarning
 from kvlingo_mlx.evaluation import conditions, continuation, needles
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.handover.fill import filled
@@ -207,6 +214,43 @@ def judged(pair: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"usual": vars(usual), "groups": rows, "rates": rates(rows, usual, args.tokens)}
 
 
+def switched(pair: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What a guard finds at the switches of conversations, by what is wrong with them."""
+    names = pair.split(":")
+    ends = dict(zip("ab", (load(model_folder(name, args.zoo)) for name in names), strict=True))
+    good = [load_translator(TRANSLATORS / "--".join(order)) for order in (names, names[::-1])]
+    rng = random.Random(5)
+    known = [
+        [[*t.messages[:-1], {"role": "user", "content": t.questions[0]}], *t.questions[1:]]
+        for t in dialogues.held_out(args.prompts, seed=11, facts=(12, 24), questions=4)
+    ]
+    groups: dict[str, tuple[list[Translator], list[list[Any]]]] = {
+        "as on the receipt": (good, known),
+        "maps moved by a layer": ([moved(t) for t in good], known),
+        "maps shuffled": ([conditions.shuffled(t) for t in good], known),
+    }
+    for name, texts in TEXTS.items():
+        said = [[" ".join(rng.choices(texts, k=12)) for _ in range(4)] for _ in known]
+        groups[name] = good, said
+    results = {}
+    for name, (translators, talks) in groups.items():
+        rows = []
+        for turns in talks:
+            talk = Conversation(
+                ends, translators, enable_thinking=False, verbatim=True, guard=args.tokens
+            )
+            for number, message in enumerate(turns):
+                *_, last = talk.stream_reply("ab"[number % 2], message, max_tokens=16)
+                if last.guarded is not None:
+                    found = last.guarded
+                    rows.append({"turn": number, "tokens": found.tokens, "limit": found.limit,
+                                 "divergence": found.divergence})  # fmt: skip
+        alarms = float(np.mean([row["divergence"] > row["limit"] for row in rows]))
+        results[name] = {"switches": len(rows), "alarms": alarms, "rows": rows}
+        print(f"  {pair}, {name:24s} {len(rows)} switches, in doubt {alarms:.2f}", flush=True)
+    return {"switches": results}
+
+
 def rates(
     rows: dict[str, list[dict[str, float]]], usual: Any, number: int
 ) -> dict[str, dict[str, Any]]:
@@ -254,13 +298,18 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=GUARD, help="that are compared")
     parser.add_argument("--json", help="append a record a pair to this file")
+    parser.add_argument("--switches", action="store_true", help="in conversations")
     args = parser.parse_args()
+    warnings.simplefilter("ignore", KVLingoWarning)  # each doubt warns
     for pair in args.pairs:
-        results = judged(pair, args)
-        show(pair, results)
+        results = switched(pair, args) if args.switches else judged(pair, args)
+        if not args.switches:
+            show(pair, results)
         if args.json:
             config = {"pair": pair, "prompts": args.prompts, "tokens": args.tokens}
-            kept = {name: results[name] for name in ("usual", "rates")}
+            kept = {
+                name: results[name] for name in ("usual", "rates", "switches") if name in results
+            }
             measure.append_json(args.json, measure.record("guard", config, kept))
     print(measure.machine_line())
 

@@ -9,7 +9,11 @@ WIDTHS = ("2", "3", "4", "6")
 
 def guards() -> str:
     """Alarms by what is wrong and by the limit, beside what was lost."""
-    found = [record for record in records("guard") if record["config"]["tokens"] == 32]
+    found = [
+        record
+        for record in records("guard")
+        if "rates" in record["results"] and record["config"]["tokens"] == 32
+    ]
     latest = {record["config"]["pair"]: record for record in found}
     if not latest:
         return ""

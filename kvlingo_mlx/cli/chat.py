@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvlingo_mlx.models.language_model import LanguageModel
 
 OFFLOAD = ("8bit", "disk")
-HEAL = ("idle", "interleaved")
+HEAL = ("idle", "interleaved", "layers")
 HISTORY_HELP = "Keep the lines that are typed in a terminal for later chats' arrow keys."
 
 
@@ -60,8 +60,8 @@ class ChatOptions(WritingOptions):
     offload: str | None = option(None, "Keep the others' caches in 8bit, or on disk.")
     heal: str | None = option(
         None,
-        "Read what is translated, in its place: idle (while you type), or interleaved (between the "
-        "tokens of an answer).",
+        "Read what is translated, in its place: idle (while you type), interleaved (between the "
+        "tokens of an answer), or layers (the first layers at once, then so).",
     )
     heal_share: HealShare = 0.5
     guard: int = option(
@@ -193,7 +193,7 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
         "on_missing on_full eager prefill_step_size allow_mismatch offload quantize"
     )
     given["native_layers"] = native_number(options.native_layers)
-    if options.heal == "interleaved":
+    if options.heal in ("interleaved", "layers"):
         given |= options.some("heal heal_share")
     if options.guard:
         given |= options.some("guard on_doubt")

@@ -134,7 +134,7 @@ VERBS: dict[str, tuple[Need, ...]] = {
         Need("translator quantize use route on_missing eager offload native_layers heal "
              "guard allow_mismatch", "model", several,
              told="with one model; give --model NAME=MODEL twice or more"),
-        Need("heal_share", "heal", among("interleaved"), "interleaved"),
+        Need("heal_share", "heal", among("interleaved", "layers"), "interleaved"),
         Need("on_doubt", "guard", bool, 32),
         Need("system_prompt thinking verbatim", "resume", off,
              why="since a saved conversation keeps the settings it began with"),

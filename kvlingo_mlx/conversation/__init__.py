@@ -98,8 +98,10 @@ class Conversation(State):
             most half of the context) fit after the prompt. The system message stays. The rest is
             read anew from the first token that differs.
         heal: ``interleaved`` lets a model that answers read what it holds translated between its
-            decoding steps, in the place of the translation. None leaves that to :meth:`heal`,
-            which can be called between two answers.
+            decoding steps, in the place of the translation. ``layers`` also lets it read some
+            layers at once: ``native_layers``, the tuned number or a quarter of all; between the
+            steps it reads all of them. None leaves that to :meth:`heal`, which can be called
+            between two answers.
         heal_share: The share of its speed that decoding keeps meanwhile.
         guard: At a switch, compare both models over so many tokens, as in :func:`generate`; 0 for
             no guard. They are the first that follow what the outgoing model holds, or the last of
@@ -299,7 +301,7 @@ class Conversation(State):
             request.batch,
         )
         if rules.heals_answers and (decoding.quantised or decoding.draft is not None):
-            asked = "heal is 'interleaved'" if rules.heal else "on_doubt is 'heal'"
+            asked = f"heal is {rules.heal!r}" if rules.heal else "on_doubt is 'heal'"
             raise ValueError(
                 f"{asked}, and this answer would be written from a copy of the cache, as kv_bits "
                 "and draft_model need it; leave one of them out, or heal between two answers "

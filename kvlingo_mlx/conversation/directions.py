@@ -16,7 +16,6 @@ from kvlingo_mlx.errors import (
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import read_config
 from kvlingo_mlx.handover.guarding import check_reference
-from kvlingo_mlx.handover.hybrid import native_part
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_pair, check_positions, matches
 from kvlingo_mlx.loading.translators import find_translator, load_translator
@@ -129,7 +128,7 @@ class Directions:
         """
         if config.alignment is not None:
             return 0
-        return native_part(config, self._rules.asked_layers, tokens=tokens).layers
+        return self._rules.layers(config, tokens)
 
     def _check_stored(self, read: bool) -> None:
         """Check now what would otherwise fail at a switch to a stored translator (ValueError).

@@ -11,8 +11,10 @@ from kvlingo_mlx.caches.limits import check_going_back, check_interleaving
 from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.conversation.storage import PLACES
 from kvlingo_mlx.errors import UnsupportedModelError
+from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.handover.guarding import HEAL, WARN, check_guard
-from kvlingo_mlx.handover.healing import HEAL_SHARE, INTERLEAVED, check_way
+from kvlingo_mlx.handover.healing import ANSWERING, HEAL_SHARE, LAYERS, check_way, first_layers
+from kvlingo_mlx.handover.hybrid import native_part
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 
@@ -46,10 +48,15 @@ class Rules:
         """Whether a model may read behind its translation while it answers."""
         return self.heal is not None or (self.guard > 0 and self.on_doubt == HEAL)
 
-    @property
-    def asked_layers(self) -> int | str | None:
-        """The native layers at a switch; 0 if naive, since that translates every layer."""
-        return 0 if self.switching == "naive" else self.native_layers
+    def layers(self, config: TranslatorConfig, tokens: int | None = None) -> int:
+        """The native layers at a switch with a translator, checked; a naive one translates all.
+
+        ``tokens`` is the length of what the line will hold, as in :func:`native_part`.
+        """
+        asked = 0 if self.switching == "naive" else self.native_layers
+        if asked is None and self.heal == LAYERS:
+            asked = first_layers(config, tokens)
+        return native_part(config, asked, tokens=tokens).layers
 
     def check(self, models: Mapping[str, LanguageModel]) -> None:
         """Raise ValueError for rules that are invalid, in general or for these models."""
@@ -61,7 +68,7 @@ class Rules:
             if value not in allowed:
                 listed = ", ".join(map(str, allowed))
                 raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
-        check_way(self.heal, (INTERLEAVED,), self.heal_share)
+        check_way(self.heal, ANSWERING, self.heal_share)
         check_guard(self.guard, self.on_doubt)
         if self.heals_answers:
             check_all_can_heal(models.values())

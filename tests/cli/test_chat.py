@@ -124,7 +124,7 @@ def two(
 # ---- turns ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heal", ["idle", "interleaved"])
+@pytest.mark.parametrize("heal", ["idle", "interleaved", "layers"])
 def test_a_model_reads_behind_its_translation(
     chats: Chats, heal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_guard_looks_at_every_switch(
 
 def test_what_cannot_be_healed_is_told(chats: Chats, monkeypatch: pytest.MonkeyPatch) -> None:
     chats("hi", options=("--heal", "later"), status=2)
-    assert "--heal is later; give idle or interleaved" in chats.err
+    assert "--heal is later; give idle or interleaved or layers" in chats.err
 
     def fails(*arguments: Any) -> None:
         raise RuntimeError("out of memory")

@@ -311,6 +311,27 @@ def test_between_the_steps_of_an_answer(
     assert talk.heal(answers=True) == 0 and furthest(line, list(range(len(line)))) < 1e-4
 
 
+@pytest.mark.parametrize(("given", "layers"), [(None, 1), (2, 2), (0, 0)])
+def test_first_layers_at_once_and_all_of_them_behind(
+    models: dict[str, LanguageModel],
+    translators: list[Translator],
+    monkeypatch: pytest.MonkeyPatch,
+    given: int | None,
+    layers: int,
+) -> None:
+    """A quarter of the layers, or the number that is asked for; all is read from the front."""
+    options: dict[str, Any] = {"heal": "layers", "native_layers": given, "eager": False}
+    talk = talk_between(models, translators, **options)
+    talk.reply("a", " ".join(MESSAGES) * 2, max_tokens=NEW)
+    read = noted(monkeypatch)
+    *_, last = talk.stream_reply("b", MESSAGES[1], max_tokens=300)
+    assert last.native_layers == layers and last.translated_tokens and read
+    done = in_a_row(read)
+    assert furthest(talk.lines["b"], list(range(done))) < 1e-4
+    assert talk.heal(answers=True) == 0
+    assert furthest(talk.lines["b"], list(range(len(talk.lines["b"])))) < 1e-4
+
+
 def test_without_healing_nothing_is_waited_for(
     models: dict[str, LanguageModel],
     translators: list[Translator],
@@ -387,7 +408,7 @@ def test_what_cannot_be_healed_is_refused(
     with pytest.raises(kv.UnsupportedModelError, match="models of different tokenizers cannot be"):
         Conversation(pair, on_missing="reprefill", heal="interleaved")
     for wrong, message in (
-        ({"heal": "later"}, "heal is 'later'; give interleaved"),
+        ({"heal": "later"}, "heal is 'later'; give interleaved or layers"),
         ({"heal": "interleaved", "heal_share": 0.0}, "heal_share is 0.0; give the share"),
         ({"heal": "interleaved", "heal_share": 1}, "heal_share is 1; give the share"),
     ):

@@ -339,9 +339,26 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             if kind is not None and not kind.fits(value):
                 raise ValueError(f"{name} is {_shown(value)}; give {kind.words}")
         check_needs(needs, given, {**defaults, **found}, _as_argument)
+        if scope not in SHARDED:
+            _check_whole(scope, found.values())
         return function(*args, **kwargs)
 
     return run
+
+
+# What takes a part of a model.
+SHARDED = ("load", "find_translator", "generate", "stream_generate", "hand_over")
+
+
+def _check_whole(scope: str, values: Iterable[Any]) -> None:
+    """Refuse (ValueError) a model of which this process holds a part."""
+    for value in values:
+        for model in value.values() if isinstance(value, Mapping) else (value,):
+            if named(model, "LanguageModel") and getattr(model, "part", None) is not None:
+                raise ValueError(
+                    f"{scope} takes whole models, and {model.name} is spread over "
+                    f"{model.part.size} ranks; load it without shard"
+                )
 
 
 def renamed(**names: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvlingo_mlx.cli.needs import Checked
-from kvlingo_mlx.cli.output import complain, warn
+from kvlingo_mlx.cli.output import complain, rank, warn
 from kvlingo_mlx.errors import KVLingoError, tell_new_name
 from kvlingo_mlx.version import __version__
 
@@ -100,6 +100,8 @@ def main() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # SIGTERM exits like Ctrl-C, so that half-written files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if rank():  # the first rank of mlx.launch speaks for all; errors are told by each
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -46,6 +46,11 @@ class GenerateOptions(WritingOptions):
     quantize: Quantize = None
     strategy: str = option("accelerator", STRATEGY_HELP)
     native_layers: NativeLayers = None
+    shard: str | None = option(
+        None,
+        "Under mlx.launch, each rank holds of the target: tensor (some heads) or pipeline "
+        "(some layers); default: what mlx-lm can do.",
+    )
     native_head: int = option(0, "First tokens that the target reads itself.")
     native_tail: int = option(0, "Last tokens that it reads itself.")
     heal: str | None = option(
@@ -97,7 +102,7 @@ def command(options: GenerateOptions) -> None:
     sampler = options.sampler()
     source, target = load_pair(
         options.source,
-        options.target,
+        _target(options),
         asked,
         translator=options.translator,
         native=options.strategy == "native",
@@ -125,6 +130,16 @@ def command(options: GenerateOptions) -> None:
     if response.guarded is not None:
         results["guarded"] = asdict(response.guarded)
     keep(options.json_file, "generate", config, results)
+
+
+def _target(options: GenerateOptions) -> str | LanguageModel:
+    """The target, or under ``mlx.launch`` this rank's part of it."""
+    from kvlingo_mlx.loading import sharding
+    from kvlingo_mlx.loading.models import load
+
+    if options.shard is None and sharding.group() is None:
+        return options.target
+    return load(options.target, shard=options.shard or "auto")
 
 
 def _check_template(options: GenerateOptions, target: LanguageModel) -> bool:

@@ -13,6 +13,8 @@ import typer
 
 from kvlingo_mlx.errors import printable
 
+RANK = "MLX_RANK"  # which mlx.launch sets
+
 # rich is imported where it is used, since --help does not need it.
 
 
@@ -121,7 +123,13 @@ def complain(error: Exception) -> None:
     # click's usage errors have a format_message, in each click on which typer may be built.
     told = error.format_message() if hasattr(error, "format_message") else str(error)
     text = " ".join(told.split()) or type(error).__name__
-    typer.echo(f"error: {printable(text)}", err=True)
+    where = f"rank {rank()}: " if RANK in os.environ else ""
+    typer.echo(f"{where}error: {printable(text)}", err=True)
+
+
+def rank() -> int:
+    """Which of the processes of ``mlx.launch`` this is; 0 where one runs alone."""
+    return int(os.environ.get(RANK, 0))
 
 
 def given_options(context: typer.Context) -> dict[str, str]:
@@ -162,7 +170,7 @@ def keep(
     json_file: str | None, kind: str, config: Mapping[str, Any], results: Mapping[str, Any] | list
 ) -> None:
     """Append a record to the file of ``--json``, if it is given."""
-    if json_file is not None:
+    if json_file is not None and not rank():
         from kvlingo_mlx.reporting import measure
 
         measure.append_json(json_file, measure.record(kind, dict(config), results))

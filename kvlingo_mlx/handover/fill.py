@@ -26,6 +26,7 @@ from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.handover import cross_tokenizer, guarding, healing, hybrid
 from kvlingo_mlx.handover.guarding import Guarded, Watch
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states, recorded
@@ -305,6 +306,7 @@ def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
     assert plan.translator is not None
     with working():
         measured = watch.measured(plan.tokens[-watch.tokens :])
+        measured = sharding.firsts_numbers(measured) if plan.target.part else measured
     config = plan.translator.config
     found = guarding.judged(config, measured, watch.tokens, len(plan.prefix))
     if found.doubts and on_doubt == guarding.WARN:

@@ -7,6 +7,7 @@ itself, since a translated cache holds no prediction (section "Cache translation
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -31,6 +32,7 @@ from kvlingo_mlx.handover.sampling import (
     choice_of,
     given,
 )
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -126,15 +128,22 @@ def stream_generate(
             check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, num_draft_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, asked, check)
+    if plan.target.part is not None:
+        choice = dataclasses.replace(choice, sampler=sharding.firsts_choice(choice.sampler))
     if plan.draft is not None:
         decode_options |= {"draft_model": plan.draft.model, "num_draft_tokens": num_draft_tokens}
     start = functools.partial(_start, plan, heal, heal_share, on_doubt)
-    yield from decoded(plan, choice, start, max_tokens, tools, **decode_options)
+    try:
+        yield from decoded(plan, choice, start, max_tokens, tools, **decode_options)
+    finally:
+        if plan.target.part is not None:  # mlx-lm has begun a step that other ranks wait for
+            mx.synchronize(generation_stream)
 
 
 def _check_healing(plan: Plan, asked: str, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be healed while it is decoded, before anything is prefilled."""
     healing.check_models(plan.source, plan.target)
+    sharding.check_use(plan.target, plan.source, {asked: True})
     if options or plan.draft is not None:
         other = "draft_model" if plan.draft is not None else "kv_bits"
         raise ValueError(

@@ -10,6 +10,7 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import MissingModelError
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
 from kvlingo_mlx.loading.opening import damage_told, open_model
 from kvlingo_mlx.loading.translators import translator_bytes
@@ -27,6 +28,7 @@ def load(
     *,
     revision: str | None = None,
     lazy: bool = False,
+    shard: str | None = None,
 ) -> LanguageModel:
     """Load a model and its tokenizer; a model that is already loaded is returned unchanged.
 
@@ -34,10 +36,13 @@ def load(
         path_or_hf_repo: A folder, a Hub id, the name of an embedded model, or a ``LanguageModel``.
         revision: A branch, tag or commit of a Hub id.
         lazy: Whether to read each weight only when it is first needed.
+        shard: In a program that ``mlx.launch`` started on several ranks: load this rank's part
+            alone, ``tensor`` (some heads of every layer), ``pipeline`` (some layers) or ``auto``.
+            Such a model can be the decode model of ``generate`` and ``hand_over``.
 
     Raises:
         ValueError: ``revision`` is given for a folder, an embedded or a loaded model, or ``lazy``
-            for a loaded model.
+            for a loaded model; or the ranks cannot share the model.
         MissingModelError: There is no such folder or repository, or files are missing or damaged.
         UnsupportedModelError: The family is not supported, or mlx-lm misreads its config.
         NotEnoughMemoryError: The weights are larger than the memory there is.
@@ -50,6 +55,9 @@ def load(
             )
         return path_or_hf_repo
     model = _unread(path_or_hf_repo, revision)
+    if shard is not None:
+        kind = None if shard == "auto" else shard
+        model = sharding.part_of(model, _unread(path_or_hf_repo, revision), kind)
     if not lazy:
         memory.check({f"weights of {model.name}": memory.weights_bytes(model)})
         read_weights(model)

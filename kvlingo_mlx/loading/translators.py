@@ -12,9 +12,11 @@ from pathlib import Path
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.embedded import TRANSLATORS, zoo_names
 from kvlingo_mlx.errors import (
+    IncompatibleTranslatorError,
     KVLingoError,
     MalformedTranslatorError,
     MissingTranslatorError,
+    UnsupportedModelError,
 )
 from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.format.maps import flops_of
@@ -28,6 +30,7 @@ from kvlingo_mlx.loading.pairing import check_pair, matches
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
+from kvlingo_mlx.translators.parts import of_part
 from kvlingo_mlx.translators.quantised import check_bits
 
 
@@ -228,11 +231,34 @@ def resolve_translator(
     """
     if translator is None:
         translator = _find(source, target, allow_mismatch)
+    part = target.part
+    if isinstance(translator, Translator) and translator.part is not None:
+        if translator.part == part:  # it was checked before it was cut
+            return translator
+        raise IncompatibleTranslatorError(
+            f"{translator.config.title} is cut for one rank's part of another model; load it anew"
+        )
     if not isinstance(translator, Translator):
-        translator = load_translator(translator, quantize=quantize)
+        whole = quantize if part is None else None  # a part is quantised once it is cut
+        translator = load_translator(translator, quantize=whole)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
     tell_of_grade(translator.config)
-    return translator
+    return translator if part is None else _cut(translator, target, quantize)
+
+
+def _cut(translator: Translator, target: LanguageModel, quantize: int | None) -> Translator:
+    """The maps to what this rank holds of the target; it keeps the whole translator's digest."""
+    part, digest = target.part, translator.digest
+    assert part is not None
+    if translator.config.alignment is not None:
+        raise UnsupportedModelError(
+            f"{target.name} is spread over {part.size} ranks, and can take over from models of its "
+            "own tokenizer only; run it on one machine"
+        )
+    found = of_part(translator.config, translator.to_weights(), part, target.geometry.layers)
+    made = replace(build(*found, quantize=quantize), path=translator.path, part=part)
+    vars(made)["digest"] = digest
+    return made
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from kvlingo_mlx.format.geometry import (
 from kvlingo_mlx.format.projections import SAMPLED, Checked, Sketch, sketch, weights_fingerprint
 from kvlingo_mlx.format.translator_config import ModelSpec
 from kvlingo_mlx.format.translator_folder import probe
+from kvlingo_mlx.models.parts import Part
 from kvlingo_mlx.threads import unit
 
 NORMS = ("RMSNorm", "LayerNorm", "LayerNorm1P")  # how the names of norm classes end
@@ -44,6 +45,8 @@ class LanguageModel:
         path: The folder from which it was loaded, or None.
         described: What saved conversations say of the weights, kept for an owner who never changes
             them; None where it is to be found anew each time.
+        part: Which part of the model this is, if several ranks of ``mlx.launch`` hold it together.
+        whole: The whole model with its weights unread, where this is a part.
     """
 
     model: nn.Module
@@ -53,6 +56,13 @@ class LanguageModel:
     revision: str | None = None
     path: Path | None = None
     described: dict[str, Any] | None = field(default=None, repr=False, compare=False)
+    part: Part | None = field(default=None, compare=False)
+    whole: LanguageModel | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def full(self) -> LanguageModel:
+        """The whole model, also where this is a part."""
+        return self.whole or self
 
     @cached_property
     def family(self) -> Family:

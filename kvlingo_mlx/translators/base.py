@@ -21,6 +21,7 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Read, flops_of, head_map_of
 from kvlingo_mlx.format.tensor_file import DType, Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.models.parts import Part
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.products import Group, plan
@@ -52,6 +53,7 @@ class Translator(ABC):
         groups: The maps by target side, arranged for this machine.
         bits: The bits of its quantised matrices (:mod:`.quantised` leaves some as floats), or None.
         path: The folder from which it was loaded; None if it was made in this process.
+        part: The part of a target for which it was cut, if several ranks hold that together.
     """
 
     config: TranslatorConfig
@@ -59,6 +61,7 @@ class Translator(ABC):
     groups: dict[str, tuple[Group, ...]]
     bits: int | None = None
     path: Path | None = None
+    part: Part | None = None
 
     def __repr__(self) -> str:
         """One line; the weights are left out."""

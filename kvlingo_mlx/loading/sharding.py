@@ -1,0 +1,212 @@
+"""Models that the ranks of ``mlx.launch`` hold together, as mlx-lm shards them.
+
+Every rank runs the same program. A rank's part of a target is a model of its own to the rest of the
+package; the source is whole on every rank, which costs no communication. What has to be the same
+everywhere is compared once, and the first rank's choice of each token counts for all.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+
+from kvlingo_mlx.caches import memory
+from kvlingo_mlx.errors import KVLingoError, UnsupportedModelError
+from kvlingo_mlx.families.base import LATENT
+from kvlingo_mlx.models.hidden import text_of
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.parts import PIPELINE, TENSOR, Part
+from kvlingo_mlx.version import __version__
+
+KINDS = (TENSOR, PIPELINE)
+RANK = "MLX_RANK"  # which mlx.launch sets
+Sampler = Callable[[mx.array], mx.array]
+
+
+@functools.cache
+def group() -> Any:
+    """The ranks of ``mlx.launch``; None where one program runs alone."""
+    if RANK not in os.environ:
+        return None
+    found = mx.distributed.init(strict=True)
+    return found if found.size() > 1 else None
+
+
+def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> LanguageModel:
+    """This rank's part of a model whose weights are unread.
+
+    Args:
+        model: The model, whose module is changed in place.
+        whole: The same model, opened once more; it stays whole, and unread.
+        kind: ``tensor``, ``pipeline``, or None: the first of both that mlx-lm can do.
+
+    Raises:
+        ValueError: ``kind`` is unknown, there are no ranks, or they cannot share the model's heads
+            or layers.
+        UnsupportedModelError: mlx-lm cannot shard this family in that way.
+    """
+    ranks = group()
+    if kind not in (None, *KINDS):
+        raise ValueError(f"shard is {kind!r}; give {' or '.join(KINDS)}, or leave it out")
+    if ranks is None:
+        raise ValueError(
+            f"shard is {kind!r}, and this program runs alone; start it on several ranks: "
+            "mlx.launch -n 2 kvlingo-mlx generate ..."
+        )
+    text = text_of(model)
+    ways: dict[str, Any] = {
+        TENSOR: getattr(model.model, "shard", None),
+        PIPELINE: getattr(text.model, "pipeline", None),
+    }
+    can = [name for name, way in ways.items() if way is not None]
+    kind = kind or next(iter(can), TENSOR)
+    if kind not in can:
+        other = f"; give {can[0]}" if can else ", nor in any other; run it on one machine"
+        raise UnsupportedModelError(
+            f"mlx-lm cannot shard {model.name} ({model.config['model_type']}) by {kind}{other}"
+        )
+    rank, size = ranks.rank(), ranks.size()
+    _check_shares(whole, kind, size)
+    ways[kind](ranks)
+    begun = text.model.start_idx if kind == PIPELINE else 0
+    own = replace(model, whole=whole)
+    layers = range(begun, begun + len(own.attentions))
+    heads = tuple(
+        _share(of.kv_heads, has.kv_heads, rank)
+        for of, has in zip(whole.geometry.layers[begun:], own.geometry.layers, strict=False)
+    )
+    return replace(own, part=Part(kind, rank, size, layers, heads))
+
+
+def _share(of: int, has: int, rank: int) -> range:
+    """The heads of a rank: all where they are not split, as in latent caches."""
+    return range(of) if has == of else range(rank * has, (rank + 1) * has)
+
+
+def _check_shares(whole: LanguageModel, kind: str, size: int) -> None:
+    """Refuse (ValueError) more ranks than the heads or layers can be shared by."""
+    layers = whole.geometry.layers
+    if kind == PIPELINE:
+        if size > len(layers):
+            raise ValueError(
+                f"{whole.name} has {len(layers)} layers, and there are {size} ranks: start at most "
+                f"{len(layers)} (mlx.launch -n)"
+            )
+        return
+    counts = {layer.kv_heads for layer in layers if layer.attention != LATENT}
+    counts.add(int(whole.facts["num_attention_heads"]))
+    if odd := sorted(count for count in counts if count % size):
+        fitting = [n for n in range(2, min(counts) + 1) if not any(c % n for c in counts)]
+        can = f"start {' or '.join(map(str, fitting))}" if fitting else "give --shard pipeline"
+        raise ValueError(
+            f"{whole.name} has {odd[0]} heads, which {size} ranks cannot share evenly: {can} "
+            "(mlx.launch -n)"
+        )
+
+
+def check_use(target: LanguageModel, source: LanguageModel, refused: Mapping[str, bool]) -> None:
+    """Refuse what a target that several ranks hold cannot do.
+
+    Args:
+        target: The target, whole or a part.
+        source: The source.
+        refused: Whether each of some arguments is given.
+
+    Raises:
+        UnsupportedModelError: The source is a part, or an argument is given that would let ranks do
+            different things.
+    """
+    if source.part is not None:
+        raise UnsupportedModelError(
+            f"{source.name} is spread over {source.part.size} ranks, and a source must be whole on "
+            "each: load it without shard"
+        )
+    if target.part is None:
+        return
+    for name, given in refused.items():
+        if given:
+            raise UnsupportedModelError(
+                f"{target.name} is spread over {target.part.size} ranks by {target.part.kind}, "
+                f"which cannot be used with {name}; leave one of them out"
+            )
+
+
+def agree(told: Mapping[str, str]) -> None:
+    """Compare facts over all ranks, at one synchronisation.
+
+    Args:
+        told: What must be the same everywhere, in words, and a digest or name of it here.
+
+    Raises:
+        KVLingoError: Something differs; every rank raises it.
+    """
+    ranks = group()
+    if ranks is None:
+        return
+    own = np.stack([_hashed(fact) for fact in told.values()])
+    every = np.array(mx.distributed.all_gather(mx.array(own)[None]))
+    rank = ranks.rank()
+    for place, (name, fact) in enumerate(told.items()):
+        others = [r for r in range(ranks.size()) if (every[r, place] != every[0, place]).any()]
+        if others:
+            raise KVLingoError(
+                f"rank {others[0]} has another {name} than rank 0 (here, on rank {rank}: "
+                f"{fact:.40}); give all machines the same, and start again"
+            )
+
+
+def _hashed(fact: str) -> np.ndarray:
+    return np.frombuffer(hashlib.sha256(fact.encode()).digest(), np.uint8)
+
+
+def facts_of(
+    models: Sequence[LanguageModel], digest: str | None, tokens: Sequence[int]
+) -> dict[str, str]:
+    """What all ranks must have in common before a hand-over."""
+    versions = [f"kvlingo-mlx {__version__}"]
+    versions += [f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm")]
+    told = {"version": ", ".join(versions)}
+    for role, model in zip(("source", "target"), models, strict=True):
+        whole = model.full
+        shape = f"{whole.norms_fingerprint} {memory.weights_bytes(whole)}"
+        text = json.dumps(whole.config, sort_keys=True, default=str)
+        told[f"{role} model"] = hashlib.sha256(f"{shape} {text}".encode()).hexdigest()
+        told[f"{role}'s way to be shared"] = "whole" if model.part is None else model.part.kind
+    told["translator"] = digest or "none"
+    told["prompt"] = hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
+    return told
+
+
+def firsts_numbers(numbers: tuple[float, float, float]) -> tuple[float, float, float]:
+    """The first rank's numbers, on which something is decided: rounding may differ elsewhere."""
+    ranks = group()
+    assert ranks is not None
+    own = mx.array(numbers) * (ranks.rank() == 0)
+    one, two, three = np.array(mx.distributed.all_sum(own)).tolist()
+    return one, two, three
+
+
+def firsts_choice(sampler: Sampler | None) -> Sampler:
+    """A sampler by which the first rank's choice counts for all.
+
+    Each rank has its own random numbers, and two devices may round two tokens' tie apart.
+    """
+    ranks = group()
+    assert ranks is not None
+
+    def sample(logprobs: mx.array) -> mx.array:
+        chosen = mx.argmax(logprobs, axis=-1) if sampler is None else sampler(logprobs)
+        own = chosen if ranks.rank() == 0 else mx.zeros_like(chosen)
+        return mx.distributed.all_sum(own)
+
+    return sample

@@ -1,0 +1,31 @@
+"""A model that several machines hold together: which part of it this one holds.
+
+mlx-lm shards a model in two ways. With tensor parallelism each rank has some heads of every layer;
+in a pipeline each has some layers, the first rank the last ones. Either way a rank's module makes
+caches of its own part only, so to the rest of the package that part is a model like any other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+TENSOR, PIPELINE = "tensor", "pipeline"
+
+
+@dataclass(frozen=True)
+class Part:
+    """The part of a model that one rank holds.
+
+    Attributes:
+        kind: ``tensor``: some heads of every layer; ``pipeline``: some layers.
+        rank: This rank.
+        size: The number of ranks.
+        layers: The whole model's cache layers of which this rank holds keys and values.
+        heads: For each of them, the whole model's KV heads that this rank holds.
+    """
+
+    kind: str
+    rank: int
+    size: int
+    layers: range
+    heads: tuple[range, ...]

@@ -1,0 +1,216 @@
+"""Targets that several ranks of ``mlx.launch`` hold together, beside one process that holds all."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import kvlingo_mlx as kv
+from kvlingo_mlx.embedded import zoo
+from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.models.parts import Part
+from tests.support import tiny
+from tests.support.ranks import DRAWN, SIDES, TOKENS, answer, held, launched
+
+SOURCE = ("qwen3", dict(seed=21, layers=4, kv_heads=4, head_dim=16))
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("qwen3", dict(seed=22, layers=5, kv_heads=4, head_dim=32)),
+    "qwen3_moe": ("qwen3_moe", dict(seed=23, layers=5, kv_heads=4, head_dim=32)),
+    "llama": ("llama", dict(seed=24, layers=5, kv_heads=4, head_dim=16)),
+    "deepseek_v3": ("deepseek_v3", dict(seed=25, layers=5, kv_heads=4, head_dim=16)),
+}
+WAYS = [
+    ("qwen3", "tensor"), ("llama", "tensor"), ("qwen3_moe", "tensor"), ("qwen3_moe", "pipeline"),
+    ("deepseek_v3", "tensor"), ("deepseek_v3", "pipeline"),
+]  # fmt: skip
+KINDS = ("mixing", "head-wise", "mlp")
+# Each process starts for seconds and every step waits for all of them: all cases by hand.
+FEW = {
+    2: ("qwen3-tensor-mixing", "qwen3-tensor-head-wise", "llama-tensor-mlp2",
+        "qwen3_moe-tensor-mixing", "qwen3_moe-pipeline-head-wise", "deepseek_v3-tensor-mixing",
+        "deepseek_v3-pipeline-mixing"),
+    4: ("qwen3-tensor-head-wise", "qwen3_moe-pipeline-mixing"),
+}  # fmt: skip
+ALL = "KVLINGO_EXAMPLES" in os.environ
+ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
+MODULE = ("-m", "tests.support.ranks")
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Every family, way to share it and kind of map that there is."""
+    root, found = tmp_path_factory.mktemp("sharded"), []
+    small = tiny.write_tiny_model(root / "small", SOURCE[0], **SOURCE[1])
+    name, options = TARGETS["deepseek_v3"]
+    latent = tiny.write_tiny_model(root / "latent", name, **{**options, "seed": 26, "layers": 4})
+    for (name, way), kind in itertools.product(WAYS, KINDS):
+        if name == "deepseek_v3" and kind == "head-wise":
+            continue  # latents have one head
+        family, options = TARGETS[name]
+        target = tiny.write_tiny_model(root / name, family, **options)
+        source = latent if name == "deepseek_v3" else small
+        folder = root / f"{name}-{way}-{kind}"
+        tiny.write_random_translator(
+            folder, source, target, nu=2, head_mixing=kind != "head-wise", bias=kind == "mixing"
+        )
+        if kind == "mlp":
+            like, folder = folder, root / f"{name}-{way}-mlp2"
+            tiny.write_mlp_translator(folder, like)
+        native = 2 if (way, kind) == ("tensor", "mixing") and name != "deepseek_v3" else 0
+        found.append({
+            "name": folder.name, "source": str(source), "target": str(target), "kind": way,
+            "translator": str(folder), "tokens": tiny.random_tokens(33), "native_layers": native,
+        })  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")
+def test_ranks_hold_together_what_one_process_holds(
+    cases: list[dict[str, Any]], tmp_path: Path, count: int
+) -> None:
+    """Caches to 1e-5, forty tokens; drawn ones are the same on every rank."""
+    cases = [case for case in cases if ALL or case["name"] in FEW[count]]
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({"folder": str(tmp_path), "cases": cases}))
+    done = launched(count, sys.executable, *MODULE, str(job))
+    assert "exited with code" not in done.stdout + done.stderr, done.stderr[-2000:]
+    for case in cases:
+        source, target = kv.load(case["source"]), kv.load(case["target"])
+        cache = kv.hand_over(
+            source, target, case["tokens"], translator=case["translator"], prefill_step_size=7,
+            native_layers=case["native_layers"],
+        )  # fmt: skip
+        whole, layers = dict(held(cache)), len(cache)
+        tokens = answer(source, target, case)
+        ranks = [dict(np.load(tmp_path / f"{case['name']}-{rank}.npz")) for rank in range(count)]
+        shares = [layers // count + (rank < layers % count) for rank in range(count)]
+        for rank, own in enumerate(ranks):
+            assert own["answer"].tolist() == tokens, case["name"]
+            assert own["drawn"].tolist() == ranks[0]["drawn"].tolist()
+            if case["kind"] == "pipeline":  # the first rank has the last layers
+                begun = sum(shares[rank + 1 :])
+                mine = range(begun, begun + shares[rank])
+            else:
+                mine = range(layers)
+            assert len(own) == 2 * len(mine) + 2
+            for place, layer in enumerate(mine):
+                for side in SIDES:
+                    expected, got = whole[f"{layer}.{side}"], own[f"{place}.{side}"]
+                    if len(got) < len(expected):  # heads are shared, in order
+                        heads = len(expected) // count
+                        expected = expected[rank * heads : (rank + 1) * heads]
+                    close = np.abs(got - expected).max() <= 1e-5 * np.abs(expected).max()
+                    assert got.shape == expected.shape and close, (case["name"], rank, layer, side)
+        drawn = ranks[0]["drawn"].tolist()
+        assert len(tokens) == TOKENS and len(drawn) == DRAWN != tokens[:DRAWN]
+
+
+@pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")
+def test_ranks_that_differ_are_told(cases: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Another translator on one rank; then one that dies in the middle of an answer."""
+    one, other = cases[0], tmp_path / "other"
+    tiny.write_random_translator(other, Path(one["source"]), Path(one["target"]), seed=5)
+    job = tmp_path / "job.json"
+    case = {**one, "translators": {"1": str(other)}}
+    job.write_text(json.dumps({"folder": str(tmp_path), "cases": [case]}))
+    done = launched(2, sys.executable, *MODULE, str(job))
+    assert done.returncode != 0 or "exited with code" in done.stdout + done.stderr
+    told = done.stdout + done.stderr
+    assert told.count("rank 1 has another translator than rank 0") == 2, told[-2000:]
+    assert not list(tmp_path.glob("*.npz"))
+    job.write_text(json.dumps({"folder": str(tmp_path), "cases": [one], "dies": 1}))
+    launched(2, sys.executable, *MODULE, str(job), seconds=60)  # it ends, and does not hang
+    assert not list(tmp_path.glob("*.npz"))
+
+
+def test_in_a_terminal(tmp_path: Path) -> None:
+    """The verb: the first rank speaks, and each says what is wrong."""
+    verb = str(Path(sys.executable).parent / "kvlingo-mlx")
+    words = ["generate", "--source", str(zoo(ENDS[0])), "--target", str(zoo(ENDS[1])), "--prompt",
+             "The home of Paul is Oslo. What is the home of Paul?", "--no-thinking", "--temp", "0",
+             "--no-verbose"]  # fmt: skip
+    record = tmp_path / "record.jsonl"
+    done = launched(2, verb, *words, "--json", str(record))
+    assert done.stdout.strip().splitlines() == ["The home of Paul is Oslo."], done.stderr[-1000:]
+    assert len(record.read_text().splitlines()) == 1
+    done = launched(3, verb, *words)
+    for rank in range(3):
+        told = (
+            f"rank {rank}: error: {ENDS[1]} has 4 heads, which 3 ranks cannot share evenly: start 2"
+        )
+        assert told in done.stdout + done.stderr
+
+
+# ---- without ranks ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Ranks:
+    """What MLX says of a group, for one process that plays a rank of it."""
+
+    number: int
+    count: int
+
+    def rank(self) -> int:
+        return self.number
+
+    def size(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize(
+    ("count", "shard", "message"),
+    [
+        (3, "tensor", "has 4 heads, which 3 ranks cannot share evenly: start 2"),
+        (2, "pipeline", r"mlx-lm cannot shard tiny-qwen3-l \(qwen3\) by pipeline; give tensor"),
+        (2, "both", "shard is 'both'; give tensor or pipeline"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused(
+    monkeypatch: pytest.MonkeyPatch, count: int, shard: str, message: str
+) -> None:
+    monkeypatch.setattr(sharding, "group", lambda: Ranks(0, count))
+    with pytest.raises((ValueError, kv.UnsupportedModelError), match=message):
+        kv.load(zoo(ENDS[1]), shard=shard)
+
+
+def test_what_a_part_cannot_do_is_refused() -> None:
+    """Before anything is read, so no rank waits for another."""
+    small, large = (kv.load(zoo(name)) for name in ENDS)
+    for kind in ("tensor", "pipeline"):
+        part = dataclasses.replace(large, part=Part(kind, 0, 2, range(1), (range(1),)))
+        for options, what in (
+            ({"heal": "interleaved"}, "heal"),
+            ({"strategy": "auto"}, "strategy auto"),
+            ({"draft_model": small, "max_tokens": 4}, "draft_model"),
+            ({"guard": 8, "on_doubt": "heal"}, "on_doubt is 'heal'"),
+        ):
+            with pytest.raises(kv.UnsupportedModelError, match=f"cannot be used with {what}"):
+                kv.generate(small, part, "Hello, you! " * 9, **options)
+
+
+def test_alone_there_is_nothing_to_share() -> None:
+    with pytest.raises(ValueError, match="and this program runs alone; start it on several ranks"):
+        kv.load(zoo(ENDS[1]), shard="tensor")
+
+
+def test_others_take_whole_models() -> None:
+    small = kv.load(zoo("tiny-qwen3-s"))
+    part = dataclasses.replace(small, part=Part("tensor", 0, 2, range(1), (range(1),)))
+    for call in (
+        lambda: kv.fit(part, small, []),
+        lambda: kv.Conversation({"a": small, "b": part}),
+    ):
+        with pytest.raises(ValueError, match="whole models, and tiny-qwen3-s is spread over 2"):
+            call()
+    with pytest.raises(kv.UnsupportedModelError, match="and a source must be whole on each"):
+        kv.generate(part, small, [1, 2, 3], max_tokens=1)

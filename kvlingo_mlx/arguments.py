@@ -147,7 +147,7 @@ ONE_MODEL = "with one model, since there is no hand-over; give two models or mor
 # Keys are the functions' qualified names.
 FUNCTIONS: dict[str, tuple[Need, ...]] = {
     "load": (
-        Need("revision lazy", "path_or_hf_repo", lambda path: not named(path, "LanguageModel"),
+        Need("revision lazy shard", "path_or_hf_repo", lambda path: not named(path, "LanguageModel"),
              told="on a model that is loaded already; leave it out, or give a folder or Hub id"),
     ),
     "stream_generate": (
@@ -263,7 +263,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",
          "name", "prefill", "reasoning", "first_token", "where", "on_full",
-         "heal", "on_doubt"), TEXT),
+         "heal", "on_doubt", "shard"), TEXT),
     **dict.fromkeys(("prefill_model", "decode_model", "source", "target", "draft_model"), MODEL),
     **dict.fromkeys(("sampler", "progress", "solving", "suits", "until"), FUNCTION),
     "path_or_hf_repo": MODEL,

@@ -79,7 +79,6 @@ ACKNOWLEDGEMENTS = (
 )
 
 
-FACTS = (12, 28)  # the fewest and the most that a dialogue states, if nobody says how many
 MOST_FACTS = len(NAMES) * len(ATTRIBUTES)  # that can be told apart
 
 
@@ -177,7 +176,7 @@ def dialogue(
 
 
 def held_out(
-    count: int, *, seed: int = 0, facts: tuple[int, int] = FACTS, questions: int = 6
+    count: int, *, seed: int = 0, facts: tuple[int, int] = (12, 28), questions: int = 6
 ) -> Iterator[Dialogue]:
     """Yield ``count`` dialogues that training never draws, since its seeds are integers."""
     for index in range(count):

@@ -300,16 +300,17 @@ def recall(
     limit: int,
     seed: int,
     source: LanguageModel | None = None,
-    facts: tuple[int, int] = dialogues.FACTS,
+    facts: tuple[int, int] | None = None,
 ) -> Task:
     """Recall facts of generated dialogues; each dialogue asks six questions, each fact once.
 
     ``source`` is the model that reads them first, if it may have another tokenizer. ``facts`` are
     the fewest and the most that a dialogue states.
     """
+    told = {} if facts is None else {"facts": facts}
     items = [
         _known(f"{seed}/{number}", "dialogues", recall_sample(target, talk, source))
-        for number, talk in enumerate(dialogues.held_out(limit, seed=seed, facts=facts))
+        for number, talk in enumerate(dialogues.held_out(limit, seed=seed, **told))
     ]
     return Task("recall", ("recall", "kl"), items, _teacher_forced)
 

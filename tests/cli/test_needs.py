@@ -37,7 +37,7 @@ from tests.support.command_line import fails
 
 # Options that have an effect whatever the others say.
 ALWAYS = {
-    "generate": "source target prompt messages_file max_tokens temp "
+    "generate": "source target prompt messages_file max_tokens temp shard "
                 "prefill_step_size kv_bits memory_budget verbose json_file",
     "chat": "model on_full resume save max_tokens temp prefill_step_size keep_history json_file",
     "serve": "model translator config host port api_key cors route memory_limit max_tokens "
@@ -331,7 +331,7 @@ AssignmentDouble = type("Assignment", (), {})
 LOADED, LISTED = LanguageModelDouble(), AssignmentDouble()
 SAMPLE: dict[str, Any] = {
     "translators": ["x"], "switching": "naive", "eager": False, "on_missing": "reprefill",
-    "offload": "disk", "native_layers": 2, "allow_mismatch": True, "lazy": True, "revision": "x",
+    "offload": "disk", "native_layers": 2, "allow_mismatch": True, "lazy": True, "revision": "x", "shard": "tensor",
     "quantize": 8, "enable_thinking": True, "first_token": "source", "translator": "x",
     "top_p": 0.5, "min_p": 0.1, "temperature": 0.5, "heal": "interleaved", "heal_share": 0.4,
     "guard": 32, "on_doubt": "reread",

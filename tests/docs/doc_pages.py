@@ -26,6 +26,7 @@ RUN = ("python", "bash", "console")
 REASONS = (
     "installs packages",
     "needs a GPU",
+    "needs several machines",
     "needs an extra",
     "needs the Hub",
     "takes minutes",

@@ -20,6 +20,7 @@ import kvlingo_mlx as kv
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import bundled, dialogues
 from tests.docs.doc_pages import PAGES, REASONS, ROOT, RUN, Block, blocks, words_of
+from tests.support.ranks import launched
 
 ZOO = ROOT / "tests" / "zoo"
 # Which tiny model stands for a real one. Those of one column have translators to each other.
@@ -105,6 +106,10 @@ def run_command(words: list[str], patch: pytest.MonkeyPatch) -> int:
         patch.setenv(name, value)
     if words[0] == "kvlingo-mlx":
         return run(words[1:])
+    if words[:2] == ["mlx.launch", "-n"]:
+        verb = str(Path(sys.executable).parent / words[3])
+        done = launched(int(words[2]), verb, *words[4:])
+        return int("exited with code" in done.stdout + done.stderr)
     assert words[0] == "python" and words[1].startswith("examples/"), (
         f"{words[0]} is not run here: mark the block `<!-- not run: REASON -->`"
     )

@@ -147,7 +147,8 @@ ONE_MODEL = "with one model, since there is no hand-over; give two models or mor
 # Keys are the functions' qualified names.
 FUNCTIONS: dict[str, tuple[Need, ...]] = {
     "load": (
-        Need("revision lazy shard", "path_or_hf_repo", lambda path: not named(path, "LanguageModel"),
+        Need("revision lazy shard", "path_or_hf_repo",
+             lambda path: not named(path, "LanguageModel"),
              told="on a model that is loaded already; leave it out, or give a folder or Hub id"),
     ),
     "stream_generate": (

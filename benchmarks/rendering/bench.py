@@ -15,7 +15,7 @@ from rendering.records import records, source, table
 def benches() -> str:
     """Every phase of every table, beside the machine's own ceiling; the newest run of a pair."""
     latest = {
-        tuple(r["config"][name] for name in ("source", "target", "precision")): r
+        (*(r["config"][name] for name in ("source", "target", "precision")), *r["results"]): r
         for r in records("bench")
     }
     if not latest:
@@ -26,7 +26,7 @@ def benches() -> str:
         "machine's own rates in a large product and a large sum. A switch starts from a source\n"
         "that has read the prompt; the accelerator counts that, too.\n"
     ]
-    for (reader, writer, _), record in latest.items():
+    for (reader, writer, *_), record in latest.items():
         config = record["config"]
         depths = ", ".join(f"{some} of {whole}" for some, whole in config["layers"] or [])
         what = f"; {depths} layers, {config['precision']}" if depths else ""
@@ -54,11 +54,31 @@ def bench_table(name: str, found: dict) -> Iterable[str]:
             for t, floor in zip(timings, floors, strict=True)
         ]
         rows.append([label(phase, timings[0].get("decoded", BEFORE)), *cells])
+    rows += while_healed(found)
     yield table(columns, rows)
-    if grown:
+    if grown and grown[0]:
         yield "Extrapolated to all layers, not measured:\n"
         rows = [[label(phase), *(milliseconds([g[phase]]) for g in grown)] for phase in grown[0]]
         yield table(columns, rows)
+
+
+def while_healed(found: dict) -> list[list[str]]:
+    """Decoding speeds while the target reads, and the work of each way, where a table has them."""
+    if "work" not in found:
+        return []
+    speeds = [
+        [f"{label(phase)}: tokens/s meanwhile (of undisturbed)",
+         *(f"{each[phase]['tokens_per_second']:.0f} ({each[phase]['share']:.0%})"
+           if phase in each else "" for each in found["while_healed"])]
+        for phase in found["timings"][0]["meanwhile"]
+    ]  # fmt: skip
+    work = [
+        [f"{label(way)}: GFLOP, to the first token / in all",
+         *(" / ".join(f"{flops / 1e9:.3g}" for flops in each[way].values())
+           for each in found["work"])]
+        for way in found["work"][0]
+    ]  # fmt: skip
+    return speeds + work
 
 
 def milliseconds(seconds: Sequence[float]) -> str:

@@ -40,7 +40,28 @@ def guards() -> str:
         columns = ["what is wrong", "prompts", "KL", "own", *(f"{w} sd" for w in WIDTHS),
                    "area, KL", "area, loss", "answer's KL", "right"]  # fmt: skip
         parts += [f"### {pair.replace(':', ' to ')}\n", table(columns, rows), source(record)]
+    parts += switches()
     return "\n".join(parts)
+
+
+def switches() -> list[str]:
+    """The shares of a conversation's switches that a guard doubts, by what is wrong."""
+    latest = {r["config"]["pair"]: r for r in records("guard") if "switches" in r["results"]}
+    if not latest:
+        return []
+    names = next(iter(latest.values()))["results"]["switches"]
+    rows = [
+        [name, *(f"{r['results']['switches'][name]['alarms']:.2f} of "
+                 f"{r['results']['switches'][name]['switches']}" for r in latest.values())]
+        for name in names
+    ]  # fmt: skip
+    columns = ["what is wrong", *(pair.replace(":", " to ") for pair in latest)]
+    return [
+        "### At the switches of conversations\n",
+        "Both models in turns, three switches a conversation; the share in doubt.\n",
+        table(columns, rows),
+        source([*latest.values()][-1]),
+    ]
 
 
 def trained_lengths() -> str:

@@ -307,7 +307,7 @@ def recall(
     ``source`` is the model that reads them first, if it may have another tokenizer. ``facts`` are
     the fewest and the most that a dialogue states.
     """
-    told = {} if facts is None else {"facts": facts}
+    told: dict[str, Any] = {} if facts is None else {"facts": facts}
     items = [
         _known(f"{seed}/{number}", "dialogues", recall_sample(target, talk, source))
         for number, talk in enumerate(dialogues.held_out(limit, seed=seed, **told))

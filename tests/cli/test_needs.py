@@ -331,7 +331,8 @@ AssignmentDouble = type("Assignment", (), {})
 LOADED, LISTED = LanguageModelDouble(), AssignmentDouble()
 SAMPLE: dict[str, Any] = {
     "translators": ["x"], "switching": "naive", "eager": False, "on_missing": "reprefill",
-    "offload": "disk", "native_layers": 2, "allow_mismatch": True, "lazy": True, "revision": "x", "shard": "tensor",
+    "offload": "disk", "native_layers": 2, "allow_mismatch": True, "lazy": True, "revision": "x",
+    "shard": "tensor",
     "quantize": 8, "enable_thinking": True, "first_token": "source", "translator": "x",
     "top_p": 0.5, "min_p": 0.1, "temperature": 0.5, "heal": "interleaved", "heal_share": 0.4,
     "guard": 32, "on_doubt": "reread",

@@ -124,6 +124,22 @@ def test_scores_are_those_of_the_suite_and_controls_collapse(work: Work) -> None
     assert translated > native - 0.1 and wrong < 0.6  # "The hotel of Emma is" is most of F1
 
 
+def test_r2_stands_before_its_scores(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Table "cachedist": at the capture point of the translator whose scores follow."""
+    planted = {"pre_norm": 0.75, "post_norm": 0.5}
+    monkeypatch.setattr(
+        scores.statistics, "keys_r2", lambda work, pair, way, capture: planted[capture]
+    )
+    monkeypatch.setattr(
+        scores, "measured", lambda cells, work, entry: ({c: Mean(0.25, 0.0, 2) for c in cells}, [])
+    )
+    result = scores.make(BY_LABEL["app:tab:cachedist"], work)
+    assert len(result.lines) == 4
+    for line in result.lines:
+        assert [line.values[0], line.values[3]] == [0.75, 0.5]
+        assert None not in line.values
+
+
 def copy(folder: Path, into: Path, *, shuffled: bool) -> None:
     """A translator, or the control that has its maps at wrong layers."""
     from kvlingo_mlx.evaluation.conditions import shuffled as at_wrong_layers

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvlingo_mlx.cli.needs import Checked
-from kvlingo_mlx.cli.output import complain, rank, warn
+from kvlingo_mlx.cli.output import complain, launched, rank, warn
 from kvlingo_mlx.errors import KVLingoError, tell_new_name
 from kvlingo_mlx.version import __version__
 
@@ -57,6 +57,7 @@ class Verbs(TyperGroup):
         return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
 
 
+ON_RANKS = ("generate",)  # verbs that several ranks of mlx.launch can run together
 app = typer.Typer(
     name="kvlingo-mlx",
     cls=Verbs,
@@ -108,6 +109,10 @@ def main() -> None:
 def run(arguments: list[str]) -> int:
     """Run one command; returns the exit status."""
     debug = "--debug" in arguments  # at any place
+    verb = next((word for word in arguments if not word.startswith("-")), None)
+    if launched() and verb in VERBS and verb not in ON_RANKS:
+        complain(ValueError(f"{verb} runs in one process; start it without mlx.launch"))
+        return 2
     arguments = [argument for argument in arguments if argument != "--debug"] or ["--help"]
     try:
         with warnings.catch_warnings():

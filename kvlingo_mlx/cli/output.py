@@ -123,8 +123,13 @@ def complain(error: Exception) -> None:
     # click's usage errors have a format_message, in each click on which typer may be built.
     told = error.format_message() if hasattr(error, "format_message") else str(error)
     text = " ".join(told.split()) or type(error).__name__
-    where = f"rank {rank()}: " if RANK in os.environ else ""
+    where = f"rank {rank()}: " if launched() else ""
     typer.echo(f"{where}error: {printable(text)}", err=True)
+
+
+def launched() -> bool:
+    """Whether ``mlx.launch`` started this process, perhaps beside others."""
+    return RANK in os.environ
 
 
 def rank() -> int:

@@ -86,6 +86,8 @@ def command(options: TuneOptions) -> None:
         results[str(longest)] = {"points": [point.as_json() for point in points]}
         if keeps:
             chosen[longest] = tuning.smallest(points, **bounds)
+            if chosen[longest] == len(models[1].attentions):
+                say("no number that was tried is good enough: the target reads all layers itself")
             results[str(longest)]["native_layers"] = chosen[longest]
     if folder is not None:
         bounds = {**bounds, "items": len(task.items)}

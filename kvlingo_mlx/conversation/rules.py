@@ -69,6 +69,12 @@ class Rules:
                 listed = ", ".join(map(str, allowed))
                 raise ValueError(f"{what} is {value!r}; it must be one of {listed}")
         check_way(self.heal, ANSWERING, self.heal_share)
+        if self.heal == LAYERS and (self.switching == "naive" or self.native_layers == 0):
+            other = "native_layers is 0" if self.native_layers == 0 else "switching is 'naive'"
+            raise ValueError(
+                f"heal is 'layers', which reads first layers at a switch, and {other}, which reads "
+                "none; leave one of them out, or give heal='interleaved'"
+            )
         check_guard(self.guard, self.on_doubt)
         if self.heals_answers:
             check_all_can_heal(models.values())

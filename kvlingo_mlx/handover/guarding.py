@@ -141,5 +141,6 @@ def warn(config: TranslatorConfig, found: Guarded) -> None:
     tell(
         None,
         f"the translation from {config.source.name} to {config.target.name} is in doubt: {found}; "
-        "let the decode model read behind it (on_doubt heal), or read anew (reread)",
+        "on_doubt reread lets the decode model read the prompt itself; without serve, heal lets it "
+        "read behind its answer",
     )

@@ -24,7 +24,7 @@ def difference(
     ``allow_mismatch`` accepts another checkpoint of the same shape, whose norms differ; the shape
     and the vocabulary must always agree.
     """
-    model = model.full
+    model = getattr(model, "full", model)  # another library's models are always whole
     geometry = model.geometry
     if spec.model_type != geometry.model_type:
         return f"model_type is {geometry.model_type}, expected {spec.model_type}"
@@ -64,7 +64,7 @@ def check_pair(
         raise IncompatibleTranslatorError(
             f"{config.title} goes the other way round: swap the models, or load its reverse"
         )
-    source, target = source.full, target.full
+    source, target = (getattr(model, "full", model) for model in (source, target))
     check_end(config, "source", source, allow_mismatch=allow_mismatch)
     check_end(config, "target", target, allow_mismatch=allow_mismatch)
     check_windows(source.geometry.layers, target.geometry.layers)

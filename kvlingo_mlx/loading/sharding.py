@@ -38,7 +38,13 @@ def group() -> Any:
     """The ranks of ``mlx.launch``; None where one program runs alone."""
     if RANK not in os.environ:
         return None
-    found = mx.distributed.init(strict=True)
+    try:
+        found = mx.distributed.init(strict=True)
+    except RuntimeError as error:
+        raise KVLingoError(
+            f"the ranks of mlx.launch cannot reach one another ({error!s:.120}); start at least "
+            "2 (mlx.launch -n 2), and look at the hosts' addresses"
+        ) from None
     return found if found.size() > 1 else None
 
 

@@ -231,7 +231,7 @@ def resolve_translator(
     """
     if translator is None:
         translator = _find(source, target, allow_mismatch)
-    part = target.part
+    part = getattr(target, "part", None)  # another library's models are always whole
     if isinstance(translator, Translator) and translator.part is not None:
         if translator.part == part:  # it was checked before it was cut
             return translator

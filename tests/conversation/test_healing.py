@@ -311,7 +311,7 @@ def test_between_the_steps_of_an_answer(
     assert talk.heal(answers=True) == 0 and furthest(line, list(range(len(line)))) < 1e-4
 
 
-@pytest.mark.parametrize(("given", "layers"), [(None, 1), (2, 2), (0, 0)])
+@pytest.mark.parametrize(("given", "layers"), [(None, 1), (2, 2)])
 def test_first_layers_at_once_and_all_of_them_behind(
     models: dict[str, LanguageModel],
     translators: list[Translator],
@@ -409,6 +409,8 @@ def test_what_cannot_be_healed_is_refused(
         Conversation(pair, on_missing="reprefill", heal="interleaved")
     for wrong, message in (
         ({"heal": "later"}, "heal is 'later'; give interleaved or layers"),
+        ({"heal": "layers", "native_layers": 0}, "and native_layers is 0, which reads none"),
+        ({"heal": "layers", "switching": "naive"}, "and switching is 'naive', which reads none"),
         ({"heal": "interleaved", "heal_share": 0.0}, "heal_share is 0.0; give the share"),
         ({"heal": "interleaved", "heal_share": 1}, "heal_share is 1; give the share"),
     ):

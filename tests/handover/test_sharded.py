@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.parts import Part
@@ -196,6 +197,17 @@ def test_what_a_part_cannot_do_is_refused() -> None:
         ):
             with pytest.raises(kv.UnsupportedModelError, match=f"cannot be used with {what}"):
                 kv.generate(small, part, "Hello, you! " * 9, **options)
+
+
+@pytest.mark.parametrize("verb", ["chat", "serve", "fit", "train", "bench", "tune"])
+def test_other_verbs_run_in_one_process(
+    verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks would write one folder, or wait for one keyboard."""
+    monkeypatch.setenv("MLX_RANK", "1")
+    assert run([verb, "--source", "a"]) == 2
+    told = f"rank 1: error: {verb} runs in one process; start it without mlx.launch\n"
+    assert capsys.readouterr().err == told
 
 
 def test_alone_there_is_nothing_to_share() -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 import kvlingo_mlx as kv
 from kvlingo_mlx.models.language_model import LanguageModel
+from tests.support import TESTS
 
 TOKENS, DRAWN = 40, 6  # of a greedy answer, and of one that is drawn
 RANK = int(os.environ.get("MLX_RANK", 0))
@@ -34,7 +35,7 @@ def launched(count: int, *words: str, seconds: int = 300) -> subprocess.Complete
     return subprocess.run(
         [launch, "-n", str(count), "--starting-port", str(port), *words],
         capture_output=True, text=True, timeout=seconds,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, cwd=TESTS.parent,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
         raise ValueError(f"shard is {kind!r}; give {' or '.join(KINDS)}, or leave it out")
     if ranks is None:
         raise ValueError(
-            f"shard is {kind!r}, and this program runs alone; start it on several ranks: "
+            f"shard is {kind or 'auto'!r}, and this program runs alone; start it on several ranks: "
             "mlx.launch -n 2 kvlingo-mlx generate ..."
         )
     text = text_of(model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import TENSORS
 from kvlingo_mlx.format.maps import Map, head_map_of, maps_of
-from kvlingo_mlx.format.tensor_file import Made, Weights
+from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.parts import Part
 
@@ -26,25 +25,18 @@ def of_part(
         weights: Its tensors.
         part: What the rank holds.
         layers: The geometry of the rank's cache layers.
-
-    A tensor is cut when it is looked at, so that memory holds one whole tensor at a time.
     """
-    sources: dict[str, tuple[str, Map, range]] = {}
+    arrays = {}
     for m in maps_of(config):
-        if m.layer in part.layers:
-            place = part.layers.index(m.layer)
-            own = f"{m.name.partition('.')[0]}.{place}"
-            sources[own] = (m.name, m, part.heads[place])
-    names = [(own, last) for own, (name, _, _) in sources.items() for last in TENSORS
-             if f"{name}.{last}" in weights.arrays]  # fmt: skip
-
-    def make(key: str) -> np.ndarray:
-        own, _, last = key.rpartition(".")
-        name, m, heads = sources[own]
-        return _rows(config, weights.arrays[f"{name}.{last}"], m, last, heads)
-
-    shapes = {f"{own}.{last}": make(f"{own}.{last}").shape for own, last in names}
-    return _config(config, part, layers), Weights(weights.dtype, Made(shapes, make))
+        if m.layer not in part.layers:
+            continue
+        place = part.layers.index(m.layer)
+        side = m.name.partition(".")[0]
+        for last in TENSORS:
+            if (array := weights.arrays.get(f"{m.name}.{last}")) is not None:
+                own = _rows(config, array, m, last, part.heads[place])
+                arrays[f"{side}.{place}.{last}"] = own
+    return _config(config, part, layers), Weights(weights.dtype, arrays)
 
 
 def _rows(
@@ -52,7 +44,7 @@ def _rows(
 ) -> np.ndarray:
     """The rows of one of a map's tensors that belong to some of its target's KV heads."""
     first, layer = TENSORS[last].axes[0], config.target.layers[m.layer]
-    if len(heads) == layer.kv_heads or (first in ("inputs", "hidden") and config.head_mixing):
+    if len(heads) == layer.kv_heads or (first == "hidden" and config.head_mixing):
         return array
     chosen = slice(heads.start, heads.stop)
     if first == "heads" or (not config.head_mixing and TENSORS[last].by_head):
@@ -69,10 +61,7 @@ def _config(
     config: TranslatorConfig, part: Part, layers: tuple[LayerGeometry, ...]
 ) -> TranslatorConfig:
     own = slice(part.layers.start, part.layers.stop)
-    sides: Mapping[str, tuple] = vars(config.assignment)
-    assignment: Assignment = replace(
-        config.assignment, **{side: tuple(sides[side][own]) for side in ("keys", "values")}
-    )
+    assignment = Assignment(config.assignment.keys[own], config.assignment.values[own])
     head_map = config.head_map
     if not config.head_mixing:
         whole = head_map_of(config)

@@ -224,7 +224,7 @@ class Counted:
         monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", scores)
 
     def _patch(self, monkeypatch: pytest.MonkeyPatch, cls: type, count: Callable[..., int]) -> None:
-        call = cls.__call__  # type: ignore[operator]
+        call = cls.__call__
 
         def counting(module: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
             if id(module) in self.block_of:
@@ -438,7 +438,7 @@ def test_another_tokenizer_is_refused(models: dict[str, LanguageModel]) -> None:
     class Other:
         name, tokenizer_fingerprint = "other", "0"
 
-    pair: Any = Pair(Other(), models["moe"], {})  # type: ignore[arg-type]
+    pair: Any = Pair(Other(), models["moe"], {})
     asked = runs.Asked(("healing",), tables.Effort(False, 1, tables.Clock(None)))
     with pytest.raises(kv.KVLingoError, match="--table healing has nothing to time: .* another"):
         runs.check(pair, asked)

@@ -348,7 +348,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 
 # What takes a part of a model.
-SHARDED = ("load", "find_translator", "generate", "stream_generate", "hand_over")
+SHARDED = (
+    *("load", "find_translator", "generate", "stream_generate", "hand_over"),
+    *("Conversation", "Conversation.resume", "Conversation.reply", "Conversation.stream_reply"),
+)
 
 
 def _check_whole(scope: str, values: Iterable[Any]) -> None:

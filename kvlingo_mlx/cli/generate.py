@@ -51,6 +51,11 @@ class GenerateOptions(WritingOptions):
         "Under mlx.launch, each rank holds of the target: tensor (some heads) or pipeline "
         "(some layers); default: what mlx-lm can do.",
     )
+    placement: str | None = option(
+        None,
+        "Under mlx.launch, the source reads: replicated (on each rank), sharded, or first (on the "
+        "first rank, which sends what it writes); default: the quickest that fits.",
+    )
     native_head: int = option(0, "First tokens that the target reads itself.")
     native_tail: int = option(0, "Last tokens that it reads itself.")
     heal: str | None = option(
@@ -93,6 +98,7 @@ def command(options: GenerateOptions) -> None:
     from kvlingo_mlx.handover.generation import stream_generate
     from kvlingo_mlx.handover.plan import check_strategy
     from kvlingo_mlx.handover.responses import summary
+    from kvlingo_mlx.loading import sharding
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.translators.quantised import check_bits
 
@@ -100,13 +106,13 @@ def command(options: GenerateOptions) -> None:
     check_strategy(options.strategy)
     native_number(options.native_layers)  # refused before any model is loaded
     sampler = options.sampler()
-    source, target = load_pair(
-        options.source,
-        _target(options),
-        asked,
-        translator=options.translator,
-        native=options.strategy == "native",
-    )
+    if sharding.group() is not None or options.shard is not None:
+        source, target = _spread(options, asked)
+    else:
+        native = options.strategy == "native"
+        source, target = load_pair(
+            options.source, options.target, asked, translator=options.translator, native=native
+        )
     templated = _check_template(options, target)
     switch = thinking_switch(options.thinking, [target]) if templated else options.thinking
     given = _arguments(options, source, target)
@@ -132,14 +138,20 @@ def command(options: GenerateOptions) -> None:
     keep(options.json_file, "generate", config, results)
 
 
-def _target(options: GenerateOptions) -> str | LanguageModel:
-    """The target, or under ``mlx.launch`` this rank's part of it."""
-    from kvlingo_mlx.loading import sharding
-    from kvlingo_mlx.loading.models import load
+def _spread(
+    options: GenerateOptions, asked: str | list[dict[str, Any]]
+) -> tuple[LanguageModel, LanguageModel]:
+    """The source, and this rank's part of the target, under ``mlx.launch``."""
+    from kvlingo_mlx.loading.models import load, read_together
+    from kvlingo_mlx.loading.placement import place
+    from kvlingo_mlx.models.prompts import encode
 
-    if options.shard is None and sharding.group() is None:
-        return options.target
-    return load(options.target, shard=options.shard or "auto")
+    target = load(options.target, shard=options.shard or "auto", lazy=True)
+    tokens, step_size = len(encode(target, asked)), options.prefill_step_size
+    source = place(options.source, target, options.placement, tokens, step_size)
+    models = [target] if options.strategy == "native" else [source, target]
+    read_together(models, (source, target), asked, options.translator)
+    return source, target
 
 
 def _check_template(options: GenerateOptions, target: LanguageModel) -> bool:

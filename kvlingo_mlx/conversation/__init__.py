@@ -11,6 +11,7 @@ import functools
 import os
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.arguments import checked, renamed
@@ -39,6 +40,7 @@ from kvlingo_mlx.handover.sampling import (
     choice_of,
     given,
 )
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.models import Model, load_together
 from kvlingo_mlx.models.prompts import Message, check_json, check_tools
 
@@ -68,7 +70,8 @@ class Conversation(State):
     """Several models over one context.
 
     Args:
-        models: The models by name, each a folder, a Hub id or a loaded model. Where tokenizers
+        models: The models by name, each a folder, a Hub id or a loaded model, perhaps a rank's
+            part of one, if all ranks of ``mlx.launch`` do the same. Where tokenizers
             differ, each model reads the messages by its own chat template: contents are translated,
             and each model reads the text that its template puts around them.
         translators: Loaded translators, folders or Hub ids; each serves the directions that its two
@@ -282,6 +285,8 @@ class Conversation(State):
         known, first, reasoning = request.options, request.first_token, request.reasoning
         rules = self.exchange.rules
         choice = choice_of(known, request.sampler, request.logits_processors)
+        if self.exchange.spread:
+            choice = replace(choice, sampler=sharding.firsts_choice(choice.sampler))
         check_max_tokens(request.max_tokens)
         if first not in ("target", "source"):
             raise ValueError(f"first_token is {first!r}; it must be target or source")
@@ -315,6 +320,8 @@ class Conversation(State):
             parts.insert(0, Part(reasoning, until=mark))
         if request.prefill is not None and first == "source":
             parts.insert(0, Part(request.prefill, most=1))
+        if self.exchange.spread:
+            self._agree(turn, named, request)
         check_room({each: turn.length(each) for each in named}, self.lines)
         reader = request.prefill if first == "target" else None
         finish = functools.partial(self._finish, base, turn)
@@ -326,6 +333,16 @@ class Conversation(State):
                 "thinking enabled, or with more max_tokens",
                 stacklevel=4,
             )
+
+    def _agree(self, turn: Turn, names: Sequence[str], request: Request) -> None:
+        """Compare over all ranks what is asked and held, so that none waits for another."""
+        if request.draft_model is not None:
+            sharding.check_use(self.exchange.models, {"draft_model": True})
+        asked = [names, turn.prompt, request.max_tokens, request.first_token]
+        held = {name: line.tokens for name, line in self.lines.items()}
+        sharding.agree(
+            {"prompt": sharding.digest_of(asked), "conversation": sharding.digest_of(held)}
+        )
 
     def _finish(self, base: Transcript, turn: Turn, text: str) -> Steps:
         """Add the message and the answer to the conversation, and let the other lines follow."""
@@ -380,7 +397,7 @@ class Conversation(State):
                 raise ValueError(
                     f"{name} is what the saved conversation has; give it {', '.join(known)}"
                 )
-        saved = folders.Saved(folder)
+        saved = folders.Saved(folders.own_folder(folder, models.values()))
         loaded = dict(zip(models, load_together(list(models.values())), strict=True))
         saved.check_models(loaded)
         talk = cls(loaded, translators, switching=saved.switching, **options)

@@ -16,9 +16,11 @@ from kvlingo_mlx.errors import (
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.format.translator_folder import read_config
 from kvlingo_mlx.handover.guarding import check_reference
+from kvlingo_mlx.handover.hybrid import check_first_layers
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_pair, check_positions, matches
-from kvlingo_mlx.loading.translators import find_translator, load_translator
+from kvlingo_mlx.loading.translators import find_translator, load_translator, resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 
@@ -44,8 +46,10 @@ class Directions:
         self._models, self._rules = models, rules
         self._found: dict[tuple[str, str], Translator | Path | None] = {}
         translators = list(translators)
+        self._spread = sharding.spread(models.values())
+        quantize = None if self._spread else rules.quantize  # it is quantised when it is cut
         loaded = [
-            g if isinstance(g, Translator) else load_translator(g, quantize=rules.quantize)
+            g if isinstance(g, Translator) else load_translator(g, quantize=quantize)
             for g in translators
         ]
         for exact in (True, False):
@@ -85,6 +89,16 @@ class Directions:
             check_reference(translator.config)
         self.native(translator.config)
         tell_of_grade(translator.config)
+        source, target = (self._models[name] for name in pair)
+        if self._spread:
+            bits, whole = self._rules.quantize, source.part is None and target.part is None
+            found = translator.path if bits and whole and translator.path else translator
+            translator = resolve_translator(
+                found, source, target, allow_mismatch=allow_mismatch, quantize=bits
+            )
+            config = translator.config
+            for tokens in (None, *(n for n, _ in config.native_by_length)):
+                check_first_layers(target, self._rules.layers(config, tokens))
         self._found[pair] = translator
 
     def _check_naive(self, translator: Translator) -> None:
@@ -117,9 +131,18 @@ class Directions:
         """The loaded translator of a direction, or None."""
         found = self.stored(source, target)
         if isinstance(found, Path):
-            found = load_translator(found, quantize=self._rules.quantize)
+            quantize = None if self._spread else self._rules.quantize
+            found = load_translator(found, quantize=quantize)
             self._use(found, (source, target), allow_mismatch=self._rules.allow_mismatch)
-        return found
+        return self.loaded.get((source, target))
+
+    def facts(self) -> dict[str, str]:
+        """All translators by their directions, loaded now: what ranks must have in common."""
+        told = {}
+        for pair in itertools.permutations(self._models, 2):
+            found = self.translator(*pair)
+            told[f"translator from {' to '.join(pair)}"] = "none" if found is None else found.digest
+        return told
 
     def native(self, config: TranslatorConfig, tokens: int | None = None) -> int:
         """The number of native layers with a translator's config, checked.

@@ -8,11 +8,13 @@ import functools
 import itertools
 import time
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvlingo_mlx.backend import mx
+
+from mlx_lm.generate import generation_stream
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.caches.validation import validate_cache
@@ -28,6 +30,7 @@ from kvlingo_mlx.errors import MissingTranslatorError
 from kvlingo_mlx.handover import guarding
 from kvlingo_mlx.handover.guarding import Guarded, Watch
 from kvlingo_mlx.handover.healing import IDLE_S, Interleaved, Pace
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -103,6 +106,7 @@ class Exchange:
         waits: Whether a translated chunk is computed within its step, so that the work of others
             has its turn in between; off, all chunks are queued at once.
         paces: How fast each model reads between two answers, by its name.
+        spread: Whether several ranks of ``mlx.launch`` hold some of the models together.
         relatives: This exchange, and those of all conversations that branched from one another.
     """
 
@@ -122,7 +126,10 @@ class Exchange:
         self.asleep: frozenset[str] = frozenset()
         self.waits = False
         self._doubted: frozenset[str] = frozenset()  # lines that read behind what is in doubt
-        self.paces = {name: Pace() for name in models}
+        self.spread = sharding.spread(models.values())
+        self.paces = {name: Pace(together=self.spread) for name in models}
+        if self.spread:
+            sharding.agree(sharding.facts_of(models) | self.directions.facts())
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @unit
@@ -177,7 +184,16 @@ class Exchange:
         rules = self.rules
         reads = functools.partial(line.heal, answers=False)
         heals = rules.heal is not None or line.name in self._doubted
-        return Interleaved(reads if heals else None, rules.heal_share)
+        return Interleaved(reads if heals else None, rules.heal_share, together=self.spread)
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """A context for mlx-lm's loop, which begins a step ahead: ranks wait for its messages."""
+        try:
+            yield
+        finally:
+            if self.spread:
+                mx.synchronize(generation_stream)
 
     # ---- switching ------------------------------------------------------------------------
 
@@ -289,6 +305,7 @@ class Exchange:
         look.watch.source_read(look.source.hidden_beside(tokens[start:stop], start))
         with working():
             measured = look.watch.measured(tokens[start + 1 : stop + 1])
+            measured = sharding.firsts_numbers(measured) if self.spread else measured
         found = guarding.judged(translator.config, measured, stop - start, start)
         self._doubted -= {line.name}
         if found.doubts and self.rules.on_doubt == guarding.HEAL:

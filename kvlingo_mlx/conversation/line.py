@@ -27,6 +27,7 @@ from kvlingo_mlx.conversation.storage import PUT, Storage
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.handover import healing, hybrid
 from kvlingo_mlx.handover.guarding import Watch
+from kvlingo_mlx.loading import spreading
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -442,7 +443,7 @@ class Line:
         """
         upper = translator.above(native_layers)
         kept = self.model.geometry.first_kept(len(self) + len(tokens))
-        spans = list(source.spans)
+        spans, writer = list(source.spans), spreading.writer(source.model, translator.config)
         with self.whole():
             # A ring whose window begins beyond this line's end takes its window in one piece.
             passed = min((first for first in kept if first > len(self)), default=states.end)
@@ -451,11 +452,13 @@ class Line:
                     break
                 stop = states.end if start == passed else min(start + step_size, passed)
                 with working(), mx.stream(generation_stream):
-                    part = states.part(start, stop)
+                    part = spreading.gathered(
+                        states.part(start, stop), source.model, translator.config
+                    )
                     if native_layers:  # without them, a stored line may still be on its way
                         own = tokens[start - states.start : stop - states.start]
                         hybrid.read_layers(self.model, own, self.cache, step_size, native_layers)
-                    moved = capture.move(part, source.model, translator.config.capture)
+                    moved = capture.move(part, writer, translator.config.capture)
                     self._append(upper(moved, kept), keep)
                 yield
             begun = len(self)

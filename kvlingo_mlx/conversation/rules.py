@@ -15,6 +15,7 @@ from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.handover.guarding import HEAL, WARN, check_guard
 from kvlingo_mlx.handover.healing import ANSWERING, HEAL_SHARE, LAYERS, check_way, first_layers
 from kvlingo_mlx.handover.hybrid import native_part
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 
@@ -82,6 +83,8 @@ class Rules:
                 check_interleaving(model)
         if self.guard:
             check_all_can_be_guarded(models.values())
+        if sharding.spread(models.values()):
+            check_ranks(models.values())
         if self.step_size < 1:
             raise ValueError(f"prefill_step_size is {self.step_size}; it must be at least 1")
         if len(by_tokenizer(models.values())) > 1:
@@ -160,6 +163,18 @@ def check_all_can_be_guarded(models: Iterable[LanguageModel]) -> None:
         )
     for model in models:
         check_going_back(model)
+
+
+def check_ranks(models: Iterable[LanguageModel]) -> None:
+    """Refuse models that several ranks cannot hold in a conversation.
+
+    Raises:
+        UnsupportedModelError: Only the first rank has one, or they have several tokenizers.
+    """
+    models = list(models)
+    sharding.check_use(models, {"models of another tokenizer": len(by_tokenizer(models)) > 1})
+    for model in models:
+        sharding.check_use([model], {})
 
 
 def tell_of_templates(models: Iterable[LanguageModel], switches: Mapping[str, Any]) -> None:

@@ -15,11 +15,12 @@ from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.conversation.accounting import Stats, stats_of
 from kvlingo_mlx.conversation.asking import history_of
 from kvlingo_mlx.conversation.exchange import Exchange, Switch
-from kvlingo_mlx.conversation.folder import Draft, check_destination, draft
+from kvlingo_mlx.conversation.folder import Draft, check_destination, draft, own_folder
 from kvlingo_mlx.conversation.line import Line
 from kvlingo_mlx.conversation.rules import by_tokenizer, check_all_can_heal
 from kvlingo_mlx.conversation.transcript import Transcript, same_message
 from kvlingo_mlx.conversation.use import Use
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.prompts import Message
 
 
@@ -193,9 +194,13 @@ class State:
             line = self.exchange.line(name)
             check_all_can_heal(self.exchange.models)
             began = time.monotonic()
-            while (left := line.left(answers)) and not (until is not None and until()):
-                if seconds is not None and time.monotonic() - began >= seconds:
-                    break
+
+            def over() -> bool:
+                late = seconds is not None and time.monotonic() - began >= seconds
+                ended = late or (until is not None and until())
+                return bool(sharding.firsts_count(ended)) if self.exchange.spread else ended
+
+            while (left := line.left(answers)) and not over():
                 self.exchange.heal(name, answers=answers)
             return left
 
@@ -219,6 +224,9 @@ class State:
             UnsupportedModelError: As for :meth:`heal`, at once.
         """
         self.check_healing()
+        if self.exchange.spread:
+            told = "healing in a thread, in which ranks could go different ways (use heal)"
+            sharding.check_use(self.exchange.models, {told: True})
         stop, problems = threading.Event(), list[BaseException]()
 
         def work() -> None:
@@ -257,7 +265,8 @@ class State:
     def save(self, folder: str | os.PathLike[str]) -> Path:
         """Write everything except models and translators to a folder: all of it, or nothing.
 
-        A conversation that was saved there before is replaced.
+        A conversation that was saved there before is replaced. Where ranks of ``mlx.launch`` hold a
+        model together, each writes a folder of its own into it.
 
         Raises:
             ValueError: ``folder`` exists and is not a saved conversation, or an answer is still
@@ -265,7 +274,10 @@ class State:
         """
         with self._use.claimed():
             check_destination(Path(folder))
-            return self.draft().write(folder)
+            self.draft().write(own_folder(folder, self.exchange.models))
+            if self.exchange.spread:
+                sharding.agree({})  # all ranks have written theirs
+            return Path(folder)
 
     def draft(self) -> Draft:
         """What :meth:`save` would write now; another thread may write it meanwhile."""

@@ -226,7 +226,11 @@ class Turn:
             yield from self._decoded_aside(line, tokens, most)
             return
         processors = with_prefix(self._decoding.choice.logits_processors, tokens[:-1])
-        with line.decoding(tokens[-1]) as (run, listening), wired(line.model.model):
+        with (
+            line.decoding(tokens[-1]) as (run, listening),
+            wired(line.model.model),
+            self._exchange.decoding(),
+        ):
             responses = self._responses(line, tokens, most, line.cache, processors)
             healing = self._exchange.healing(line)
             with stepping(responses) as step:
@@ -288,7 +292,11 @@ class Turn:
         found: list[int] = []
         decoded = in_turn(self._responses(line, tokens, most, cache, processors))
         try:
-            with wired(line.model.model), contextlib.closing(decoded) as responses:
+            with (
+                wired(line.model.model),
+                self._exchange.decoding(),
+                contextlib.closing(decoded) as responses,
+            ):
                 for response in responses:
                     if not found:
                         check_numbers(response, line.model, line.model, line.cache, processors)

@@ -26,7 +26,7 @@ from kvlingo_mlx.caches.validation import validate_cache
 from kvlingo_mlx.handover import cross_tokenizer, guarding, healing, hybrid
 from kvlingo_mlx.handover.guarding import Guarded, Watch
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
-from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.loading import sharding, spreading
 from kvlingo_mlx.loading.models import Model
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states, recorded
@@ -109,12 +109,14 @@ def _read(
     plan: Plan, tokens: Sequence[int], cache: list[Any], begun: int, watch: Watch | None
 ) -> Generator[KVStates, None, None]:
     """The source's states of ``tokens`` from position ``begun`` on, chunk by chunk."""
+    assert plan.translator is not None
+    source, config = plan.source, plan.translator.config
     last = len(tokens) - (watch.tokens if watch else 0)
-    yield from capture.prefill(plan.source, tokens[:last], plan.step_size, cache, begun)
+    yield from spreading.prefill(source, tokens[:last], plan.step_size, cache, begun, config)
     if watch is None:
         return
-    with working(), recorded(plan.source) as hidden:
-        spans = list(capture.prefill(plan.source, tokens, watch.tokens, cache, last))
+    with working(), recorded(source) as hidden:
+        spans = list(spreading.prefill(source, tokens, watch.tokens, cache, last, config))
         mx.eval(hidden)
     watch.source_read(hidden[0][0])
     yield from spans
@@ -158,7 +160,8 @@ def _take_over(
 ) -> list[Any]:
     """:func:`take_over` for two models of one tokenizer."""
     assert plan.translator is not None
-    source, target, prefix, span = plan.source, plan.target, plan.prefix, plan.span
+    source = spreading.writer(plan.source, plan.translator.config)
+    target, prefix, span = plan.target, plan.prefix, plan.span
     layers, step_size = plan.native.layers, plan.step_size
     upper = plan.translator.above(layers)
     cache = hybrid.allocate(target, prefix[: span.stop], plan.native, step_size)
@@ -282,6 +285,8 @@ def hand_over(
     plan = prepare(prefill_model, decode_model, tokens, asked, check)
     held = None
     if prompt_cache is not None and plan.translator is not None:
+        if plan.source.part is not None:
+            sharding.check_use((plan.source, plan.target), {"prompt_cache": True})
         if plan.aligned is not None:
             raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
         held = _held(prompt_cache, plan.source, plan.translator, len(plan.prefix))
@@ -293,7 +298,9 @@ def hand_over(
         plan, cache = alone(plan), make_prompt_cache(plan.target.model)
         with mx.stream(generation_stream):
             hybrid.read_layers(plan.target, plan.prefix, cache, plan.step_size)
-    return cache if heal is None else healing.HealingCache(cache, healing_of(plan, cache, below))
+    if heal is None:
+        return cache
+    return healing.HealingCache(cache, healing_of(plan, cache, below), together=plan.spread)
 
 
 def alone(plan: Plan) -> Plan:
@@ -306,7 +313,7 @@ def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
     assert plan.translator is not None
     with working():
         measured = watch.measured(plan.tokens[-watch.tokens :])
-        measured = sharding.firsts_numbers(measured) if plan.target.part else measured
+        measured = sharding.firsts_numbers(measured) if plan.spread else measured
     config = plan.translator.config
     found = guarding.judged(config, measured, watch.tokens, len(plan.prefix))
     if found.doubts and on_doubt == guarding.WARN:

@@ -128,7 +128,7 @@ def stream_generate(
             check_drafting(plan.target, plan.draft, plan.tokens, max_tokens, num_draft_tokens)
 
     plan = prepare(prefill_model, decode_model, prompt, asked, check)
-    if plan.target.part is not None:
+    if plan.spread:
         choice = dataclasses.replace(choice, sampler=sharding.firsts_choice(choice.sampler))
     if plan.draft is not None:
         decode_options |= {"draft_model": plan.draft.model, "num_draft_tokens": num_draft_tokens}
@@ -136,14 +136,13 @@ def stream_generate(
     try:
         yield from decoded(plan, choice, start, max_tokens, tools, **decode_options)
     finally:
-        if plan.target.part is not None:  # mlx-lm has begun a step that other ranks wait for
+        if plan.spread:  # mlx-lm has begun a step that other ranks wait for
             mx.synchronize(generation_stream)
 
 
 def _check_healing(plan: Plan, asked: str, options: Mapping[str, Any]) -> None:
     """Refuse what cannot be healed while it is decoded, before anything is prefilled."""
     healing.check_models(plan.source, plan.target)
-    sharding.check_use(plan.target, plan.source, {asked: True})
     if options or plan.draft is not None:
         other = "draft_model" if plan.draft is not None else "kv_bits"
         raise ValueError(
@@ -179,7 +178,8 @@ def _start(plan: Plan, heal: str | None, share: float, on_doubt: str, clock: Clo
         return Started(_alone(plan, clock), alone(plan), guarded=guarded)
     between = Interleaved(None)
     if heal is not None or (doubtful and on_doubt == guarding.HEAL):
-        between = Interleaved(healing_of(plan, cache, below), share)
+        reader = healing_of(plan, cache, below)
+        between = Interleaved(reader, share, together=plan.spread)
     if draft is not None and own is None:
         with mx.stream(generation_stream):
             for _ in capture.prefill(draft, plan.prefix, plan.step_size, draft_cache):

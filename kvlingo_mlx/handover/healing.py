@@ -23,6 +23,7 @@ from kvlingo_mlx.caches.limits import check_interleaving
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.handover.hybrid import Below
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.threads import unit
 
@@ -96,15 +97,18 @@ class Prefix:
 class Pace:
     """How many tokens a reader reads in a second, as measured of its chunks.
 
-    The first chunk also warms kernels up, so it only says where to begin.
+    The first chunk also warms kernels up, so it only says where to begin. ``together``: several
+    ranks read, and the first one's clock counts for all.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, together: bool = False) -> None:
         self._rate: float | None = None
+        self.together = together
 
     def within(self, seconds: float) -> int:
         """The tokens that take about so long."""
-        return FIRST if self._rate is None else int(seconds * self._rate)
+        found = FIRST if self._rate is None else int(seconds * self._rate)
+        return sharding.firsts_count(found) if self.together else found
 
     def read(self, reader: Reader, most: int) -> tuple[int, float]:
         """Let a reader read; return how many tokens it read, and in how many seconds."""
@@ -122,12 +126,15 @@ class Interleaved:
 
     Call it after each decoding step. A step earns reading time by its own length, and a chunk is
     read as soon as the time earned is enough for one; so over an answer decoding has its share.
-    Without a reader nothing is read, nor waited for.
+    Without a reader nothing is read, nor waited for. ``together`` is as for :class:`Pace`.
     """
 
-    def __init__(self, reader: Reader | None, share: float = HEAL_SHARE) -> None:
+    def __init__(
+        self, reader: Reader | None, share: float = HEAL_SHARE, *, together: bool = False
+    ) -> None:
         self._reader, self._ratio = reader, 1 / share - 1
-        self._pace, self._earned, self._last = Pace(), 0.0, time.perf_counter()
+        self._pace, self._earned = Pace(together=together), 0.0
+        self._last = time.perf_counter()
         self.finished = reader is None
 
     def began(self) -> None:
@@ -139,6 +146,8 @@ class Interleaved:
         if self.finished or self._reader is None:
             return
         self._earn()
+        if self._pace.together:  # no message of a step that has begun may mix with another
+            mx.synchronize(generation_stream)
         if self._pace.within(self._earned) < LEAST:
             return
         # mlx-lm has begun to compute the next token. That is decoding, and no part of the chunk.
@@ -162,9 +171,9 @@ class HealingCache(list[Any]):
     they are, and not what is left to read.
     """
 
-    def __init__(self, cache: Sequence[Any], prefix: Prefix) -> None:
+    def __init__(self, cache: Sequence[Any], prefix: Prefix, *, together: bool = False) -> None:
         super().__init__(cache)
-        self._prefix, self._pace, self._end = prefix, Pace(), cache[0].offset
+        self._prefix, self._pace, self._end = prefix, Pace(together=together), cache[0].offset
 
     @property
     def left(self) -> int:

@@ -21,6 +21,7 @@ from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.models.hidden import text_of
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.models.parts import PIPELINE
 from kvlingo_mlx.models.reclassed import Call, calling
 from kvlingo_mlx.threads import working
 
@@ -87,6 +88,19 @@ def native_part(
         if type(value) is not int or value < 0:
             raise ValueError(f"{name} is {value!r}; give a number of tokens, 0 or more")
     return Native(chosen, head, tail)
+
+
+def check_first_layers(target: LanguageModel, layers: int) -> None:
+    """Refuse native layers of a pipeline.
+
+    Raises:
+        UnsupportedModelError: The last rank alone has these layers.
+    """
+    if layers and target.part is not None and target.part.kind == PIPELINE:
+        raise UnsupportedModelError(
+            f"native_layers is {layers}, and a pipeline has these layers on its last rank only; "
+            "give native_layers=0 (--native-layers 0), or shard by tensor"
+        )
 
 
 class Below:

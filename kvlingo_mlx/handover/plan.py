@@ -14,11 +14,10 @@ from functools import cached_property
 from typing import Any
 
 from kvlingo_mlx.caches.memory import check_caches
-from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.handover import guarding, healing, timings
 from kvlingo_mlx.handover.guarding import Watch
-from kvlingo_mlx.handover.hybrid import AUTO, Below, Native, native_part
+from kvlingo_mlx.handover.hybrid import Below, Native, check_first_layers, native_part
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.models import Model, load, load_pair
@@ -26,7 +25,7 @@ from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import find_translator, resolve_translator, translator_facts
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.parts import PIPELINE
+from kvlingo_mlx.models.parts import FIRST
 from kvlingo_mlx.models.prompts import Prompt, check_tools, encode, rendering
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
 from kvlingo_mlx.translators.base import Translator
@@ -97,6 +96,11 @@ class Plan:
     guard: int = 0
     way: str = "accelerator"
     loaded_at: float | None = None
+
+    @property
+    def spread(self) -> bool:
+        """Whether several ranks hold one of the models together."""
+        return sharding.spread((self.source, self.target))
 
     @cached_property
     def prefix(self) -> list[int]:
@@ -180,32 +184,22 @@ def prepare(
     check_strategy(asked.strategy)
     plan = begin(prefill_model, decode_model, prompt, asked)
     plan = _planned(plan, prompt, asked, check)
-    if plan.target.part is not None:
-        digest = None if plan.translator is None else plan.translator.digest
-        sharding.agree(sharding.facts_of((plan.source, plan.target), digest, plan.tokens))
+    if plan.spread:
+        told = sharding.facts_of({"source": plan.source, "target": plan.target})
+        told["translator"] = "none" if plan.translator is None else plan.translator.digest
+        sharding.agree(told | {"prompt": sharding.digest_of(plan.tokens)})
     return plan
-
-
-def _check_layers(plan: Plan, asked: Asked, config: TranslatorConfig) -> None:
-    """Refuse native layers in a pipeline, whose first layers are not on every rank."""
-    part, layers = plan.target.part, asked.native_layers
-    if layers in (None, AUTO):
-        layers = config.native_layers_at(len(plan.prefix))
-    if part is not None and part.kind == PIPELINE and layers:
-        raise UnsupportedModelError(
-            f"native_layers is {layers}, and a pipeline has these layers on its last rank only; "
-            "give native_layers=0 (--native-layers 0), or shard by tensor"
-        )
 
 
 def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], None]) -> Plan:
     """A plan that was begun, checked, and with its translator."""
+    first = plan.source.part is not None and plan.source.part.kind == FIRST
     refused = {
         "draft_model": plan.draft is not None,
-        "heal": asked.heal is not None,
+        "guard": bool(asked.guard) and first,
         "strategy auto": asked.strategy == "auto",
     }
-    sharding.check_use(plan.target, plan.source, refused)
+    sharding.check_use((plan.source, plan.target), refused)
     native = asked.strategy == "native" or (asked.strategy == "auto" and _reads_itself(plan, asked))
     readers = (plan.target,) if native else (plan.source, plan.target)
     check_tokens(readers, plan.tokens, plan.step_size)
@@ -218,8 +212,8 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
     translator = resolve_translator(
         asked.translator, plan.source, plan.target, allow_mismatch=asked.allow_mismatch
     )
-    _check_layers(plan, asked, translator.config)
     own = asked.native(translator.config, len(plan.prefix))
+    check_first_layers(plan.target, own.layers)
     plan = replace(plan, translator=translator, native=own)
     if asked.guard:
         return guarded(plan, asked.guard)

@@ -58,7 +58,7 @@ def load(
     if shard is not None:
         kind = None if shard == "auto" else shard
         model = sharding.part_of(model, _unread(path_or_hf_repo, revision), kind)
-    if not lazy:
+    if not lazy and sharding.has_weights(model):
         memory.check({f"weights of {model.name}": memory.weights_bytes(model)})
         read_weights(model)
     return model
@@ -87,20 +87,41 @@ def load_together(
     paths = {os.fspath(m): m for m in models if not isinstance(m, LanguageModel)}
     unread = {name: _unread(path, None) for name, path in paths.items()}
     opened = [m if isinstance(m, LanguageModel) else unread[os.fspath(m)] for m in models]
-    if not unread:
-        return opened
+    if unread:
+        read_together(list(unread.values()), opened, prompt, translator)
+    return opened
+
+
+def read_together(
+    unread: Sequence[LanguageModel],
+    models: Sequence[LanguageModel],
+    prompt: Prompt | None = None,
+    translator: Translator | str | os.PathLike[str] | None = None,
+) -> None:
+    """Read the weights of models, after a check that everything fits into memory.
+
+    Args:
+        unread: Those of ``models`` whose weights are not read yet.
+        models: All models, which count with their caches of the prompt.
+        prompt: The prompt, if its caches and the translator count too.
+        translator: As for :func:`load_together`.
+
+    Raises:
+        NotEnoughMemoryError: No weights were read.
+    """
     parts: dict[str, int] = {}
-    for model in unread.values():
+    own = [model for model in unread if sharding.has_weights(model)]
+    for model in own:
         title = f"weights of {model.name}"
         parts[title] = parts.get(title, 0) + memory.weights_bytes(model)
     if prompt is not None:
-        tokens = len(encode(opened[-1], prompt))
-        parts["translator"] = translator_bytes(translator, opened[0], opened[-1])
-        parts[memory.caches_of(tokens)] = sum(memory.cache_bytes(m, tokens) for m in opened)
+        tokens = len(encode(models[-1], prompt))
+        parts["translator"] = translator_bytes(translator, models[0], models[-1])
+        held = [model for model in models if sharding.has_weights(model)]
+        parts[memory.caches_of(tokens)] = sum(memory.cache_bytes(m, tokens) for m in held)
     memory.check(parts)
-    for model in unread.values():
+    for model in own:
         read_weights(model)
-    return opened
 
 
 def load_pair(

@@ -1,8 +1,9 @@
 """Models that the ranks of ``mlx.launch`` hold together, as mlx-lm shards them.
 
 Every rank runs the same program. A rank's part of a target is a model of its own to the rest of the
-package; the source is whole on every rank, which costs no communication. What has to be the same
-everywhere is compared once, and the first rank's choice of each token counts for all.
+package; the source is whole on every rank, which costs no communication, or spread too
+(:mod:`.spreading`). What has to be the same everywhere is compared once, and whatever could differ,
+as a token drawn or a time measured, goes by the first rank.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -25,11 +26,12 @@ from kvlingo_mlx.errors import KVLingoError, UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT
 from kvlingo_mlx.models.hidden import text_of
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.models.parts import PIPELINE, TENSOR, Part
+from kvlingo_mlx.models.parts import FIRST, PIPELINE, TENSOR, Part
 from kvlingo_mlx.version import __version__
 
-KINDS = (TENSOR, PIPELINE)
+KINDS = (TENSOR, PIPELINE, FIRST)
 RANK = "MLX_RANK"  # which mlx.launch sets
+HERE = "here"  # what each rank says beside its facts, so that one that has ended is noticed
 Sampler = Callable[[mx.array], mx.array]
 
 
@@ -54,7 +56,8 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
     Args:
         model: The model, whose module is changed in place.
         whole: The same model, opened once more; it stays whole, and unread.
-        kind: ``tensor``, ``pipeline``, or None: the first of both that mlx-lm can do.
+        kind: ``tensor``, ``pipeline``, or None: the first of both that mlx-lm can do; ``first``:
+            the whole model on the first rank, and nothing on the others.
 
     Raises:
         ValueError: ``kind`` is unknown, there are no ranks, or they cannot share the model's heads
@@ -63,12 +66,17 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
     """
     ranks = group()
     if kind not in (None, *KINDS):
-        raise ValueError(f"shard is {kind!r}; give {' or '.join(KINDS)}, or leave it out")
+        raise ValueError(f"shard is {kind!r}; give {', '.join(KINDS)} or auto, or leave it out")
     if ranks is None:
         raise ValueError(
             f"shard is {kind or 'auto'!r}, and this program runs alone; start it on several ranks: "
             "mlx.launch -n 2 kvlingo-mlx generate ..."
         )
+    rank, size = ranks.rank(), ranks.size()
+    if kind == FIRST:
+        layers = range(len(model.attentions))
+        heads = tuple(range(layer.kv_heads) for layer in model.geometry.layers)
+        return replace(model, whole=whole, part=Part(kind, rank, size, layers, heads))
     text = text_of(model)
     ways: dict[str, Any] = {
         TENSOR: getattr(model.model, "shard", None),
@@ -81,7 +89,6 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
         raise UnsupportedModelError(
             f"mlx-lm cannot shard {model.name} ({model.config['model_type']}) by {kind}{other}"
         )
-    rank, size = ranks.rank(), ranks.size()
     _check_shares(whole, kind, size)
     ways[kind](ranks)
     begun = text.model.start_idx if kind == PIPELINE else 0
@@ -92,6 +99,11 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
         for of, has in zip(whole.geometry.layers[begun:], own.geometry.layers, strict=False)
     )
     return replace(own, part=Part(kind, rank, size, layers, heads))
+
+
+def has_weights(model: LanguageModel) -> bool:
+    """Whether this rank has weights of a model: all, or a part of them."""
+    return model.part is None or model.part.kind != FIRST or model.part.rank == 0
 
 
 def _share(of: int, has: int, rank: int) -> range:
@@ -120,29 +132,26 @@ def _check_shares(whole: LanguageModel, kind: str, size: int) -> None:
         )
 
 
-def check_use(target: LanguageModel, source: LanguageModel, refused: Mapping[str, bool]) -> None:
-    """Refuse what a target that several ranks hold cannot do.
+def check_use(models: Sequence[LanguageModel], refused: Mapping[str, bool]) -> None:
+    """Refuse what models that several ranks hold cannot do.
 
     Args:
-        target: The target, whole or a part.
-        source: The source.
-        refused: Whether each of some arguments is given.
+        models: The source and the target, whole or parts.
+        refused: Whether each of some arguments is given that would let ranks do different things.
 
     Raises:
-        UnsupportedModelError: The source is a part, or an argument is given that would let ranks do
-            different things.
+        UnsupportedModelError: One of them is given, or only the first rank has the target.
     """
-    if source.part is not None:
+    if (part := models[-1].part) is not None and part.kind == FIRST:
         raise UnsupportedModelError(
-            f"{source.name} is spread over {source.part.size} ranks, and a source must be whole on "
-            "each: load it without shard"
+            f"{models[-1].name} is on the first rank alone, and every rank has to decode with it: "
+            "load it by tensor or pipeline, or without shard"
         )
-    if target.part is None:
-        return
+    spread = next((model for model in models if model.part is not None), None)
     for name, given in refused.items():
-        if given:
+        if given and spread is not None and spread.part is not None:
             raise UnsupportedModelError(
-                f"{target.name} is spread over {target.part.size} ranks by {target.part.kind}, "
+                f"{spread.name} is spread over {spread.part.size} ranks by {spread.part.kind}, "
                 f"which cannot be used with {name}; leave one of them out"
             )
 
@@ -154,15 +163,17 @@ def agree(told: Mapping[str, str]) -> None:
         told: What must be the same everywhere, in words, and a digest or name of it here.
 
     Raises:
-        KVLingoError: Something differs; every rank raises it.
+        KVLingoError: Something differs, and every rank raises it; or another rank has ended.
     """
     ranks = group()
     if ranks is None:
         return
-    own = np.stack([_hashed(fact) for fact in told.values()])
+    own = np.stack([_hashed(fact) for fact in (HERE, *told.values())])
     every = np.array(mx.distributed.all_gather(mx.array(own)[None]))
     rank = ranks.rank()
-    for place, (name, fact) in enumerate(told.items()):
+    if any((row[0] != _hashed(HERE)).any() for row in every):  # MLX gives what happens to be there
+        raise KVLingoError("another rank has ended; what it printed says why")
+    for place, (name, fact) in enumerate(told.items(), 1):
         others = [r for r in range(ranks.size()) if (every[r, place] != every[0, place]).any()]
         if others:
             raise KVLingoError(
@@ -175,22 +186,28 @@ def _hashed(fact: str) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(fact.encode()).digest(), np.uint8)
 
 
-def facts_of(
-    models: Sequence[LanguageModel], digest: str | None, tokens: Sequence[int]
-) -> dict[str, str]:
-    """What all ranks must have in common before a hand-over."""
+def facts_of(models: Mapping[str, LanguageModel]) -> dict[str, str]:
+    """What all ranks must have in common before they work: versions, and models by their roles."""
     versions = [f"kvlingo-mlx {__version__}"]
     versions += [f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm")]
     told = {"version": ", ".join(versions)}
-    for role, model in zip(("source", "target"), models, strict=True):
+    for role, model in models.items():
         whole = model.full
         shape = f"{whole.norms_fingerprint} {memory.weights_bytes(whole)}"
         text = json.dumps(whole.config, sort_keys=True, default=str)
-        told[f"{role} model"] = hashlib.sha256(f"{shape} {text}".encode()).hexdigest()
-        told[f"{role}'s way to be shared"] = "whole" if model.part is None else model.part.kind
-    told["translator"] = digest or "none"
-    told["prompt"] = hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
+        told[f"model for {role}"] = digest_of(f"{shape} {text}")
+        told[f"way to share {role}"] = "none" if model.part is None else model.part.kind
     return told
+
+
+def digest_of(value: Any) -> str:
+    """Sha256 of what JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def spread(models: Iterable[LanguageModel]) -> bool:
+    """Whether several ranks hold some of the models together."""
+    return any(model.part is not None for model in models)
 
 
 def firsts_numbers(numbers: tuple[float, float, float]) -> tuple[float, float, float]:
@@ -200,6 +217,39 @@ def firsts_numbers(numbers: tuple[float, float, float]) -> tuple[float, float, f
     own = mx.array(numbers) * (ranks.rank() == 0)
     one, two, three = np.array(mx.distributed.all_sum(own)).tolist()
     return one, two, three
+
+
+def firsts_count(count: int) -> int:
+    """The first rank's whole number; this one's where it is alone."""
+    ranks = group()
+    if ranks is None:
+        return count
+    own = mx.array(count if ranks.rank() == 0 else 0, mx.int32)
+    return int(np.array(mx.distributed.all_sum(own)))
+
+
+def least(count: int | None) -> int | None:
+    """The least of all ranks' numbers; None where one does not know its own."""
+    every = gathered(count)
+    return None if None in every else min(every)
+
+
+def firsts(value: Any) -> Any:
+    """The first rank's value, which JSON can hold; this one's where it is alone."""
+    return gathered(value)[0]
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every rank's value, which JSON can hold, in the order of the ranks."""
+    ranks = group()
+    if ranks is None:
+        return [value]
+    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.array(mx.distributed.all_gather(mx.array([len(own)], mx.int32))).tolist()
+    padded = np.zeros((1, max(sizes)), np.uint8)
+    padded[0, : len(own)] = own
+    every = np.array(mx.distributed.all_gather(mx.array(padded)))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(every, sizes, strict=True)]
 
 
 def firsts_choice(sampler: Sampler | None) -> Sampler:

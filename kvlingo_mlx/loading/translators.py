@@ -19,6 +19,7 @@ from kvlingo_mlx.errors import (
     UnsupportedModelError,
 )
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.maps import flops_of
 from kvlingo_mlx.format.tensor_file import MAX_FILE_BYTES
 from kvlingo_mlx.format.translator_config import TranslatorConfig
@@ -27,6 +28,7 @@ from kvlingo_mlx.loading.grading import receipt_of
 from kvlingo_mlx.loading.hub import resolve
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
 from kvlingo_mlx.loading.pairing import check_pair, matches
+from kvlingo_mlx.loading.spreading import own_heads
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators import build
 from kvlingo_mlx.translators.base import Translator
@@ -67,7 +69,10 @@ def translator_bytes(
     source: LanguageModel,
     target: LanguageModel,
 ) -> int:
-    """The bytes of a translator's file that is not loaded yet; 0 if it cannot be found here."""
+    """The bytes of a translator that is not loaded yet; 0 if it cannot be found here.
+
+    Of a target that several ranks hold together, they are about those of this rank's rows.
+    """
     if isinstance(translator, Translator):
         return 0
     try:
@@ -75,7 +80,10 @@ def translator_bytes(
         size = (folder_of(found) / WEIGHTS_FILE).stat().st_size
     except (KVLingoError, OSError):  # reported when it is loaded
         return 0
-    return size if size <= MAX_FILE_BYTES else 0  # a larger file is refused when it is loaded
+    if size > MAX_FILE_BYTES:  # it is refused when it is loaded
+        return 0
+    own, whole = (each.geometry.bytes_per_token(1) for each in (target, target.full))
+    return size * own // whole
 
 
 def folder_of(path_or_hf_repo: str | os.PathLike[str]) -> Path:
@@ -231,32 +239,59 @@ def resolve_translator(
     """
     if translator is None:
         translator = _find(source, target, allow_mismatch)
-    part = getattr(target, "part", None)  # another library's models are always whole
+    parts = [getattr(model, "part", None) for model in (source, target)]  # another library's: none
     if isinstance(translator, Translator) and translator.part is not None:
-        if translator.part == part:  # it was checked before it was cut
+        # It was checked before it was cut.
+        if translator.part == parts[1] and translator.config.source.layers in _heads_of(source):
             return translator
         raise IncompatibleTranslatorError(
             f"{translator.config.title} is cut for one rank's part of another model; load it anew"
         )
+    if parts != [None, None]:
+        return _cut(translator, source, target, allow_mismatch, quantize)
     if not isinstance(translator, Translator):
-        whole = quantize if part is None else None  # a part is quantised once it is cut
-        translator = load_translator(translator, quantize=whole)
+        translator = load_translator(translator, quantize=quantize)
     check_pair(translator.config, source, target, allow_mismatch=allow_mismatch)
     tell_of_grade(translator.config)
-    return translator if part is None else _cut(translator, target, quantize)
+    return translator
 
 
-def _cut(translator: Translator, target: LanguageModel, quantize: int | None) -> Translator:
-    """The maps to what this rank holds of the target; it keeps the whole translator's digest."""
-    part, digest = target.part, translator.digest
-    assert part is not None
-    if translator.config.alignment is not None:
+def _heads_of(source: LanguageModel) -> tuple[tuple[LayerGeometry, ...], ...]:
+    """What this rank's source writes of each layer, and what all ranks' does."""
+    return source.geometry.layers, source.full.geometry.layers
+
+
+def _cut(
+    translator: Translator | str | os.PathLike[str],
+    source: LanguageModel,
+    target: LanguageModel,
+    allow_mismatch: bool,
+    quantize: int | None,
+) -> Translator:
+    """The maps to what this rank holds of the target; it keeps the whole translator's digest.
+
+    A folder's tensors are read one at a time, and only the rows to this rank's part are kept.
+    """
+    if isinstance(translator, Translator):
+        config, weights = translator.config, translator.to_weights()
+        path, digest = translator.path, translator.digest
+    else:
+        path = folder_of(translator)
+        config, weights = translator_folder.read(path, lazy=True)
+        translator_folder.check_sizes(path, config, weights)
+        digest = translator_folder.digest(config, weights)
+    check_pair(config, source, target, allow_mismatch=allow_mismatch)
+    tell_of_grade(config)
+    if config.alignment is not None:
+        spread = source if target.part is None else target
         raise UnsupportedModelError(
-            f"{target.name} is spread over {part.size} ranks, and can take over from models of its "
-            "own tokenizer only; run it on one machine"
+            f"{spread.name} is spread over several ranks, and can be paired with models of its own "
+            "tokenizer only; run it on one machine"
         )
-    found = of_part(translator.config, translator.to_weights(), part, target.geometry.layers)
-    made = replace(build(*found, quantize=quantize), path=translator.path, part=part)
+    if target.part is not None:
+        near = source if own_heads(config, source.part, target.part) else None
+        config, weights = of_part(config, weights, target, near)
+    made = replace(build(config, weights, quantize=quantize), path=path, part=target.part)
     vars(made)["digest"] = digest
     return made
 

@@ -184,6 +184,13 @@ def prefill(
         mx.clear_cache()
 
 
+def unread(model: LanguageModel, tokens: Sequence[int], start: int) -> KVStates:
+    """What :func:`prefill` yields of a chunk, by shape and dtype alone: nothing is computed."""
+    with tap_keys_and_values(model) as take:
+        model.model(mx.array(list(tokens))[None], cache=make_prompt_cache(model.model))
+        return take(start)
+
+
 def whole(model: LanguageModel, tokens: Sequence[int], capture: str) -> KVStates:
     """All states that a model writes of a text, at the point ``capture``, evaluated."""
     spans = [move(states, model, capture) for states in prefill(model, tokens)]

@@ -2,14 +2,15 @@
 
 mlx-lm shards a model in two ways. With tensor parallelism each rank has some heads of every layer;
 in a pipeline each has some layers, the first rank the last ones. Either way a rank's module makes
-caches of its own part only, so to the rest of the package that part is a model like any other.
+caches of its own part only, so to the rest of the package that part is a model like any other. A
+source can also be whole on the first rank, which tells the others what it wrote.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-TENSOR, PIPELINE = "tensor", "pipeline"
+TENSOR, PIPELINE, FIRST = "tensor", "pipeline", "first"
 
 
 @dataclass(frozen=True)
@@ -17,10 +18,11 @@ class Part:
     """The part of a model that one rank holds.
 
     Attributes:
-        kind: ``tensor``: some heads of every layer; ``pipeline``: some layers.
+        kind: ``tensor``: some heads of every layer; ``pipeline``: some layers; ``first``: all on
+            the first rank, and on the others nothing, whose weights stay unread.
         rank: This rank.
         size: The number of ranks.
-        layers: The whole model's cache layers of which this rank holds keys and values.
+        layers: The whole model's cache layers of which this rank's module makes keys and values.
         heads: For each of them, the whole model's KV heads that this rank holds.
     """
 
@@ -29,3 +31,10 @@ class Part:
     size: int
     layers: range
     heads: tuple[range, ...]
+
+
+def pipelined(layers: int, rank: int, size: int) -> range:
+    """The layers of a rank in a pipeline, as mlx-lm shares them: the first rank has the last."""
+    base, extra = divmod(layers, size)
+    begun = sum(base + (other < extra) for other in range(rank + 1, size))
+    return range(begun, begun + base + (rank < extra))

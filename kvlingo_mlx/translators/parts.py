@@ -7,25 +7,29 @@ from dataclasses import replace
 import numpy as np
 
 from kvlingo_mlx.format.assignment import Assignment
-from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import TENSORS
 from kvlingo_mlx.format.maps import Map, head_map_of, maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.models.parts import Part
+from kvlingo_mlx.models.language_model import LanguageModel
 
 
 def of_part(
-    config: TranslatorConfig, weights: Weights, part: Part, layers: tuple[LayerGeometry, ...]
+    config: TranslatorConfig,
+    weights: Weights,
+    target: LanguageModel,
+    source: LanguageModel | None = None,
 ) -> tuple[TranslatorConfig, Weights]:
     """The config and the tensors of only the maps to a rank's layers and heads.
 
     Args:
         config: The whole translator's config.
-        weights: Its tensors.
-        part: What the rank holds.
-        layers: The geometry of the rank's cache layers.
+        weights: Its tensors, which are looked at one after the other.
+        target: What the rank holds of the target.
+        source: What it holds of the source, if the maps read these heads only; None: all heads.
     """
+    part = target.part
+    assert part is not None
     arrays = {}
     for m in maps_of(config):
         if m.layer not in part.layers:
@@ -35,8 +39,10 @@ def of_part(
         for last in TENSORS:
             if (array := weights.arrays.get(f"{m.name}.{last}")) is not None:
                 own = _rows(config, array, m, last, part.heads[place])
+                # A copy, since a slice would keep the whole tensor in memory.
+                own = own if own is array else np.array(own)
                 arrays[f"{side}.{place}.{last}"] = own
-    return _config(config, part, layers), Weights(weights.dtype, arrays)
+    return _config(config, target, source), Weights(weights.dtype, arrays)
 
 
 def _rows(
@@ -58,13 +64,18 @@ def _rows(
 
 
 def _config(
-    config: TranslatorConfig, part: Part, layers: tuple[LayerGeometry, ...]
+    config: TranslatorConfig, target: LanguageModel, source: LanguageModel | None
 ) -> TranslatorConfig:
+    part = target.part
+    assert part is not None
     own = slice(part.layers.start, part.layers.stop)
     assignment = Assignment(config.assignment.keys[own], config.assignment.values[own])
-    head_map = config.head_map
+    ends = [config.source, replace(config.target, layers=target.geometry.layers)]
+    head_map, first = config.head_map, 0
+    if source is not None and source.part is not None:
+        ends[0] = replace(config.source, layers=source.geometry.layers)
+        first = source.part.heads[0].start
     if not config.head_mixing:
         whole = head_map_of(config)
-        head_map = tuple(whole[head] for head in part.heads[0])
-    target = replace(config.target, layers=layers)
-    return replace(config, target=target, assignment=assignment, head_map=head_map)
+        head_map = tuple(whole[head] - first for head in part.heads[0])
+    return replace(config, source=ends[0], target=ends[1], assignment=assignment, head_map=head_map)

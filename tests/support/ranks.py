@@ -9,6 +9,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -64,6 +65,19 @@ def held(cache: list[Any]) -> Iterator[tuple[str, np.ndarray]]:
             yield f"{layer}.{side}", np.array(array.astype(mx.float32))
 
 
+def sent() -> int:
+    """The bytes that this process has sent over its connections and that have arrived."""
+    found, acked = 0, slice(120, 128)  # tcpi_bytes_acked in Linux's struct tcp_info
+    for link in Path("/proc/self/fd").iterdir():
+        if not (link.exists() or link.is_symlink()) or "socket:" not in os.readlink(link):
+            continue
+        with socket.socket(fileno=os.dup(int(link.name))) as each:
+            if each.family == socket.AF_INET and each.type == socket.SOCK_STREAM:
+                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                found += int.from_bytes(info[acked], sys.byteorder)
+    return found
+
+
 def dies_after(length: int) -> Any:
     """A logits processor that kills its process once so many tokens are there."""
 
@@ -75,20 +89,54 @@ def dies_after(length: int) -> Any:
     return die
 
 
+QUESTIONS = (
+    ("small", "The home of Paul is Oslo. What is the home of Paul?"),
+    ("large", "The pet of Anna is a cat. What is the home of Paul?"),
+    ("small", "What is the pet of Anna?"),
+    ("large", "And what is the home of Paul?"),
+)
+
+
+def talks(models: dict[str, LanguageModel], folder: Path, **rules: Any) -> dict[str, np.ndarray]:
+    """A conversation with both models, healed, saved and resumed: the tokens and the caches."""
+    talk = kv.Conversation(models, enable_thinking=False, **rules)
+    said = [talk.reply(*question, max_tokens=12) for question in QUESTIONS[:3]]
+    if not rules.get("native_layers"):
+        talk.heal("large", answers=True)
+    talk.save(folder)
+    talk = kv.Conversation.resume(folder, models, **rules)
+    said.append(talk.reply(*QUESTIONS[3], max_tokens=12))
+    found = {f"{name}.tokens": np.array(line.tokens) for name, line in talk.lines.items()}
+    for name, line in talk.lines.items():
+        found |= {f"{name}.{key}": array for key, array in held(line.cache)}
+    return found | {"said": np.array(said)}
+
+
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    for case in job["cases"]:
+    for case in job.get("talks", ()):
+        models = {
+            "small": kv.load(case["source"], shard=case.get("placed")),
+            "large": kv.load(case["target"], shard=case["kind"]),
+        }
+        folder = Path(job["folder"])
+        found = talks(models, folder / f"{case['name']}-saved", **case.get("rules", {}))
+        np.savez(folder / f"{case['name']}-{RANK}.npz", **found)
+    for case in job.get("cases", ()):
         own = case.get("translators", {}).get(str(RANK))
         case["translator"] = own or case["translator"]
         target = kv.load(case["target"], shard=case["kind"])
+        source = kv.load(case["source"], shard=case.get("placed"))
+        before = sent()
         then = [dies_after(len(case["tokens"]) + 3)] if job.get("dies") == RANK else []
         cache = kv.hand_over(
-            case["source"], target, case["tokens"], translator=case["translator"],
+            source, target, case["tokens"], translator=case["translator"],
             prefill_step_size=7, native_layers=case.get("native_layers", 0),
         )  # fmt: skip
         arrays = dict(held(cache))
-        arrays["answer"] = np.array(answer(case["source"], target, case, then=then))
-        drawn = answer(case["source"], target, case, temperature=1.0, max_tokens=DRAWN)
+        arrays["sent"] = np.array(sent() - before)
+        arrays["answer"] = np.array(answer(source, target, case, then=then))
+        drawn = answer(source, target, case, temperature=1.0, max_tokens=DRAWN)
         arrays["drawn"] = np.array(drawn)
         np.savez(Path(job["folder"]) / f"{case['name']}-{RANK}.npz", **arrays)
 

@@ -21,7 +21,7 @@ from kvlingo_mlx.cli.command import (
     option,
     verb,
 )
-from kvlingo_mlx.cli.output import keep, native_number
+from kvlingo_mlx.cli.output import keep, launched, native_number
 from kvlingo_mlx.cli.prompt_input import thinking_switch
 from kvlingo_mlx.cli.sampling import WritingOptions, check_ranges
 
@@ -72,6 +72,14 @@ class ChatOptions(WritingOptions):
         "If they are further apart than usual: warn; heal, as --heal interleaved; or reread before "
         "the answer.",
     )
+    shard: str | None = option(
+        None,
+        "Under mlx.launch, each rank holds of a model: tensor (some heads) or pipeline (some "
+        "layers); default: what mlx-lm can do.",
+    )
+    sharded: list[str] | None = option(
+        None, "Under mlx.launch, a name whose model the ranks hold together; default: the largest."
+    )
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
     save: str | None = option(None, "Save the conversation to this folder at the end.")
     native_layers: NativeLayers = None
@@ -98,6 +106,11 @@ def command(options: ChatOptions) -> None:
     )
     named = _named(options)
     _check_use(options.use, named, routed=options.route is not None)
+    if launched() and options.heal == "idle":
+        raise ValueError(
+            "--heal is idle, and ranks of mlx.launch wait for the line that is typed on the first; "
+            "give interleaved or layers"
+        )
     _check_folder(options.save)
     native_number(options.native_layers)  # refused before any model is loaded
     lines = Lines()
@@ -175,12 +188,20 @@ def _check_folder(save: str | None) -> None:
 # ---- loading ---------------------------------------------------------------------------------
 
 
-def _models(named: Mapping[str, str]) -> dict[str, LanguageModel]:
+def _models(options: ChatOptions, named: Mapping[str, str]) -> dict[str, LanguageModel]:
     """The models by name; a model with two names is loaded once."""
+    from kvlingo_mlx.loading import sharding
     from kvlingo_mlx.loading.models import load_together
+    from kvlingo_mlx.loading.placement import load_spread
 
     paths = list(dict.fromkeys(named.values()))
-    loaded = dict(zip(paths, load_together(paths), strict=True))
+    if sharding.group() is None and options.shard is None and not options.sharded:
+        loaded = dict(zip(paths, load_together(paths), strict=True))
+    else:
+        if unknown := [name for name in options.sharded or () if name not in named]:
+            raise ValueError(f"--sharded is {unknown[0]!r}; give one of {', '.join(named)}")
+        spread = [named[name] for name in options.sharded or ()]
+        loaded = load_spread(paths, spread, options.shard)
     return {name: loaded[path] for name, path in named.items()}
 
 
@@ -188,7 +209,7 @@ def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversatio
     """A new conversation, or the saved one that is resumed."""
     from kvlingo_mlx.conversation import Conversation
 
-    models, translators = _models(named), options.translator or ()
+    models, translators = _models(options, named), options.translator or ()
     given = options.some(
         "on_missing on_full eager prefill_step_size allow_mismatch offload quantize"
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 
-from kvlingo_mlx.cli.output import ask, complain, say
+from kvlingo_mlx.cli.output import ask, complain, launched, rank, say
 
 KEPT_LINES = 1000  # lines in the history file
 PAUSE = 0.03  # seconds: nobody types the next line sooner, and a paste has no such gap
@@ -47,7 +47,21 @@ class Lines:
             KeyboardInterrupt: Ctrl-C; in a terminal, the second one in a row.
             ValueError: A pipe holds something other than text.
         """
+        if launched():
+            return self._told(prompt)
         return self._ask(prompt) if self.terminal else self._read()
+
+    def _told(self, prompt: str) -> str | None:
+        """The message that the first rank reads, on all ranks.
+
+        mlx.launch gives what is typed to every rank, and no rank a terminal.
+        """
+        from kvlingo_mlx.loading import sharding
+
+        if rank():
+            return sharding.firsts(None)
+        say(prompt, end="")
+        return sharding.firsts(self._read())
 
     def _ask(self, prompt: str) -> str | None:
         # Waiting lines were typed during the last answer, so each is sent alone.

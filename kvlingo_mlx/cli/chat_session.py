@@ -14,9 +14,9 @@ import typer
 
 from kvlingo_mlx.cli.chat_input import Lines, Stop, interruptible
 from kvlingo_mlx.cli.chat_stats import print_lines, print_switch
-from kvlingo_mlx.cli.output import complain, say
+from kvlingo_mlx.cli.output import complain, rank, say
 from kvlingo_mlx.cli.prompt_input import tell_of_cut_thought
-from kvlingo_mlx.errors import KVLingoError, printable
+from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError, printable
 
 if TYPE_CHECKING:
     from kvlingo_mlx.conversation import Conversation, Switch
@@ -66,7 +66,7 @@ class Chat:
         self._save_at_end, self._folder = save, save or resume
         self._active = use or (AUTO if route else self.names[0])
         self._measured: tuple[Switch, float] | None = None
-        self._ended = False
+        self._ended, self._spread = False, talk.exchange.spread
         self._idle: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def heal_while_idle(self) -> None:
@@ -115,12 +115,28 @@ class Chat:
                 self._take(line)
             except BrokenPipeError:
                 raise  # nobody reads the output any more
-            except (KVLingoError, ValueError, OSError) as error:
-                complain(error)
-            except (MemoryError, RuntimeError) as error:
-                complain(_out_of_memory(error))
-            except KeyboardInterrupt:
-                say("stopped")
+            except (
+                NotEnoughMemoryError,
+                OSError,
+                MemoryError,
+                RuntimeError,
+                KeyboardInterrupt,
+            ) as e:
+                if self._spread:  # the other ranks have gone on
+                    raise
+                self._tell(e)
+            except (KVLingoError, ValueError) as error:
+                if not rank():
+                    complain(error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell what ended an answer, or a command, but not the chat."""
+        if isinstance(error, KeyboardInterrupt):
+            say("stopped")
+        elif isinstance(error, KVLingoError | OSError):
+            complain(error)
+        elif isinstance(error, MemoryError | RuntimeError):
+            complain(_out_of_memory(error))
 
     @contextlib.contextmanager
     def _healing(self) -> Iterator[None]:
@@ -155,9 +171,11 @@ class Chat:
         """One turn, which Ctrl-C can end."""
         before = len(self.talk.messages)
         try:
-            with interruptible() as stop:
+            with contextlib.nullcontext(Stop()) if self._spread else interruptible() as stop:
                 self._stream(self._who(message), message, stop)
         except KeyboardInterrupt:
+            if self._spread:
+                raise
             # Ctrl-C may fall between the arrival of the first token and the note of it.
             if len(self.talk.messages) > before:
                 self.talk.undo()
@@ -165,9 +183,13 @@ class Chat:
 
     def _who(self, message: str) -> str:
         """The model that the user named or, if none, the one that the route chooses."""
+        from kvlingo_mlx.loading import sharding
+
         if self._route is None or self._active != AUTO:
             return self._active
         name = self._route([*self.talk.messages, {"role": "user", "content": message}], self.names)
+        if self._spread:
+            name = sharding.firsts(name)
         say(typer.style(f"[{name}]", dim=True))
         return name
 

@@ -11,7 +11,7 @@ The quickest is taken whose weights fit, by counted work and bytes and by measur
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlingo_mlx.backend import mx
@@ -19,7 +19,7 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.loading import sharding
-from kvlingo_mlx.loading.models import load
+from kvlingo_mlx.loading.models import load, read_together
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import FIRST, TENSOR
 
@@ -121,6 +121,28 @@ def _timed(compute: Callable[[], mx.array]) -> float:
     started = time.perf_counter()
     mx.eval(compute())
     return time.perf_counter() - started
+
+
+def load_spread(
+    paths: Sequence[str], spread: Sequence[str], shard: str | None
+) -> dict[str, LanguageModel]:
+    """Load models of which the ranks hold some together, after a check of this rank's memory.
+
+    Args:
+        paths: All models, each a folder or Hub id.
+        spread: Those that are held together; none: the largest.
+        shard: As for :func:`.load`; None takes what mlx-lm can do.
+
+    Raises:
+        ValueError, UnsupportedModelError: They cannot be shared, or there are no ranks.
+        NotEnoughMemoryError: The weights do not fit; none were read.
+    """
+    unread = {path: load(path, lazy=True) for path in paths}
+    if not spread:
+        spread = [max(unread, key=lambda path: memory.weights_bytes(unread[path]))]
+    unread |= {path: load(path, lazy=True, shard=shard or "auto") for path in spread}
+    read_together(list(unread.values()), list(unread.values()))
+    return unread
 
 
 def place(

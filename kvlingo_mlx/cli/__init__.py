@@ -57,7 +57,7 @@ class Verbs(TyperGroup):
         return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
 
 
-ON_RANKS = ("generate", "chat")  # verbs that several ranks of mlx.launch can run together
+ON_RANKS = ("generate", "chat", "serve")  # verbs that several ranks of mlx.launch can run together
 app = typer.Typer(
     name="kvlingo-mlx",
     cls=Verbs,
@@ -100,8 +100,9 @@ def main() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     # SIGTERM exits like Ctrl-C, so that half-written files are removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    if rank():  # the first rank of mlx.launch speaks for all; errors are told by each
+    if not rank():  # the others may wait for a message, in which Python runs no handler
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    else:  # the first rank of mlx.launch speaks for all; errors are told by each
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
     sys.exit(run(sys.argv[1:]))
 

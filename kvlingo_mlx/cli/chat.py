@@ -190,19 +190,16 @@ def _check_folder(save: str | None) -> None:
 
 def _models(options: ChatOptions, named: Mapping[str, str]) -> dict[str, LanguageModel]:
     """The models by name; a model with two names is loaded once."""
-    from kvlingo_mlx.loading import sharding
-    from kvlingo_mlx.loading.models import load_together
-    from kvlingo_mlx.loading.placement import load_spread
+    from kvlingo_mlx.loading.models import read_together
+    from kvlingo_mlx.loading.placement import open_spread
 
-    paths = list(dict.fromkeys(named.values()))
-    if sharding.group() is None and options.shard is None and not options.sharded:
-        loaded = dict(zip(paths, load_together(paths), strict=True))
-    else:
-        if unknown := [name for name in options.sharded or () if name not in named]:
-            raise ValueError(f"--sharded is {unknown[0]!r}; give one of {', '.join(named)}")
-        spread = [named[name] for name in options.sharded or ()]
-        loaded = load_spread(paths, spread, options.shard)
-    return {name: loaded[path] for name, path in named.items()}
+    if unknown := [name for name in options.sharded or () if name not in named]:
+        raise ValueError(f"--sharded is {unknown[0]!r}; give one of {', '.join(named)}")
+    spread = [named[name] for name in options.sharded or ()]
+    opened = open_spread(list(dict.fromkeys(named.values())), spread, options.shard)
+    models = list(opened.values())
+    read_together(models, models)
+    return {name: opened[path] for name, path in named.items()}
 
 
 def _conversation(options: ChatOptions, named: Mapping[str, str]) -> Conversation:

@@ -16,7 +16,7 @@ from kvlingo_mlx.cli.chat_input import Lines, Stop, interruptible
 from kvlingo_mlx.cli.chat_stats import print_lines, print_switch
 from kvlingo_mlx.cli.output import complain, rank, say
 from kvlingo_mlx.cli.prompt_input import tell_of_cut_thought
-from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError, printable
+from kvlingo_mlx.errors import KVLingoError, printable
 
 if TYPE_CHECKING:
     from kvlingo_mlx.conversation import Conversation, Switch
@@ -115,16 +115,10 @@ class Chat:
                 self._take(line)
             except BrokenPipeError:
                 raise  # nobody reads the output any more
-            except (
-                NotEnoughMemoryError,
-                OSError,
-                MemoryError,
-                RuntimeError,
-                KeyboardInterrupt,
-            ) as e:
+            except (OSError, MemoryError, RuntimeError, KeyboardInterrupt) as error:
                 if self._spread:  # the other ranks have gone on
                     raise
-                self._tell(e)
+                self._tell(error)
             except (KVLingoError, ValueError) as error:
                 if not rank():
                     complain(error)

@@ -6,7 +6,7 @@ import contextlib
 from dataclasses import asdict, dataclass
 
 from kvlingo_mlx.cli.command import Options, option, verb
-from kvlingo_mlx.cli.output import keep, say
+from kvlingo_mlx.cli.output import keep, launched, rank, say
 from kvlingo_mlx.errors import MissingExtraError
 
 
@@ -32,6 +32,14 @@ class ServeOptions(Options):
         None, "Do not use translators whose receipt tells more than this many nats a token."
     )
     route: str | None = option(None, "A TOML file of rules; the model `auto` goes by them.")
+    shard: str | None = option(
+        None,
+        "Under mlx.launch, each rank holds of a model: tensor (some heads) or pipeline (some "
+        "layers); default: what mlx-lm can do.",
+    )
+    sharded: list[str] | None = option(
+        None, "Under mlx.launch, a name whose model the ranks hold together; default: the largest."
+    )
     memory_limit: str | None = option(
         None, "Memory of weights, lines and translators together: 24GB; default: all there is."
     )
@@ -102,6 +110,17 @@ def command(options: ServeOptions) -> None:
     given["models"] = settings.named(options.model) if options.model else None
     told = settings.read(options.config, given)
     front.log_to_stderr(told.log_level)
+
+    if launched() and told.keep_conversations and given["keep_conversations"]:
+        raise ValueError(
+            "--keep-conversations is for one process, and ranks of mlx.launch keep conversations "
+            "in memory; leave it out"
+        )
+    if rank():
+        from kvlingo_mlx.serving import worker
+
+        worker.follow(told)
+        return
 
     def listening(url: str) -> None:
         say(f"{', '.join(told.names)} at {url}/v1, and a chat at {url}/ (Ctrl-C stops)")

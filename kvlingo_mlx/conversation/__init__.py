@@ -11,7 +11,6 @@ import functools
 import os
 import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self, TypedDict, Unpack
 
 from kvlingo_mlx.arguments import checked, renamed
@@ -285,8 +284,7 @@ class Conversation(State):
         known, first, reasoning = request.options, request.first_token, request.reasoning
         rules = self.exchange.rules
         choice = choice_of(known, request.sampler, request.logits_processors)
-        if self.exchange.spread:
-            choice = replace(choice, sampler=sharding.firsts_choice(choice.sampler))
+        choice = self.exchange.chosen_together(choice)
         check_max_tokens(request.max_tokens)
         if first not in ("target", "source"):
             raise ValueError(f"first_token is {first!r}; it must be target or source")
@@ -322,7 +320,8 @@ class Conversation(State):
             parts.insert(0, Part(request.prefill, most=1))
         if self.exchange.spread:
             self._agree(turn, named, request)
-        check_room({each: turn.length(each) for each in named}, self.lines)
+        lengths = {each: turn.length(each) for each in named}
+        check_room(lengths, self.lines, together=self.exchange.spread)
         reader = request.prefill if first == "target" else None
         finish = functools.partial(self._finish, base, turn)
         latest = yield from turn.answer_by(parts, reader, finish)
@@ -356,7 +355,8 @@ class Conversation(State):
         try:
             if eager:
                 here = [name for name, line in self.lines.items() if not line.away]
-                check_room(dict.fromkeys(here, len(base.tokens)), self.lines)
+                lengths = dict.fromkeys(here, len(base.tokens))
+                check_room(lengths, self.lines, together=self.exchange.spread)
             yield from turn.follow(base, eager=eager)
         except (MemoryError, RuntimeError, KVLingoError) as error:
             # The answer stays. The next switch will translate it, or say why it cannot.

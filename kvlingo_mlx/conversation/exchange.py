@@ -9,7 +9,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -30,6 +30,7 @@ from kvlingo_mlx.errors import MissingTranslatorError
 from kvlingo_mlx.handover import guarding
 from kvlingo_mlx.handover.guarding import Guarded, Watch
 from kvlingo_mlx.handover.healing import IDLE_S, Interleaved, Pace
+from kvlingo_mlx.handover.sampling import Choice
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.grading import watched
 from kvlingo_mlx.loading.notes import tell_of_length
@@ -185,6 +186,12 @@ class Exchange:
         reads = functools.partial(line.heal, answers=False)
         heals = rules.heal is not None or line.name in self._doubted
         return Interleaved(reads if heals else None, rules.heal_share, together=self.spread)
+
+    def chosen_together(self, choice: Choice) -> Choice:
+        """How tokens are chosen, by the first rank where several answer together."""
+        if not self.spread:
+            return choice
+        return replace(choice, sampler=sharding.firsts_choice(choice.sampler))
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 from kvlingo_mlx.backend import mx
@@ -236,10 +236,15 @@ class Batch:
         model: The model.
         records: Whether to keep what its projections write, for other models.
         size: The most answers that are written together; :attr:`full` says whether there are.
+        together: Whether ranks of ``mlx.launch`` do all of this together, and so wait for the
+            messages of a step that mlx-lm has begun before they send others.
     """
 
-    def __init__(self, model: LanguageModel, *, records: bool, size: int = 32) -> None:
+    def __init__(
+        self, model: LanguageModel, *, records: bool, size: int = 32, together: bool = False
+    ) -> None:
         self._model, self._records, self._size = model, records, size
+        self._together = together
         self._groups: list[_Group] = []
         self._steps = 0
 
@@ -264,15 +269,22 @@ class Batch:
         if group is None:
             group = _Group(self._model, records=self._records, merges=merges)
             self._groups.append(group)
-        with mx.stream(generation_stream):
+        with self._decoding():
             group.add(row, cache)
         return row
+
+    @contextlib.contextmanager
+    def _decoding(self) -> Iterator[None]:
+        with mx.stream(generation_stream):
+            yield
+        if self._together:
+            mx.synchronize(generation_stream)
 
     @unit
     def step(self) -> None:
         """Give every answer its next token; an error ends all that were to get one together."""
         self._steps += 1
-        with mx.stream(generation_stream):
+        with self._decoding():
             for group in list(self._groups):
                 self._advance(group)
         if self._steps % CLEARED_EVERY == 0:
@@ -292,7 +304,7 @@ class Batch:
         group = next((group for group in self._groups if row in group.rows), None)
         if group is None:
             return None
-        with mx.stream(generation_stream):
+        with self._decoding():
             if row in group.ahead:
                 self._advance(group)
                 if group not in self._groups:

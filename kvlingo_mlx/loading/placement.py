@@ -19,7 +19,7 @@ from kvlingo_mlx.backend import mx
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.loading import sharding
-from kvlingo_mlx.loading.models import load, read_together
+from kvlingo_mlx.loading.models import load
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import FIRST, TENSOR
 
@@ -123,10 +123,10 @@ def _timed(compute: Callable[[], mx.array]) -> float:
     return time.perf_counter() - started
 
 
-def load_spread(
+def open_spread(
     paths: Sequence[str], spread: Sequence[str], shard: str | None
 ) -> dict[str, LanguageModel]:
-    """Load models of which the ranks hold some together, after a check of this rank's memory.
+    """Open models, of which the ranks hold some together; their weights are unread.
 
     Args:
         paths: All models, each a folder or Hub id.
@@ -135,14 +135,13 @@ def load_spread(
 
     Raises:
         ValueError, UnsupportedModelError: They cannot be shared, or there are no ranks.
-        NotEnoughMemoryError: The weights do not fit; none were read.
     """
     unread = {path: load(path, lazy=True) for path in paths}
+    if not spread and shard is None and sharding.group() is None:
+        return unread
     if not spread:
         spread = [max(unread, key=lambda path: memory.weights_bytes(unread[path]))]
-    unread |= {path: load(path, lazy=True, shard=shard or "auto") for path in spread}
-    read_together(list(unread.values()), list(unread.values()))
-    return unread
+    return unread | {path: load(path, lazy=True, shard=shard or "auto") for path in spread}
 
 
 def place(

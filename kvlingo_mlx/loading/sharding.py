@@ -8,11 +8,12 @@ as a token drawn or a time measured, goes by the first rank.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
@@ -31,6 +32,7 @@ from kvlingo_mlx.version import __version__
 
 KINDS = (TENSOR, PIPELINE, FIRST)
 RANK = "MLX_RANK"  # which mlx.launch sets
+ENDED = "another rank has ended; what it printed says why"
 HERE = "here"  # what each rank says beside its facts, so that one that has ended is noticed
 Sampler = Callable[[mx.array], mx.array]
 
@@ -172,7 +174,7 @@ def agree(told: Mapping[str, str]) -> None:
     every = np.array(mx.distributed.all_gather(mx.array(own)[None]))
     rank = ranks.rank()
     if any((row[0] != _hashed(HERE)).any() for row in every):  # MLX gives what happens to be there
-        raise KVLingoError("another rank has ended; what it printed says why")
+        raise KVLingoError(ENDED)
     for place, (name, fact) in enumerate(told.items(), 1):
         others = [r for r in range(ranks.size()) if (every[r, place] != every[0, place]).any()]
         if others:
@@ -241,15 +243,49 @@ def firsts(value: Any) -> Any:
 
 def gathered(value: Any) -> list[Any]:
     """Every rank's value, which JSON can hold, in the order of the ranks."""
+    return list(map(json.loads, gathered_bytes(json.dumps(value).encode())))
+
+
+def gathered_bytes(own: bytes) -> list[bytes]:
+    """Every rank's bytes, in the order of the ranks.
+
+    Raises:
+        KVLingoError: Another rank has ended.
+    """
     ranks = group()
     if ranks is None:
-        return [value]
-    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.array(mx.distributed.all_gather(mx.array([len(own)], mx.int32))).tolist()
-    padded = np.zeros((1, max(sizes)), np.uint8)
-    padded[0, : len(own)] = own
+        return [own]
+    mark = int.from_bytes(_hashed(HERE)[:3].tobytes())
+    told = mx.array([[mark, len(own)]], mx.int32)
+    marks, sizes = np.array(mx.distributed.all_gather(told)).T.tolist()
+    if set(marks) != {mark}:
+        raise KVLingoError(ENDED)
+    padded = np.zeros((1, max(1, *sizes)), np.uint8)
+    padded[0, : len(own)] = np.frombuffer(own, np.uint8)
     every = np.array(mx.distributed.all_gather(mx.array(padded)))
-    return [json.loads(row[:size].tobytes()) for row, size in zip(every, sizes, strict=True)]
+    return [row[:size].tobytes() for row, size in zip(every, sizes, strict=True)]
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Work that may fail on one rank alone, such as reading a file: then it fails on all.
+
+    The body sends nothing to other ranks.
+
+    Raises:
+        KVLingoError: It failed on another rank.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the others hear of it
+        problem = error
+    told = gathered("" if problem is None else f"{type(problem).__name__}: {problem}")
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(told):
+        if text:
+            raise KVLingoError(f"rank {rank} failed: {text}")
 
 
 def firsts_choice(sampler: Sampler | None) -> Sampler:

@@ -26,8 +26,10 @@ from kvlingo_mlx.errors import KVLingoError, NotEnoughMemoryError
 from kvlingo_mlx.handover.batches import Batch
 from kvlingo_mlx.handover.responses import GenerationResponse
 from kvlingo_mlx.handover.sampling import choice_of
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
+from kvlingo_mlx.serving import moment
 from kvlingo_mlx.serving.admission import Admission, too_large
 from kvlingo_mlx.serving.jobs import Job, Seat, Steps, processors_of, sampler_of, tools_of, usage_of
 from kvlingo_mlx.serving.keeping import Keeper, conversing
@@ -41,6 +43,7 @@ log = logging.getLogger("kvlingo_mlx.serving")
 
 Tell = Callable[[Event], None]
 # What a request can be answered with an error for; anything else is a fault of the program.
+ALONE = (MemoryError, RuntimeError, OSError)  # what may fail on one rank of several
 REFUSED = (ValueError, KVLingoError, MemoryError, RuntimeError, OSError)
 
 
@@ -56,7 +59,7 @@ class Engine:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.residents = Residents(settings.models)
+        self.residents = Residents(settings.models, settings.sharded, settings.shard)
         models = self.residents.models
         self.policy = Policy(models, settings)
         self._blank = Conversation(
@@ -129,12 +132,18 @@ class Engine:
         """The name of the model that is to answer."""
         names = list(self.residents.all)
         if ask.model == AUTO and self._route is not None:
-            return self._route([dict(m) for m in ask.messages or ()], names)
+            chosen = self._route([dict(m) for m in ask.messages or ()], names)
+            return sharding.firsts(chosen) if self.together else chosen
         if ask.model not in names:
             raise ValueError(f"there is no model {ask.model!r}; there are {', '.join(names)}")
         return ask.model
 
     # ---- a round of work --------------------------------------------------------------------
+
+    @property
+    def together(self) -> bool:
+        """Whether ranks of ``mlx.launch`` serve together, each with its part of a model."""
+        return self._blank.exchange.spread
 
     @property
     def busy(self) -> bool:
@@ -187,6 +196,8 @@ class Engine:
                 if not at_once:
                     return
         except Exception as error:  # a fault of ours ends this request, not those beside it
+            if self.together and isinstance(error, ALONE):
+                raise  # other ranks have gone on
             if not isinstance(error, REFUSED):
                 log.error("%s, %s: a request could not be answered", *_place(error))
             job.tell(self._failed(error))
@@ -216,7 +227,7 @@ class Engine:
                 yield from self._written(job, talk, keys, resident)
         finally:
             talk.busy, talk.ending, talk.expected = False, False, 0
-            talk.used = resident.used = time.time()
+            talk.used = resident.used = moment.now()
             talk.lost(before)
             resident.running -= 1
         talk.told[resident.name] = len(talk.line(resident.name))
@@ -282,8 +293,10 @@ class Engine:
         request = self._request(job, talk)
         most = request.max_tokens
         choice = choice_of(request.options, request.sampler, request.logits_processors)
+        choice = exchange.chosen_together(choice)
         turn = Turn(exchange, [], job.tokens, None, most, Decoding(choice, batch=job.seat))
-        check_room({resident.name: len(job.tokens)}, exchange.lines)
+        lengths = {resident.name: len(job.tokens)}
+        check_room(lengths, exchange.lines, together=exchange.spread)
         if job.ask.echo:
             given = job.ask.prompt
             job.before = given if isinstance(given, str) else model.tokenizer.decode(job.tokens)
@@ -359,7 +372,8 @@ class Engine:
         if batch is None:
             records = len(self.residents.all) > 1
             most = self._settings.max_concurrent
-            batch = self._batches[id(model)] = Batch(model, records=records, size=most)
+            batch = Batch(model, records=records, size=most, together=self.together)
+            self._batches[id(model)] = batch
         job.seat = Seat(batch)
         options: dict[str, Any] = {"stop": ask.stop or None, "seed": ask.sampling.seed}
         options |= {"tools": tools_of(ask) or None}

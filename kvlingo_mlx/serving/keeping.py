@@ -29,7 +29,9 @@ from kvlingo_mlx.conversation import Conversation
 from kvlingo_mlx.conversation.folder import Draft
 from kvlingo_mlx.conversation.storage import worker as files
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.translators import home
+from kvlingo_mlx.serving import moment
 from kvlingo_mlx.serving.messages import Ask, Status
 from kvlingo_mlx.serving.residents import Residents
 from kvlingo_mlx.serving.settings import Settings
@@ -79,7 +81,9 @@ class Keeper:
         self._mine = {"models": paths, "verbatim": settings.verbatim}
         self._writing: _Writing | None = None
         self._folder: Path | None = None
-        if settings.keep_conversations:
+        if settings.keep_conversations and blank.exchange.spread:
+            log.info("several ranks serve, so conversations are kept in memory alone")
+        elif settings.keep_conversations:
             given = settings.conversations
             self._folder = home() / "conversations" if given is None else Path(given).expanduser()
             self._open(self._folder, settings.stop_timeout)
@@ -117,16 +121,21 @@ class Keeper:
         idle = [talk for talk in self.talks if self._may_go(talk) and talk is not spared]
         for step in (self._to_8bit, self._away):
             for talk in sorted(idle, key=lambda talk: talk.used):
-                if self.used + needed <= self.budget:
+                if self._fits(needed):
                     return True
                 step(talk)
-        return self.used + needed <= self.budget
+        return self._fits(needed)
+
+    def _fits(self, needed: int) -> bool:
+        """Whether so many bytes are free beside what is used, on all ranks."""
+        own = self.used + needed <= self.budget
+        return all(sharding.gathered(own)) if self._blank.exchange.spread else own
 
     def room_for_model(self, name: str) -> bool:
         """Let go of idle models, then put conversations away, until a model's weights fit."""
         needed = self._residents[name].weights
         for idle in self._residents.idle(name):
-            if self.used + needed <= self.budget:
+            if self._fits(needed):
                 break
             log.info("unloading %s to make room for %s", idle, name)
             self._residents.unload(idle)
@@ -272,7 +281,7 @@ class Keeper:
         if self._writing is not None and not self._writing.written.done():
             return
         self._settle()
-        late = time.time() - IDLE_S
+        late = moment.now() - IDLE_S
         for talk in self.talks:
             idle = not talk.busy and talk.conversation is not None and talk.used < late
             new = talk.used not in (talk.saved_at, talk.unsaved_at)

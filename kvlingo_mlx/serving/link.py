@@ -33,6 +33,7 @@ WORKER = "kvlingo_mlx.serving.worker:main"
 LAST = (Ended, Counted, Failed)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a crashed worker is started again
 ENDING_S = 5.0  # that a process whose pipe is closed has to end
+RANK = "MLX_RANK"  # which mlx.launch sets
 CRASHES = 6  # in a row, without an answer between them: then the server gives up
 # What reading a dead or dying process's pipe can raise.
 BROKEN = (EOFError, OSError, pickle.UnpicklingError, AttributeError, ImportError, ValueError)
@@ -259,9 +260,9 @@ class Link:
         self._crashes += 1
         if self._fatal is not None:
             self.given_up.set_result(self._fatal)
-        elif self._crashes >= CRASHES:
+        elif self._crashes >= (1 if RANK in os.environ else CRASHES):  # ranks end with the first
             self.given_up.set_result(
-                f"the worker that runs the models crashed {self._crashes} times in a row without "
+                f"the worker that runs the models crashed {self._crashes} time(s) in a row without "
                 f"an answer, last by {how}; see the lines above, or start with a smaller model"
             )
         else:

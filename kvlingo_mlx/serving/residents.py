@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.conversation.folder import describe
-from kvlingo_mlx.loading.models import load, read_weights
+from kvlingo_mlx.loading.models import read_weights
 from kvlingo_mlx.loading.opening import let_go
+from kvlingo_mlx.loading.placement import open_spread
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.serving.messages import ModelInfo
+from kvlingo_mlx.serving.moment import now
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Resident:
     weights: int
     loaded: bool = False
     running: int = 0
-    used: float = field(default_factory=time.monotonic)
+    used: float = field(default_factory=now)
     read_s: float | None = None
 
     def info(self) -> ModelInfo:
@@ -58,19 +59,26 @@ class Residents:
     """All offered models by name.
 
     Opening a model reads its config, tokenizer and the headers of its files, so that conversations
-    can have lines of models whose weights are not in memory.
+    can have lines of models whose weights are not in memory. Under ``mlx.launch`` the models that
+    are named in ``sharded``, by default the largest, are held by all ranks together.
 
     Raises:
+        ValueError: There are no ranks, or they cannot share a model.
         MissingModelError, UnsupportedModelError: A model cannot be opened.
     """
 
-    def __init__(self, models: Mapping[str, str]) -> None:
+    def __init__(
+        self, models: Mapping[str, str], sharded: Sequence[str] = (), shard: str | None = None
+    ) -> None:
         self.all: dict[str, Resident] = {}
         self.between: Callable[[], None] = lambda: None
         opened: dict[str, LanguageModel] = {}
+        paths = list(dict.fromkeys(models.values()))
+        spread = [models[name] for name in sharded]
+        for path, model in open_spread(paths, spread, shard).items():
+            opened[path] = replace(model, described={})
         for name, path in models.items():
-            model = opened.get(path) or replace(load(path, lazy=True), described={})
-            opened[path] = model
+            model = opened[path]
             self.all[name] = Resident(name, path, model, memory.weights_bytes(model))
 
     def __getitem__(self, name: str) -> Resident:
@@ -98,7 +106,7 @@ class Residents:
             read_weights(resident.model, self.between)
             describe(resident.model)  # what is saved later need not read it again
             self._mark(resident, loaded=True)
-        resident.used = time.monotonic()
+        resident.used = now()
 
     def unload(self, name: str) -> int:
         """Let go of a model's weights; return the bytes freed, 0 if an answer needs them."""

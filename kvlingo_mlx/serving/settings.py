@@ -83,6 +83,9 @@ class Settings:
         api_key: What clients must send as ``Authorization: Bearer`` or ``x-api-key``.
         allow_anyone: Whether another host is listened at without a key.
         cors: Origins whose web pages may ask, such as ``http://localhost:3000``; ``*`` for all.
+        shard: Under ``mlx.launch``, what each rank holds of a model that all hold together: some
+            heads of every layer (``tensor``), or some layers; None: what mlx-lm can do.
+        sharded: The names of these models; none: the largest.
         memory_limit: What weights, lines and translators may take together; None: what the
             machine has.
         max_tokens: The longest answer where a request gives no ``max_tokens``.
@@ -122,6 +125,8 @@ class Settings:
     api_key: Key | None = field(default=None, repr=False)
     allow_anyone: Switch = False
     cors: tuple[Text, ...] = ()
+    shard: Literal["tensor", "pipeline"] | None = None
+    sharded: tuple[Text, ...] = ()
     memory_limit: Size | None = None
     max_tokens: Whole = 4096
     verbatim: Switch = False
@@ -158,6 +163,9 @@ class Settings:
             )
         if AUTO in self.models:
             raise ValueError(f"a model is named {AUTO!r}, the name of routing; give another name")
+        for name in self.sharded:
+            if name not in self.models:
+                raise ValueError(f"sharded names {name!r}; expected {', '.join(self.models)}")
         for pair in self.pairs:
             source, _, target = pair.partition(":")
             if source == target or not {source, target} <= set(self.models):

@@ -13,7 +13,6 @@ import hashlib
 import itertools
 import json
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvlingo_mlx.conversation.spans import common_prefix
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.serving.messages import Ask, Message
+from kvlingo_mlx.serving.moment import now
 
 PART = 1000  # characters of a message's parts
 # A request that leaves out no more than so many last messages, and parts of them, goes on with the
@@ -151,7 +151,7 @@ class Talk:
     expected: int = 0
     ending: bool = False
     pinned: bool = False
-    used: float = field(default_factory=time.time)
+    used: float = field(default_factory=now)
     saved_at: float | None = None
     unsaved_at: float | None = None
     told: dict[str, int] = field(default_factory=dict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import signal
 import time
 import warnings
@@ -15,6 +16,8 @@ import kvlingo_mlx.backend  # noqa: F401  (before mlx_lm, always)
 from mlx_lm.generate import maybe_set_recommended_wired_limit
 
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.serving import moment
 from kvlingo_mlx.serving.engine import Engine
 from kvlingo_mlx.serving.messages import Ask, Count, Counted, Event, Failed
 from kvlingo_mlx.serving.settings import Settings
@@ -42,13 +45,28 @@ def main(connection: Connection, settings: Settings) -> None:
     engine.close()
 
 
+def follow(settings: Settings) -> None:
+    """Serve on a rank that is not the first, which tells it all that clients ask.
+
+    Raises:
+        KVLingoError, ValueError: A model cannot be opened, or the first rank has ended.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first rank decides when all stop
+    warnings.showwarning = lambda *_, **__: None  # which it tells, too
+    engine = Engine(settings)
+    _Worker(None, engine).run()
+    engine.close()
+
+
 def _log_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     """A warning as one line of the log, without the place in our code."""
     log.warning("%s", message)
 
 
 class _Worker:
-    def __init__(self, connection: Connection, engine: Engine) -> None:
+    """Takes messages and works; ``connection`` is None on a rank that follows the first one."""
+
+    def __init__(self, connection: Connection | None, engine: Engine) -> None:
         self._pipe, self._engine = connection, engine
         self._told = 0.0
         engine.residents.between = self._tell_now_and_then  # else a long load looks like a hang
@@ -59,8 +77,8 @@ class _Worker:
         self._tell_status()
         healing = False
         while True:
-            while self._pipe.poll(0 if self._engine.busy or healing else IDLE_S):
-                if not self._take(*self._pipe.recv()):
+            for message in self._messages(0 if self._engine.busy or healing else IDLE_S):
+                if not self._take(*message):
                     return
             if self._engine.busy:
                 self._engine.work()
@@ -72,6 +90,22 @@ class _Worker:
             else:
                 self._tell_status()
 
+    def _messages(self, wait: float) -> list[tuple[Any, ...]]:
+        """What the front has sent, waiting at most so long for the first message."""
+        found = list[tuple[Any, ...]]()
+        while self._pipe is not None and self._pipe.poll(0 if found else wait):
+            found.append(self._pipe.recv())
+        if not self._engine.together:
+            return found
+        told: tuple[float, list[tuple[Any, ...]]]
+        told = pickle.loads(sharding.gathered_bytes(pickle.dumps((time.time(), found)))[0])
+        moment.tell(told[0])
+        return told[1]
+
+    def _send(self, message: tuple[Any, ...]) -> None:
+        if self._pipe is not None:
+            self._pipe.send(message)
+
     def _take(self, what: str, *rest: Any) -> bool:
         """Do what the front says; False to stop."""
         if what == "stop":
@@ -79,7 +113,7 @@ class _Worker:
         number = rest[0]
 
         def tell(event: Event) -> None:
-            self._pipe.send(("event", number, event))
+            self._send(("event", number, event))
 
         if what == "ask":
             asked: Ask | Count = rest[1]
@@ -104,4 +138,4 @@ class _Worker:
 
     def _tell_status(self) -> None:
         self._told = time.monotonic()
-        self._pipe.send(("status", self._engine.status()))
+        self._send(("status", self._engine.status()))

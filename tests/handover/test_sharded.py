@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.caches.memory import weights_bytes
 from kvlingo_mlx.cli import run
 from kvlingo_mlx.embedded import zoo
 from kvlingo_mlx.loading import sharding
+from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.parts import Part
-from tests.support import tiny
+from tests.support import TESTS, tiny
 from tests.support.ranks import DRAWN, SIDES, TOKENS, answer, held, launched
 
 SOURCE = ("qwen3", dict(seed=21, layers=4, kv_heads=4, head_dim=16))
@@ -33,11 +36,19 @@ WAYS = [
     ("deepseek_v3", "tensor"), ("deepseek_v3", "pipeline"),
 ]  # fmt: skip
 KINDS = ("mixing", "head-wise", "mlp")
+PLACED = [  # where the source is: on the first rank, or spread as a target is
+    ("qwen3", "tensor", "mixing", "first"), ("qwen3", "tensor", "mixing", "tensor"),
+    ("qwen3", "tensor", "head-wise", "tensor"), ("qwen3_moe", "pipeline", "head-wise", "pipeline"),
+    ("qwen3_moe", "tensor", "mixing", "pipeline"), ("qwen3_moe", "pipeline", "mixing", "first"),
+    ("llama", "tensor", "mixing", "tensor"), ("deepseek_v3", "tensor", "mixing", "tensor"),
+    ("deepseek_v3", "pipeline", "mixing", "pipeline"), ("qwen3", None, "mixing", "tensor"),
+]  # fmt: skip
 # Each process starts for seconds and every step waits for all of them: all cases by hand.
 FEW = {
     2: ("qwen3-tensor-mixing", "qwen3-tensor-head-wise", "llama-tensor-mlp2",
         "qwen3_moe-tensor-mixing", "qwen3_moe-pipeline-head-wise", "deepseek_v3-tensor-mixing",
-        "deepseek_v3-pipeline-mixing"),
+        "deepseek_v3-pipeline-mixing", "qwen3-tensor-mixing-first", "qwen3-tensor-mixing-tensor",
+        "qwen3-tensor-head-wise-tensor", "qwen3_moe-tensor-mixing-pipeline"),
     4: ("qwen3-tensor-head-wise", "qwen3_moe-pipeline-mixing"),
 }  # fmt: skip
 ALL = "KVLINGO_EXAMPLES" in os.environ
@@ -69,6 +80,18 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         found.append({
             "name": folder.name, "source": str(source), "target": str(target), "kind": way,
             "translator": str(folder), "tokens": tiny.random_tokens(33), "native_layers": native,
+        })  # fmt: skip
+    piped = tiny.write_tiny_model(root / "piped", "qwen3_moe", **{**SOURCE[1], "seed": 27})
+    for name, way, kind, placed in PLACED:
+        source = latent if name == "deepseek_v3" else piped if placed == "pipeline" else small
+        folder = root / f"{name}-{way}-{kind}-{placed}"
+        tiny.write_random_translator(
+            folder, source, root / name, nu=2, head_mixing=kind != "head-wise"
+        )
+        found.append({
+            "name": folder.name, "source": str(source), "target": str(root / name), "kind": way,
+            "translator": str(folder), "tokens": tiny.random_tokens(33), "native_layers": 0,
+            "placed": placed,
         })  # fmt: skip
     return found
 
@@ -102,7 +125,8 @@ def test_ranks_hold_together_what_one_process_holds(
                 mine = range(begun, begun + shares[rank])
             else:
                 mine = range(layers)
-            assert len(own) == 2 * len(mine) + 2
+            assert len(own) == 2 * len(mine) + 4
+            check_counts(case, count, own, source, target)
             for place, layer in enumerate(mine):
                 for side in SIDES:
                     expected, got = whole[f"{layer}.{side}"], own[f"{place}.{side}"]
@@ -113,6 +137,32 @@ def test_ranks_hold_together_what_one_process_holds(
                     assert got.shape == expected.shape and close, (case["name"], rank, layer, side)
         drawn = ranks[0]["drawn"].tolist()
         assert len(tokens) == TOKENS and len(drawn) == DRAWN != tokens[:DRAWN]
+
+
+def check_counts(
+    case: dict[str, Any], count: int, own: dict[str, Any], source: Any, target: Any
+) -> None:
+    """Bytes that a rank has sent for a hand-over, and of what it has loaded, by hand."""
+    maps, weights = own["loaded"].tolist()
+    whole = resolve_translator(case["translator"], source, target).nbytes
+    shared = not any(word in case["name"] for word in ("deepseek", "mlp"))
+    if case["kind"] == "tensor" and shared:  # an MLP's first layer belongs to no head
+        assert maps == whole // count
+    assert maps <= whole and (weights < weights_bytes(target) or case["kind"] is None)
+    facts = 3000  # bytes in which versions, models and the prompt are compared
+    width = sum(layer.key_width + layer.value_width for layer in source.geometry.layers)
+    states = 4 * width * (len(case["tokens"]) - 1)
+    inner = 4 * source.model.args.hidden_size * (len(case["tokens"]) - 1)  # one hidden state
+    sums = 2 * (len(source.geometry.layers) - 1)  # of the last layer nothing but the cache is used
+    share = (count - 1) / count
+    expected = {None: 0, "first": 2 * share * states}.get(case.get("placed"))
+    if case.get("placed") == "tensor" and "deepseek" not in case["name"]:
+        mixing = "head-wise" not in case["name"]
+        expected = share * states * mixing + 2 * share * sums * inner
+    if case["native_layers"]:
+        return  # the target's own layers send, too
+    if expected is not None:
+        assert expected <= own["sent"] <= expected + facts, (case["name"], own["sent"], expected)
 
 
 @pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")
@@ -143,6 +193,14 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     done = launched(2, verb, *words, "--json", str(record))
     assert done.stdout.strip().splitlines() == ["The home of Paul is Oslo."], done.stderr[-1000:]
     assert len(record.read_text().splitlines()) == 1
+    words = ["chat", *words[1:5], "--no-thinking", "--temp", "0", "--save", str(tmp_path / "kept")]
+    typed = "The home of Paul is Oslo. What is the home of Paul?\n/use target\n/what\nWhere?\n"
+    done = launched(2, verb, *words, typed=f"{typed}/exit\n")
+    told = done.stdout + done.stderr
+    assert done.stdout.count("The home of Paul is Oslo.") == 2, told[-2000:]
+    assert told.count("error:") == told.count("rank 0: error: there is no /what; there are") == 1
+    assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+    words = ["generate", *words[1:5], "--prompt", "Hello"]
     done = launched(3, verb, *words)
     for rank in range(3):
         told = (
@@ -173,7 +231,7 @@ class Ranks:
     [
         (3, "tensor", "has 4 heads, which 3 ranks cannot share evenly: start 2"),
         (2, "pipeline", r"mlx-lm cannot shard tiny-qwen3-l \(qwen3\) by pipeline; give tensor"),
-        (2, "both", "shard is 'both'; give tensor or pipeline"),
+        (2, "both", "shard is 'both'; give tensor, pipeline, first or auto"),
     ],
 )
 def test_what_cannot_be_shared_is_refused(
@@ -190,16 +248,27 @@ def test_what_a_part_cannot_do_is_refused() -> None:
     for kind in ("tensor", "pipeline"):
         part = dataclasses.replace(large, part=Part(kind, 0, 2, range(1), (range(1),)))
         for options, what in (
-            ({"heal": "interleaved"}, "heal"),
             ({"strategy": "auto"}, "strategy auto"),
             ({"draft_model": small, "max_tokens": 4}, "draft_model"),
-            ({"guard": 8, "on_doubt": "heal"}, "on_doubt is 'heal'"),
         ):
             with pytest.raises(kv.UnsupportedModelError, match=f"cannot be used with {what}"):
                 kv.generate(small, part, "Hello, you! " * 9, **options)
+    first = dataclasses.replace(small, part=Part("first", 0, 2, range(1), (range(1),)))
+    with pytest.raises(kv.UnsupportedModelError, match="by first, which cannot be used with guard"):
+        kv.generate(first, large, "Hello, you! " * 9, guard=8)
+    with pytest.raises(kv.UnsupportedModelError, match="every rank has to decode with it: load it"):
+        kv.generate(large, first, "Hello, you! " * 9)
+    with pytest.raises(kv.UnsupportedModelError, match="every rank has to decode with it: load it"):
+        kv.Conversation({"a": first, "b": large})
+    with pytest.raises(kv.UnsupportedModelError, match="cannot be used with models of another"):
+        kv.Conversation({"a": part, "b": kv.load(TESTS / "zoo" / "models" / "tiny-mistral")})
+    with pytest.raises(kv.UnsupportedModelError, match="cannot be used with prompt_cache"):
+        cache = make_prompt_cache(small.model)
+        spread = dataclasses.replace(small, part=Part("tensor", 0, 2, range(1), (range(1),)))
+        kv.hand_over(spread, large, "Hello, you! " * 9, prompt_cache=cache)
 
 
-@pytest.mark.parametrize("verb", ["chat", "serve", "fit", "train", "bench", "tune"])
+@pytest.mark.parametrize("verb", ["fit", "train", "bench", "tune"])
 def test_other_verbs_run_in_one_process(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -218,11 +287,5 @@ def test_alone_there_is_nothing_to_share() -> None:
 def test_others_take_whole_models() -> None:
     small = kv.load(zoo("tiny-qwen3-s"))
     part = dataclasses.replace(small, part=Part("tensor", 0, 2, range(1), (range(1),)))
-    for call in (
-        lambda: kv.fit(part, small, []),
-        lambda: kv.Conversation({"a": small, "b": part}),
-    ):
-        with pytest.raises(ValueError, match="whole models, and tiny-qwen3-s is spread over 2"):
-            call()
-    with pytest.raises(kv.UnsupportedModelError, match="and a source must be whole on each"):
-        kv.generate(part, small, [1, 2, 3], max_tokens=1)
+    with pytest.raises(ValueError, match="whole models, and tiny-qwen3-s is spread over 2"):
+        kv.fit(part, small, [])

@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.caches.memory import weights_bytes
+from kvlingo_mlx.loading.translators import resolve_translator
 from kvlingo_mlx.models.language_model import LanguageModel
 from tests.support import TESTS
 
@@ -29,13 +32,19 @@ RANK = int(os.environ.get("MLX_RANK", 0))
 SIDES = ("keys", "values")
 
 
-def launched(count: int, *words: str, seconds: int = 300) -> subprocess.CompletedProcess[str]:
-    """A program on so many ranks of this machine, by MLX's own launcher."""
+def launching(count: int, *words: str) -> list[str]:
+    """The command that starts a program on so many ranks of this machine, by MLX's launcher."""
     launch = Path(sys.executable).parent / "mlx.launch"
     port = random.randrange(20000, 60000 - count)  # tests beside this one have ranks of their own
+    return [str(launch), "-n", str(count), "--starting-port", str(port), *words]
+
+
+def launched(
+    count: int, *words: str, seconds: int = 300, typed: str | None = None
+) -> subprocess.CompletedProcess[str]:
+    """What a program on so many ranks has printed at its end; ``typed`` is its standard input."""
     return subprocess.run(
-        [launch, "-n", str(count), "--starting-port", str(port), *words],
-        capture_output=True, text=True, timeout=seconds,
+        launching(count, *words), capture_output=True, text=True, timeout=seconds, input=typed,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}, cwd=TESTS.parent,
     )  # fmt: skip
 
@@ -66,15 +75,16 @@ def held(cache: list[Any]) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def sent() -> int:
-    """The bytes that this process has sent over its connections and that have arrived."""
-    found, acked = 0, slice(120, 128)  # tcpi_bytes_acked in Linux's struct tcp_info
+    """The bytes that this process has sent over its connections."""
+    time.sleep(0.2)  # what was given to the system may still be on its way
+    found, place = 0, slice(200, 208)  # tcpi_bytes_sent in Linux's struct tcp_info
     for link in Path("/proc/self/fd").iterdir():
         if not (link.exists() or link.is_symlink()) or "socket:" not in os.readlink(link):
             continue
         with socket.socket(fileno=os.dup(int(link.name))) as each:
             if each.family == socket.AF_INET and each.type == socket.SOCK_STREAM:
                 info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                found += int.from_bytes(info[acked], sys.byteorder)
+                found += int.from_bytes(info[place], sys.byteorder)
     return found
 
 
@@ -129,12 +139,14 @@ def main() -> None:
         source = kv.load(case["source"], shard=case.get("placed"))
         before = sent()
         then = [dies_after(len(case["tokens"]) + 3)] if job.get("dies") == RANK else []
+        maps = resolve_translator(case["translator"], source, target)
         cache = kv.hand_over(
             source, target, case["tokens"], translator=case["translator"],
             prefill_step_size=7, native_layers=case.get("native_layers", 0),
         )  # fmt: skip
         arrays = dict(held(cache))
         arrays["sent"] = np.array(sent() - before)
+        arrays["loaded"] = np.array([maps.nbytes, weights_bytes(target)])
         arrays["answer"] = np.array(answer(source, target, case, then=then))
         drawn = answer(source, target, case, temperature=1.0, max_tokens=DRAWN)
         arrays["drawn"] = np.array(drawn)

@@ -106,7 +106,7 @@ def command(options: GenerateOptions) -> None:
     check_strategy(options.strategy)
     native_number(options.native_layers)  # refused before any model is loaded
     sampler = options.sampler()
-    if sharding.group() is not None or options.shard is not None:
+    if sharding.group() is not None or options.shard or options.placement:
         source, target = _spread(options, asked)
     else:
         native = options.strategy == "native"

@@ -159,6 +159,10 @@ def place(
     Raises:
         ValueError, UnsupportedModelError: The ranks cannot share it, and ``sharded`` was asked for.
     """
+    if placement not in (None, *PLACEMENTS):
+        raise ValueError(
+            f"placement is {placement!r}; give {', '.join(PLACEMENTS)}, or leave it out"
+        )
     ranks = sharding.group()
     assert ranks is not None
     if placement is None:

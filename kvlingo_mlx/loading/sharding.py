@@ -71,8 +71,8 @@ def part_of(model: LanguageModel, whole: LanguageModel, kind: str | None) -> Lan
         raise ValueError(f"shard is {kind!r}; give {', '.join(KINDS)} or auto, or leave it out")
     if ranks is None:
         raise ValueError(
-            f"shard is {kind or 'auto'!r}, and this program runs alone; start it on several ranks: "
-            "mlx.launch -n 2 kvlingo-mlx generate ..."
+            "only ranks can share a model (shard, sharded, placement), and this program runs "
+            "alone; start it on several ranks: mlx.launch -n 2 kvlingo-mlx generate ..."
         )
     rank, size = ranks.rank(), ranks.size()
     if kind == FIRST:

@@ -260,9 +260,14 @@ class Link:
         self._crashes += 1
         if self._fatal is not None:
             self.given_up.set_result(self._fatal)
-        elif self._crashes >= (1 if RANK in os.environ else CRASHES):  # ranks end with the first
+        elif RANK in os.environ:  # the others cannot go on with a new one
             self.given_up.set_result(
-                f"the worker that runs the models crashed {self._crashes} time(s) in a row without "
+                f"the worker that runs the models crashed ({how}), and so its ranks end; see the "
+                "lines above"
+            )
+        elif self._crashes >= CRASHES:
+            self.given_up.set_result(
+                f"the worker that runs the models crashed {self._crashes} times in a row without "
                 f"an answer, last by {how}; see the lines above, or start with a smaller model"
             )
         else:

@@ -37,14 +37,15 @@ from tests.support.command_line import fails
 
 # Options that have an effect whatever the others say.
 ALWAYS = {
-    "generate": "source target prompt messages_file max_tokens temp shard "
+    "generate": "source target prompt messages_file max_tokens temp shard placement "
                 "prefill_step_size kv_bits memory_budget verbose json_file",
-    "chat": "model on_full resume save max_tokens temp prefill_step_size keep_history json_file",
+    "chat": "model on_full resume save max_tokens temp prefill_step_size keep_history shard "
+            "sharded json_file",
     "serve": "model translator config host port api_key cors route memory_limit max_tokens "
              "max_kl verbatim heal guard on_doubt prefill_step_size max_concurrent queue_limit "
              "body_limit header_timeout body_timeout write_timeout keep_alive worker_timeout "
              "stop_timeout conversations keep_conversations allow_anyone volatile log_level "
-             "json_file",
+             "shard sharded json_file",
     "demo": "every_pair json_file",
     "pair": "pair source target data minutes out max_kl min_recall nu seed plot force json_file",
     "fit": "source target data out norm capture assignment head_mixing ridge memory_gb "

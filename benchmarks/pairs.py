@@ -6,7 +6,8 @@ Each translator is made by the verb, in a process of its own, from dialogues in 
 zoo's models know no other language). Then it is judged on dialogues that nothing has seen, with
 its native layers, beside the target's own cache, the shipped translator, the prefix hidden and
 its layers shuffled. One JSON line each; those that FILE has already are left out, so the same
-command goes on where it was stopped.
+command goes on where it was stopped. With ``--max-kl`` native layers are chosen for a copy of each
+translator by ``kvlingo-mlx tune``; what an earlier run has made in the room is used again.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -36,8 +38,10 @@ TALKS = 4000  # dialogues in the file
 def made(pair: str, minutes: float, seed: int, args: argparse.Namespace) -> tuple[Path, dict]:
     """The translator that the verb makes, and what it tells."""
     names = pair.split(":")
-    place = args.room / f"{'--'.join(names)}-{minutes:g}-{seed}{'-tuned' if args.max_kl else ''}"
+    place = args.room / f"{'--'.join(names)}-{minutes:g}-{seed}"
     place.mkdir(parents=True, exist_ok=True)
+    if (place / "facts.json").exists():
+        return place / "translator", json.loads((place / "facts.json").read_text())
     talks = (dialogues.for_distilling(n, seed=seed) for n in range(TALKS))
     data, told = place / "dialogues.jsonl", place / "told.jsonl"
     lines = (json.dumps({"messages": talk.conversation()}) for talk in talks)
@@ -46,7 +50,6 @@ def made(pair: str, minutes: float, seed: int, args: argparse.Namespace) -> tupl
         *("pair", *(str(tables.model_folder(name, args.zoo)) for name in names)),
         *("--data", str(data), "--minutes", str(minutes), "--seed", str(seed)),
         *("--out", str(place / "translator"), "--json", str(told)),
-        *(("--max-kl", str(args.max_kl)) if args.max_kl else ()),
     ]
     began = time.perf_counter()
     # A first use of its own: nothing in the store, no timings.
@@ -57,7 +60,26 @@ def made(pair: str, minutes: float, seed: int, args: argparse.Namespace) -> tupl
     )  # fmt: skip
     facts = json.loads(told.read_text().splitlines()[-1])["results"]
     facts["seconds"] = round(time.perf_counter() - began, 1)
+    (place / "facts.json").write_text(json.dumps(facts))
     return place / "translator", facts
+
+
+def tuned(pair: str, folder: Path, args: argparse.Namespace) -> Path:
+    """A copy of a translator with the native layers that the KL asked for takes."""
+    copy = folder.with_name(f"tuned-{args.max_kl:g}")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    names = [str(tables.model_folder(name, args.zoo)) for name in pair.split(":")]
+    words = [
+        *("tune", "--source", names[0], "--target", names[1], "--translator", str(copy)),
+        *("--max-kl", str(args.max_kl), "--trials", "1", "--no-droidspeak"),
+        *("--out", str(copy.with_suffix(".items.jsonl"))),
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "kvlingo_mlx.cli", *words],
+        check=True, stdout=copy.with_suffix(".txt").open("w"), stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    return copy
 
 
 def judge(pair: str, folder: Path, args: argparse.Namespace) -> dict[str, dict]:
@@ -90,7 +112,7 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=list(PAIRS))
     parser.add_argument("--minutes", type=float, nargs="+", default=[5, 15, 45])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--max-kl", type=float, help="tune native layers to this KL")
+    parser.add_argument("--max-kl", type=float, help="then tune native layers to this KL")
     parser.add_argument("--zoo", type=Path, default=Path("tests/zoo"))
     parser.add_argument("--dialogues", type=int, default=64)
     parser.add_argument("--room", type=Path, default=Path("build/pairs"))
@@ -109,9 +131,11 @@ def main() -> None:
             if config in done:
                 continue
             folder, facts = made(pair, minutes, seed, args)
+            folder = folder if args.max_kl is None else tuned(pair, folder, args)
             scores = judge(pair, folder, args)
             told = {name: facts[name] for name in ("starts", "seconds")}
             told |= {"curve": curve_of(facts), "scores": scores}
+            told["native_layers"] = load_translator(folder).config.native_layers
             told["form"] = {
                 name: facts["provenance"].get(name)
                 for name in ("longest_prefix", "steps", "learning_rate", "tokens")

@@ -185,6 +185,8 @@ def draw(figure: Any, picture: str, source: str, target: str) -> None:
     """Write a figure of two models to the file of ``--plot``, and say so."""
     from kvlingo_mlx.reporting import pictures
 
+    if rank():
+        return
     pictures.save(figure, picture, pictures.pair(source, target))
     say(f"drew {picture}")
 

@@ -182,7 +182,8 @@ def prepare(
     plan = _planned(plan, prompt, asked, check)
     if plan.target.part is not None:
         digest = None if plan.translator is None else plan.translator.digest
-        sharding.agree(sharding.facts_of((plan.source, plan.target), digest, plan.tokens))
+        own = {"translator": digest or "none", "prompt": sharding.digest_of(list(plan.tokens))}
+        sharding.agree(sharding.facts_of((plan.source, plan.target), own))
     return plan
 
 

@@ -23,13 +23,13 @@ import numpy as np
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import KVLingoError, UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT
+from kvlingo_mlx.group import RANK
 from kvlingo_mlx.models.hidden import text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import PIPELINE, TENSOR, Part
 from kvlingo_mlx.version import __version__
 
 KINDS = (TENSOR, PIPELINE)
-RANK = "MLX_RANK"  # which mlx.launch sets
 Sampler = Callable[[mx.array], mx.array]
 
 
@@ -175,22 +175,39 @@ def _hashed(fact: str) -> np.ndarray:
     return np.frombuffer(hashlib.sha256(fact.encode()).digest(), np.uint8)
 
 
-def facts_of(
-    models: Sequence[LanguageModel], digest: str | None, tokens: Sequence[int]
-) -> dict[str, str]:
-    """What all ranks must have in common before a hand-over."""
-    versions = [f"kvlingo-mlx {__version__}"]
-    versions += [f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm")]
-    told = {"version": ", ".join(versions)}
+def facts_of(models: Sequence[LanguageModel], more: Mapping[str, str]) -> dict[str, str]:
+    """What all ranks must have in common: versions, a source and a target, and ``more``."""
+    told = {"version": versions()}
     for role, model in zip(("source", "target"), models, strict=True):
         whole = model.full
         shape = f"{whole.norms_fingerprint} {memory.weights_bytes(whole)}"
         text = json.dumps(whole.config, sort_keys=True, default=str)
         told[f"{role} model"] = hashlib.sha256(f"{shape} {text}".encode()).hexdigest()
         told[f"{role}'s way to be shared"] = "whole" if model.part is None else model.part.kind
-    told["translator"] = digest or "none"
-    told["prompt"] = hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
-    return told
+    return {**told, **more}
+
+
+def versions() -> str:
+    """What computes here."""
+    others = (f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm"))
+    return ", ".join([f"kvlingo-mlx {__version__}", *others])
+
+
+def facts_of_work(models: Sequence[LanguageModel], **more: str) -> dict[str, str]:
+    """:func:`facts_of` models of which every weight counts, as in a fit."""
+    roles = zip(("source", "target"), models, strict=True)
+    weights = {f"{role}'s weights": model.weights_fingerprint for role, model in roles}
+    return facts_of(models, weights | more)
+
+
+def digest_of(value: object) -> str:
+    """The sha256 of a value, as JSON."""
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
+
+
+def digests_of(values: Mapping[str, object]) -> dict[str, str]:
+    """The :func:`digest_of` each value, by name."""
+    return {name: digest_of(value) for name, value in values.items()}
 
 
 def firsts_numbers(numbers: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -199,7 +199,7 @@ def test_what_a_part_cannot_do_is_refused() -> None:
                 kv.generate(small, part, "Hello, you! " * 9, **options)
 
 
-@pytest.mark.parametrize("verb", ["chat", "serve", "fit", "train", "bench", "tune"])
+@pytest.mark.parametrize("verb", ["chat", "serve", "pair", "bench", "analyze", "reproduce"])
 def test_other_verbs_run_in_one_process(
     verb: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

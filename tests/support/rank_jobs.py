@@ -26,6 +26,7 @@ from kvlingo_mlx.format import translator_folder
 from kvlingo_mlx.loading import ranks
 from kvlingo_mlx.stage1.passes import ClosedForm
 from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training import pipeline
 from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
 from kvlingo_mlx.training.pipeline import Training
 from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
@@ -80,7 +81,17 @@ def fit(case: Case) -> Found:
     Kept.sums = {}
     data = case.get("records") or [*samples(case["samples"], 60, 3), Sample((), (7,))]
     told: list[int] = []
-    with mock.patch.object(fitting, "ClosedForm", Kept), warnings.catch_warnings():
+    sent, total = [0], ranks.Ranks.total
+
+    def counted(self: ranks.Ranks, numbers: np.ndarray) -> np.ndarray:
+        sent[0] += numbers.nbytes if numbers.dtype == np.float64 and numbers.size > 99 else 0
+        return total(self, numbers)
+
+    with (
+        mock.patch.object(ranks.Ranks, "total", counted),
+        mock.patch.object(fitting, "ClosedForm", Kept),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore", kv.KVLingoWarning)
         made = kv.fit(
             case["source"], case["target"], data, **case["options"],
@@ -92,7 +103,7 @@ def fit(case: Case) -> Found:
     maps = made.to_weights()
     weights = {f"weights/{name}": maps.as_float32(name) for name in maps.arrays}
     facts = {"counts": np.array(counts), "reads": reads, "ridge": np.array(facts["ridge"])}
-    return {**weights, **Kept.sums, **facts, "told": np.array(told[-1])}
+    return {**weights, **Kept.sums, **facts, "told": np.array([told[-1], *sent])}
 
 
 # ---- scores ----------------------------------------------------------------------------------
@@ -158,7 +169,8 @@ def training(case: Case) -> Found:
         keep_every=every,
     )  # fmt: skip
     steps = drifting if case.get("parts") else MLXTranslator.update
-    with mock.patch.object(MLXTranslator, "update", steps):
+    look = mock.patch.object(pipeline, "LOOK", case.get("look", pipeline.LOOK))
+    with look, mock.patch.object(MLXTranslator, "update", steps):
         try:
             made.run()
         except KeyboardInterrupt:

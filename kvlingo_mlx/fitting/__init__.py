@@ -114,14 +114,9 @@ def fit(
     capture = capture_point(source, target, capture)
     explicit = assignment if isinstance(assignment, Assignment) else None
     config = _config(source, target, explicit, nu, head_mixing, capture)
-    group, asked = ranks.here(), (config.to_json(), norm, method, nu, memory, ridge)
-    group.agree(
-        lambda: sharding.facts_of_work(
-            (source, target),
-            data=sharding.digest_of(records),
-            options=sharding.digest_of(asked),
-        )
-    )
+    group = ranks.here()
+    asked = {"data": records, "options": (config.to_json(), norm, method, nu, memory, ridge)}
+    group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
     work = ClosedForm(
         config,
         Rows(source, target),

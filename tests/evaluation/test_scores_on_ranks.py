@@ -97,12 +97,12 @@ def test_verbs(
     data = ["--data", str(tmp_path / "talks.jsonl")]
     words = {
         "eval": ["eval", *ends, *data, "--tasks", "recall,continuation,needles", "--needles",
-                 "niah_single_1", "--lengths", "256", "--limit", "3"],
+                 "single", "--lengths", "256", "--limit", "3"],
         "turns": ["eval", *ends, "--turns", "coqa:3", "--task-data", f"coqa={coqa(tmp_path)}",
                   "--max-tokens", "12"],
         "verify": ["verify", str(TRANSLATORS / "--".join(ENDS)), *ends],
         "tune": ["tune", *ends, "--limit", "3", "--native-layers", "0,2", "--trials", "1"],
-        "lm-eval": ["eval", *ends, "--tasks", "tiny_choice,tiny_words,tiny_answers,tiny_texts",
+        "lm-eval": ["eval", *ends, "--tasks", "tiny_choice,tiny_words,tiny_answers",
                     "--include-path", str(task_folder), "--batch-size", "1"],
     }[verb]  # fmt: skip
     out = lambda name: ["--out", str(tmp_path / name)] if verb != "verify" else []  # noqa: E731

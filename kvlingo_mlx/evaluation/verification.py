@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.embedded.bundled import bundled, spelled
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
 from kvlingo_mlx.format import translator_folder
@@ -154,11 +155,9 @@ def agreement(
         kls = np.array([way.kl.mean() for way in ways])
         return [kls, ways[0].best == ways[1].best, hits, apart]
 
-    found: dict[str, list[Any]] = {}
-    mine = group.share([len(sample.prefix) + len(sample.continuation) for sample, _ in asked])
-    for each in group.gathered({str(number): measured(*asked[number]) for number in mine}):
-        found |= each
-    kls, every, hits, apart = zip(*(found[str(n)] for n in range(len(asked))), strict=True)
+    costs = [len(sample.prefix) + len(sample.continuation) for sample, _ in asked]
+    found = _shared(group, costs, lambda number: measured(*asked[number]))
+    kls, every, hits, apart = zip(*found, strict=True)
     kl, hidden = (float(np.mean([each[i] for each in kls])) for i in (0, 2))
     same = np.concatenate(every)
     numbers = [number for each in apart for number in each]
@@ -167,6 +166,25 @@ def agreement(
         kl, float(same.mean()), native_layers, hidden, recall, None if other else usually
     )
     return Agreement(receipt, len(asked), same.size)
+
+
+def _shared(
+    group: Group, costs: Sequence[int], measured: Callable[[int], list[Any]]
+) -> list[list[Any]]:
+    """What is measured of each item, by all processes; what one cannot measure, none can."""
+    found: dict[str, list[Any]] = {}
+    problem = ""
+    try:
+        own = {str(number): measured(number) for number in group.share(costs)}
+    except (KVLingoError, ValueError) as error:
+        if group.size == 1:
+            raise
+        own, problem = {}, str(error)
+    for theirs, told in group.gathered((own, problem)):
+        if told:
+            raise KVLingoError(told)
+        found |= theirs
+    return [found[str(number)] for number in range(len(costs))]
 
 
 def usual(

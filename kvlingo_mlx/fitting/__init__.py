@@ -107,10 +107,8 @@ def fit(
     norm = norm_named(norm)
     method = assignment if isinstance(assignment, str) else None
     if method not in (None, "relative_depth", *METHODS):
-        raise ValueError(
-            f"assignment is {method!r}; it must be relative_depth, {' or '.join(METHODS)}, or an "
-            "Assignment"
-        )
+        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
+        raise ValueError(f"assignment is {method!r}; it must be {known}")
     capture = capture_point(source, target, capture)
     explicit = assignment if isinstance(assignment, Assignment) else None
     config = _config(source, target, explicit, nu, head_mixing, capture)
@@ -132,6 +130,7 @@ def fit(
     work.run()
     if group.leads and (short := shortage(config, work.tokens, work.lowest)):
         warnings.warn(short, KVLingoWarning, stacklevel=2)
+    fitted = build(work.config, Weights.from_float32(work.weights, "float32"))
     provenance = {
         "stage": 1,
         "norm": norm,
@@ -141,10 +140,8 @@ def fit(
         "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
         **facts_of_models({"source": source, "target": target}),
+        **_receipt(source, target, fitted, group),
     }
-    fitted = build(work.config, Weights.from_float32(work.weights, "float32"))
-    if (left := _receipt(source, target, fitted, group)) is not None:
-        provenance["receipt"] = left
     told = dataclasses.replace(work.config, provenance=provenance)
     return dataclasses.replace(fitted, config=told)
 
@@ -178,13 +175,15 @@ def _config(
 
 def _receipt(
     source: LanguageModel, target: LanguageModel, fitted: Translator, group: Group
-) -> dict[str, Any] | None:
+) -> dict[str, Any]:
     """The translator's receipt on the bundled conversations, if these models can read them."""
     try:
-        return receipt(source, target, fitted, group=group)
+        found = receipt(source, target, fitted, group=group)
+        return {} if found is None else {"receipt": found}
     except (KVLingoError, ValueError) as problem:
-        warnings.warn(f"the fit leaves no receipt: {problem}", KVLingoWarning, stacklevel=3)
-        return None
+        if group.leads:
+            warnings.warn(f"the fit leaves no receipt: {problem}", KVLingoWarning, stacklevel=3)
+        return {}
 
 
 def _again(

@@ -121,9 +121,9 @@ def test_verbs(
             assert all(point[name] == same[name] for name in ("way", "layers", "kl", "recall"))
     else:
         assert one == other
-        lines = [line for line in said.splitlines() if " MB" not in line and ".jsonl" not in line]
-        told = done.stdout.splitlines()
-        assert not {line.strip() for line in lines} - {line.strip() for line in told}
+        # The launcher may break a character of a table's frame in two.
+        lines = [line for line in said.splitlines() if line.isascii() and ".jsonl" not in line]
+        assert lines and all(done.stdout.splitlines().count(line) == 1 for line in lines)
     if verb == "eval":
         alone, ranks = ((tmp_path / n).read_text().splitlines() for n in ("alone", "ranks"))
         assert sorted(alone) == sorted(ranks)

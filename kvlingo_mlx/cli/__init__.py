@@ -57,7 +57,8 @@ class Verbs(TyperGroup):
         return super().get_command(ctx, OLD_VERBS.get(cmd_name, cmd_name))
 
 
-ON_RANKS = ("generate", "chat", "serve")  # verbs that several ranks of mlx.launch can run together
+# Verbs that several ranks of mlx.launch can run together.
+ON_RANKS = ("generate", "chat", "serve", "fit", "train", "verify", "eval", "tune")
 app = typer.Typer(
     name="kvlingo-mlx",
     cls=Verbs,

@@ -41,6 +41,7 @@ ANSWER_TOKENS = 128
 @verb(EvalOptions)
 def command(options: EvalOptions) -> None:
     """Compare translated caches with native ones, controls and alternatives."""
+    parsing.check_ranks(options)
     if options.turns is not None:
         from kvlingo_mlx.cli.eval_turns import hold
 

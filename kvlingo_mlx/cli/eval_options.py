@@ -16,6 +16,7 @@ from kvlingo_mlx.cli.command import (
     argument,
     option,
 )
+from kvlingo_mlx.cli.output import launched
 
 ITEMS = 64
 OWN = ("continuation", "recall", "needles")
@@ -137,6 +138,16 @@ def split_tasks(names: list[str] | None, judge: str | None) -> tuple[list[str], 
         if name in JUDGED and judge is None:
             raise ValueError(f"a model judges the answers of {name}; add --judge MODEL")
     return [name for name in names if name in OWN], public
+
+
+def check_ranks(options: EvalOptions) -> None:
+    """Refuse (ValueError) what the ranks of ``mlx.launch`` do not share."""
+    for name, given in (("--judge", options.judge), ("--device", options.device != "mlx")):
+        if given and launched():
+            raise ValueError(
+                f"{name} runs in one process; leave it out, or start eval without mlx.launch "
+                "(answers that ranks wrote are kept, and not written again)"
+            )
 
 
 def check_device(device: str, own: list[str], baselines: list[str]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvlingo_mlx.cli.command import Force, Options, Source, Target, option, verb
-from kvlingo_mlx.cli.output import keep, progress_bar, say, warn
+from kvlingo_mlx.cli.output import keep, progress_bar, rank, say, warn
 
 if TYPE_CHECKING:
     from kvlingo_mlx.format.assignment import Assignment
@@ -56,9 +56,10 @@ def command(options: FitOptions) -> None:
     from kvlingo_mlx.loading.models import load_pair
     from kvlingo_mlx.tokenization.samples import read_jsonl
 
-    translator_folder.check_destination(options.out)
-    if not options.force:
-        translator_folder.check_free(options.out)
+    if not rank():  # which has the folder, if mlx.launch started several
+        translator_folder.check_destination(options.out)
+        if not options.force:
+            translator_folder.check_free(options.out)
     records = read_jsonl(options.data)
     models = load_pair(options.source, options.target)
     translator = _fit(options, models, records)
@@ -66,6 +67,8 @@ def command(options: FitOptions) -> None:
     listed = options.assignment.endswith(".json")
     if not listed and (narrow := narrow_groups(*ends, options.nu)):
         warn(narrow)
+    if rank():
+        return
     folder = translator.save(options.out, overwrite=options.force)
     made = translator.config.provenance
     skipped = len(records) - made["samples"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 from kvlingo_mlx.errors import printable
 
 RANK = "MLX_RANK"  # which mlx.launch sets
+TELL = 10.0  # seconds between two lines that stand for a progress bar
 
 # rich is imported where it is used, since --help does not need it.
 
@@ -32,8 +34,12 @@ def progress_bar(text: str, total: int | None) -> Iterator[Callable[..., None]]:
     """A progress bar on standard error that vanishes when done; none without a terminal.
 
     Yields a function to call after each step, with the number done if it is known. Its ``text``
-    replaces the text beside the bar.
+    replaces the text beside the bar. Under ``mlx.launch``, which keeps the terminal to itself, the
+    first rank says a line now and then.
     """
+    if launched():
+        yield _telling(text, total)
+        return
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -62,6 +68,21 @@ def progress_bar(text: str, total: int | None) -> Iterator[Callable[..., None]]:
             bar.update(task, advance=one, completed=done, total=total, description=text)
 
         yield step
+
+
+def _telling(text: str, total: int | None) -> Callable[..., None]:
+    """What a progress bar's function does without one: a line at most every ``TELL`` seconds."""
+    count, of, what, told = 0, total, text, time.monotonic()
+
+    def step(done: int | None = None, total: int | None = None, text: str | None = None) -> None:
+        nonlocal count, of, what, told
+        count = count + (text is None) if done is None else done
+        of, what = total or of, text or what
+        if not rank() and time.monotonic() - told >= TELL:
+            told = time.monotonic()
+            typer.echo(f"{what}: {count}" + (f" of {of}" if of else ""), err=True)
+
+    return step
 
 
 def table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -185,6 +206,8 @@ def draw(figure: Any, picture: str, source: str, target: str) -> None:
     """Write a figure of two models to the file of ``--plot``, and say so."""
     from kvlingo_mlx.reporting import pictures
 
+    if rank():
+        return
     pictures.save(figure, picture, pictures.pair(source, target))
     say(f"drew {picture}")
 

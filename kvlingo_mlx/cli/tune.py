@@ -20,7 +20,16 @@ from kvlingo_mlx.cli.command import (
     two_models,
     verb,
 )
-from kvlingo_mlx.cli.output import draw, keep, ms, progress_bar, say, table, tell_of_machine
+from kvlingo_mlx.cli.output import (
+    draw,
+    keep,
+    ms,
+    progress_bar,
+    rank,
+    say,
+    table,
+    tell_of_machine,
+)
 from kvlingo_mlx.cli.sampling import check_ranges
 
 if TYPE_CHECKING:
@@ -75,7 +84,7 @@ def command(options: TuneOptions) -> None:
     place, found = tuning.translator_of(options.translator, *models, options.allow_mismatch)
     bounds = options.some("max_kl min_recall")
     keeps = bounds != {"max_kl": None, "min_recall": None}
-    folder = tuning.own_folder(place) if keeps else None
+    folder = tuning.own_folder(place) if keeps and not rank() else None
     layers = tuning.numbers(options.native_layers, len(models[1].attentions))
     tasks = _tasks(options, models)
     line = tuning.line_up(*models, found, layers, **options.some("droidspeak allow_mismatch"))

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from kvlingo_mlx.backend import mx
@@ -18,6 +19,8 @@ from kvlingo_mlx.evaluation.journal import Journal, Scores, Seeds, averaged
 from kvlingo_mlx.evaluation.lineup import Condition, identity_of
 from kvlingo_mlx.evaluation.needles import prose
 from kvlingo_mlx.evaluation.probes import Task
+from kvlingo_mlx.loading import ranks
+from kvlingo_mlx.loading.sharding import digests_of, versions
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.timing.paths import switch_times
 from kvlingo_mlx.version import __version__
@@ -49,6 +52,8 @@ def evaluate(
 ) -> Results:
     """Score every condition on every item; scores in the journal are not computed again.
 
+    The ranks of ``mlx.launch`` share the items, and all get every score.
+
     Args:
         target: The model that decodes.
         questions: The tasks.
@@ -58,18 +63,44 @@ def evaluate(
 
     Raises:
         ValueError: A condition's cache changes hands where a task has no such place.
+        KVLingoError: The ranks have other versions, models, translators or items than one another.
     """
     check_points(questions, conditions)
-    results: Results = {task.name: {c.name: [] for c in conditions} for task in questions}
+    group, results = ranks.here(), Results()
     for task in questions:
         keys = {c.name: journal.run(_settings(target, task, c)) for c in conditions}
-        for item in task.items:
-            progress(task.name)
-            for name, seeds in _score(target, task, item, conditions, keys, journal).items():
-                several = seeds if len(seeds) > 1 else ()
-                scored = Scored(item.name, item.group, item.cluster, averaged(seeds), several)
-                results[task.name][name].append(scored)
+        found: list[dict[str, Seeds]] = [{} for item in task.items]
+        items = [_named(item) for item in task.items]
+        told = {"version": versions(), "way, model or translator": keys, "data": items}
+        group.agree(partial(digests_of, told))
+        for numbers in group.rounds([len(item.prefix) for item in task.items]):
+            own: dict[str, Seeds] = {}
+            for place, number in enumerate(numbers):
+                progress(task.name)
+                if place == group.rank:
+                    own = _score(target, task, task.items[number], conditions, keys, journal)
+            for number, theirs in zip(numbers, group.gathered(own), strict=False):
+                found[number] = {name: tuple(seeds) for name, seeds in theirs.items()}
+                for name, seeds in found[number].items():
+                    if not journal.find(keys[name], items[number]):  # another rank's
+                        journal.keep(keys[name], items[number], seeds)
+        results[task.name] = {
+            c.name: [
+                _scored(item, each[c.name]) for item, each in zip(task.items, found, strict=True)
+            ]
+            for c in conditions
+        }
     return results
+
+
+def _named(item: probes.Item) -> str:
+    """An item's name in a journal, which tells its content."""
+    return f"{item.name} {probes.fingerprint(item)[:16]}"
+
+
+def _scored(item: probes.Item, seeds: Seeds) -> Scored:
+    several = seeds if len(seeds) > 1 else ()
+    return Scored(item.name, item.group, item.cluster, averaged(seeds), several)
 
 
 def _score(
@@ -81,7 +112,7 @@ def _score(
     journal: Journal,
 ) -> dict[str, Seeds]:
     """One item's scores by condition and seed; the target reads it only if a score is missing."""
-    name = f"{item.name} {probes.fingerprint(item)[:16]}"
+    name = _named(item)
     kept: dict[str, Seeds] = {}
     score: probes.Scorer | None = None
     for condition in conditions:
@@ -289,4 +320,5 @@ def first_tokens(
         prefix = prose(target, statistics.median_low([o.prefix_tokens for o in outcomes]))
         read = prefix
     actions = {c.name: c.at_switch(read) for c in conditions if c.at_switch is not None}
-    return len(prefix), switch_times(target, actions, prefix[-1], trials=trials)
+    times = partial(switch_times, target, actions, prefix[-1], trials=trials)
+    return len(prefix), ranks.here().firsts(times)  # while the other ranks stand still

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from kvlingo_mlx.embedded.dialogues import ANSWER, Dialogue, for_distilling, held_out
 from kvlingo_mlx.evaluation.conditions import CacheMaker, Prefix, native
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
+from kvlingo_mlx.loading import ranks
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import encode
 from kvlingo_mlx.tokenization.aligned_prefix import AlignedPrefix
@@ -152,24 +153,42 @@ def score(
 ) -> dict[str, Score]:
     """Score every condition against the target's own cache, on each fact's first question.
 
+    The ranks of ``mlx.launch`` share the samples, and all get every score.
+
     Returns:
         A score for "native" and for each condition.
     """
     makers = {"native": native(target), **conditions}
-    sums: dict[str, tuple[list, list, list]] = {name: ([], [], []) for name in makers}
-    for sample in samples:
-        reference: list = []
-        for name, make in makers.items():
-            logs = predicted(target, make, sample)
-            reference = reference or list(logs)
-            own = reference if name == "native" else logs
-            found = per_token(reference, own, sample.continuation)
-            hits, kls, value_kls = sums[name]
-            hits += hits_of(found, sample)
-            kls.append(float(found.kl.mean()))
-            value_kls.append(float(found.kl[[i for row in sample.recalled for i in row]].mean()))
+    group, found = ranks.here(), dict[str, dict[str, list[Any]]]()
+    mine = group.share([len(sample.prefix) + len(sample.continuation) for sample in samples])
+    own: dict[str, dict[str, list[Any]]] = {}
+    for number in mine:
+        own[str(number)] = _scores(target, samples[number], makers)
         progress()
-    return {name: Score(*(tuple(part) for part in parts)) for name, parts in sums.items()}
+    for theirs in group.gathered(own):
+        found |= theirs
+    scores = {}
+    for name in makers:
+        rows = [found[str(number)][name] for number in range(len(samples))]
+        hits = tuple(hit for row in rows for hit in row[0])
+        scores[name] = Score(hits, tuple(row[1] for row in rows), tuple(row[2] for row in rows))
+    return scores
+
+
+def _scores(
+    target: LanguageModel, sample: RecallSample, makers: Mapping[str, CacheMaker]
+) -> dict[str, list[Any]]:
+    """Of each condition, the native one first: hits, KL, and KL of the recalled values."""
+    reference: list = []
+    scores = {}
+    for name, make in makers.items():
+        logs = predicted(target, make, sample)
+        reference = reference or list(logs)
+        own = reference if name == "native" else logs
+        found = per_token(reference, own, sample.continuation)
+        value = found.kl[[i for row in sample.recalled for i in row]]
+        scores[name] = [hits_of(found, sample), float(found.kl.mean()), float(value.mean())]
+    return scores
 
 
 def hits_of(found: PerToken, sample: RecallSample) -> list[bool]:

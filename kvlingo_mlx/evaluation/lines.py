@@ -8,13 +8,26 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvlingo_mlx.errors import KVLingoError
+from kvlingo_mlx.group import RANK, Group
+
+
+def group() -> Group:
+    """The processes that share this program's items."""
+    if RANK not in os.environ:
+        return Group()
+    from kvlingo_mlx.loading import ranks  # which needs MLX, as nothing else does here
+
+    return ranks.here()
 
 
 class Lines:
     """A JSONL file, created with its first line; nothing is written if ``path`` is None.
 
-    A run that is killed while it writes a line loses that line only.
+    A run that is killed while it writes a line loses that line only. Of several ranks of
+    ``mlx.launch`` the first one has the file, and all know what it holds.
 
     Args:
         path: The file.
@@ -31,10 +44,18 @@ class Lines:
         self.path = None if path is None else Path(path)
         if self.path is None:
             return
-        if self.path.exists():
-            self._read(self.path, take, what)
-        elif not (self.path.parent.is_dir() and os.access(self.path.parent, os.W_OK)):
-            raise ValueError(f"{self.path} cannot be written; name a file in a folder that can be")
+        data = group().firsts(lambda: np.frombuffer(self._read(), np.uint8)).tobytes()
+        whole = data.rfind(b"\n") + 1
+        for number, line in enumerate(data[:whole].splitlines(), 1):
+            try:
+                take(json.loads(line))
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(
+                    f"{self.path}, line {number}: not a line of {what}; name another file"
+                ) from None
+        if whole < len(data) and group().leads:  # the next line must not join an incomplete one
+            with self.path.open("r+b") as file:
+                file.truncate(whole)
 
     def append(self, entry: Mapping[str, Any]) -> None:
         """Add a line.
@@ -42,7 +63,7 @@ class Lines:
         Raises:
             KVLingoError: The disk is full, or the file can no longer be written.
         """
-        if self.path is None:
+        if self.path is None or not group().leads:
             return
         try:
             with self.path.open("a", encoding="utf-8") as file:
@@ -50,20 +71,14 @@ class Lines:
         except OSError as error:
             raise KVLingoError(f"{self.path} cannot be written: {error.strerror}") from None
 
-    @staticmethod
-    def _read(path: Path, take: Callable[[Any], None], what: str) -> None:
+    def _read(self) -> bytes:
+        path = self.path
+        assert path is not None
+        if not path.exists():
+            if path.parent.is_dir() and os.access(path.parent, os.W_OK):
+                return b""
+            raise ValueError(f"{path} cannot be written; name a file in a folder that can be")
         try:
-            data = path.read_bytes()
+            return path.read_bytes()
         except OSError as error:
             raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-        whole = data.rfind(b"\n") + 1
-        for number, line in enumerate(data[:whole].splitlines(), 1):
-            try:
-                take(json.loads(line))
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(
-                    f"{path}, line {number}: not a line of {what}; name another file"
-                ) from None
-        if whole < len(data):  # the next line must not join an incomplete one
-            with path.open("r+b") as file:
-                file.truncate(whole)

@@ -6,6 +6,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -101,27 +102,32 @@ class Held:
         self, order: Sequence[str], progress: Callable[[], None] = lambda: None
     ) -> dict[str, list[list[list[str]]]]:
         """The answers by way, seed and conversation; those that are kept are not given again."""
-        found: dict[str, list[list[list[str]]]] = {}
+        wanted, keys = (
+            dict[str, tuple[int, Callable[[], list[str]]]](),
+            dict[str, list[list[str]]](),
+        )
         for way in self.ways:
-            found[way.name] = []
+            keys[way.name] = []
             for seed in range(len(way.seeds)):
-                given = []
-                for talk in self.talks:
-                    given.append(self._kept(way, seed, talk, order))
-                    progress()
-                found[way.name].append(given)
-        return found
+                own = [self._key(way, seed, talk, order) for talk in self.talks]
+                for key, talk in zip(own, self.talks, strict=True):
+                    answer = partial(answers, self.models, way, talk, order, self.manner, seed)
+                    wanted[key] = len(talk.turns), answer
+                keys[way.name].append(own)
+        for _ in self.responses.fill(wanted):
+            progress()
+        return {
+            way: [[self.responses[key] for key in seed] for seed in seeds]
+            for way, seeds in keys.items()
+        }
 
-    def _kept(self, way: Way, seed: int, talk: Talk, order: Sequence[str]) -> list[str]:
+    def _key(self, way: Way, seed: int, talk: Talk, order: Sequence[str]) -> str:
+        """The key under which a conversation's answers are kept."""
         who = [self.models[n] for n in (order if way.alone is None else [way.alone])]
         what = [[turn.messages, turn.bare if way.hidden else (), turn.written]
                 for turn in talk.turns]  # fmt: skip
         facts = way.identity(seed), [identity_of(model) for model in who], asdict(self.manner)
-        key = key_of("turns", *facts, what)
-        if key not in self.responses:
-            said = answers(self.models, way, talk, order, self.manner, seed)
-            self.responses.add(key, said)
-        return self.responses[key]
+        return key_of("turns", *facts, what)
 
 
 def evaluate(

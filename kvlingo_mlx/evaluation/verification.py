@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from kvlingo_mlx.backend import mx
 import numpy as np
 
 from kvlingo_mlx.embedded.bundled import bundled, spelled
+from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.evaluation import conditions
 from kvlingo_mlx.evaluation.teacher_forcing import PerToken, per_token, predicted
 from kvlingo_mlx.format import translator_folder
@@ -19,6 +20,7 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import Map, maps_of
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.group import ALONE, Group
 from kvlingo_mlx.handover.fill import take_over
 from kvlingo_mlx.handover.hybrid import Native
 from kvlingo_mlx.handover.plan import Plan
@@ -127,12 +129,14 @@ def agreement(
     native_layers: int = 0,
     *,
     allow_mismatch: bool = False,
+    group: Group = ALONE,
 ) -> Agreement | None:
     """The quality of the target's continuations of the bundled conversations.
 
     The caches are translated above the first ``native_layers``, which the target reads itself: as
     many as the receipt was measured with, whatever `tune` has chosen since. ``allow_mismatch`` is
-    as in :func:`hand_over`. None if no conversation fits both models' contexts.
+    as in :func:`hand_over`. The processes of a ``group`` share the conversations, and all return
+    the same. None if no conversation fits both models' contexts.
     """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
@@ -142,20 +146,45 @@ def agreement(
     make = conditions.translated(
         source, target, translator, native_layers, allow_mismatch=allow_mismatch
     )
-    found = [_compared(target, make, sample) for sample, _ in asked]
-    kl, hidden = (float(np.mean([ways[i].kl.mean() for ways in found])) for i in (0, 2))
-    same = np.concatenate([ways[0].best == ways[1].best for ways in found])
-    hits = [
-        [spelled(way.best.tolist(), sample, value) for way in ways]
-        for ways, (sample, value) in zip(found, asked, strict=True)
-        if value
-    ]
-    pair, apart = (source, target, translator), None
-    if other is None:
-        each = [n for sample, _ in asked for n in usual(*pair, sample.prefix, native_layers)]
-        apart = Apart.of(each)
-    receipt = Receipt(kl, float(same.mean()), native_layers, hidden, recall_of(hits), apart)
+
+    def measured(sample: Sample, value: tuple[int, ...]) -> list[Any]:
+        ways = _compared(target, make, sample)
+        hits = [spelled(way.best.tolist(), sample, value) for way in ways] if value else []
+        pair = source, target, translator
+        apart = [] if other else usual(*pair, sample.prefix, native_layers)
+        kls = np.array([way.kl.mean() for way in ways])
+        return [kls, ways[0].best == ways[1].best, hits, apart]
+
+    costs = [len(sample.prefix) + len(sample.continuation) for sample, _ in asked]
+    found = _shared(group, costs, lambda number: measured(*asked[number]))
+    kls, every, hits, apart = zip(*found, strict=True)
+    kl, hidden = (float(np.mean([each[i] for each in kls])) for i in (0, 2))
+    same = np.concatenate(every)
+    numbers = [number for each in apart for number in each]
+    recall, usually = recall_of([each for each in hits if each]), Apart.of(numbers)
+    receipt = Receipt(
+        kl, float(same.mean()), native_layers, hidden, recall, None if other else usually
+    )
     return Agreement(receipt, len(asked), same.size)
+
+
+def _shared(
+    group: Group, costs: Sequence[int], measured: Callable[[int], list[Any]]
+) -> list[list[Any]]:
+    """What is measured of each item, by all processes; what one cannot measure, none can."""
+    found: dict[str, list[Any]] = {}
+    problem = ""
+    try:
+        own = {str(number): measured(number) for number in group.share(costs)}
+    except (KVLingoError, ValueError) as error:
+        if group.size == 1:
+            raise
+        own, problem = {}, str(error)
+    for theirs, told in group.gathered((own, problem)):
+        if told:
+            raise KVLingoError(told)
+        found |= theirs
+    return [found[str(number)] for number in range(len(costs))]
 
 
 def usual(
@@ -193,10 +222,14 @@ def _compared(
 
 
 def receipt(
-    source: LanguageModel, target: LanguageModel, translator: Translator, native_layers: int = 0
+    source: LanguageModel,
+    target: LanguageModel,
+    translator: Translator,
+    native_layers: int = 0,
+    group: Group = ALONE,
 ) -> dict[str, Any] | None:
     """The receipt that goes into a new translator's provenance; None if no prompt fits."""
-    found = agreement(source, target, translator, native_layers)
+    found = agreement(source, target, translator, native_layers, group=group)
     if found is None:
         return None
     dtype = str(target.cache_dtype).rsplit(".", 1)[-1]

@@ -1,4 +1,7 @@
-"""Stage 1 on the device: run both models, sum moments, solve every map in closed form."""
+"""Stage 1 on the device: run both models, sum moments, solve every map in closed form.
+
+The ranks of ``mlx.launch`` share the samples and the maps.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import dataclasses
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from kvlingo_mlx.format.maps import check_head_ratio
 from kvlingo_mlx.format.projections import facts_of_models
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig, capture_point
+from kvlingo_mlx.group import Group
+from kvlingo_mlx.loading import ranks, sharding
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_positions
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -56,6 +61,9 @@ def fit(
 ) -> Translator:
     """Fit a translator in closed form (section "Training the translator", equation (3.2)).
 
+    In a program that ``mlx.launch`` started, each rank reads its share of the samples, and all
+    return the same translator; save it on the first one.
+
     Args:
         source: The model whose cache will be translated.
         target: The model that will decode from the translation.
@@ -87,6 +95,7 @@ def fit(
         UnsupportedModelError: There are two tokenizers, and the target's cache must hold one entry
             per token.
         MalformedTranslatorError: An ``Assignment`` does not fit these models.
+        KVLingoError: The ranks have other versions, models, samples or arguments than one another.
 
     Warns:
         KVLingoWarning: The data have few tokens for the unknowns; it says how many suffice.
@@ -98,27 +107,30 @@ def fit(
     norm = norm_named(norm)
     method = assignment if isinstance(assignment, str) else None
     if method not in (None, "relative_depth", *METHODS):
-        raise ValueError(
-            f"assignment is {method!r}; it must be relative_depth, {' or '.join(METHODS)}, or an "
-            "Assignment"
-        )
+        known = f"relative_depth, {' or '.join(METHODS)}, or an Assignment"
+        raise ValueError(f"assignment is {method!r}; it must be {known}")
     capture = capture_point(source, target, capture)
     explicit = assignment if isinstance(assignment, Assignment) else None
     config = _config(source, target, explicit, nu, head_mixing, capture)
+    group = ranks.here()
+    asked = {"data": records, "options": (config.to_json(), norm, method, nu, memory, ridge)}
+    group.agree(lambda: sharding.facts_of_work((source, target), **sharding.digests_of(asked)))
     work = ClosedForm(
         config,
         Rows(source, target),
-        _again(records, source, target),
+        _again(records, source, target, group),
         norm,
         method,
         nu,
         memory,
         _hooks(len(records), target, progress, solving),
         checked_ridge(ridge),
+        group,
     )
     work.run()
-    if short := shortage(config, work.tokens, work.lowest):
+    if group.leads and (short := shortage(config, work.tokens, work.lowest)):
         warnings.warn(short, KVLingoWarning, stacklevel=2)
+    fitted = build(work.config, Weights.from_float32(work.weights, "float32"))
     provenance = {
         "stage": 1,
         "norm": norm,
@@ -128,10 +140,8 @@ def fit(
         "mlx": version("mlx"),
         "date": time.strftime("%Y-%m-%d"),
         **facts_of_models({"source": source, "target": target}),
+        **_receipt(source, target, fitted, group),
     }
-    fitted = build(work.config, Weights.from_float32(work.weights, "float32"))
-    if (left := _receipt(source, target, fitted)) is not None:
-        provenance["receipt"] = left
     told = dataclasses.replace(work.config, provenance=provenance)
     return dataclasses.replace(fitted, config=told)
 
@@ -164,23 +174,39 @@ def _config(
 
 
 def _receipt(
-    source: LanguageModel, target: LanguageModel, fitted: Translator
-) -> dict[str, Any] | None:
+    source: LanguageModel, target: LanguageModel, fitted: Translator, group: Group
+) -> dict[str, Any]:
     """The translator's receipt on the bundled conversations, if these models can read them."""
     try:
-        return receipt(source, target, fitted)
+        found = receipt(source, target, fitted, group=group)
+        return {} if found is None else {"receipt": found}
     except (KVLingoError, ValueError) as problem:
-        warnings.warn(f"the fit leaves no receipt: {problem}", KVLingoWarning, stacklevel=3)
-        return None
+        if group.leads:
+            warnings.warn(f"the fit leaves no receipt: {problem}", KVLingoWarning, stacklevel=3)
+        return {}
 
 
 def _again(
-    records: Sequence[Mapping[str, Any] | Sample], source: LanguageModel, target: LanguageModel
-) -> Callable[[int], Iterable[Sample]]:
-    """The samples of records, from the first on, as often as they are asked for."""
+    records: Sequence[Mapping[str, Any] | Sample],
+    source: LanguageModel,
+    target: LanguageModel,
+    group: Group,
+) -> Callable[[int], Iterable[Sample | None]]:
+    """The samples of records, from the first on, as often as they are asked for.
+
+    None stands for a record that is another process's.
+    """
     context = min(source.context_length, target.context_length)
     other = other_tokenizer(source.tokenizer, target.tokenizer)
-    return lambda start: to_samples(records, target.tokenizer, context, other)
+
+    def samples(start: int) -> Iterator[Sample | None]:
+        for number, record in enumerate(records):
+            if group.owns(number):
+                yield from to_samples([record], target.tokenizer, context, other, number + 1)
+            else:
+                yield None
+
+    return samples
 
 
 def _hooks(

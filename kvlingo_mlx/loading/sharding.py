@@ -25,13 +25,14 @@ import numpy as np
 from kvlingo_mlx.caches import memory
 from kvlingo_mlx.errors import KVLingoError, UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT
+from kvlingo_mlx.group import RANK
 from kvlingo_mlx.models.hidden import text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import FIRST, PIPELINE, TENSOR, Part
+from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
 
 KINDS = (TENSOR, PIPELINE, FIRST)
-RANK = "MLX_RANK"  # which mlx.launch sets
 ENDED = "another rank has ended; what it printed says why"
 HERE = "here"  # what each rank says beside its facts, so that one that has ended is noticed
 Sampler = Callable[[mx.array], mx.array]
@@ -190,9 +191,7 @@ def _hashed(fact: str) -> np.ndarray:
 
 def facts_of(models: Mapping[str, LanguageModel]) -> dict[str, str]:
     """What all ranks must have in common before they work: versions, and models by their roles."""
-    versions = [f"kvlingo-mlx {__version__}"]
-    versions += [f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm")]
-    told = {"version": ", ".join(versions)}
+    told = {"version": versions()}
     for role, model in models.items():
         whole = model.full
         shape = f"{whole.norms_fingerprint} {memory.weights_bytes(whole)}"
@@ -202,9 +201,27 @@ def facts_of(models: Mapping[str, LanguageModel]) -> dict[str, str]:
     return told
 
 
+def versions() -> str:
+    """What computes here."""
+    others = (f"{name} {metadata.version(name)}" for name in ("mlx", "mlx-lm"))
+    return ", ".join([f"kvlingo-mlx {__version__}", *others])
+
+
+def facts_of_work(models: Sequence[LanguageModel], **more: str) -> dict[str, str]:
+    """:func:`facts_of` a source and a target of which every weight counts, as in a fit."""
+    roles = dict(zip(("source", "target"), models, strict=True))
+    weights = {f"{role}'s weights": model.weights_fingerprint for role, model in roles.items()}
+    return facts_of(roles) | weights | more
+
+
+def digests_of(values: Mapping[str, object]) -> dict[str, str]:
+    """The :func:`digest_of` each value, by name."""
+    return {name: digest_of(value) for name, value in values.items()}
+
+
 def digest_of(value: Any) -> str:
     """Sha256 of what JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def spread(models: Iterable[LanguageModel]) -> bool:
@@ -246,6 +263,7 @@ def gathered(value: Any) -> list[Any]:
     return list(map(json.loads, gathered_bytes(json.dumps(value).encode())))
 
 
+@unit
 def gathered_bytes(own: bytes) -> list[bytes]:
     """Every rank's bytes, in the order of the ranks.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.loading import ranks
 from kvlingo_mlx.loading.models import load_pair
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.making.made import Made, Told
@@ -60,10 +61,11 @@ def pair(
 
     Raises:
         ValueError: An argument or the data are bad, or ``out`` holds something else.
-        KVLingoError: The models do not go together, no gradient reaches the target's cache, or
-            training diverged.
+        KVLingoError: The models do not go together, no gradient reaches the target's cache,
+            training diverged, or there are several ranks of ``mlx.launch``.
         KeyboardInterrupt: A signal asked to stop; the work is kept.
     """
+    ranks.check_alone("pair")
     require("minutes (--minutes)", minutes, 0, strict=True)
     require("the KL to tune to (--max-kl)", max_kl or 0.0, 0)
     require("the recall to tune to (--min-recall)", min_recall or 0.0, 0, 1)

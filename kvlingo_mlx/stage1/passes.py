@@ -7,7 +7,7 @@ own. A runtime runs the models (:class:`Rows`); all else is the same code for ML
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import count
@@ -19,7 +19,8 @@ from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.stage1.closed_form import Moments, check_tokens, solve_maps
+from kvlingo_mlx.group import Group
+from kvlingo_mlx.stage1.closed_form import check_tokens, solve_maps
 from kvlingo_mlx.stage1.norms import ATTENTION_NORMS, token_weights
 from kvlingo_mlx.stage1.selection import METHODS, candidates, choose
 from kvlingo_mlx.stage1.tiles import Regression, State, Tiles, as_numpy, batches
@@ -72,8 +73,9 @@ class Hooks:
 
     Attributes:
         progress: Called after each usable sample with their number in this pass, the passes of its
-            kind that are done, and the number of these passes.
-        keep: Called after each sample and each pass, to write the state from time to time.
+            kind that are done, and the number of these passes. Those of other processes count.
+        keep: Called after each sample and each pass, to write the state from time to time. With
+            several processes, all of them call it for the samples of each.
         solved: Called after each solved map with their number so far.
     """
 
@@ -89,13 +91,16 @@ class ClosedForm:
     Attributes:
         config: The config of the translator; the assignment is replaced by what is chosen.
         models: The two models.
-        samples: The samples from a number on, the same ones for each pass.
+        samples: The samples from a number on, the same ones for each pass; None stands for one
+            that another process reads.
         norm: The norm, by its full name.
         method: How source layers are chosen from data; any other name keeps those of ``config``.
         nu: The number of source layers to choose for each target layer.
         memory: Most bytes of sums at once.
         hooks: What is told on the way.
         ridge: The ridge of each map, as a share of its inputs' mean square; None chooses one.
+        group: The processes that share the samples and the solving. Between two of the
+            :meth:`gather` calls, sums and counts are of what this process has read.
         weights: The maps solved so far, in float64, by their names in the format.
         ranks: Their input directions that the data span.
         ridges: Their ridges.
@@ -108,13 +113,14 @@ class ClosedForm:
 
     config: TranslatorConfig
     models: Rows
-    samples: Callable[[int], Iterable[Sample]]
+    samples: Callable[[int], Iterable[Sample | None]]
     norm: str = "frobenius"
     method: str | None = None
     nu: int = 1
     memory: int = MEMORY
     hooks: Hooks = field(default_factory=Hooks)
     ridge: float | None = None
+    group: Group = field(default_factory=Group)
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     ranks: list[int] = field(default_factory=list)
     ridges: list[float] = field(default_factory=list)
@@ -192,11 +198,13 @@ class ClosedForm:
         )
 
     def _parts(self, maps: Mapping[str, Regression], chooses: bool) -> list[Part]:
-        widths, outputs = (
-            lambda state, layers=end.layers: layers[state[1]].width(state[0])
-            for end in (self.config.source, self.config.target)
-        )
+        widths, outputs = self._widths()
         return [Part(batch, chooses) for batch in batches(maps, widths, outputs, self.memory)]
+
+    def _widths(self) -> Iterator[Callable[[State], int]]:
+        """The width of a state of the source, and of the target."""
+        for end in (self.config.source, self.config.target):
+            yield lambda state, layers=end.layers: layers[state[1]].width(state[0])  # type: ignore[misc]
 
     @property
     def _shared(self) -> bool:
@@ -211,15 +219,20 @@ class ClosedForm:
             self._tiles.turn_to(part.maps)
         self._tiles.maps = part.maps  # which a file does not hold
         norm = "frobenius" if part.chooses and not self._shared else self.norm
+        seen = self.used
         for sample in self.samples(self.read):
             self.read += 1
             # Without a continuation, no token attends to the prefix.
-            if sample.num_translated and (sample.continuation or self._shared):
+            usable = sample and sample.num_translated and (sample.continuation or self._shared)
+            if sample is not None and usable:
                 self._add(sample, norm)
                 self.used += 1
                 self.longest = max(self.longest, len(sample.prefix))
-                self.hooks.progress(self.used, done, passes)
+            if sample is None or usable:
+                seen += 1
+                self.hooks.progress(seen, done, passes)
             self.hooks.keep()
+        self.gather()
         if self.used == 0:
             raise ValueError(
                 "the data hold no usable sample: every prefix is empty or too long"
@@ -243,6 +256,24 @@ class ClosedForm:
             start = stop
         self.tokens += start
 
+    def gather(self, ends: bool = True) -> None:
+        """Add up what all processes have read in this pass, at one point of it for all.
+
+        Where the pass goes on (``ends`` is false), the leading process has all sums, as one
+        process would that had read every sample, and the others begin anew.
+        """
+        if self.group.size == 1:
+            return
+        widths, outputs = self._widths()
+        self._tiles.total(self.group, widths, outputs, self.models.array)
+        longest = self.longest * (np.arange(self.group.size) == self.group.rank)
+        used, tokens, *every = self.group.total(np.array([self.used, self.tokens, *longest]))
+        counts = int(used), int(tokens), int(max(every))
+        self.used, self.tokens, self.longest = counts if ends or self.group.leads else (0, 0, 0)
+        self._tiles.tokens = self.tokens
+        if not (ends or self.group.leads):
+            self._tiles.clear()
+
     def _wide(self, states: Any) -> Callable[[State], Any]:
         """The rows of a state in float64; kept as the models have them, which is half as large."""
         rows = cache(partial(self.models.rows, states))
@@ -256,14 +287,16 @@ class ClosedForm:
             self._choose() if part.chooses else {name: m.reads for name, m in part.maps.items()}
         )
         if self._shared or not part.chooses:
-            self._solve((name, self._tiles.moments(name, reads)) for name, reads in chosen.items())
+            self._solve(chosen)
         self._tiles.turn_to(following)
         self.part, self.read = self.part + 1, 0
         self.hooks.keep()
 
     def _choose(self) -> dict[str, tuple[State, ...]]:
         """Choose the source layers of this pass's maps."""
-        found = choose(self._tiles, str(self.method), self.nu)
+        # Rounding may break a tie otherwise on another machine.
+        told = self.group.firsts(lambda: choose(self._tiles, str(self.method), self.nu))
+        found = {name: tuple((side, i) for side, i in reads) for name, reads in told.items()}
         chosen = {side: list(self.config.assignment.side(side)) for side in SIDES}
         for name, reads in found.items():
             ((side, t),) = self._tiles.maps[name].writes
@@ -272,13 +305,22 @@ class ClosedForm:
         self.config = dataclasses.replace(self.config, assignment=assignment)
         return found
 
-    def _solve(self, moments: Iterable[tuple[str, Moments]]) -> None:
-        numbers = count(len(self.weights) + 1)
-        solved = lambda: self.hooks.solved(next(numbers))  # noqa: E731
+    def _solve(self, chosen: Mapping[str, Sequence[State]]) -> None:
+        """Solve maps from what each reads; every process some of them, beside one another."""
+        names, rank, size = list(chosen), self.group.rank, self.group.size
+        own = names[rank * len(names) // size : (rank + 1) * len(names) // size]
+        before, numbers = len(self.weights), count(1)
+
+        def solved() -> None:
+            self.hooks.solved(before + min(next(numbers) * size, len(names)))
+
+        moments = ((name, self._tiles.moments(name, chosen[name])) for name in own)
         weights, found = solve_maps(self.config, moments, solved, self.ridge)
-        self.weights |= weights
-        self.ranks += [solution.rank for solution in found]
-        self.ridges += [solution.ridge for solution in found]
+        told = weights, [each.rank for each in found], [each.ridge for each in found]
+        for theirs, ranks, ridges in self.group.gathered(told):
+            self.weights |= theirs
+            self.ranks += ranks
+            self.ridges += ridges
 
     # ---- the state on disk ----------------------------------------------------------------
 
@@ -304,3 +346,6 @@ class ClosedForm:
         self.weights = {name.split("/", 1)[1]: tensors[name] for name in solved}
         tiles = {n: self.models.array(array) for n, array in tensors.items() if n not in solved}
         self._tiles = Tiles.restored(tiles, self.tokens)
+        if self.read and not self.group.leads:  # which has the sums of this pass so far
+            self.used = self.tokens = self.longest = 0
+            self._tiles.clear()

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.closed_form import Moments
 
 State = tuple[str, int]  # (side, layer)
@@ -56,6 +57,39 @@ class Tiles:
         kept = between(maps.values())
         self.xx = {key: tile for key, tile in self.xx.items() if key in kept}
         self._settled = set(self.xx)
+
+    def total(
+        self,
+        group: Group,
+        widths: Callable[[State], int],
+        outputs: Callable[[State], int],
+        array: Callable[[np.ndarray], Any],
+    ) -> None:
+        """Add up what all processes of a group have summed since the maps were turned to.
+
+        Args:
+            group: The processes; each may have added no token at all.
+            widths, outputs: As for :func:`batches`.
+            array: An array where the sums are.
+        """
+        every = self.maps.values()
+        xx = sorted(between(every) - self._settled)
+        xy = sorted({(m.row, i, o) for m in every for i in m.reads for o in m.writes})
+        yy = sorted({(m.row, o) for m in every for o in m.writes})
+        sums: tuple[tuple[dict, Sequence[Any], Callable[..., tuple[int, ...]]], ...] = (
+            (self.xx, xx, lambda row, i, j: (widths(i), widths(j))),
+            (self.xy, xy, lambda row, i, o: (widths(i), outputs(o))),
+            (self.yy, yy, lambda row, o: (outputs(o),)),
+        )
+        for tiles, keys, shape in sums:
+            own = (as_numpy(tiles[k]) if k in tiles else np.zeros(shape(*k)) for k in keys)
+            for key, found in zip(keys, group.totals(own), strict=True):
+                tiles[key] = array(found)
+
+    def clear(self) -> None:
+        """Forget what was added since the maps were turned to; another process has it."""
+        self.xx = {key: self.xx[key] for key in self._settled}
+        self.xy, self.yy = {}, {}
 
     def tensors(self) -> dict[str, Any]:
         """All tiles by name, for a file."""

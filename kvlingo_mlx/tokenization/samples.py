@@ -145,18 +145,19 @@ def to_samples(
     tokenizer: Any,
     context_length: int,
     source_tokenizer: Any = None,
+    first: int = 1,
 ) -> Iterator[Sample]:
     """Tokenise records for a pair that shares ``tokenizer`` and its chat template.
 
     ``source_tokenizer`` is given if the source has another tokenizer. Records whose prefix is empty
-    or longer than ``context_length`` are left out.
+    or longer than ``context_length`` are left out. ``first`` is the first one's number, for errors.
 
     Raises:
         ValueError: A record is malformed, or a ``Sample`` has one tokenizer's tokens for a pair
             with two.
     """
     limit = min(MAX_PREFIX, context_length)
-    for number, record in enumerate(records, 1):
+    for number, record in enumerate(records, first):
         if not isinstance(record, Sample):
             record = checked_record(record, f"record {number}")
             record = tokenise(record, tokenizer, source_tokenizer=source_tokenizer)

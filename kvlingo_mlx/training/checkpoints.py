@@ -26,8 +26,8 @@ from safetensors.numpy import load_file, save_file
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.atomic import sync_file
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.reporting.measure import plain
-from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.runs import Best, Run
 
 VALIDATED, LATEST, BEST = "validated.safetensors", "latest.safetensors", "best.safetensors"
@@ -177,27 +177,39 @@ class Checkpoints:
         Raises:
             ValueError: It was made with other settings; the message names those that differ.
         """
-        newest = self._newest()
-        if newest is not None:
-            path, facts = newest
-            check_settings(self.folder, facts["settings"], self.settings)
-            tensors = load_file(path)
-            for index, (run, kept) in enumerate(zip(training.runs, facts["runs"], strict=True)):
-                run.translator.restore(_under(f"{index}/", tensors))
-                run.diverged_at, run.dropped_at = kept["diverged_at"], kept.get("dropped_at")
-                run.held_out = math.inf if kept["held_out"] is None else kept["held_out"]
-                run.kl_sum, run.kl_steps = kept["kl_sum"], kept["kl_steps"]
+        kept = training.group.firsts(self._kept)
+        if kept is not None:
+            facts = kept["facts"]
+            for index, (run, own) in enumerate(zip(training.runs, facts["runs"], strict=True)):
+                run.translator.restore(_under(f"{index}/", kept["tensors"]))
+                run.diverged_at, run.dropped_at = own["diverged_at"], own.get("dropped_at")
+                run.held_out = math.inf if own["held_out"] is None else own["held_out"]
+                run.kl_sum, run.kl_steps = own["kl_sum"], own["kl_steps"]
             training.step, training.tokens = facts["step"], facts["tokens"]
             training.seconds = facts["seconds"]
             training.validating = facts.get("validating", 0.0)  # older files lack it
-            kept_best = self.folder / BEST
-            training.best = Best(tensors=load_file(kept_best), **read_facts(kept_best))
-            training.curve = [json.loads(line) for line in self._log(training.step)]
+            training.best = Best(**kept["best"])
+            training.curve = [json.loads(line) for line in kept["log"]]
             training.told = set(facts["told"])
         if training.group.leads:
-            self._trim_log(-1 if newest is None else training.step)
+            self._trim_log(-1 if kept is None else training.step)
             (self.folder / DIVERGED).unlink(missing_ok=True)
-        return newest is not None
+        return kept is not None
+
+    def _kept(self) -> dict[str, Any] | None:
+        """All of the last checkpoint, if there is one."""
+        newest = self._newest()
+        if newest is None:
+            return None
+        path, facts = newest
+        check_settings(self.folder, facts["settings"], self.settings)
+        best = self.folder / BEST
+        return {
+            "facts": facts,
+            "tensors": load_file(path),
+            "best": {"tensors": load_file(best), **read_facts(best)},
+            "log": self._log(facts["step"]),
+        }
 
     def save(self, training: Training, entry: Mapping[str, object] | None = None) -> None:
         """Write the state of this step, as a validated one where an ``entry`` for the log is given.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 from kvlingo_mlx import training
 from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.group import RANK
 from kvlingo_mlx.reporting import pictures
 from kvlingo_mlx.tokenization.samples import MAX_CONTINUATION, MAX_PREFIX, other_tokenizer
 from kvlingo_mlx.training.data import Bin, Stream, Survey, prefix_histogram
@@ -41,9 +43,15 @@ def runtime_of(place: str) -> Any:
     """The module that opens models for a device.
 
     Raises:
+        ValueError: ``mlx.launch`` started this program, and the device is none of MLX's.
         MissingExtraError: The device needs PyTorch, which is not installed.
     """
     if place != "mlx":
+        if RANK in os.environ:
+            raise ValueError(
+                f"the ranks of mlx.launch compute on MLX, and --device is {place}: give --device "
+                "mlx, or start PyTorch's processes by torchrun"
+            )
         training.check_extra()
     room = "on_mlx" if place == "mlx" else "on_torch"
     return importlib.import_module(f"kvlingo_mlx.training.{room}.runtime")
@@ -85,7 +93,8 @@ class Options:
     @property
     def place(self) -> str:
         """The device: ``mlx``, or PyTorch's name of one."""
-        return checked_place(self.device or ("cuda" if training.has_cuda() else "mlx"))
+        cuda = RANK not in os.environ and training.has_cuda()
+        return checked_place(self.device or ("cuda" if cuda else "mlx"))
 
     @property
     def runtime(self) -> Any:
@@ -212,8 +221,9 @@ def train_seeds(job: Job, seeds: Sequence[int], listeners: Listeners) -> list[Do
         translator_folder.check_destination(each.out)
     done, found = [], dict[str, Any]()
     for each in jobs:
-        done.append(train(_at_rates_of(found, each), listeners))
-        found = found or dict(translator_folder.read_config(each.out).provenance)
+        told, made = _train(_at_rates_of(found, each), listeners)
+        done.append(told)
+        found = found or made
     return [each for each in done if each is not None]
 
 
@@ -263,6 +273,11 @@ def train(job: Job, listeners: Listeners) -> Done | None:
         ValueError: A bad option, unusable data, or a destination that holds something else.
         KVLingoError: A model cannot be used, training diverged, or the disk is full.
     """
+    return _train(job, listeners)[0]
+
+
+def _train(job: Job, listeners: Listeners) -> tuple[Done | None, dict[str, Any]]:
+    """What :func:`train` returns, and the provenance of what was made, in every process."""
     translator_folder.check_destination(job.out)
     options, whole = job.options, _plan(job)  # bad options are refused before any model is loaded
     stage2 = whole.recipe
@@ -295,13 +310,17 @@ def train(job: Job, listeners: Listeners) -> Done | None:
         )
         before = training.finished()
         folder = training.run()
+        found = group.firsts(lambda: dict(translator_folder.read_config(folder).provenance))
     finally:
         options.runtime.leave(group)
-    if not group.leads:
-        return None
-    if stage2.steps == 0:
+    return (_done(training, found, before) if group.leads else None), found
+
+
+def _done(training: Training, found: Mapping[str, Any], before: bool) -> Done:
+    """What is told of a finished training, by its provenance."""
+    folder = training.out
+    if training.plan.recipe.steps == 0:
         return Done(folder, before=before)
-    found = translator_folder.read_config(folder).provenance
     if before:
         return Done(folder, best=found["held_out_kl"], before=True)
     log = read_log(training.log)

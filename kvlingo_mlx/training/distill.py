@@ -8,6 +8,7 @@ steps is kept; the initial translator counts as step 0.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,9 +19,9 @@ import numpy as np
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.tokenization.samples import Sample
 from kvlingo_mlx.training.checkpoints import KEEP_EVERY, Checkpoints
-from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.interruption import Interruption
 from kvlingo_mlx.training.objectives import objective_named
 from kvlingo_mlx.training.recipe import Recipe
@@ -124,11 +125,20 @@ class Distillation:
         started = time.perf_counter()
         self.validate()
         self.validating += time.perf_counter() - started
-        self.judged = self.step, self.spent
+        self.judged = self.step, self._agreed([self.spent])[0]
+        self.group.agree(self._digests)
         if self.recipe.halving:
             self._halve()
         told = {"held_out": self._held_out_kls(), "spent": round(self.spent, 3)}
         self.look({**entry, **told})
+
+    def _digests(self) -> dict[str, str]:
+        """The translators in training, which every process has made by the same steps."""
+        found = hashlib.sha256()
+        for run in self.live:
+            for array in run.translator.arrays().values():
+                found.update(array.tobytes())
+        return {f"translator at step {self.step}": found.hexdigest()}
 
     def _held_out_kls(self) -> list[float | None]:
         """Each run's held-out KL at this step; None for those that were dropped before."""

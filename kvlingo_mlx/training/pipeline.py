@@ -22,6 +22,7 @@ from kvlingo_mlx.format.assignment import Assignment, narrow_groups
 from kvlingo_mlx.format.geometry import canonical_json
 from kvlingo_mlx.format.tensor_file import Weights
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.loading.files import files_fingerprint
 from kvlingo_mlx.stage1.closed_form import shortage
 from kvlingo_mlx.stage1.norms import norm_named
@@ -40,7 +41,6 @@ from kvlingo_mlx.training.checkpoints import (
     write_state,
 )
 from kvlingo_mlx.training.distill import Distillation, DivergedError, Report, Samples
-from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.interruption import Interruption, postponed
 from kvlingo_mlx.training.plan import TrainingPlan, make_config, provenance_of
@@ -49,6 +49,7 @@ from kvlingo_mlx.training.runs import Best, start_runs
 from kvlingo_mlx.training.runtime import Model, Pair, pair_of
 from kvlingo_mlx.training.sweep import Curve, Sweep, Trained, chosen
 from kvlingo_mlx.training.watch import complaints
+from kvlingo_mlx.version import __version__
 
 
 class Data(Samples, Protocol):
@@ -57,6 +58,7 @@ class Data(Samples, Protocol):
     def held_out(self, count: int = 64) -> Sequence[Sample]: ...
 
 
+LOOK = 16  # conversations between two looks of several processes whether to keep their sums
 SHORT = 16  # tokens of a continuation that serves to see whether there is a gradient
 Progress = Callable[[str, Report | int], None]
 
@@ -109,6 +111,9 @@ class Training:
         Raises:
             ValueError: ``out`` holds something else, and ``force`` is off.
         """
+        return self.group.firsts(self._finished)
+
+    def _finished(self) -> bool:
         translator_folder.check_destination(self.out)
         there = (self.out / translator_folder.CONFIG_FILE).exists()
         if self.force or not there:
@@ -148,8 +153,10 @@ class Training:
                 raise
 
     def _run(self, config: TranslatorConfig, stop: Interruption) -> Path:
-        if self._initial.exists():
-            self._check(self._initial, config)
+        self.group.agree(lambda: self._told(config))
+        self.group.firsts(
+            lambda: self._initial.exists() and bool(self._check(self._initial, config))
+        )
         # Checked even if this plan has no stage 2: unfinished work on one must not be lost
         # silently.
         self._checkpoints("stage2", config, self.plan.recipe)
@@ -258,6 +265,12 @@ class Training:
         }
         return {**plan, **self.settings, **models}
 
+    def _told(self, config: TranslatorConfig) -> dict[str, str]:
+        """What every process must have been given alike."""
+        told = self._settings(config) | dataclasses.asdict(self.plan.recipe)
+        versions = {"kvlingo-mlx": __version__, **self.pair.versions}
+        return {name: canonical_json({name: fact}) for name, fact in (told | versions).items()}
+
     def _weights(self, model: Model) -> dict[str, str]:
         """What identifies a model's weights: in its runtime and, by its files, in both."""
         found = {self.pair.runtime: model.weights_fingerprint}
@@ -294,7 +307,7 @@ class Training:
         """The checkpoints of a stage; those of a diverged run with other settings are removed."""
         settings = {**self._settings(config), **dataclasses.asdict(recipe)}
         checkpoints = Checkpoints(self.partial / stage, settings)
-        stale = checkpoints.stale()
+        stale = self.group.firsts(checkpoints.stale)
         self.group.wait()  # until every process has read the folder
         if stale and self.group.leads:
             shutil.rmtree(checkpoints.folder)
@@ -307,7 +320,7 @@ class Training:
         self, config: TranslatorConfig, work: Work
     ) -> tuple[TranslatorConfig, dict[str, np.ndarray], dict[str, Any]]:
         """The starting point of stage 2: computed once, and kept for resumed runs."""
-        ready = self._initial.exists()
+        ready = self.group.firsts(self._initial.exists)
         self.group.wait()  # a late process must not see the file that the leading one writes next
         if not ready:
             config, arrays, provenance = self._stage1(config, work)
@@ -321,8 +334,9 @@ class Training:
                 write_state(self._initial, "stage 1", tensors, facts)
                 shutil.rmtree(self.partial / "stage1", ignore_errors=True)
             self.group.wait()
-        arrays = load_file(self._initial)
-        facts = self._check(self._initial, config)
+        arrays, facts = self.group.firsts(
+            lambda: (load_file(self._initial), self._check(self._initial, config))
+        )
         config = dataclasses.replace(config, assignment=Assignment.from_json(facts["assignment"]))
         return config, arrays, facts["provenance"]
 
@@ -350,21 +364,32 @@ class Training:
 
     def _closed_form(self, config: TranslatorConfig, stop: Interruption) -> ClosedForm:
         """The source layers chosen and the maps solved; a stopped run resumes."""
-        plan = self.plan
+        plan, group = self.plan, self.group.of_fits
+
+        def sample(number: int) -> Sample | None:
+            return self.data.sample(number) if group.owns(number) else None
+
         fit = ClosedForm(
             dataclasses.replace(config, kind="linear"),
             self.pair,
-            lambda start: map(self.data.sample, range(start, plan.fit_samples)),
+            lambda start: map(sample, range(start, plan.fit_samples)),
             norm_named(plan.norm),
             plan.assignment,
             plan.nu,
             ridge=plan.ridge,
+            group=group,
         )
         path = self.partial / "stage1" / "sums.safetensors"
-        if path.exists():
+
+        def kept() -> tuple[dict[str, np.ndarray], Any] | None:
+            if not path.exists():
+                return None
             counts = self._check(path, config)["counts"]
+            return load_file(path), counts
+
+        if (there := group.firsts(kept)) is not None:
             try:
-                fit.restore(load_file(path), counts)
+                fit.restore(*there)
             except (ValueError, KeyError):
                 raise other_version(path) from None
         fit.hooks = Hooks(
@@ -378,19 +403,29 @@ class Training:
     def _keeper(
         self, fit: ClosedForm, path: Path, config: TranslatorConfig, stop: Interruption
     ) -> Callable[[], None]:
-        """Keeps a fit's sums every ``keep_every`` seconds, after each pass, and when stopped."""
-        last = time.monotonic()
+        """Keeps a fit's sums every ``keep_every`` seconds, after each pass, and when stopped.
+
+        Several processes look up from their samples now and then, and the leading one's clock
+        counts. What it keeps is what one process would have: others may resume it.
+        """
+        last, group = time.monotonic(), fit.group
 
         def keep() -> None:
             nonlocal last
-            if fit.read and not stop and time.monotonic() - last < self.keep_every:
+            if group.size > 1 and fit.read % (LOOK * group.size):
                 return
+            late = group.leads and time.monotonic() - last >= self.keep_every
+            due, stopped = group.total(np.array([float(late), float(bool(stop))]))
+            if fit.read and not due and not stopped:
+                return
+            if fit.read:
+                fit.gather(ends=False)
             if self.group.leads:
                 what = f"stage 1 at {fit.read} conversations"
                 facts = {"settings": self._settings(config), "counts": fit.counts()}
                 write_state(path, what, fit.tensors(), facts)
             last = time.monotonic()
-            if stop:
+            if stopped:
                 raise stop.error()
 
         return keep
@@ -430,7 +465,8 @@ class Training:
             return train(0, recipe.learning_rates)
 
         def begun(number: int) -> tuple[float, ...]:
-            return self._checkpoints(_part(stage, number), config, recipe).rates
+            there = self._checkpoints(_part(stage, number), config, recipe)
+            return tuple(self.group.firsts(lambda: there.rates))
 
         tell = self.say if self.group.leads else (lambda text: None)
         found = Sweep(recipe.learning_rates, work.at_once, train, begun, tell).run()

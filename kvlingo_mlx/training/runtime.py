@@ -17,9 +17,9 @@ import numpy as np
 from kvlingo_mlx.format.geometry import CacheGeometry
 from kvlingo_mlx.format.projections import Sketch
 from kvlingo_mlx.format.translator_config import ModelSpec, TranslatorConfig
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.stage1.passes import Rows
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.objectives import Loss, Objective
 
 

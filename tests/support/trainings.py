@@ -22,12 +22,12 @@ from kvlingo_mlx.evaluation import conditions  # noqa: E402
 from kvlingo_mlx.evaluation.teacher_forcing import log_probabilities  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.translator_config import TranslatorConfig  # noqa: E402
+from kvlingo_mlx.group import Group  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.stage1.norms import norm_named  # noqa: E402
 from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
 from kvlingo_mlx.tokenization.samples import Sample  # noqa: E402
 from kvlingo_mlx.training import distill  # noqa: E402
-from kvlingo_mlx.training.group import Group  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_torch import model as torch_model  # noqa: E402
 from kvlingo_mlx.training.on_torch.model import TorchModel  # noqa: E402

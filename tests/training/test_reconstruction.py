@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import kvlingo_mlx as kv
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.tokenization.samples import Sample
-from kvlingo_mlx.training.group import Group
 from kvlingo_mlx.training.initial import initial
 from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from kvlingo_mlx.training.runtime import pair_of

@@ -36,6 +36,7 @@ from kvlingo_mlx.format import translator_folder  # noqa: E402
 from kvlingo_mlx.format.geometry import canonical_json, configured_rope  # noqa: E402
 from kvlingo_mlx.format.maps import expected_shapes  # noqa: E402
 from kvlingo_mlx.format.tensor_file import Weights  # noqa: E402
+from kvlingo_mlx.group import Group  # noqa: E402
 from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
 from kvlingo_mlx.stage1.norms import NORMS  # noqa: E402
 from kvlingo_mlx.stage1.passes import ClosedForm  # noqa: E402
@@ -45,7 +46,6 @@ from kvlingo_mlx.training import (  # noqa: E402
     command_line,
     distill,
 )
-from kvlingo_mlx.training.group import Group  # noqa: E402
 from kvlingo_mlx.training.initial import initial  # noqa: E402
 from kvlingo_mlx.training.objectives import objective_named  # noqa: E402
 from kvlingo_mlx.training.on_torch import gradients  # noqa: E402

@@ -8,8 +8,9 @@ With the native condition, or an identity translator, it gives the results of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,12 +32,14 @@ from kvlingo_mlx.evaluation.harness.decoding import (
 )
 from kvlingo_mlx.evaluation.harness.responses import Responses, key_of
 from kvlingo_mlx.evaluation.harness.tasks import QUESTION_AT
+from kvlingo_mlx.evaluation.lines import group
 
 if TYPE_CHECKING:
     from kvlingo_mlx.evaluation.harness.contexts import Contexts
 
 Progress = Callable[[int, int], None]
 DEFAULT_MAX_TOKENS = 8192  # MLXLM's, for a task that sets no budget
+BLOCK = 32  # answers that a rank writes before the ranks exchange theirs
 
 
 @dataclass
@@ -177,13 +180,16 @@ class PrefixLM(LM):
             context = request.args[0]
             groups.setdefault((context, self._question(context, request)), []).append(index)
         self._total += len(requests)
+        asked = {
+            indices[0]: (context, [requests[i].args[1] for i in indices], *_given(begin))
+            for (context, begin), indices in groups.items()
+        }
+        counts = {indices[0]: len(indices) for indices in groups.values()}
+        responses = self._respond("loglikelihood", self._score, asked, counts)
         scored: list[Any] = [None] * len(requests)
-        for (context, begin), indices in groups.items():
-            arguments = context, [requests[i].args[1] for i in indices], *_given(begin)
-            found = self._respond("loglikelihood", self._score, *arguments)
-            for index, (score, greedy) in zip(indices, found, strict=True):
+        for indices in groups.values():
+            for index, (score, greedy) in zip(indices, responses[indices[0]], strict=True):
                 scored[index] = (score, greedy)
-            self._advance(len(indices))
         return scored
 
     def _score(
@@ -205,11 +211,9 @@ class PrefixLM(LM):
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         """The log-likelihood of each text after its first token, by the target alone."""
         self._total += len(requests)
-        found = []
-        for request in requests:
-            found.append(self._respond("loglikelihood_rolling", self._score_alone, request.args[0]))
-            self._advance(1)
-        return found
+        asked = {number: (request.args[0],) for number, request in enumerate(requests)}
+        found = self._respond("loglikelihood_rolling", self._score_alone, asked, {})
+        return [found[number] for number in asked]
 
     def _score_alone(self, text: str) -> float:
         tokens = self._tokens(text)
@@ -230,10 +234,21 @@ class PrefixLM(LM):
         self._total += len(requests)
         self._advance(sum(each.count for key, each in wanted.items() if key in self.responses))
         missing = [each for key, each in wanted.items() if key not in self.responses]
-        for each, text in self._answers(missing):
-            self.responses.add(each.key, text)
-            self._advance(each.count)
+        for block in self._blocks(missing):
+            own = block[group().rank :: group().size]
+            for each, text in self._answers(own):
+                self.responses.add(each.key, text)
+                self._advance(each.count)
+            self.responses.exchange()
+            self._advance(sum(each.count for each in block) - sum(each.count for each in own))
         return [self.responses[each.key] for each in asked]
+
+    def _blocks(self, asked: list[Asked]) -> list[list[Asked]]:
+        """What is answered before ranks tell one another: of like length; alone all at once."""
+        if (size := group().size) == 1:
+            return [asked]
+        asked = sorted(asked, key=lambda each: -len(each.context))
+        return [asked[n : n + BLOCK * size] for n in range(0, len(asked), BLOCK * size)]
 
     def _asked(self, request: Instance) -> Asked:
         context, options = request.args[0], {**request.args[1], **self._budget}
@@ -327,12 +342,28 @@ class PrefixLM(LM):
             )
         return shared_start(self._tokens(context), self._tokens(context[:place]))
 
-    def _respond(self, kind: str, compute: Callable[..., Any], *arguments: Any) -> Any:
-        """The kept response to a request; if there is none, it is computed and kept."""
-        key = key_of(self._facts, kind, arguments)
-        if key not in self.responses:
-            self.responses.add(key, compute(*arguments))
-        return self.responses[key]
+    def _respond(
+        self,
+        kind: str,
+        compute: Callable[..., Any],
+        asked: Mapping[int, tuple[Any, ...]],
+        counts: Mapping[int, int],
+    ) -> dict[int, Any]:
+        """The responses by number: those that are kept, and those that are computed and kept.
+
+        ``counts`` says how many requests a number stands for, if not one.
+        """
+        keys = {number: key_of(self._facts, kind, given) for number, given in asked.items()}
+        requests: dict[str, int] = {}
+        for number, key in keys.items():
+            requests[key] = requests.get(key, 0) + counts.get(number, 1)
+        wanted = {
+            keys[number]: (len(given[0]), partial(compute, *given))
+            for number, given in asked.items()
+        }
+        for key in self.responses.fill(wanted):
+            self._advance(requests[key])
+        return {number: self.responses[key] for number, key in keys.items()}
 
     def _advance(self, count: int) -> None:
         if count:

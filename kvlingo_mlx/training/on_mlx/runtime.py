@@ -6,9 +6,9 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx
 
-from kvlingo_mlx.loading import models
+from kvlingo_mlx.group import Group
+from kvlingo_mlx.loading import models, ranks
 from kvlingo_mlx.models.language_model import LanguageModel
-from kvlingo_mlx.training.group import Group
 
 DTYPES = {"bfloat16": mx.bfloat16, "float16": mx.float16, "float32": mx.float32}
 
@@ -42,8 +42,8 @@ def check_device(device: str) -> None:
 
 
 def join(device: str) -> Group:
-    """The one process of the training."""
-    return Group()
+    """The ranks of ``mlx.launch``, or a group of one."""
+    return ranks.here()
 
 
 def leave(group: Group) -> None:

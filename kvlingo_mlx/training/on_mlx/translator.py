@@ -13,9 +13,9 @@ import numpy as np
 from mlx.optimizers import AdamW
 
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.group import Group
 from kvlingo_mlx.threads import unit
 from kvlingo_mlx.training.forward import Maps, Operations, Read
-from kvlingo_mlx.training.group import Group
 
 MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # MLX's names, and those of checkpoints
 
@@ -110,8 +110,13 @@ class MLXTranslator:
         """Sum the gradients over all processes; returns whether they are finite."""
         for name, tensor in self.tensors.items():
             self.gradients.setdefault(name, mx.zeros_like(tensor))
-        group.add(self.gradients.values())
+        if group.size > 1:
+            self.gradients.update(zip(self.tensors, self._sums(group), strict=True))
         return all(mx.isfinite(g).all().item() for g in self.gradients.values())
+
+    def _sums(self, group: Group) -> list[mx.array]:
+        """The gradients summed over all processes, which have them in the order of the tensors."""
+        return group.add(self.gradients[name] for name in self.tensors)
 
     @unit
     def update(self, rate: float, clip: float) -> None:

@@ -8,11 +8,15 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from kvlingo_mlx.training.group import Group
+from kvlingo_mlx.group import Group
 
 
 class TorchGroup(Group):
-    """The processes that torchrun started."""
+    """The processes that torchrun started; each makes the closed form anew."""
+
+    @property
+    def of_fits(self) -> Group:
+        return Group()
 
     def total(self, numbers: np.ndarray) -> np.ndarray:
         device = torch.device("cuda" if torch.distributed.get_backend() == "nccl" else "cpu")
@@ -20,12 +24,14 @@ class TorchGroup(Group):
         torch.distributed.all_reduce(tensor)
         return tensor.cpu().numpy()
 
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+    def add(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """The sums, in the tensors that were given."""
         tensors = list(tensors)
         flat = torch.cat([tensor.flatten() for tensor in tensors])
         torch.distributed.all_reduce(flat)
         for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
+        return tensors
 
     def wait(self) -> None:
         torch.distributed.barrier()

@@ -1,0 +1,111 @@
+"""The processes of one work, which share it; a single process is a group of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+RANK = "MLX_RANK"  # which mlx.launch sets
+PACK = 2**26  # bytes that are summed at once: messages are few, and a copy of them is small
+
+
+@dataclass(frozen=True)
+class Group:
+    """This process's place among the processes of a run."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes files and shows progress."""
+        return self.rank == 0
+
+    @property
+    def of_fits(self) -> Group:
+        """The processes that share a closed form."""
+        return self
+
+    # ---- who does what --------------------------------------------------------------------
+
+    def owns(self, number: int) -> bool:
+        """Whether an item of unknown cost is this process's, by its number."""
+        return number % self.size == self.rank
+
+    def share(self, costs: Sequence[int]) -> list[int]:
+        """The items of this process, chosen so that all processes have nearly equal ``costs``.
+
+        Items are assigned longest first, each to the process with the least cost so far. Prefix
+        lengths span three orders of magnitude, so equal counts would leave most processes waiting.
+        """
+        loads = [0] * self.size
+        mine = []
+        for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+            least = min(range(self.size), key=lambda r: (loads[r], r))
+            loads[least] += costs[index]
+            if least == self.rank:
+                mine.append(index)
+        return sorted(mine)
+
+    def rounds(self, costs: Sequence[int]) -> list[list[int]]:
+        """All items, in rounds of one for each process, those of a round alike in ``costs``.
+
+        What is made in a round can be kept before the next one. One process has all in order.
+        """
+        order = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+        order = order if self.size > 1 else list(range(len(costs)))
+        return [order[start : start + self.size] for start in range(0, len(order), self.size)]
+
+    # ---- what they tell one another: each calls these in the same order -------------------------
+
+    def total(self, numbers: np.ndarray) -> np.ndarray:
+        """The sum of ``numbers`` over all processes."""
+        return numbers
+
+    def totals(self, arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """The sums of arrays of one type over all processes, a few arrays at a time."""
+        if self.size == 1:
+            yield from arrays
+            return
+        pack: list[np.ndarray] = []
+        for array in arrays:
+            if pack and sum(a.nbytes for a in pack) + array.nbytes > PACK:
+                yield from self._packed(pack)
+                pack = []
+            pack.append(array)
+        if pack:
+            yield from self._packed(pack)
+
+    def _packed(self, arrays: Sequence[np.ndarray]) -> Iterator[np.ndarray]:
+        flat, start = self.total(np.concatenate([array.ravel() for array in arrays])), 0
+        for array in arrays:
+            yield flat[start : start + array.size].reshape(array.shape)
+            start += array.size
+
+    def add(self, tensors: Iterable[Any]) -> list[Any]:
+        """The sum of each of a runtime's tensors over all processes."""
+        return list(tensors)
+
+    def gathered(self, value: T) -> list[T]:
+        """Every process's value, in their order: JSON values, and arrays among them."""
+        return [value]
+
+    def firsts(self, find: Callable[[], T]) -> T:
+        """What the leading process finds, which alone has the files; a value as :meth:`gathered`.
+
+        Processes that share a disk each find it.
+        """
+        return find()
+
+    def agree(self, told: Callable[[], Mapping[str, str]]) -> None:
+        """Refuse (KVLingoError) to go on where processes differ in a fact, told by name."""
+
+    def wait(self) -> None:
+        """Wait until every process has arrived here."""
+
+
+ALONE = Group()

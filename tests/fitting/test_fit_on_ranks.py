@@ -1,0 +1,281 @@
+"""A fit that several ranks of ``mlx.launch`` share, beside one process that makes all of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlingo_mlx.fitting.rows import Rows
+from kvlingo_mlx.format.assignment import relative_depth
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.group import Group
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.stage1.passes import MEMORY, ClosedForm, Hooks
+from kvlingo_mlx.tokenization.samples import Sample
+from tests.support import rank_jobs, tiny, two_tokenizers
+from tests.support.ranks import launched
+from tests.support.two_tokenizers import TALK
+
+ALL = "KVLINGO_EXAMPLES" in os.environ
+MODULE = ("-m", "tests.support.rank_jobs")
+TEXTS = [
+    "The ferryman of the long river asks who pays. " * 3, "One and 23 is 24, is it not? " * 4,
+    "The money is in the house, and the house is theirs. " * 3, "Summarise this, passenger. " * 5,
+    "An unbelievably long prefix, and then another one. " * 3,
+]  # fmt: skip
+
+
+def job(folder: Path, count: int, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What each rank found in each case."""
+    (folder / "job.json").write_text(json.dumps({"folder": str(folder), "cases": cases}))
+    done = launched(count, sys.executable, *MODULE, str(folder / "job.json"))
+    assert "exited with code" not in done.stdout + done.stderr, done.stderr[-2000:]
+    return [
+        [dict(np.load(folder / f"{case['name']}-{rank}.npz")) for rank in range(count)]
+        for case in cases
+    ]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    root = tmp_path_factory.mktemp("fits")
+    make: Callable[..., Path] = tiny.write_tiny_model
+    small = {"layers": 3, "kv_heads": 1, "head_dim": 16}
+    ends = {
+        "plain": [make(root / "a", "qwen3", seed=1, **small),
+                  make(root / "b", "qwen3_moe", seed=2, **{**small, "layers": 4})],
+        "heads": [make(root / "c", "qwen3", seed=3, **{**small, "kv_heads": 2}),
+                  make(root / "d", "qwen3", seed=4, **{**small, "kv_heads": 4})],
+        "latent": [make(root / name, "deepseek_v3", seed=5 + n, **{**small, "kv_heads": 4})
+                   for n, name in enumerate("ef")],
+        "two": [two_tokenizers.write_qwen(root / "g", **small),
+                two_tokenizers.write_mistral(root / "h", **{**small, "layers": 2})],
+    }  # fmt: skip
+    talks = [{"text": text} for text in TEXTS] + [{"messages": TALK[:3]}]
+    ways: list[tuple[str, str, dict[str, Any]]] = [
+        ("plain", "plain", {}),
+        ("ridge", "plain", {"ridge": 1e-3, "nu": 2}),
+        ("attention", "plain", {"norm": "attention"}),
+        ("passes", "plain", {"norm": "sink_8", "memory": 20_000}),
+        ("chosen", "plain", {"assignment": "r2", "nu": 2, "memory": 40_000}),
+        ("chosen twice", "plain", {"assignment": "greedy", "nu": 2, "norm": "attention"}),
+        ("head-wise", "heads", {"head_mixing": False}),
+        ("latent", "latent", {}),
+        ("two tokenizers", "two", {"ridge": 1e-3}),
+        ("one sample", "plain", {}),
+    ]
+    return [
+        {
+            "name": name, "work": "fit", "source": str(ends[pair][0]),
+            "target": str(ends[pair][1]), "options": options,
+            "records": talks if pair == "two" else None,
+            "samples": 1 if name == "one sample" else 7,
+        }
+        for name, pair, options in ways
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "count", [2, pytest.param(4, marks=pytest.mark.skipif(not ALL, reason="by hand"))]
+)
+def test_ranks_make_the_fit_of_one_process(
+    cases: list[dict[str, Any]], tmp_path: Path, count: int
+) -> None:
+    """Sums to 1e-9, whatever is fitted; all ranks have the same maps to the last bit."""
+    talk = {"name": "talk", "work": "talk"}
+    said, *found = job(tmp_path, count, [talk, *cases])
+    _check_talk(said)
+    for case, every in zip(cases, found, strict=True):
+        alone = rank_jobs.fit(case)
+        for own in every:
+            assert set(own) == set(alone), case["name"]
+            for name, array in alone.items():
+                assert name == "told" or np.array_equal(own[name], every[0][name]), case["name"]
+                if name.startswith("weights/"):
+                    bound = 1e-6
+                elif name in ("counts", "reads", "told"):
+                    assert np.array_equal(own[name], array) or name == "told", (case["name"], name)
+                    continue
+                else:
+                    bound = 1e-9
+                error = np.linalg.norm(own[name] - array) / np.linalg.norm(array)
+                assert error <= bound, (case["name"], name, error)
+        sums = [name for name in alone if "/xx/" in name]
+        assert sums and alone["counts"][0] >= case["samples"] - 1
+        # The first rank tells of all samples.
+        assert every[0]["told"][0] >= alone["told"][0] - 1 >= 0
+        if case["name"] == "plain":  # of four layers' keys and values, which read three, 16 wide
+            tiles = 2 * (3 * 16 * 16 + 4 * (16 * 16 + 16))
+            assert [own["told"][1] for own in every] == [8 * tiles] * count
+
+
+def _check_talk(every: list[dict[str, Any]]) -> None:
+    """Against what each rank gives, added up here in another order."""
+    count = len(every)
+    packs = [
+        sum(rank_jobs.given(rank, n) for rank in reversed(range(count))) for n in (5, 30, 1, 8)
+    ]
+    for rank, own in enumerate(every):
+        assert own["rank"].tolist() == [rank, count]
+        assert np.abs(own["packs"] - np.concatenate(packs)).max() < 1e-14
+        assert np.array_equal(own["packs"], every[0]["packs"])
+        assert own["lengths"].tolist() == [70_000 * r for r in range(count)]
+        assert np.array_equal(own["arrays"], [rank_jobs.given(r, 3) for r in range(count)])
+        assert own["first"].tolist() == [0, *rank_jobs.given(0, 4)]
+
+
+@pytest.mark.parametrize("on", [{"options": {"nu": 2}}, {"samples": 6}])
+@pytest.mark.skipif(not ALL, reason="by hand")
+def test_ranks_that_were_given_different_things(
+    cases: list[dict[str, Any]], tmp_path: Path, on: dict[str, Any]
+) -> None:
+    case = {**cases[0], "on": {"1": on}}
+    (tmp_path / "job.json").write_text(json.dumps({"folder": str(tmp_path), "cases": [case]}))
+    done = launched(2, sys.executable, *MODULE, str(tmp_path / "job.json"), seconds=60)
+    what = "options" if "options" in on else "data"
+    assert (done.stdout + done.stderr).count(f"rank 1 has another {what} than rank 0") == 2
+    assert not list(tmp_path.glob("*.npz"))
+
+
+def test_a_record_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
+    """The verb: one line, by the rank that reads it, and no rank waits for it."""
+    shape = {"layers": 2, "kv_heads": 1, "head_dim": 16}
+    ends = [tiny.write_tiny_model(tmp_path / n, "qwen3", seed=1, **shape) for n in "ab"]
+    for folder in ends:
+        path = folder / "tokenizer_config.json"
+        config = json.loads(path.read_text())
+        refusal = "{%- if 'boom' in messages[0].content -%}{{ raise_exception('no') }}{%- endif -%}"
+        config["chat_template"] = refusal + config["chat_template"]
+        path.write_text(json.dumps(config))
+    record = {"messages": [{"role": "user", "content": "a long question " * 30}]}
+    wrong = {"messages": [{"role": "user", "content": "boom"}]}
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(r) for r in [record, wrong, *[record] * 6]))
+    words = ["--source", str(ends[0]), "--target", str(ends[1]), "--data", str(data)]
+    begun = time.monotonic()
+    done = launched(
+        2, sys.executable, "-m", "kvlingo_mlx.cli", "fit", *words, "--out", str(tmp_path / "out"),
+        seconds=60,
+    )  # fmt: skip
+    told = done.stdout + done.stderr
+    assert time.monotonic() - begun < 60
+    assert told.count("error:") == 1, told
+    assert "rank 1: error: the chat template does not take a conversation of user" in told
+    assert not (tmp_path / "out").exists()
+
+
+# ---- kept sums, without ranks -------------------------------------------------------------------
+
+
+@dataclass
+class Shared:
+    """What threads that play the processes of a group tell one another."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    values: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier, self.values = threading.Barrier(self.size), [None] * self.size
+
+
+@dataclass(frozen=True)
+class Thread(Group):
+    shared: Shared = field(default_factory=lambda: Shared(1))
+
+    def gathered(self, value: Any) -> list[Any]:
+        self.shared.values[self.rank] = value
+        self.shared.barrier.wait(60)
+        found = list(self.shared.values)
+        self.shared.barrier.wait(60)
+        return found
+
+    def total(self, numbers: np.ndarray) -> np.ndarray:
+        return np.sum(self.gathered(numbers), axis=0)
+
+    def firsts(self, find: Callable[[], Any]) -> Any:
+        return self.gathered(find() if self.leads else None)[0]
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("norm", "method", "memory"), [
+    ("sink_8", None, MEMORY), ("attention_mass", "r2", 60_000), ("frobenius", "greedy", 60_000),
+])  # fmt: skip
+def test_a_fit_goes_on_with_another_number_of_processes(
+    models: dict[str, LanguageModel], norm: str, method: str | None, memory: int
+) -> None:
+    """Stopped at each point where sums are kept, in turn by three, one and two of them."""
+    rng = np.random.default_rng(4)
+    rows = [tuple(rng.integers(5, 280, 60 + 9 * i).tolist()) for i in range(5)]
+    data = [Sample(tokens[:50], tokens[50:]) for tokens in rows] + [Sample((), (7,))]
+    source, target = models["narrow"], models["narrow_moe"]
+    depths = [len(model.attentions) for model in (source, target)]
+    config = TranslatorConfig(source.spec(), target.spec(), relative_depth(*depths, 2))
+
+    def fit(group: Group) -> ClosedForm:
+        return ClosedForm(
+            config, Rows(source, target),
+            lambda start: [s if group.owns(n) else None for n, s in enumerate(data)][start:],
+            norm, method, 2, memory, Hooks(), 1e-6, group,
+        )  # fmt: skip
+
+    whole = fit(Group())
+    whole.run()
+    kept: list[Any] = []
+
+    def some(group: Group, found: list[Any]) -> None:
+        part = fit(group)
+        if kept:
+            part.restore(*kept[-1])
+
+        def keep() -> None:
+            if part.read % group.size:
+                return
+            if part.read:
+                part.gather(ends=False)
+            found[group.rank] = (part.tensors(), part.counts())
+            raise Stopped
+
+        part.hooks = Hooks(keep=keep)
+        try:
+            part.run()
+            found[group.rank] = part
+        except Stopped:
+            pass
+
+    for attempt in range(200):
+        size = (3, 1, 2)[attempt % 3]
+        shared, found = Shared(size), [None] * size
+        threads = [
+            threading.Thread(target=some, args=(Thread(r, size, shared), found))
+            for r in range(size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if isinstance(found[0], ClosedForm):
+            break
+        kept.append(found[0])
+    assert len(kept) > 3
+    for part in found:
+        assert isinstance(part, ClosedForm)
+        assert part.config.assignment == whole.config.assignment
+        assert (part.used, part.tokens, part.longest) == (5, 250, 50)
+        assert part.used == whole.used and set(part.weights) == set(whole.weights)
+        for name, array in whole.weights.items():
+            error = np.linalg.norm(part.weights[name] - array) / np.linalg.norm(array)
+            assert error < 1e-8, (name, error)

@@ -1,0 +1,215 @@
+"""Work that ranks of ``mlx.launch`` share, as a test asks for it; one process does it alone.
+
+``python -m tests.support.rank_jobs JOB.json`` does the job's cases and writes what each rank found.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy as np
+
+import kvlingo_mlx as kv
+from kvlingo_mlx import fitting, group
+from kvlingo_mlx.evaluation import compare, conditions, continuation, lineup, probes, verification
+from kvlingo_mlx.evaluation.journal import Journal
+from kvlingo_mlx.format import translator_folder
+from kvlingo_mlx.loading import ranks
+from kvlingo_mlx.stage1.passes import ClosedForm
+from kvlingo_mlx.tokenization.samples import Sample
+from kvlingo_mlx.training import pipeline
+from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
+from kvlingo_mlx.training.pipeline import Training
+from kvlingo_mlx.training.plan import TrainingPlan, reconstruction
+from kvlingo_mlx.training.recipe import Recipe
+from tests.support.random_samples import samples
+
+RANK = int(os.environ.get("MLX_RANK", 0))
+Case = dict[str, Any]
+Found = dict[str, np.ndarray]
+
+
+# ---- what the ranks tell one another ---------------------------------------------------------
+
+
+def talk(case: Case) -> Found:
+    """Sums and values of all ranks; what rank r gives can be written down without any of them."""
+    here = ranks.here()
+    with mock.patch.object(group, "PACK", 100):  # bytes: 12 numbers
+        packs = list(here.totals(given(here.rank, n) for n in (5, 30, 1, 8)))
+    values = here.gathered({"text": "x" * (here.rank * 70_000), "array": given(here.rank, 3)})
+    first = here.firsts(lambda: {"rank": here.rank, "array": given(here.rank, 4)})
+    return {
+        "rank": np.array([here.rank, here.size]),
+        "packs": np.concatenate([array.ravel() for array in packs]),
+        "lengths": np.array([len(value["text"]) for value in values]),
+        "arrays": np.stack([value["array"] for value in values]),
+        "first": np.array([first["rank"], *first["array"]]),
+    }
+
+
+def given(rank: int, count: int) -> np.ndarray:
+    """Numbers that float32 would round."""
+    return np.random.default_rng([rank, count]).normal(size=count)
+
+
+# ---- fits ------------------------------------------------------------------------------------
+
+
+class Kept(ClosedForm):
+    """A closed form that keeps the sums of every pass, as they are solved from."""
+
+    sums: ClassVar[Found] = {}
+
+    def _lead(self, *arguments: Any) -> None:
+        own = {f"{self.part}/{name}": np.array(a) for name, a in self.tensors().items()}
+        Kept.sums |= {name: array for name, array in own.items() if "weights" not in name}
+        super()._lead(*arguments)
+
+
+def fit(case: Case) -> Found:
+    """The maps, and the sums that they are made of."""
+    Kept.sums = {}
+    data = case.get("records") or [*samples(case["samples"], 60, 3), Sample((), (7,))]
+    told: list[int] = []
+    sent, total = [0], ranks.Ranks.total
+
+    def counted(self: ranks.Ranks, numbers: np.ndarray) -> np.ndarray:
+        sent[0] += numbers.nbytes if numbers.dtype == np.float64 and numbers.size > 99 else 0
+        return total(self, numbers)
+
+    with (
+        mock.patch.object(ranks.Ranks, "total", counted),
+        mock.patch.object(fitting, "ClosedForm", Kept),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", kv.KVLingoWarning)
+        made = kv.fit(
+            case["source"], case["target"], data, **case["options"],
+            progress=lambda done, total: told.append(done),
+        )  # fmt: skip
+    facts = made.config.provenance
+    counts = [facts[name] for name in ("samples", "prefix_tokens", "longest_prefix", "lowest_rank")]
+    reads = np.array(json.dumps(made.config.assignment.to_json()))
+    maps = made.to_weights()
+    weights = {f"weights/{name}": maps.as_float32(name) for name in maps.arrays}
+    facts = {"counts": np.array(counts), "reads": reads, "ridge": np.array(facts["ridge"])}
+    return {**weights, **Kept.sums, **facts, "told": np.array([told[-1], *sent])}
+
+
+# ---- scores ----------------------------------------------------------------------------------
+
+
+def scores(case: Case) -> Found:
+    """Every score of a task, a receipt and what the demo scores, as text: equal to the last bit."""
+    source, target = kv.load(case["source"]), kv.load(case["target"])
+    translator = kv.load_translator(case["translator"])
+    task = probes.recall(target, case["items"], 0)
+    line = [
+        lineup.native(target),
+        lineup.translated("translated", source, target, [translator, translator]),
+        lineup.baseline("hidden", source, target, []),
+    ]
+    found = compare.evaluate(target, [task], line, Journal(case.get("journal")))
+    makers = {"translated": conditions.translated(source, target, translator)}
+    scored = continuation.score(target, [item.sample for item in task.items], makers)
+    told = verification.agreement(source, target, translator, group=ranks.here())
+    return {"told": np.array(repr((found, scored, told)))}
+
+
+# ---- trainings -------------------------------------------------------------------------------
+
+
+class Numbered:
+    """Samples of random tokens by number, whose lengths differ much."""
+
+    def sample(self, index: int) -> Sample:
+        rng = np.random.default_rng(index)
+        length = 10 + int(rng.integers(60))
+        tokens = rng.integers(5, 280, length + 8).tolist()
+        return Sample(tuple(tokens[:length]), tuple(tokens[length:]))
+
+    def held_out(self, count: int = 64) -> list[Sample]:
+        return [self.sample(1000 + i) for i in range(count)]
+
+
+def training(case: Case) -> Found:
+    """A training's log and maps.
+
+    ``stop`` is a rank, and the number of reports after which it gets a signal. A rank that
+    ``parts`` takes other steps than the others. With ``apart``, each has a folder of its own.
+    """
+    here, reports = ranks.here(), itertools.count(1)
+    recipe = Recipe(**case["recipe"])
+    plan: dict[str, Any] = {"fit_samples": 11, "held_out": 3, **case.get("plan", {})}
+    if plan.get("kind") == "mlp":
+        plan["stage1_recipe"] = reconstruction(recipe, steps=3, rates=(1e-2,))
+
+    def progress(stage: str, report: Any) -> None:
+        if case.get("stop") == [here.rank, next(reports)]:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    out = Path(case["out"])
+    if here.rank and case.get("apart"):
+        out = out.parent / f"rank-{here.rank}" / out.name
+    source, target = kv.load(case["source"]), kv.load(case["target"])
+    data = {"data": case.get("data", "the same")}
+    every = case.get("keep_every", 240.0)
+    made = Training(
+        source, target, Numbered(), TrainingPlan(**plan, recipe=recipe), out, here, progress, data,
+        keep_every=every,
+    )  # fmt: skip
+    steps = drifting if case.get("parts") else MLXTranslator.update
+    look = mock.patch.object(pipeline, "LOOK", case.get("look", pipeline.LOOK))
+    with look, mock.patch.object(MLXTranslator, "update", steps):
+        try:
+            made.run()
+        except KeyboardInterrupt:
+            return {"stopped": np.array(next(reports) - 1)}
+    if here.rank:
+        return {"wrote": np.array(out.parent.exists() and case.get("apart", False))}
+    lines = [json.loads(line) for line in made.log.read_text().splitlines()]
+    _, weights = translator_folder.read(out)
+    return {
+        "held_out": np.array([line["held_out"] for line in lines], float),
+        "loss": np.array([line["loss"] for line in lines[1:]], float),
+        **{f"weights/{name}": weights.as_float32(name) for name in weights.arrays},
+    }
+
+
+_update = MLXTranslator.update
+
+
+def drifting(self: MLXTranslator, rate: float, clip: float) -> None:
+    """A step a little longer than the others'."""
+    _update(self, 1.01 * rate, clip)
+
+
+WORK: dict[str, Callable[[Case], Found]] = {
+    "talk": talk, "fit": fit, "scores": scores, "training": training,
+}  # fmt: skip
+
+
+def main() -> None:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    for case in job["cases"]:
+        own = replace_own(case)
+        np.savez(Path(job["folder"]) / f"{case['name']}-{RANK}.npz", **WORK[case["work"]](own))
+
+
+def replace_own(case: Case) -> Case:
+    """The case with what only this rank is given."""
+    return {**case, **case.get("on", {}).get(str(RANK), {})}
+
+
+if __name__ == "__main__":
+    main()

@@ -129,6 +129,8 @@ def command(options: GenerateOptions) -> None:
     results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES.split()}}
     if response.guarded is not None:
         results["guarded"] = asdict(response.guarded)
+    if response.received is not None:
+        results["received"] = asdict(response.received)
     keep(options.json_file, "generate", config, results)
 
 

@@ -198,6 +198,29 @@ def _check_layers(plan: Plan, asked: Asked, config: TranslatorConfig) -> None:
         )
 
 
+def _check_remote(plan: Plan, asked: Asked) -> None:
+    """Refuse what needs more of a source on another machine than its states."""
+    source, target = plan.source, plan.target
+    if source.address is None:
+        return
+    for name, given in {
+        "draft_model": plan.draft is not None and plan.draft.address is not None,
+        "guard": bool(asked.guard),
+        "strategy auto": asked.strategy == "auto",
+        "a target that several ranks hold": target.part is not None,
+    }.items():
+        if given:
+            raise UnsupportedModelError(
+                f"{source.name} is on {source.address}, which cannot be used with {name}; leave "
+                "one of them out"
+            )
+    if source.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        raise UnsupportedModelError(
+            f"{source.name} is on {source.address}, and {target.name} has another tokenizer: both "
+            "must be on one machine (give a folder or a Hub id)"
+        )
+
+
 def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], None]) -> Plan:
     """A plan that was begun, checked, and with its translator."""
     refused = {
@@ -206,6 +229,7 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
         "strategy auto": asked.strategy == "auto",
     }
     sharding.check_use(plan.target, plan.source, refused)
+    _check_remote(plan, asked)
     native = asked.strategy == "native" or (asked.strategy == "auto" and _reads_itself(plan, asked))
     readers = (plan.target,) if native else (plan.source, plan.target)
     check_tokens(readers, plan.tokens, plan.step_size)

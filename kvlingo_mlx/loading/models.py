@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches import memory
-from kvlingo_mlx.errors import MissingModelError
+from kvlingo_mlx.errors import MissingModelError, printable
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
+from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.loading.opening import damage_told, open_model
 from kvlingo_mlx.loading.translators import translator_bytes
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, encode
+from kvlingo_mlx.remote.address import address_of
+from kvlingo_mlx.remote.model import RemoteModel, connect
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
@@ -111,7 +115,20 @@ def load_pair(
     translator: Translator | str | os.PathLike[str] | None = None,
     native: bool = False,
 ) -> tuple[LanguageModel, LanguageModel]:
-    """Load two models together; with ``native``, the first one's weights are not needed."""
+    """Load two models together; with ``native``, the first one's weights are not needed.
+
+    The first one can be on another machine: a :class:`RemoteModel`, or its address.
+    """
+    remote = address_of(prefill_model)
+    if native and (remote or isinstance(prefill_model, RemoteModel)):
+        raise ValueError(
+            f"strategy is 'native', which does not need {remote or prefill_model!r}; give the "
+            "prefill model's folder or Hub id, or strategy accelerator"
+        )
+    if remote is not None:
+        prefill_model = connect(str(prefill_model))
+    if isinstance(prefill_model, RemoteModel):
+        _tell_of_versions(prefill_model)
     if native:
         if not isinstance(prefill_model, LanguageModel):
             prefill_model = load(prefill_model, lazy=True)
@@ -119,6 +136,14 @@ def load_pair(
     models = prefill_model, decode_model
     source, target = load_together(models, prompt, translator=translator)
     return source, target
+
+
+def _tell_of_versions(model: RemoteModel) -> None:
+    """Warn once of another mlx-lm on the other machine, by which a model might run otherwise."""
+    here = metadata.version("mlx-lm")
+    if model.mlx_lm != here:
+        told = f"{model.address} runs mlx-lm {printable(model.mlx_lm):.40}, and this is {here}"
+        tell(told, f"{told}: {model.name} may give other states there than it would here")
 
 
 def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> LanguageModel:

@@ -287,6 +287,11 @@ def prepare_whole(
         suits: Says whether a stored translator's config suits, where there are several.
         check: Raises an error for a translator that cannot be used.
     """
+    if plan.source.address is not None:
+        raise UnsupportedModelError(
+            f"{plan.source.name} is on {plan.source.address}, and this decodes from its own cache; "
+            "load it here (a folder or a Hub id)"
+        )
     check_caches((plan.source,), len(plan.tokens))
     pair, mismatch, found = (plan.source, plan.target), asked.allow_mismatch, asked.translator
     if found is None:

@@ -77,6 +77,8 @@ class Client:
     _met: bool = False
     _heard: float = 0.0
     _stopped: threading.Event = field(default_factory=threading.Event, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _over: bool = False
 
     def facts(self) -> Any:
         """What the server says of its model."""
@@ -110,6 +112,9 @@ class Client:
 
     def end(self, job: str) -> None:
         """Tell the server that a job is not needed any more, if it can be told."""
+        with self._lock:
+            self._over = True
+        self.close()
         with contextlib.suppress(*CUT, GoneError, RemoteModelError):
             self._send("DELETE", f"{PATH}/{job}", timeout=END_S).read()
         self.close()
@@ -117,9 +122,11 @@ class Client:
     def stop(self) -> None:
         """End what another thread asks at present; it raises an error there."""
         self._stopped.set()
-        if (connection := self._open) is not None and (sock := connection.sock) is not None:
-            with contextlib.suppress(OSError):  # it is closed already
-                sock.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            sock = None if self._over or self._open is None else self._open.sock
+            if sock is not None:
+                with contextlib.suppress(OSError):  # it is closed already
+                    sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection."""
@@ -137,6 +144,8 @@ class Client:
 
     def _again(self, attempt: Callable[[], T | None]) -> T:
         """What an attempt returns in the end; None asks for another one at once.
+
+        An attempt sets ``_heard`` when something of use has come.
 
         Raises:
             RemoteModelError: Nothing came for too long, or what came was wrong too often.
@@ -198,7 +207,6 @@ class Client:
         self._met = True
         if answer.status >= 400:
             self._refuse(answer)
-        self._heard = time.monotonic()
         return answer
 
     def _refuse(self, answer: http.client.HTTPResponse) -> None:
@@ -213,7 +221,7 @@ class Client:
     def _json(self, method: str, body: Any = None) -> Any:
         answer = self._send(method, PATH, body)
         text = answer.read(MOST_TOLD)
-        if answer.length:  # what was announced and has not come
+        if answer.length != 0:  # what was announced and has not come, or was not announced
             raise http.client.IncompleteRead(text, answer.length)
         if hashlib.sha256(text).digest() != _digest(answer):
             raise _DamagedError("sends an answer without its sha256, or another one")
@@ -236,7 +244,10 @@ class Client:
         answer = self._send("GET", path, headers=headers)
         if answer.status == 202:
             answer.read()
+            self._heard = time.monotonic()
             return None
+        if answer.length is None or "repr-digest" not in answer.headers:
+            raise ConnectionResetError("the connection was closed in the head of a chunk")
         if not part.begins(answer):
             part.done = 0
             raise _DamagedError("sends a chunk of another size, or another part of it")

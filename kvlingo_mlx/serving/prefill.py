@@ -70,23 +70,32 @@ def serve(
     """
     if jobs < 1:
         raise ValueError(f"max_jobs is {jobs}; give 1 or more")
-    facts = facts_of(model)
     with contextlib.closing(bind(settings.host, settings.port)) as listener:
-        reader = Reader(model, digest_of(facts), translators, jobs)
-        try:
-            listening(url_of(listener))
-            server = _Server(configured(_Prefill(reader, facts, settings).app(), settings), reader)
-            asyncio.run(server.serve(sockets=[listener]))
-        finally:
-            reader.stop()
+        server = Server(model, settings, translators, jobs)
+        listening(url_of(listener))
+        server.run_at(listener)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """uvicorn's server; those who wait for a chunk hear at once that it stops."""
 
-    def __init__(self, config: uvicorn.Config, reader: Reader) -> None:
-        super().__init__(config)
-        self._reader = reader
+    def __init__(
+        self,
+        model: LanguageModel,
+        settings: Settings,
+        translators: Sequence[Translator] = (),
+        jobs: int = JOBS,
+    ) -> None:
+        facts = facts_of(model)
+        self._reader = Reader(model, digest_of(facts), translators, jobs)
+        super().__init__(configured(_Prefill(self._reader, facts, settings).app(), settings))
+
+    def run_at(self, listener: socket.socket) -> None:
+        """Serve at a bound socket, until a signal or ``should_exit``."""
+        try:
+            asyncio.run(self.serve(sockets=[listener]))
+        finally:
+            self._reader.stop()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await asyncio.to_thread(self._reader.stop)

@@ -93,15 +93,16 @@ def command(options: GenerateOptions) -> None:
     from kvlingo_mlx.handover.generation import stream_generate
     from kvlingo_mlx.handover.plan import check_strategy
     from kvlingo_mlx.handover.responses import summary
-    from kvlingo_mlx.loading.models import load_pair
+    from kvlingo_mlx.loading.models import load_pair, reached
     from kvlingo_mlx.translators.quantised import check_bits
 
     check_bits(options.quantize)
     check_strategy(options.strategy)
     native_number(options.native_layers)  # refused before any model is loaded
     sampler = options.sampler()
+    budget = options.memory_budget  # by which the source decodes, and so is needed here
     source, target = load_pair(
-        options.source,
+        options.source if budget else reached(options.source, options.strategy),
         _target(options),
         asked,
         translator=options.translator,

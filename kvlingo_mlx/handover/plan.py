@@ -21,7 +21,7 @@ from kvlingo_mlx.handover.guarding import Watch
 from kvlingo_mlx.handover.hybrid import AUTO, Below, Native, native_part
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.grading import watched
-from kvlingo_mlx.loading.models import Model, load, load_pair
+from kvlingo_mlx.loading.models import Model, load, load_pair, reached
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import find_translator, resolve_translator, translator_facts
@@ -172,13 +172,14 @@ def prepare(
         ValueError: The prompt is empty, an id is out of range, there are more tokens than a model's
             context holds, or an argument is bad.
         MissingModelError, UnsupportedModelError: A model cannot be used.
+        RemoteModelError: A prefill model on another machine cannot be reached.
         NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
         MissingTimingsError, MalformedTimingsError: ``auto`` has no timings to choose by.
     """
     check_strategy(asked.strategy)
-    plan = begin(prefill_model, decode_model, prompt, asked)
+    plan = begin(reached(prefill_model, asked.strategy), decode_model, prompt, asked)
     plan = _planned(plan, prompt, asked, check)
     if plan.target.part is not None:
         digest = None if plan.translator is None else plan.translator.digest
@@ -287,11 +288,6 @@ def prepare_whole(
         suits: Says whether a stored translator's config suits, where there are several.
         check: Raises an error for a translator that cannot be used.
     """
-    if plan.source.address is not None:
-        raise UnsupportedModelError(
-            f"{plan.source.name} is on {plan.source.address}, and this decodes from its own cache; "
-            "load it here (a folder or a Hub id)"
-        )
     check_caches((plan.source,), len(plan.tokens))
     pair, mismatch, found = (plan.source, plan.target), asked.allow_mismatch, asked.translator
     if found is None:

@@ -115,20 +115,7 @@ def load_pair(
     translator: Translator | str | os.PathLike[str] | None = None,
     native: bool = False,
 ) -> tuple[LanguageModel, LanguageModel]:
-    """Load two models together; with ``native``, the first one's weights are not needed.
-
-    The first one can be on another machine: a :class:`RemoteModel`, or its address.
-    """
-    remote = address_of(prefill_model)
-    if native and (remote or isinstance(prefill_model, RemoteModel)):
-        raise ValueError(
-            f"strategy is 'native', which does not need {remote or prefill_model!r}; give the "
-            "prefill model's folder or Hub id, or strategy accelerator"
-        )
-    if remote is not None:
-        prefill_model = connect(str(prefill_model))
-    if isinstance(prefill_model, RemoteModel):
-        _tell_of_versions(prefill_model)
+    """Load two models together; with ``native``, the first one's weights are not needed."""
     if native:
         if not isinstance(prefill_model, LanguageModel):
             prefill_model = load(prefill_model, lazy=True)
@@ -138,12 +125,28 @@ def load_pair(
     return source, target
 
 
-def _tell_of_versions(model: RemoteModel) -> None:
-    """Warn once of another mlx-lm on the other machine, by which a model might run otherwise."""
+def reached(prefill_model: Model, strategy: str) -> Model:
+    """A prefill model that may be on another machine: connected to, if it is an address.
+
+    Raises:
+        ValueError: The strategy does not need it.
+        RemoteModelError: As for :func:`connect`.
+
+    Warns:
+        KVLingoWarning: The other machine has another mlx-lm, by which a model might run otherwise.
+    """
+    remote = address_of(prefill_model)
+    if strategy == "native" and (remote or isinstance(prefill_model, RemoteModel)):
+        raise ValueError(
+            f"strategy is 'native', which does not need {prefill_model!r:.80}; give the prefill "
+            "model's folder or Hub id, or strategy accelerator"
+        )
+    found = prefill_model if remote is None else connect(str(prefill_model))
     here = metadata.version("mlx-lm")
-    if model.mlx_lm != here:
-        told = f"{model.address} runs mlx-lm {printable(model.mlx_lm):.40}, and this is {here}"
-        tell(told, f"{told}: {model.name} may give other states there than it would here")
+    if isinstance(found, RemoteModel) and found.mlx_lm != here:
+        told = f"{found.address} runs mlx-lm {printable(found.mlx_lm):.40}, and this is {here}"
+        tell(told, f"{told}: {found.name} may give other states there than it would here")
+    return found
 
 
 def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> LanguageModel:

@@ -15,14 +15,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 pytest.importorskip("starlette")
 
-import kvlingo_mlx as kv  # noqa: E402
-from kvlingo_mlx.format.maps import maps_of  # noqa: E402
-from kvlingo_mlx.handover.responses import summary  # noqa: E402
-from kvlingo_mlx.models.language_model import LanguageModel  # noqa: E402
-from kvlingo_mlx.translators.base import Translator  # noqa: E402
-from tests.support import tiny  # noqa: E402
-from tests.support.network import Offered, offered  # noqa: E402
-from tests.support.opened import quantised  # noqa: E402
+import kvlingo_mlx as kv
+from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.handover.responses import summary
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.translators.base import Translator
+from tests.support import tiny
+from tests.support.network import Offered, offered
+from tests.support.opened import quantised
 
 pytestmark = pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")
 SMALL = dict(layers=4, kv_heads=4, head_dim=16)
@@ -95,16 +95,18 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("name", "sent"), [*itertools.product(PAIRS, SENT)])
 def test_the_caches_are_those_of_one_machine(pairs: Any, name: str, sent: str) -> None:
-    """To the bit; translated states of bfloat16 to their own rounding."""
+    """To the bit; translated keys of bfloat16 to a rounding more, which is below 2**-8."""
     pair = pairs(name)
     remote = pair.remote(sent)
     rounded = name == "bfloat16" and sent == "translated"
     for way in WAYS:
         own, theirs = pair.caches(pair.source, **way), pair.caches(remote, **way)
-        for one, other in zip(own, theirs, strict=True):
+        for place, (one, other) in enumerate(zip(own, theirs, strict=True)):
             assert one.shape == other.shape and np.isfinite(one).all()
-            if rounded:  # twice instead of once: at most a step of 8 bits of the largest number
-                assert np.abs(one - other).max() <= 2**-7 * np.abs(one).max()
+            if rounded and (place % 2 == 0 or "native_tail" in way):
+                # What the target reads behind them is computed from them, in bfloat16.
+                most = 2**-6 if "native_tail" in way else 2**-8
+                assert np.linalg.norm(one - other) <= most * np.linalg.norm(one)
             else:
                 assert np.array_equal(one, other), way
     other = pair.caches(pair.source, native_layers=0, prefill_step_size=61)
@@ -120,7 +122,9 @@ def answered(source: Any, target: LanguageModel, translator: Translator, **optio
 def widths(translator: Translator, layers: int, sent: str) -> dict[tuple[str, int], int]:
     """What is read or written of each layer, from the translator's config."""
     config, found = translator.config, {}
-    for side, layer in itertools.product(("keys", "values"), range(layers, len(config.target.layers))):
+    for side, layer in itertools.product(
+        ("keys", "values"), range(layers, len(config.target.layers))
+    ):
         reads = getattr(config.assignment, side)[layer] if sent == "states" else (layer,)
         of = config.source.layers if sent == "states" else config.target.layers
         for each in reads:
@@ -138,7 +142,9 @@ def test_only_what_maps_read_is_sent_and_the_fewer_bytes(
     for layers in (0, 3):
         bytes_of = {}
         for sent in SENT:
-            last = answered(pair.remote(sent), pair.target, pair.translator, native_layers=layers)[-1]
+            last = answered(pair.remote(sent), pair.target, pair.translator, native_layers=layers)[
+                -1
+            ]
             found, tokens = last.received, len(PROMPT) - 1
             each = itemsize * sum(widths(pair.translator, layers, sent).values())
             assert found.sent == sent and found.tokens == tokens

@@ -53,7 +53,7 @@ def test_two_programs(
 ) -> None:
     """An answer, its record and summary; keys; Ctrl-C of both; a server that has gone."""
     record = tmp_path / "record.jsonl"
-    with served("--host", "0.0.0.0") as (process, port):
+    with served("--host", "0") as (process, port):
         source = ["--source", f"127.0.0.1:{port}"]
         fails(["generate", *source, *ASK], "refuses: no key was given", capsys)
         for name, value in RIGHT.items():

@@ -11,6 +11,7 @@ from rendering.bench import benches, memory_budgets
 from rendering.conversations import conversations
 from rendering.guards import guards, trained_lengths
 from rendering.healing import healing
+from rendering.machines import remote_prefills
 from rendering.pairs import made, ridges, starts
 from rendering.peers import options, peer_fits, peers
 from rendering.promises import alignment, checks, fit_memory, folded, ratios, streams, threads
@@ -62,6 +63,7 @@ def main() -> None:
         guards(),
         trained_lengths(),
         switches(),
+        remote_prefills(),
         served(),
         recalls(),
         faults(),

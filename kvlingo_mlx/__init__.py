@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # the names, for type checkers and editors
     from kvlingo_mlx.errors import MissingTranslatorError as MissingTranslatorError
     from kvlingo_mlx.errors import NotEnoughMemoryError as NotEnoughMemoryError
     from kvlingo_mlx.errors import PublishingError as PublishingError
+    from kvlingo_mlx.errors import RemoteModelError as RemoteModelError
     from kvlingo_mlx.errors import UnsupportedModelError as UnsupportedModelError
     from kvlingo_mlx.fitting import fit as fit
     from kvlingo_mlx.folding import folded_generate as folded_generate
@@ -39,6 +40,7 @@ if TYPE_CHECKING:  # the names, for type checkers and editors
     from kvlingo_mlx.loading.translators import load_translator as load_translator
     from kvlingo_mlx.making import pair as pair
     from kvlingo_mlx.models.language_model import LanguageModel as LanguageModel
+    from kvlingo_mlx.remote.model import connect as connect
     from kvlingo_mlx.translators.base import Translator as Translator
 
 from kvlingo_mlx import blas
@@ -51,7 +53,7 @@ _NAMES = {  # by the module that defines them
     "errors": "KVLingoError KVLingoWarning CacheError IncompatibleTranslatorError "
     "MalformedConversationError MalformedTimingsError MalformedTranslatorError MissingExtraError "
     "MissingModelError MissingTimingsError MissingTranslatorError NotEnoughMemoryError "
-    "PublishingError UnsupportedModelError",
+    "PublishingError RemoteModelError UnsupportedModelError",
     "fitting": "fit",
     "folding": "folded_generate folded_hand_over folded_stream_generate",
     "handover.fill": "hand_over",
@@ -61,6 +63,7 @@ _NAMES = {  # by the module that defines them
     "loading.translators": "find_translator load_translator",
     "making": "pair",
     "models.language_model": "LanguageModel",
+    "remote.model": "connect",
     "translators.base": "Translator",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}

@@ -261,9 +261,10 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(
         ("verbose", "enable_thinking", "allow_mismatch", "lazy", "head_mixing", "eager",
          "verbatim", "overwrite", "force", "answers"), SWITCH),
+    "address": TEXT,
     **dict.fromkeys(
         ("strategy", "switching", "revision", "capture", "norm", "on_missing", "offload", "system",
-         "name", "prefill", "reasoning", "first_token", "where", "on_full",
+         "key", "sent", "name", "prefill", "reasoning", "first_token", "where", "on_full",
          "heal", "on_doubt", "shard"), TEXT),
     **dict.fromkeys(("prefill_model", "decode_model", "source", "target", "draft_model"), MODEL),
     **dict.fromkeys(("sampler", "progress", "solving", "suits", "until"), FUNCTION),
@@ -298,7 +299,8 @@ KINDS: dict[str, Kind] = {
         lambda value: _path(value) or (_listed(value) and all(map(_path, value))),
         "a file, a folder or a dataset's name, or a list of them",
     ),
-    **dict.fromkeys(("minutes", "max_kl", "min_recall", "ridge", "seconds", "heal_share"), Kind(
+    **dict.fromkeys(("minutes", "max_kl", "min_recall", "ridge", "seconds", "heal_share",
+                     "patience"), Kind(
         lambda value: type(value) in (int, float), "a number")),
     "seed": Kind(lambda value: _whole(value) and value >= 0, "a whole number, 0 or more"),
     "out": Kind(_path, "a folder's path"),
@@ -340,8 +342,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             if kind is not None and not kind.fits(value):
                 raise ValueError(f"{name} is {_shown(value)}; give {kind.words}")
         check_needs(needs, given, {**defaults, **found}, _as_argument)
-        if scope not in SHARDED:
-            _check_whole(scope, found.values())
+        _check_models(scope, found)
         return function(*args, **kwargs)
 
     return run
@@ -352,13 +353,26 @@ SHARDED = (
     *("load", "find_translator", "generate", "stream_generate", "hand_over"),
     *("Conversation", "Conversation.resume", "Conversation.reply", "Conversation.stream_reply"),
 )
+# What takes a model on another machine, by function.
+REMOTE = {
+    **dict.fromkeys(("generate", "stream_generate", "hand_over"), "prefill_model"),
+    "find_translator": "source",
+}
 
 
-def _check_whole(scope: str, values: Iterable[Any]) -> None:
-    """Refuse (ValueError) a model of which this process holds a part."""
-    for value in values:
+def _check_models(scope: str, values: Mapping[str, Any]) -> None:
+    """Refuse (ValueError) a model of which this process holds a part or nothing."""
+    for name, value in values.items():
         for model in value.values() if isinstance(value, Mapping) else (value,):
-            if named(model, "LanguageModel") and getattr(model, "part", None) is not None:
+            if not named(model, "LanguageModel"):
+                continue
+            if getattr(model, "address", None) is not None and REMOTE.get(scope) != name:
+                raise ValueError(
+                    f"{name} is {model.name} on {model.address}, and a model on another machine "
+                    "can only be the prefill model of generate, stream_generate and hand_over; "
+                    "load it here"
+                )
+            if scope not in SHARDED and getattr(model, "part", None) is not None:
                 raise ValueError(
                     f"{scope} takes whole models, and {model.name} is spread over "
                     f"{model.part.size} ranks; load it without shard"

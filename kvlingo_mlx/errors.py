@@ -37,6 +37,10 @@ class PublishingError(KVLingoError):
     """The Hub refused an upload, or could not be reached."""
 
 
+class RemoteModelError(KVLingoError):
+    """A model on another machine cannot be reached, refuses, or sends what is wrong."""
+
+
 class MissingTimingsError(KVLingoError):
     """The faster way was to be chosen by timings, but this machine has none of this pair."""
 

@@ -73,7 +73,9 @@ def weights_bytes(model: LanguageModel) -> int:
 
 
 def cache_bytes(model: LanguageModel, num_tokens: int) -> int:
-    """The bytes of a model's cache of ``num_tokens``; a layer holds no more than its window."""
+    """The bytes of a model's cache of ``num_tokens`` here; a layer holds at most its window."""
+    if model.address is not None:
+        return 0
     both = zip(caches.bytes_by_layer(model), model.geometry.layers, strict=True)
     return sum(size * min(num_tokens, layer.window or num_tokens) for size, layer in both)
 

@@ -26,6 +26,7 @@ VERBS = (
     "generate",
     "chat",
     "serve",
+    "serve-prefill",
     "demo",
     "pair",
     "fit",
@@ -87,7 +88,7 @@ def _options(
 
 for _verb in VERBS:
     # `import` is a keyword and `list` a type, so their files have other names.
-    _file = f"{_verb}_" if _verb in ("import", "list") else _verb
+    _file = f"{_verb}_" if _verb in ("import", "list") else _verb.replace("-", "_")
     _module = importlib.import_module(f"{__name__}.{_file}")
     app.command(_verb, cls=Checked)(_module.command)
 # Made once, since making it takes longer than beginning a verb.

@@ -99,7 +99,7 @@ def command(options: GenerateOptions) -> None:
     from kvlingo_mlx.handover.plan import check_strategy
     from kvlingo_mlx.handover.responses import summary
     from kvlingo_mlx.loading import sharding
-    from kvlingo_mlx.loading.models import load_pair
+    from kvlingo_mlx.loading.models import load_pair, reached
     from kvlingo_mlx.translators.quantised import check_bits
 
     check_bits(options.quantize)
@@ -109,9 +109,11 @@ def command(options: GenerateOptions) -> None:
     if sharding.group() is not None or options.shard or options.placement:
         source, target = _spread(options, asked)
     else:
+        budget = options.memory_budget  # by which the source decodes, and so is needed here
+        named = options.source if budget else reached(options.source, options.strategy)
         native = options.strategy == "native"
         source, target = load_pair(
-            options.source, options.target, asked, translator=options.translator, native=native
+            named, options.target, asked, translator=options.translator, native=native
         )
     templated = _check_template(options, target)
     switch = thinking_switch(options.thinking, [target]) if templated else options.thinking
@@ -135,6 +137,8 @@ def command(options: GenerateOptions) -> None:
     results = {"text": "".join(pieces), **{name: getattr(response, name) for name in TIMES.split()}}
     if response.guarded is not None:
         results["guarded"] = asdict(response.guarded)
+    if response.received is not None:
+        results["received"] = asdict(response.received)
     keep(options.json_file, "generate", config, results)
 
 

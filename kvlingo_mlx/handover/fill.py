@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from kvlingo_mlx.backend import mx
 
@@ -28,11 +28,14 @@ from kvlingo_mlx.handover.guarding import Guarded, Watch
 from kvlingo_mlx.handover.plan import Asked, Plan, prepare
 from kvlingo_mlx.loading import sharding, spreading
 from kvlingo_mlx.loading.models import Model
+from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.models import capture
 from kvlingo_mlx.models.hidden import hidden_states, recorded
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt
-from kvlingo_mlx.models.states import KVStates
+from kvlingo_mlx.models.states import KVStates, TranslatedStates
+from kvlingo_mlx.remote import stream
+from kvlingo_mlx.remote.model import RemoteModel
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
@@ -40,11 +43,15 @@ PHASES = ("prefill", "translate", "native")
 
 
 class Clock:
-    """Seconds by phase since ``started``: each ``lap`` books the time since the last one."""
+    """Seconds by phase since ``started``: each ``lap`` books the time since the last one.
+
+    ``received`` is what came from another machine meanwhile.
+    """
 
     def __init__(self, started: float | None = None) -> None:
         self.started = self._last = time.perf_counter() if started is None else started
         self.seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self.received: stream.Received | None = None
 
     def lap(self, phase: str) -> None:
         """Book the time since the last lap under ``phase``."""
@@ -92,6 +99,10 @@ def filled(
     """
     if plan.translator is None or not plan.prefix:
         return make_prompt_cache(plan.target.model)
+    clock = clock or Clock()
+    if isinstance(plan.source, RemoteModel):
+        with mx.stream(generation_stream), contextlib.closing(_sent(plan, clock)) as arriving:
+            return take_over(plan, arriving, clock, below)
     read = plan.read if source_cache is None else plan.prefix
     first: Iterator[KVStates] = iter(())
     begun = 0
@@ -122,9 +133,31 @@ def _read(
     yield from spans
 
 
+def _sent(plan: Plan, clock: Clock) -> stream.Spans:
+    """The states of a source on another machine, as they arrive; ``clock`` gets their number."""
+    assert isinstance(plan.source, RemoteModel) and plan.translator is not None
+    target, span = plan.target, plan.span
+    received = clock.received = stream.Received(plan.source.address, "", len(span))
+    if span:
+        firsts = target.geometry.first_kept(span.stop)
+        dtype: Any = str(target.cache_dtype).rsplit(".", 1)[-1]
+        layers, step_size = plan.native.layers, plan.step_size
+        wanted = stream.Wanted(
+            plan.read, step_size, span.start, plan.translator, layers, firsts, dtype
+        )
+        yield from stream.spans(plan.source, wanted, received)
+    if received.lacking:
+        title, address = plan.translator.config.title, plan.source.address
+        tell(
+            f"{title} on {address}",
+            f"{address} does not have {title}, so the source's states were sent, which are more "
+            "bytes; give it to `serve-prefill --translator` there",
+        )
+
+
 def take_over(
     plan: Plan,
-    spans: Iterable[KVStates],
+    spans: Iterable[KVStates | TranslatedStates],
     clock: Clock | None = None,
     below: hybrid.Below | None = None,
     watch: Watch | None = None,
@@ -133,7 +166,8 @@ def take_over(
 
     Args:
         plan: A plan with a translator.
-        spans: The source's states of the prefix, in order; each is freed once it is translated.
+        spans: The source's states of the prefix, in order, or what they were translated to; each
+            is freed once it is written.
         clock: Books the time of each phase.
         below: Keeps the hidden states on which the native layers end.
         watch: Keeps the target's hidden states of the last tokens.
@@ -143,7 +177,8 @@ def take_over(
     """
     lap = (clock or Clock()).lap
     if plan.aligned is not None:
-        cache = cross_tokenizer.filled_across(plan, plan.aligned, spans, lap)
+        own = cast("Iterable[KVStates]", spans)  # only models of one tokenizer are apart
+        cache = cross_tokenizer.filled_across(plan, plan.aligned, own, lap)
         validate_cache(cache, plan.target, plan.aligned.num_entries)
     else:
         cache = _take_over(plan, spans, lap, below, watch)
@@ -153,7 +188,7 @@ def take_over(
 
 def _take_over(
     plan: Plan,
-    spans: Iterable[KVStates],
+    spans: Iterable[KVStates | TranslatedStates],
     lap: Callable[[str], None],
     below: hybrid.Below | None,
     watch: Watch | None,
@@ -181,7 +216,9 @@ def _take_over(
             hybrid.read_layers(target, prefix[start:stop], cache, step_size, layers, below)
             lap("native")
         with working():
-            if start < stop:
+            if isinstance(states, TranslatedStates):
+                caches.write(cache, states, target)
+            elif start < stop:
                 translate_span(cache, states.part(start, stop), source, target, upper, span.stop)
             del states
             mx.eval(caches.arrays(cache))
@@ -219,7 +256,8 @@ def hand_over(
     """Prefill with one model; return the other model's cache of ``tokens[:-1]``.
 
     Args:
-        prefill_model: The source, which reads the tokens.
+        prefill_model: The source, which reads the tokens; also one on another machine, as in
+            ``generate``.
         decode_model: The target, whose cache is returned.
         tokens: Token ids, text or messages; two tokenizers need text or messages. The last token,
             by the decode model's tokenizer and template, is left for the decode model to run.
@@ -260,6 +298,7 @@ def hand_over(
             model's context holds.
         IncompatibleTranslatorError: The translator is for another pair.
         MissingTranslatorError: None was given and none is stored.
+        RemoteModelError: The prefill model's machine fails, or sends what is wrong.
         UnsupportedModelError: A ``prompt_cache`` does not hold what the translator reads; or
             ``heal`` is given, and the decode model has windows or another tokenizer.
     """
@@ -284,6 +323,11 @@ def hand_over(
 
     plan = prepare(prefill_model, decode_model, tokens, asked, check)
     held = None
+    if prompt_cache is not None and plan.source.address is not None:
+        raise ValueError(
+            f"prompt_cache holds caches of {plan.source.name}, which is on {plan.source.address} "
+            "and reads the prompt there; leave it out"
+        )
     if prompt_cache is not None and plan.translator is not None:
         if plan.source.part is not None:
             sharding.check_use((plan.source, plan.target), {"prompt_cache": True})

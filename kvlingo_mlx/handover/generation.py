@@ -245,7 +245,9 @@ def generate(
     chunk or token (:mod:`kvlingo_mlx.threads`).
 
     Args:
-        prefill_model: The model that reads the prompt: a folder, a Hub id or a loaded model.
+        prefill_model: The model that reads the prompt: a folder, a Hub id or a loaded model; or the
+            address of another machine on which `kvlingo-mlx serve-prefill` offers it
+            (``mac-studio.local:8090``), or what ``connect`` returns for one.
         decode_model: The model that writes the answer: a folder, a Hub id or a loaded model.
         prompt: Text, token ids, or chat messages, which the decode model's own chat
             template renders.
@@ -282,6 +284,7 @@ def generate(
     Raises:
         ValueError: The prompt is empty or beyond a model's context, or an argument is bad.
         MissingModelError, UnsupportedModelError: A model cannot be used, or not in this way.
+        RemoteModelError: The prefill model's machine fails, or sends what is wrong.
         NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.

@@ -14,13 +14,14 @@ from functools import cached_property
 from typing import Any
 
 from kvlingo_mlx.caches.memory import check_caches
+from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
 from kvlingo_mlx.handover import guarding, healing, timings
 from kvlingo_mlx.handover.guarding import Watch
 from kvlingo_mlx.handover.hybrid import Below, Native, check_first_layers, native_part
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.grading import watched
-from kvlingo_mlx.loading.models import Model, load, load_pair
+from kvlingo_mlx.loading.models import Model, load, load_pair, reached
 from kvlingo_mlx.loading.notes import tell_of_length
 from kvlingo_mlx.loading.pairing import check_one_tokenizer
 from kvlingo_mlx.loading.translators import find_translator, resolve_translator, translator_facts
@@ -176,19 +177,43 @@ def prepare(
         ValueError: The prompt is empty, an id is out of range, there are more tokens than a model's
             context holds, or an argument is bad.
         MissingModelError, UnsupportedModelError: A model cannot be used.
+        RemoteModelError: A prefill model on another machine cannot be reached.
         NotEnoughMemoryError: The models, the translator and the prompt's caches do not fit.
         MissingTranslatorError, IncompatibleTranslatorError, MalformedTranslatorError: No
             translator for this pair can be used.
         MissingTimingsError, MalformedTimingsError: ``auto`` has no timings to choose by.
     """
     check_strategy(asked.strategy)
-    plan = begin(prefill_model, decode_model, prompt, asked)
+    plan = begin(reached(prefill_model, asked.strategy), decode_model, prompt, asked)
     plan = _planned(plan, prompt, asked, check)
     if plan.spread:
         told = sharding.facts_of({"source": plan.source, "target": plan.target})
         told["translator"] = "none" if plan.translator is None else plan.translator.digest
         sharding.agree(told | {"prompt": sharding.digest_of(plan.tokens)})
     return plan
+
+
+def _check_remote(plan: Plan, asked: Asked) -> None:
+    """Refuse what needs more of a source on another machine than its states."""
+    source, target = plan.source, plan.target
+    if source.address is None:
+        return
+    for name, given in {
+        "draft_model": plan.draft is not None and plan.draft.address is not None,
+        "guard": bool(asked.guard),
+        "strategy auto": asked.strategy == "auto",
+        "a target that several ranks hold": target.part is not None,
+    }.items():
+        if given:
+            raise UnsupportedModelError(
+                f"{source.name} is on {source.address}, which cannot be used with {name}; leave "
+                "one of them out"
+            )
+    if source.tokenizer_fingerprint != target.tokenizer_fingerprint:
+        raise UnsupportedModelError(
+            f"{source.name} is on {source.address}, and {target.name} has another tokenizer: both "
+            "must be on one machine (give a folder or a Hub id)"
+        )
 
 
 def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], None]) -> Plan:
@@ -200,6 +225,7 @@ def _planned(plan: Plan, prompt: Prompt, asked: Asked, check: Callable[[Plan], N
         "strategy auto": asked.strategy == "auto",
     }
     sharding.check_use((plan.source, plan.target), refused)
+    _check_remote(plan, asked)
     native = asked.strategy == "native" or (asked.strategy == "auto" and _reads_itself(plan, asked))
     readers = (plan.target,) if native else (plan.source, plan.target)
     check_tokens(readers, plan.tokens, plan.step_size)

@@ -23,6 +23,7 @@ from kvlingo_mlx.handover.healing import Interleaved
 from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.handover.sampling import Choice, LogitsProcessor
 from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.remote.stream import Received
 from kvlingo_mlx.threads import in_turn, wired, working
 from kvlingo_mlx.translators.base import Translator
 
@@ -59,6 +60,8 @@ class GenerationResponse(MLXResponse):
             none; None where nothing was translated. In a conversation there can be several.
         translator_digest: A sha256 of what the translator computes (``Translator.digest``).
         guarded: What the guard found, if one was asked for.
+        received: What came over the network, if the prefill model is on another machine; its
+            ``prefill_s`` is then the time that was waited for it.
     """
 
     content: str = ""
@@ -78,6 +81,7 @@ class GenerationResponse(MLXResponse):
     translator: str | None = None
     translator_digest: str | None = None
     guarded: Guarded | None = None
+    received: Received | None = None
 
 
 @dataclass(frozen=True)
@@ -174,7 +178,7 @@ def decoded(
                     check_numbers(response, plan.source, target, held, processors)
                 between()
                 booked = timed(response, counts, ttft, clock.seconds, plan.way, used)
-                booked.guarded = started.guarded
+                booked.guarded, booked.received = started.guarded, clock.received
                 told = reader.take(booked)
                 yield told
                 if told.finish_reason is not None:
@@ -301,11 +305,12 @@ def summary(response: GenerationResponse) -> str:
     used = "" if digest is None else f"Translator: {response.translator} (sha256 {digest[:12]})\n"
     layers = response.native_layers
     native = f", {layers} native layers" if layers else ""
+    received = "" if response.received is None else f"Received: {response.received}\n"
     guarded = "" if response.guarded is None else f"Guard: {response.guarded}\n"
     return (
         f"Prompt: {response.prompt_tokens} tokens ({response.strategy}{native}), "
         f"first token after {response.ttft_s:.3f} s{spent and f' ({spent})'}\n"
-        f"{used}{guarded}Generation: {response.generation_tokens} tokens, "
+        f"{used}{received}{guarded}Generation: {response.generation_tokens} tokens, "
         f"{response.generation_tps:.3f} tokens-per-sec\n"
         f"Peak memory: {response.peak_memory:.3f} GB"
     )

@@ -25,6 +25,7 @@ from kvlingo_mlx.errors import (
     MissingTranslatorError,
     printable,
 )
+from kvlingo_mlx.remote.address import address_of
 
 # A model's files other than its weights, and all of its files.
 SMALL_FILES = ("*.json", "tokenizer.model", "*.txt", "*.jinja")
@@ -100,6 +101,11 @@ def resolve(
                 "it out (revision=, --revision), or give a Hub id"
             )
         return (local if here else zoo(name)), None
+    if address_of(name) is not None:
+        raise error(
+            f"{name} is an address, and a model on another machine can only be the prefill model "
+            "(--source) of generate, stream_generate and hand_over; give a folder or a Hub id"
+        )
     if not REPO_ID.fullmatch(name):
         raise error(f"{printable(name)} does not exist; give {WANTED[error]}")
     try:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
 from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.caches import memory
-from kvlingo_mlx.errors import MissingModelError
+from kvlingo_mlx.errors import MissingModelError, printable
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.hub import MODEL_FILES, resolve
+from kvlingo_mlx.loading.notes import tell
 from kvlingo_mlx.loading.opening import damage_told, open_model
 from kvlingo_mlx.loading.translators import translator_bytes
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.prompts import Prompt, encode
+from kvlingo_mlx.remote.address import address_of
+from kvlingo_mlx.remote.model import RemoteModel, connect
 from kvlingo_mlx.threads import working
 from kvlingo_mlx.translators.base import Translator
 
@@ -140,6 +144,30 @@ def load_pair(
     models = prefill_model, decode_model
     source, target = load_together(models, prompt, translator=translator)
     return source, target
+
+
+def reached(prefill_model: Model, strategy: str) -> Model:
+    """A prefill model that may be on another machine: connected to, if it is an address.
+
+    Raises:
+        ValueError: The strategy does not need it.
+        RemoteModelError: As for :func:`connect`.
+
+    Warns:
+        KVLingoWarning: The other machine has another mlx-lm, by which a model might run otherwise.
+    """
+    remote = address_of(prefill_model)
+    if strategy == "native" and (remote or isinstance(prefill_model, RemoteModel)):
+        raise ValueError(
+            f"strategy is 'native', which does not need {prefill_model!r:.80}; give the prefill "
+            "model's folder or Hub id, or strategy accelerator"
+        )
+    found = prefill_model if remote is None else connect(str(prefill_model))
+    here = metadata.version("mlx-lm")
+    if isinstance(found, RemoteModel) and found.mlx_lm != here:
+        told = f"{found.address} runs mlx-lm {printable(found.mlx_lm):.40}, and this is {here}"
+        tell(told, f"{told}: {found.name} may give other states there than it would here")
+    return found
 
 
 def _unread(path_or_hf_repo: str | os.PathLike[str], revision: str | None) -> LanguageModel:

@@ -64,6 +64,11 @@ class LanguageModel:
         """The whole model, also where this is a part."""
         return self.whole or self
 
+    @property
+    def address(self) -> str | None:
+        """The machine on which the model runs, if that is another one."""
+        return None
+
     @cached_property
     def family(self) -> Family:
         """The model's family."""

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.serving.app import Wires, build, wires
@@ -75,24 +76,33 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
+def url_of(listener: socket.socket) -> str:
+    """The URL of a bound socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def configured(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+    """How uvicorn serves an application."""
+    return uvicorn.Config(
+        app,
+        http=protocol(settings),
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=IDLE_S,
+    )
+
+
 class Served(uvicorn.Server):
     """uvicorn's server, with a worker that starts before it and stops after it."""
 
     def __init__(self, settings: Settings, link: Link, spoken: Wires) -> None:
         self._settings, self._link = settings, link
-        super().__init__(
-            uvicorn.Config(
-                build(settings, link, spoken),
-                http=protocol(settings),
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=CONNECTIONS,
-                timeout_keep_alive=IDLE_S,
-            )
-        )
+        super().__init__(configured(build(settings, link, spoken), settings))
 
     async def until_stopped(
         self, listener: socket.socket, listening: Callable[[str], None] = lambda url: None
@@ -102,11 +112,10 @@ class Served(uvicorn.Server):
         Raises:
             WorkerError: There is no worker any more.
         """
-        host, port = listener.getsockname()[:2]
         await self._link.start()
         self._link.given_up.add_done_callback(lambda _: setattr(self, "should_exit", True))
         try:
-            listening(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+            listening(url_of(listener))
             await self.serve(sockets=[listener])
         finally:
             await self._link.stop()

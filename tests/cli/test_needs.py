@@ -46,6 +46,8 @@ ALWAYS = {
              "body_limit header_timeout body_timeout write_timeout keep_alive worker_timeout "
              "stop_timeout conversations keep_conversations allow_anyone volatile log_level "
              "shard sharded json_file",
+    "serve-prefill": "source translator host port api_key allow_anyone max_jobs write_timeout "
+                     "log_level json_file",
     "demo": "every_pair json_file",
     "pair": "pair source target data minutes out max_kl min_recall nu seed plot force json_file",
     "fit": "source target data out norm capture assignment head_mixing ridge memory_gb "
@@ -94,7 +96,9 @@ ROWS = sorted({(verb, option) for verb, needs in verbs.VERBS.items() for need in
 
 def annotation(verb: str, name: str) -> str:
     """What a verb's options say of one of them: int, say."""
-    module = importlib.import_module(f"kvlingo_mlx.cli.{'import_' if verb == 'import' else verb}")
+    module = importlib.import_module(
+        f"kvlingo_mlx.cli.{'import_' if verb == 'import' else verb.replace('-', '_')}"
+    )
     hint = get_args(inspect.signature(module.command).parameters[name].annotation)[0]
     return next((kind.__name__ for kind in (int, float) if kind in (hint, *get_args(hint))), "str")
 
@@ -287,7 +291,7 @@ ALWAYS_ARGUMENTS = set(
     "assignment head_mixing ridge memory progress models translators system enable_thinking tools "
     "verbatim message messages prefill reasoning where folder eager on_missing offload on_full "
     "characters overwrite solving suits data minutes out max_kl min_recall "
-    "nu seed force told answers seconds until heal guard".split()
+    "nu seed force told answers seconds until heal guard address key sent patience".split()
 )
 # They take states, or a server's request, not what users type.
 INNER = (

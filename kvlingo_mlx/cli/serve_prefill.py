@@ -1,0 +1,60 @@
+"""kvlingo-mlx serve-prefill: a model that reads prompts for another machine."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import asdict, dataclass
+
+from kvlingo_mlx.cli.command import Options, Source, option, verb
+from kvlingo_mlx.cli.output import keep, say
+from kvlingo_mlx.errors import needs_extra
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServePrefillOptions(Options):
+    source: Source
+    translator: list[str] | None = option(
+        None, "A translator to apply here; once a translator. Stored ones are found by themselves."
+    )
+    host: str | None = option(None, "Address to listen at; default: 127.0.0.1.")
+    port: int = option(8090, "Port to listen at; 0 takes a free one.")
+    api_key: str | None = option(
+        None, "What clients must send; better in the environment: KVLINGO_API_KEY."
+    )
+    allow_anyone: bool | None = option(
+        None, "Listen at other hosts without a key.", "--allow-anyone"
+    )
+    max_jobs: int = option(4, "Prompts that are read at once, in turns.")
+    write_timeout: float | None = option(
+        None, "Seconds that a client may take nothing; default: 30."
+    )
+    log_level: str | None = option(None, "debug, info, warning or error; default: info.")
+
+
+@verb(ServePrefillOptions)
+def command(options: ServePrefillOptions) -> None:
+    """Let a model read prompts for another machine (needs the [server] extra).
+
+    There, `kvlingo-mlx generate --source HOST:PORT` answers from what this one read. Prompts,
+    states and the key travel in plain text: see the guide on several machines.
+    """
+    with needs_extra("server", "a server needs starlette and others"):
+        from kvlingo_mlx.serving import front, prefill, settings
+
+    from kvlingo_mlx.loading.models import load
+    from kvlingo_mlx.loading.translators import load_translator
+
+    given = options.some("host port api_key allow_anyone write_timeout log_level")
+    told = settings.read(None, {"models": {"source": options.source}, **given})
+    front.log_to_stderr(told.log_level)
+    model = load(options.source)
+    translators = [load_translator(name) for name in options.translator or []]
+
+    def listening(url: str) -> None:
+        say(f"{model.name} reads for others at {url} (Ctrl-C stops)")
+        names = ("host", "port", "allow_anyone")
+        config = {name: value for name, value in asdict(told).items() if name in names}
+        keep(options.json_file, "serve-prefill", {"source": model.name, **config}, {"url": url})
+
+    with contextlib.suppress(KeyboardInterrupt):  # the usual end
+        prefill.serve(model, told, translators, options.max_jobs, listening)

@@ -1,0 +1,190 @@
+"""What one machine asks of another: which tokens are read, and what of their states is sent.
+
+Both sides compute from it what each chunk holds, so that nothing else has to be agreed on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from kvlingo_mlx.format.geometry import LayerGeometry, canonical_json
+from kvlingo_mlx.format.kinds import SIDES
+from kvlingo_mlx.format.maps import maps_of
+from kvlingo_mlx.format.tensor_file import STORAGE, DType, Shapes
+from kvlingo_mlx.format.translator_config import TranslatorConfig
+
+NAME = re.compile(r"(keys|values)\.(0|[1-9]\d{0,3})")
+BLOCK = 256  # tokens in which layers with a window are multiplied (translators/products)
+STATES, TRANSLATED = "states", "translated"
+Firsts = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Order:
+    """A prompt that another machine is to read.
+
+    Attributes:
+        model: The digest of the source's facts, as the server told them.
+        session: Random, so that two clients that ask the same do not share a job.
+        tokens: The tokens up to the last that is translated.
+        step_size: Tokens per prefill chunk, counted from the first token.
+        capture: The capture point of the states that are sent.
+        wanted: The tensors that are sent, ``keys.3`` for instance, each with the first position
+            that is needed of it. One of them is needed from the first position that is sent.
+        translator: The digest of the translator that the server applies; None for the states
+            of the source's layers.
+        dtype: The dtype to which translated states are rounded.
+    """
+
+    model: str
+    session: str
+    tokens: tuple[int, ...]
+    step_size: int
+    capture: str
+    wanted: Firsts
+    translator: str | None = None
+    dtype: DType | None = None
+
+    @property
+    def id(self) -> str:
+        """The job's name: a digest of all that is asked."""
+        return hashlib.sha256(canonical_json(asdict(self)).encode()).hexdigest()[:32]
+
+    @property
+    def start(self) -> int:
+        """The first position that is sent."""
+        return min(self.wanted.values())
+
+    @property
+    def spans(self) -> list[range]:
+        """The positions of each chunk that is sent."""
+        size, stop = self.step_size, len(self.tokens)
+        starts = range(self.start // size * size, stop, size)
+        return [range(max(begun, self.start), min(begun + size, stop)) for begun in starts]
+
+    def rest(self, position: int) -> Order:
+        """The same order from a position on, when what comes before has arrived."""
+        wanted = {name: max(first, position) for name, first in self.wanted.items()}
+        return replace(self, wanted=wanted)
+
+    def rows(self, span: range) -> dict[str, int]:
+        """The number of last positions that a chunk holds of each tensor, without empty ones.
+
+        Of a source's layer it is a number of whole blocks, as the products of windows need them.
+        """
+        found = {}
+        for name, first in self.wanted.items():
+            count = span.stop - max(first, span.start)
+            if self.translator is None:
+                count = min(-(-count // BLOCK) * BLOCK, len(span))
+            if count > 0:
+                found[name] = count
+        return found
+
+    def shapes(self, span: range, layers: Sequence[LayerGeometry]) -> Shapes:
+        """The shapes of a chunk's tensors: (T, H * D) of a source's layers, (H, T, D) translated.
+
+        ``layers`` are those of the source, or of the target.
+        """
+        found: dict[str, tuple[int, ...]] = {}
+        for name, rows in self.rows(span).items():
+            side, layer = split(name)
+            of = layers[layer]
+            translated = (of.kv_heads, rows, of.head_dim(side))
+            found[name] = (rows, of.width(side)) if self.translator is None else translated
+        return found
+
+    def told(self, span: range) -> dict[str, str]:
+        """What a chunk's metadata say."""
+        whole = {"start": span.start, "stop": span.stop, "capture": self.capture}
+        whole |= {"holds": STATES if self.translator is None else TRANSLATED}
+        return {name: str(value) for name, value in whole.items()}
+
+    def nbytes(self, layers: Sequence[LayerGeometry], dtype: DType) -> int:
+        """The bytes of the tensors of all chunks."""
+        shapes = (s for span in self.spans for s in self.shapes(span, layers).values())
+        return STORAGE[dtype]().itemsize * sum(map(math.prod, shapes))
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON object that is sent."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Order:
+        """The order in an untrusted JSON value, checked but for what only the model can tell.
+
+        Raises:
+            ValueError: The message names the first field that is wrong.
+        """
+        if not isinstance(data, dict) or set(data) != set(cls.__dataclass_fields__):
+            raise ValueError(f"an order has the fields {', '.join(cls.__dataclass_fields__)}")
+        for name in ("model", "session", "capture"):
+            _check(isinstance(data[name], str), name, data[name])
+        for name in ("translator", "dtype"):
+            value = data[name]
+            _check(value is None or isinstance(value, str), name, value)
+        _check((data["dtype"] is None) == (data["translator"] is None), "dtype", data["dtype"])
+        _check(data["dtype"] is None or data["dtype"] in STORAGE, "dtype", data["dtype"])
+        tokens, size, wanted = data["tokens"], data["step_size"], data["wanted"]
+        _check(isinstance(tokens, list) and all(map(_whole, tokens)), "tokens", tokens)
+        _check(_whole(size) and size >= 1, "step_size", size)
+        _check(isinstance(wanted, dict) and len(wanted) > 0, "wanted", wanted)
+        for name, first in wanted.items():
+            good = NAME.fullmatch(name) and _whole(first) and 0 <= first < len(tokens)
+            _check(bool(good), "wanted", {name: first})
+        return cls(**{**data, "tokens": tuple(tokens)})
+
+
+def _check(good: bool, name: str, value: Any) -> None:
+    if not good:
+        raise ValueError(f"{name} is {value!r:.80}, which an order cannot have")
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def split(name: str) -> tuple[str, int]:
+    """The side and the layer of a tensor's name."""
+    side, _, layer = name.partition(".")
+    return side, int(layer)
+
+
+def wanted_states(
+    config: TranslatorConfig, layers: int, firsts: Sequence[int], start: int
+) -> Firsts:
+    """The source's sides and layers that maps read, with the first position needed of each.
+
+    Both sides of a layer begin at one position. Where no layer is needed from ``start`` on, all
+    of them are sent from there, since every chunk must say where it begins.
+
+    Args:
+        config: The translator's config.
+        layers: The number of the target's first layers, which it reads itself.
+        firsts: The first position that each of the target's layers will hold.
+        start: The first position that is translated.
+    """
+    read: dict[tuple[str, int], None] = {}
+    begun: dict[int, int] = {}
+    for m in maps_of(config):
+        if m.layer >= layers:
+            for side, layer in m.reads:
+                read[side, layer] = None
+                begun[layer] = min(begun.get(layer, firsts[m.layer]), firsts[m.layer])
+    return _from_start({f"{side}.{layer}": begun[layer] for side, layer in read}, start)
+
+
+def wanted_translated(layers: int, firsts: Sequence[int], start: int) -> Firsts:
+    """The target's layers above the native ones, as in :func:`wanted_states`."""
+    above = range(layers, len(firsts))
+    return _from_start({f"{s}.{layer}": firsts[layer] for s in SIDES for layer in above}, start)
+
+
+def _from_start(wanted: dict[str, int], start: int) -> Firsts:
+    later = {name: max(first, start) for name, first in wanted.items()}
+    return later if min(later.values()) == start else dict.fromkeys(later, start)

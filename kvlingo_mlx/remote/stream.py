@@ -1,0 +1,260 @@
+"""The states that arrive from another machine, chunk by chunk, while it still reads.
+
+A thread downloads and checks the next chunks while the last one is translated. It touches no MLX
+array. Whatever it cannot repair, it hands on as an error.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvlingo_mlx.backend import mx
+
+import numpy as np
+
+from kvlingo_mlx.errors import RemoteModelError
+from kvlingo_mlx.format import tensor_file
+from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.tensor_file import DType, Weights
+from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates
+from kvlingo_mlx.remote.client import DAMAGED, Client, GoneError, RefusedError
+from kvlingo_mlx.remote.model import FEWEST, RemoteModel
+from kvlingo_mlx.remote.order import (
+    STATES,
+    TRANSLATED,
+    Order,
+    wanted_states,
+    wanted_translated,
+)
+from kvlingo_mlx.threads import working
+from kvlingo_mlx.translators.base import Translator
+
+AHEAD = 2  # chunks that have come and wait to be translated
+JOIN_S = 5.0
+Spans = Generator[KVStates | TranslatedStates, None, None]
+
+
+@dataclass
+class Received:
+    """What came over the network for one prompt.
+
+    Attributes:
+        address: From where.
+        sent: ``states`` of the source's layers, or ``translated`` ones.
+        tokens: The tokens whose states came.
+        bytes: All bytes of chunks, those included that came again.
+        lacking: Whether the other machine did not have the translator that was to be applied there.
+    """
+
+    address: str
+    sent: str
+    tokens: int
+    bytes: int = 0
+    lacking: bool = False
+
+    def __str__(self) -> str:
+        """One line."""
+        each = self.bytes / max(1, self.tokens)
+        kind = "the source's states" if self.sent == STATES else "translated states"
+        return f"{self.bytes / 1e6:,.1f} MB from {self.address} ({kind}, {each:,.0f} bytes a token)"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What of a prompt is to be translated.
+
+    Attributes:
+        tokens: The tokens up to the last that is translated.
+        step_size: Tokens per prefill chunk.
+        start: The first position that is translated.
+        translator: The translator.
+        layers: The number of the target's first layers, which it reads itself.
+        firsts: The first position that each of the target's layers will hold.
+        dtype: The dtype of the target's cache.
+    """
+
+    tokens: Sequence[int]
+    step_size: int
+    start: int
+    translator: Translator
+    layers: int
+    firsts: Sequence[int]
+    dtype: DType
+
+    def order(self, model: RemoteModel, sent: str) -> Order:
+        """What the other machine is asked for."""
+        config = self.translator.config
+        if sent == STATES:
+            wanted = wanted_states(config, self.layers, self.firsts, self.start)
+        else:
+            wanted = wanted_translated(self.layers, self.firsts, self.start)
+        return Order(
+            model.digest, secrets.token_hex(8), tuple(self.tokens), self.step_size,
+            config.capture, wanted,
+            *((None, None) if sent == STATES else (self.translator.digest, self.dtype)),
+        )  # fmt: skip
+
+    def cheapest(self, model: RemoteModel) -> str:
+        """Which kind of states has fewer bytes; the source's own, if it is the same."""
+        config = self.translator.config
+        theirs, ours = (self.order(model, sent) for sent in (STATES, TRANSLATED))
+        more = theirs.nbytes(model.geometry.layers, model.dtype) > ours.nbytes(
+            config.target.layers, self.dtype
+        )
+        return TRANSLATED if more else STATES
+
+
+def spans(model: RemoteModel, wanted: Wanted, received: Received) -> Spans:
+    """A source's states of a prompt, or translated ones, in order, as they arrive.
+
+    ``received`` is filled in. Closing the generator ends the transfer, and the job there.
+
+    Raises:
+        RemoteModelError: The other machine cannot be reached any more, refuses, or sends what is
+            wrong. Nothing of a chunk that is wrong is ever handed on.
+    """
+    received.sent = wanted.cheapest(model) if model.sent == FEWEST else model.sent
+    order = wanted.order(model, received.sent)
+    transfer = Transfer(model.client, order, _layers(model, wanted, order))
+    try:
+        yield from transfer.arrived(model, received)
+    except RefusedError as error:
+        if error.param != "translator" or model.sent != FEWEST:
+            raise
+        received.sent, received.lacking = STATES, True
+        order = wanted.order(model, STATES)
+        transfer.close()
+        transfer = Transfer(model.client, order, _layers(model, wanted, order))
+        yield from transfer.arrived(model, received)
+    finally:
+        transfer.close()
+
+
+def _layers(model: RemoteModel, wanted: Wanted, order: Order) -> Sequence[LayerGeometry]:
+    translated = order.translator is not None
+    return wanted.translator.config.target.layers if translated else model.geometry.layers
+
+
+class Transfer:
+    """An order that is being carried out, by a thread of its own."""
+
+    def __init__(self, client: Client, order: Order, layers: Sequence[LayerGeometry]) -> None:
+        self._order, self._layers = order, layers
+        self._client = Client(client.address, client.key, client.patience)
+        self._arrived: queue.Queue[tuple[range, Weights] | Exception] = queue.Queue(AHEAD)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def arrived(self, model: RemoteModel, received: Received) -> Spans:
+        """The chunks, each as soon as it is there."""
+        for _ in self._order.spans:
+            found = self._arrived.get()
+            if isinstance(found, Exception):
+                raise found
+            received.bytes = self._client.received
+            with working():
+                yield_now = self._states(*found)
+            del found
+            yield yield_now
+            del yield_now
+
+    def close(self) -> None:
+        """End the transfer, wherever it is."""
+        self._stopped.set()
+        if self._thread.is_alive():
+            self._client.stop()
+            self._thread.join(JOIN_S)
+
+    # ---- in the thread ---------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        job = ""
+        try:
+            order, position, anew = self._order, self._order.start, 0
+            spans, number = order.spans, 0
+            while number < len(spans):
+                try:
+                    job = job or self._client.begin(order)
+                    weights = self._chunk(job, order, number)
+                except GoneError as error:  # the server was started again, or was idle for too long
+                    anew += 1
+                    if anew > DAMAGED:
+                        raise self._client.odd(f"loses what it reads ({error})") from None
+                    order, job = self._order.rest(position), ""
+                    spans, number = order.spans, 0
+                    continue
+                if not self._put((spans[number], weights)):
+                    return
+                position, anew, number = spans[number].stop, 0, number + 1
+        except Exception as error:
+            self._put(error)
+        finally:
+            if job:
+                self._client.end(job)
+            self._client.close()
+
+    def _chunk(self, job: str, order: Order, number: int) -> Weights:
+        """A chunk that is right: its digest, its position, and each tensor's name and shape."""
+        span = order.spans[number]
+        facts = order.shapes(span, self._layers), order.told(span), order.dtype
+        blob = self._client.chunk(job, number, tensor_file.packed_sizes(*facts))
+        try:
+            return tensor_file.unpacked(blob, *facts)
+        except ValueError as error:
+            raise RemoteModelError(
+                f"chunk {number} from {self._client.address} is not what was asked for: {error}"
+            ) from None
+
+    def _put(self, found: tuple[range, Weights] | Exception) -> bool:
+        """Hand something on; whether anybody still waits for it."""
+        while not self._stopped.is_set():
+            try:
+                self._arrived.put(found, timeout=0.1)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+    # ---- in the thread that translates -----------------------------------------------------------
+
+    def _states(self, span: range, weights: Weights) -> KVStates | TranslatedStates:
+        arrays = {name: _array(array, weights.dtype) for name, array in weights.arrays.items()}
+        if self._order.translator is None:
+            return self._own(span, arrays)
+        keys, values = (
+            tuple(
+                # As float32, in which norms and RoPE are applied to translated keys.
+                LayerGroup((layer,), span.stop - a.shape[1], a[None, None].astype(mx.float32))
+                for layer in range(len(self._layers))
+                if (a := arrays.get(f"{side}.{layer}")) is not None
+            )
+            for side in ("keys", "values")
+        )
+        return TranslatedStates(keys, values, self._order.capture)
+
+    def _own(self, span: range, arrays: Mapping[str, mx.array]) -> KVStates:
+        """States of all layers; NaN stands for what no map reads, and is never made."""
+        keys: list[mx.array] = []
+        values: list[mx.array] = []
+        for index, layer in enumerate(self._layers):
+            names = (f"keys.{index}", f"values.{index}")
+            held = [arrays[name].shape[0] for name in names if name in arrays]
+            for name, side, width in zip(
+                names, (keys, values), (layer.key_width, layer.value_width), strict=True
+            ):
+                array = arrays.get(name)
+                if array is None:
+                    rows = held[0] if held else len(span)
+                    array = mx.broadcast_to(mx.array(float("nan")), (rows, width))
+                side.append(array[None])
+        return KVStates(tuple(keys), tuple(values), self._order.capture, span.start)
+
+
+def _array(array: np.ndarray, dtype: DType) -> mx.array:
+    made = mx.array(array)
+    return made.view(mx.bfloat16) if dtype == "bfloat16" else made

@@ -1,0 +1,216 @@
+"""A source offered to other machines: facts, orders, and chunks as resources that never change.
+
+    GET    /v1/prefill            the model's facts
+    POST   /v1/prefill            an order -> its job
+    GET    /v1/prefill/JOB/N      chunk N, a safetensors file; 202 while it is being read
+    DELETE /v1/prefill/JOB        the job is not needed any more
+
+A chunk has an ``ETag``, its ``Repr-Digest`` (RFC 9530) and honours ``Range`` (RFC 9110); ``Prefer:
+wait=SECONDS`` (RFC 7240) says how long a client waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from kvlingo_mlx.errors import printable
+from kvlingo_mlx.models.language_model import LanguageModel
+from kvlingo_mlx.remote.client import PATH
+from kvlingo_mlx.remote.model import digest_of, facts_of
+from kvlingo_mlx.remote.order import Order
+from kvlingo_mlx.serving.front import bind, configured, url_of
+from kvlingo_mlx.serving.guard import Gate, Refused, read_json
+from kvlingo_mlx.serving.messages import Failed
+from kvlingo_mlx.serving.reader import Reader, Sealed
+from kvlingo_mlx.serving.replies import LEFT
+from kvlingo_mlx.serving.settings import Settings
+from kvlingo_mlx.serving.wire import openai_error
+from kvlingo_mlx.translators.base import Translator
+
+PORT, JOBS = 8090, 4
+LONGEST_WAIT = 30.0
+PIECE = 2**18  # bytes that are handed to the connection at once
+ONE_RANGE = re.compile(r"bytes=(\d{1,15})-")
+WAIT = re.compile(r"(?:^|[,;\s])wait=(\d{1,4})\b")
+
+
+def serve(
+    model: LanguageModel,
+    settings: Settings,
+    translators: Sequence[Translator] = (),
+    jobs: int = JOBS,
+    listening: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Offer a loaded source until SIGINT or SIGTERM.
+
+    Args:
+        model: The source.
+        settings: The address, the key and the limits of a server.
+        translators: Those that are applied here on demand, besides the stored ones.
+        jobs: Prompts that are read at once, in turns; more are told 503.
+        listening: Called with the server's address as soon as there is one.
+
+    Raises:
+        ValueError: The address cannot be listened at.
+    """
+    if jobs < 1:
+        raise ValueError(f"max_jobs is {jobs}; give 1 or more")
+    with contextlib.closing(bind(settings.host, settings.port)) as listener:
+        server = Server(model, settings, translators, jobs)
+        listening(url_of(listener))
+        server.run_at(listener)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server; those who wait for a chunk hear at once that it stops."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        settings: Settings,
+        translators: Sequence[Translator] = (),
+        jobs: int = JOBS,
+    ) -> None:
+        facts = facts_of(model)
+        self._reader = Reader(model, digest_of(facts), translators, jobs)
+        super().__init__(configured(_Prefill(self._reader, facts, settings).app(), settings))
+
+    def run_at(self, listener: socket.socket) -> None:
+        """Serve at a bound socket, until a signal or ``should_exit``."""
+        try:
+            asyncio.run(self.serve(sockets=[listener]))
+        finally:
+            self._reader.stop()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.to_thread(self._reader.stop)
+        await super().shutdown(sockets)
+
+
+class _Prefill:
+    """The endpoints."""
+
+    def __init__(self, reader: Reader, facts: Mapping[str, Any], settings: Settings) -> None:
+        self._reader, self._facts, self._settings = reader, facts, settings
+
+    def app(self) -> Starlette:
+        """The application."""
+        routes = [
+            Route(PATH, self.facts, methods=["GET"]),
+            Route(PATH, self.begin, methods=["POST"]),
+            Route(f"{PATH}/{{job}}", self.end, methods=["DELETE"]),
+            Route(f"{PATH}/{{job}}/{{number:int}}", self.chunk, methods=["GET"]),
+        ]
+        handlers: Any = {
+            Refused: self.refuse, HTTPException: self.no_such, Exception: self.broken,
+            ClientDisconnect: self.left,
+        }  # fmt: skip
+        gate = Middleware(Gate, settings=self._settings, refuse=lambda path, r: _refusal(r))
+        return Starlette(routes=routes, middleware=[gate], exception_handlers=handlers)
+
+    async def facts(self, request: Request) -> Response:
+        """What a client must know of the model before it asks for states."""
+        return _told(dict(self._facts))
+
+    async def begin(self, request: Request) -> Response:
+        """A job for an order; the same order has the same one."""
+        body = await read_json(request, self._settings)
+        try:
+            order = Order.from_json(body)
+        except ValueError as error:
+            raise Refused(Failed("invalid", printable(str(error)))) from None
+        await asyncio.to_thread(self._reader.begin, order)
+        spans = [[span.start, span.stop] for span in order.spans]
+        return _told({"id": order.id, "spans": spans})
+
+    async def end(self, request: Request) -> Response:
+        """Let go of a job."""
+        self._reader.end(request.path_params["job"])
+        return Response(status_code=204)
+
+    async def chunk(self, request: Request) -> Response:
+        """A chunk, or the rest of it, as soon as it is read."""
+        job, number = request.path_params["job"], request.path_params["number"]
+        asked = WAIT.search(request.headers.get("prefer", ""))
+        seconds = min(float(asked[1]) if asked else LONGEST_WAIT, LONGEST_WAIT)
+        future = asyncio.wrap_future(self._reader.chunk(job, number))
+        done, _ = await asyncio.wait({future}, timeout=seconds)
+        if not done:
+            return _told({"status": "reading"}, 202)
+        if (error := future.exception()) is not None:
+            self._reader.end(job)
+            text = printable(f"{self._facts['name']} did not read the prompt: {error}"[:400])
+            raise Refused(Failed("internal", text))
+        return _sent(future.result(), request)
+
+    # ---- errors ----------------------------------------------------------------------------------
+
+    async def refuse(self, request: Request, refused: Refused) -> Response:
+        """Why a request gets no answer."""
+        return _refusal(refused)
+
+    async def no_such(self, request: Request, error: HTTPException) -> Response:
+        """A path or method that does not exist."""
+        message = f"there is no {request.method} {request.url.path!r:.80}; GET {PATH}"
+        failed = Failed("invalid", printable(message))
+        return _refusal(Refused(failed, error.headers, error.status_code))
+
+    async def left(self, request: Request, error: ClientDisconnect) -> Response:
+        """Nobody reads this."""
+        return Response(status_code=LEFT)
+
+    async def broken(self, request: Request, error: Exception) -> Response:
+        """A fault of ours, which is logged."""
+        message = f"the server made a mistake ({type(error).__name__}), which its log tells"
+        return _refusal(Refused(Failed("internal", message)))
+
+
+def _refusal(refused: Refused) -> Response:
+    status, body = openai_error(refused.failed)
+    return JSONResponse(body, refused.status or status, refused.headers)
+
+
+def _told(value: dict[str, Any], status: int = 200) -> Response:
+    response = JSONResponse(value, status)
+    response.headers["repr-digest"] = _digest(hashlib.sha256(response.body).digest())
+    return response
+
+
+def _digest(sha256: bytes) -> str:
+    return f"sha-256=:{base64.b64encode(sha256).decode()}:"
+
+
+def _sent(chunk: Sealed, request: Request) -> Response:
+    """A chunk from its first byte, or from the one that was asked for if it is still the same."""
+    size, tag = len(chunk.blob), f'"{chunk.digest.hex()}"'
+    headers = {"etag": tag, "repr-digest": _digest(chunk.digest), "accept-ranges": "bytes"}
+    begun, status = 0, 200
+    asked = ONE_RANGE.fullmatch(request.headers.get("range", ""))
+    if asked is not None and request.headers.get("if-range", tag) == tag:
+        begun, status = int(asked[1]), 206
+        if begun >= size:
+            return Response(status_code=416, headers={"content-range": f"bytes */{size}"})
+        headers["content-range"] = f"bytes {begun}-{size - 1}/{size}"
+    headers["content-length"] = str(size - begun)
+    view = memoryview(chunk.blob)
+
+    async def pieces() -> Any:
+        for start in range(begun, size, PIECE):
+            yield bytes(view[start : start + PIECE])
+
+    return StreamingResponse(pieces(), status, headers, "application/octet-stream")

@@ -323,16 +323,9 @@ def hand_over(
 
     plan = prepare(prefill_model, decode_model, tokens, asked, check)
     held = None
-    if prompt_cache is not None and plan.source.address is not None:
-        raise ValueError(
-            f"prompt_cache holds caches of {plan.source.name}, which is on {plan.source.address} "
-            "and reads the prompt there; leave it out"
-        )
+    if prompt_cache is not None:
+        _check_own(plan)
     if prompt_cache is not None and plan.translator is not None:
-        if plan.source.part is not None:
-            sharding.check_use((plan.source, plan.target), {"prompt_cache": True})
-        if plan.aligned is not None:
-            raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
         held = _held(prompt_cache, plan.source, plan.translator, len(plan.prefix))
     below = None if heal is None else plan.below()
     watch = plan.watch()
@@ -374,6 +367,24 @@ def healing_of(plan: Plan, cache: Sequence[Any], below: hybrid.Below | None) -> 
     span = plan.span if plan.translator is not None else range(0)
     stop = len(plan.prefix) if plan.guard else span.stop
     return healing.Prefix(plan.target, cache, plan.prefix[:stop], span.start, below)
+
+
+def _check_own(plan: Plan) -> None:
+    """Refuse a ``prompt_cache`` of a source that is not whole in this process.
+
+    Raises:
+        ValueError: It is on another machine, or has another tokenizer.
+        UnsupportedModelError: Several ranks hold it together.
+    """
+    if plan.source.address is not None:
+        raise ValueError(
+            f"prompt_cache holds caches of {plan.source.name}, which is on {plan.source.address} "
+            "and reads the prompt there; leave it out"
+        )
+    if plan.source.part is not None:
+        sharding.check_use((plan.source, plan.target), {"prompt_cache": True})
+    if plan.aligned is not None:
+        raise ValueError("prompt_cache cannot be used between two tokenizers; leave it out")
 
 
 def _held(

@@ -28,7 +28,9 @@ def made() -> str:
     rows = []
     for (pair, max_kl, minutes), group in groupby(found, form):
         each = list(group)
-        row = [f"{pair.replace(':', ' to ')}{f', --max-kl {max_kl}' if max_kl else ''}",
+        layers = sorted({record["results"].get("native_layers", 0) for record in each})
+        tuned = f", then `tune --max-kl {max_kl}`: {layers} native layers" if max_kl else ""
+        row = [f"{pair.replace(':', ' to ')}{tuned}",
                f"{minutes:g}", str(len(each))]  # fmt: skip
         for name in JUDGED:
             scores = [record["results"]["scores"].get(name) for record in each]

@@ -42,7 +42,8 @@ def load(
         lazy: Whether to read each weight only when it is first needed.
         shard: In a program that ``mlx.launch`` started on several ranks: load this rank's part
             alone, ``tensor`` (some heads of every layer), ``pipeline`` (some layers) or ``auto``.
-            Such a model can be the decode model of ``generate`` and ``hand_over``.
+            ``first`` reads the weights of a prefill model on the first rank only. Such models are
+            for ``generate``, ``hand_over`` and, but for ``first``, ``Conversation``.
 
     Raises:
         ValueError: ``revision`` is given for a folder, an embedded or a loaded model, or ``lazy``

@@ -118,7 +118,7 @@ def test_a_fit_that_can_leave_no_receipt_says_what_measures(
     folders: dict[str, Path], data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(fitting, "receipt", lambda *_: None)
+    monkeypatch.setattr(fitting, "receipt", lambda *_, **__: None)
     assert run(fit_arguments(folders, data, tmp_path / "t")) == 0
     out = capsys.readouterr().out
     assert "grade: ungraded: these models cannot read" in out and "kvlingo-mlx eval" in out

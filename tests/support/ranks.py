@@ -58,7 +58,11 @@ def no_end(model: LanguageModel) -> Any:
 
 def answer(source: Any, target: LanguageModel, case: dict[str, Any], **options: Any) -> list[int]:
     """The tokens of an answer of a fixed length."""
-    given = {"translator": case["translator"], "max_tokens": TOKENS, "prefill_step_size": 7}
+    given = {
+        "translator": case["translator"],
+        "max_tokens": TOKENS,
+        "prefill_step_size": case.get("step", 7),
+    }
     processors = [no_end(target), *options.pop("then", ())]
     responses = kv.stream_generate(
         source, target, case["tokens"], logits_processors=processors, **{**given, **options}
@@ -142,7 +146,7 @@ def main() -> None:
         maps = resolve_translator(case["translator"], source, target)
         cache = kv.hand_over(
             source, target, case["tokens"], translator=case["translator"],
-            prefill_step_size=7, native_layers=case.get("native_layers", 0),
+            prefill_step_size=case.get("step", 7), native_layers=case.get("native_layers", 0),
         )  # fmt: skip
         arrays = dict(held(cache))
         arrays["sent"] = np.array(sent() - before)

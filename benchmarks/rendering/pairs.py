@@ -29,7 +29,11 @@ def made() -> str:
     for (pair, max_kl, minutes), group in groupby(found, form):
         each = list(group)
         layers = sorted({record["results"].get("native_layers", 0) for record in each})
-        tuned = f", then `tune --max-kl {max_kl}`: {layers} native layers" if max_kl else ""
+        tuned = (
+            f", then `tune --max-kl {max_kl}`: {', '.join(map(str, layers))} native layers"
+            if max_kl
+            else ""
+        )
         row = [f"{pair.replace(':', ' to ')}{tuned}",
                f"{minutes:g}", str(len(each))]  # fmt: skip
         for name in JUDGED:

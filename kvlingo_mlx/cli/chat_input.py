@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 
 from kvlingo_mlx.cli.output import ask, complain, launched, rank, say
 
+TOLD_S = 0.05  # seconds between two questions of ranks whether a line was typed
 KEPT_LINES = 1000  # lines in the history file
 PAUSE = 0.03  # seconds: nobody types the next line sooner, and a paste has no such gap
 PASTE_MARKS = ("\033[200~", "\033[201~")  # terminals put these around a bracketed paste
@@ -39,6 +43,8 @@ class Lines:
         self.terminal = sys.stdin.isatty()
         self._warned = False
         self.readline = _readline() if self.terminal else None
+        self._typed: queue.Queue[str | ValueError | None] = queue.Queue()
+        self._reading: threading.Thread | None = None
 
     def next(self, prompt: str) -> str | None:
         """The next message, empty if a line was not usable; None at the end.
@@ -54,14 +60,35 @@ class Lines:
     def _told(self, prompt: str) -> str | None:
         """The message that the first rank reads, on all ranks.
 
-        mlx.launch gives what is typed to every rank, and no rank a terminal.
+        mlx.launch gives what is typed to every rank, and no rank a terminal. Ranks ask one another
+        now and then, since MLX's ring keeps a processor busy while it waits.
         """
         from kvlingo_mlx.loading import sharding
 
-        if rank():
-            return sharding.firsts(None)
-        say(prompt, end="")
-        return sharding.firsts(self._read())
+        if not rank():
+            say(prompt, end="")
+            if self._reading is None or not self._reading.is_alive():
+                self._reading = threading.Thread(target=self._read_ahead, daemon=True)
+                self._reading.start()
+        while True:
+            told: list[str | None] = []
+            if rank():
+                time.sleep(TOLD_S)
+            else:
+                with contextlib.suppress(queue.Empty):
+                    found = self._typed.get(timeout=TOLD_S)
+                    if isinstance(found, ValueError):
+                        raise found
+                    told = [found]
+            if told := sharding.firsts(told):
+                return told[0]
+
+    def _read_ahead(self) -> None:
+        """Read a line, in a thread of its own."""
+        try:
+            self._typed.put(self._read())
+        except ValueError as error:  # raised where the line is waited for
+            self._typed.put(error)
 
     def _ask(self, prompt: str) -> str | None:
         # Waiting lines were typed during the last answer, so each is sent alone.

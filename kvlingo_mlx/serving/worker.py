@@ -26,6 +26,7 @@ log = logging.getLogger("kvlingo_mlx.serving")
 
 STATUS_S = 1.0  # how often the front is told how things stand while there is work
 IDLE_S = 5.0  # and how often idle conversations are looked after
+PAUSE_S = 0.05  # how long idle ranks pause between two rounds
 
 
 def main(connection: Connection, settings: Settings) -> None:
@@ -77,7 +78,8 @@ class _Worker:
         self._tell_status()
         healing = False
         while True:
-            for message in self._messages(0 if self._engine.busy or healing else IDLE_S):
+            idle = PAUSE_S if self._engine.together else IDLE_S
+            for message in self._messages(0 if self._engine.busy or healing else idle):
                 if not self._take(*message):
                     return
             if self._engine.busy:
@@ -85,7 +87,7 @@ class _Worker:
             healing = not self._engine.busy and self._engine.heal()
             if not (self._engine.busy or healing):
                 self._engine.keeper.tidy()
-            if self._engine.busy or healing:
+            if self._engine.busy or healing or self._engine.together:
                 self._tell_now_and_then()
             else:
                 self._tell_status()
@@ -93,6 +95,8 @@ class _Worker:
     def _messages(self, wait: float) -> list[tuple[Any, ...]]:
         """What the front has sent, waiting at most so long for the first message."""
         found = list[tuple[Any, ...]]()
+        if self._pipe is None:
+            time.sleep(wait)  # MLX's ring keeps a processor busy while it waits
         while self._pipe is not None and self._pipe.poll(0 if found else wait):
             found.append(self._pipe.recv())
         if not self._engine.together:

@@ -194,7 +194,8 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     assert done.stdout.strip().splitlines() == ["The home of Paul is Oslo."], done.stderr[-1000:]
     assert len(record.read_text().splitlines()) == 1
     words = ["chat", *words[1:5], "--no-thinking", "--temp", "0", "--save", str(tmp_path / "kept")]
-    typed = "The home of Paul is Oslo. What is the home of Paul?\n/use target\n/what\nWhat is the home of Paul?\n"
+    asked = "What is the home of Paul?"
+    typed = f"The home of Paul is Oslo. {asked}\n/use target\n/what\n{asked}\n"
     done = launched(2, verb, *words, typed=f"{typed}/exit\n")
     told = done.stdout + done.stderr
     assert done.stdout.count("The home of Paul is Oslo.") == 2, told[-2000:]

@@ -45,11 +45,11 @@ PLACED = [  # where the source is: on the first rank, or spread as a target is
 ]  # fmt: skip
 # Each process starts for seconds and every step waits for all of them: all cases by hand.
 FEW = {
-    2: ("qwen3-tensor-mixing", "qwen3-tensor-head-wise", "llama-tensor-mlp2",
-        "qwen3_moe-tensor-mixing", "qwen3_moe-pipeline-head-wise", "deepseek_v3-tensor-mixing",
-        "deepseek_v3-pipeline-mixing", "qwen3-tensor-mixing-first", "qwen3-tensor-mixing-tensor",
+    2: ("qwen3-tensor-mixing", "llama-tensor-mlp2", "qwen3_moe-pipeline-head-wise",
+        "deepseek_v3-pipeline-mixing",
+        "qwen3-tensor-mixing-first", "qwen3-tensor-mixing-tensor",
         "qwen3-tensor-head-wise-tensor", "qwen3_moe-tensor-mixing-pipeline"),
-    4: ("qwen3-tensor-head-wise", "qwen3_moe-pipeline-mixing"),
+    4: ("qwen3-tensor-head-wise",),
 }  # fmt: skip
 ALL = "KVLINGO_EXAMPLES" in os.environ
 ENDS = ("tiny-qwen3-s", "tiny-qwen3-l")
@@ -162,7 +162,12 @@ def check_counts(
     if case["native_layers"]:
         return  # the target's own layers send, too
     if expected is not None:
-        assert expected <= own["sent"] <= expected + facts, (case["name"], own["sent"], expected)
+        # What a busy machine sends again counts, too.
+        assert expected <= own["sent"] <= 1.1 * expected + facts, (
+            case["name"],
+            own["sent"],
+            expected,
+        )
 
 
 @pytest.mark.filterwarnings("ignore::kvlingo_mlx.KVLingoWarning")

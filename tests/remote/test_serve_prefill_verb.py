@@ -74,7 +74,7 @@ def test_two_programs(
             [*VERB, "generate", "--source", network.address, *ASK], cwd=ROOT, text=True,
             env={**os.environ, **RIGHT}, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        while network.passed < 20_000:
+        while network.passed < 6_000:
             time.sleep(0.05)
         slow.send_signal(signal.SIGINT)
         told, wrong = slow.communicate(timeout=30)

@@ -15,6 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import kvlingo_mlx as kv
+from kvlingo_mlx.group import Group
+from kvlingo_mlx.training.initial import drawn
+from kvlingo_mlx.training.on_mlx.translator import MLXTranslator
+from kvlingo_mlx.training.plan import TrainingPlan, make_config
 from tests.support import rank_jobs, tiny
 from tests.support.ranks import launched
 
@@ -105,7 +110,7 @@ def test_every_kind_of_training(ends: dict[str, str], tmp_path: Path, count: int
     cases.append(case(ends, tmp_path, "by time", {**SHORT, "steps": 100, "seconds": 2.0}))
     for each, own in zip(cases, found(tmp_path, count, cases), strict=True):
         if each["name"] != "by time":
-            check(own, rank_jobs.training({**each, "out": f"{each['out']}-alone"}), 1e-3)
+            check(own, rank_jobs.training({**each, "out": f"{each['out']}-alone"}))
 
 
 @BY_HAND
@@ -173,3 +178,16 @@ def test_the_verb_and_ctrl_c(tmp_path: Path) -> None:
     assert done.stdout.count("wrote") == 1 and (out / "translator_config.json").exists()
     assert len((tmp_path / "out.log.jsonl").read_text().splitlines()) == 21 > kept
     assert len((tmp_path / "r.json").read_text().splitlines()) == 1
+
+
+def test_gradients_have_one_order_on_all_ranks(ends: dict[str, str]) -> None:
+    """Their norm is summed in that order, and rounding would let ranks part: found with four."""
+    models = [kv.load(ends[role]) for role in ("source", "target")]
+    config = make_config(*models, TrainingPlan())
+    made = MLXTranslator.from_arrays(config, drawn(config))
+    names = list(made.tensors)
+    made.learn({name: made.tensors[name] for name in reversed(names)})
+    assert made.gather(Group(1, 2))
+    assert list(made.gradients) == names
+    for name, tensor in made.tensors.items():
+        assert np.array_equal(np.array(made.gradients[name]), np.array(tensor))

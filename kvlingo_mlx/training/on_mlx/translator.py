@@ -111,12 +111,12 @@ class MLXTranslator:
         for name, tensor in self.tensors.items():
             self.gradients.setdefault(name, mx.zeros_like(tensor))
         if group.size > 1:
-            self.gradients.update(zip(self.tensors, self._sums(group), strict=True))
+            sums = group.add(self.gradients[name] for name in self.tensors)
+            # In one order everywhere, so that their norm is rounded alike: a process without a
+            # conversation has the tensors' order, others that in which gradients came.
+            self.gradients.clear()
+            self.gradients.update(zip(self.tensors, sums, strict=True))
         return all(mx.isfinite(g).all().item() for g in self.gradients.values())
-
-    def _sums(self, group: Group) -> list[mx.array]:
-        """The gradients summed over all processes, which have them in the order of the tensors."""
-        return group.add(self.gradients[name] for name in self.tensors)
 
     @unit
     def update(self, rate: float, clip: float) -> None:

@@ -107,8 +107,17 @@ def test_what_is_refused(options: list[str], told: str, capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "words",
     [
-        ["fit", "--source", "h:1", "--target", "tiny-qwen3-l", "--data", "chats.jsonl",
-         "--out", "y"],
+        [
+            "fit",
+            "--source",
+            "h:1",
+            "--target",
+            "tiny-qwen3-l",
+            "--data",
+            "chats.jsonl",
+            "--out",
+            "y",
+        ],
         ["tune", "--source", "h:1", "--target", "tiny-qwen3-l", "--translator", "t"],
         ["chat", "--source", "h:1", "--target", "tiny-qwen3-l"],
         ["chat", "--model", "a=h:1"],

@@ -17,9 +17,9 @@ from kvlingo_mlx.format.kinds import SIDES
 from kvlingo_mlx.format.maps import maps_of
 from kvlingo_mlx.format.tensor_file import STORAGE, DType, Shapes
 from kvlingo_mlx.format.translator_config import TranslatorConfig
+from kvlingo_mlx.translators.products import BLOCK
 
 NAME = re.compile(r"(keys|values)\.(0|[1-9]\d{0,3})")
-BLOCK = 256  # tokens in which layers with a window are multiplied (translators/products)
 STATES, TRANSLATED = "states", "translated"
 Firsts = Mapping[str, int]
 

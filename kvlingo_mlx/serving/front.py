@@ -9,9 +9,9 @@ import logging
 import socket
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import uvicorn
-from starlette.types import ASGIApp
 
 from kvlingo_mlx.errors import KVLingoError
 from kvlingo_mlx.serving.app import Wires, build, wires
@@ -82,7 +82,7 @@ def url_of(listener: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def configured(app: ASGIApp, settings: Settings) -> uvicorn.Config:
+def configured(app: Any, settings: Settings) -> uvicorn.Config:
     """How uvicorn serves an application."""
     return uvicorn.Config(
         app,

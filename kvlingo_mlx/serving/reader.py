@@ -347,11 +347,13 @@ def _seal(
     arrays: dict[str, mx.array], dtype: DType, told: dict[str, str], chunk: Future[Sealed]
 ) -> None:
     """Make a chunk's file and digest, in a thread that computes nothing by MLX."""
-    views = {name: np.array(array, copy=False) for name, array in arrays.items()}
-    blob = tensor_file.packed(Weights(dtype, views), told)
-    sealed = Sealed(blob, hashlib.sha256(blob).digest())
     with contextlib.suppress(InvalidStateError):  # the job was dropped meanwhile
-        chunk.set_result(sealed)
+        try:
+            views = {name: np.array(array, copy=False) for name, array in arrays.items()}
+            blob = tensor_file.packed(Weights(dtype, views), told)
+            chunk.set_result(Sealed(blob, hashlib.sha256(blob).digest()))
+        except Exception as error:  # told to whoever waits
+            chunk.set_exception(error)
 
 
 def _bits(array: mx.array) -> mx.array:

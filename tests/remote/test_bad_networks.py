@@ -254,15 +254,18 @@ def test_a_machine_that_falls_silent(
     network.close()
 
 
+@pytest.mark.parametrize("what", ["capture.move", "tensor_file.packed"])
 def test_a_reader_that_fails_is_told(
-    ends: tuple[Any, Any, Any], server: Offered, hand: Hand, monkeypatch: pytest.MonkeyPatch
+    server: Offered, hand: Hand, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
+    """While it reads, and while it makes a file of what it read."""
     from kvlingo_mlx.serving import reader
 
     def fails(*_: Any) -> Any:
         raise RuntimeError("out of\nluck")
 
-    monkeypatch.setattr(reader.capture, "move", fails)
+    module, name = what.split(".")
+    monkeypatch.setattr(getattr(reader, module), name, fails)
     with pytest.raises(
         RemoteModelError, match="did not read the prompt: RuntimeError: out of.luck"
     ):

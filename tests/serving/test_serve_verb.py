@@ -153,7 +153,7 @@ def test_without_the_extra(
         return found(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    told = 'a server needs starlette and others (starlette.types is missing): pip install "'
+    told = 'a server needs starlette and others (starlette.applications is missing): pip install "'
     fails(["serve", *MODELS], told, capsys)
 
 

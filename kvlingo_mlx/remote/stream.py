@@ -173,9 +173,9 @@ class Transfer:
     # ---- in the thread ---------------------------------------------------------------------------
 
     def _run(self) -> None:
-        job = ""
+        job, order = "", self._order
         try:
-            order, position, anew = self._order, self._order.start, 0
+            position, anew = order.start, 0
             spans, number = order.spans, 0
             while number < len(spans):
                 try:
@@ -194,9 +194,7 @@ class Transfer:
         except Exception as error:
             self._put(error)
         finally:
-            if job:
-                self._client.end(job)
-            self._client.close()
+            self._client.end(order.id)  # even if nobody has heard that it began
 
     def _chunk(self, job: str, order: Order, number: int) -> Weights:
         """A chunk that is right: its digest, its position, and each tensor's name and shape."""

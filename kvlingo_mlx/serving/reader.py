@@ -353,7 +353,7 @@ def _seal(
             blob = tensor_file.packed(Weights(dtype, views), told)
             chunk.set_result(Sealed(blob, hashlib.sha256(blob).digest()))
         except Exception as error:  # told to whoever waits
-            chunk.set_exception(error)
+            chunk.set_exception(KVLingoError(f"{type(error).__name__}: {error}"))
 
 
 def _bits(array: mx.array) -> mx.array:

@@ -62,7 +62,7 @@ def test_ranks_with_other_translators_or_items_are_told(tmp_path: Path) -> None:
     job = tmp_path / "job.json"
     for on, what in (({"items": 4}, "data"), ({"translator": other}, "way, model or translator")):
         job.write_text(json.dumps({"folder": str(tmp_path), "cases": [{**asked, "on": {"1": on}}]}))
-        done = launched(2, sys.executable, *MODULE, str(job), seconds=60)
+        done = launched(2, sys.executable, *MODULE, str(job))
         assert f"rank 1 has another {what} than rank 0" in done.stdout + done.stderr
         assert not list(tmp_path.glob("*.npz"))
 

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,7 +140,7 @@ def test_ranks_that_were_given_different_things(
 ) -> None:
     case = {**cases[0], "on": {"1": on}}
     (tmp_path / "job.json").write_text(json.dumps({"folder": str(tmp_path), "cases": [case]}))
-    done = launched(2, sys.executable, *MODULE, str(tmp_path / "job.json"), seconds=60)
+    done = launched(2, sys.executable, *MODULE, str(tmp_path / "job.json"))
     what = "options" if "options" in on else "data"
     assert (done.stdout + done.stderr).count(f"rank 1 has another {what} than rank 0") == 2
     assert not list(tmp_path.glob("*.npz"))
@@ -162,13 +161,10 @@ def test_a_record_that_one_rank_cannot_read_ends_all(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text("\n".join(json.dumps(r) for r in [record, wrong, *[record] * 6]))
     words = ["--source", str(ends[0]), "--target", str(ends[1]), "--data", str(data)]
-    begun = time.monotonic()
     done = launched(
         2, sys.executable, "-m", "kvlingo_mlx.cli", "fit", *words, "--out", str(tmp_path / "out"),
-        seconds=60,
     )  # fmt: skip
     told = done.stdout + done.stderr
-    assert time.monotonic() - begun < 60
     assert told.count("error:") == 1, told
     assert "rank 1: error: the chat template does not take a conversation of user" in told
     assert not (tmp_path / "out").exists()

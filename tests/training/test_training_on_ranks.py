@@ -168,9 +168,9 @@ def test_the_verb_and_ctrl_c(tmp_path: Path) -> None:
         time.sleep(0.2)
     begun = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     while subprocess.run(["pgrep", "-f", str(out)], capture_output=True).stdout:
-        assert time.monotonic() - begun < 60
+        assert time.monotonic() - begun < 300
         time.sleep(0.2)
     kept = len(log.read_text().splitlines())
     done = launched(2, sys.executable, "-m", "kvlingo_mlx.cli", *words)

@@ -17,6 +17,8 @@ from kvlingo_mlx.cli.command import (
     MaybeTarget,
     NativeLayers,
     Quantize,
+    Shard,
+    Sharded,
     Thinking,
     option,
     verb,
@@ -72,14 +74,8 @@ class ChatOptions(WritingOptions):
         "If they are further apart than usual: warn; heal, as --heal interleaved; or reread before "
         "the answer.",
     )
-    shard: str | None = option(
-        None,
-        "Under mlx.launch, each rank holds of a model: tensor (some heads) or pipeline (some "
-        "layers); default: what mlx-lm can do.",
-    )
-    sharded: list[str] | None = option(
-        None, "Under mlx.launch, a name whose model the ranks hold together; default: the largest."
-    )
+    shard: Shard = None
+    sharded: Sharded = None
     resume: str | None = option(None, "Go on with the conversation saved in this folder.")
     save: str | None = option(None, "Save the conversation to this folder at the end.")
     native_layers: NativeLayers = None

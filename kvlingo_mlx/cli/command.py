@@ -60,6 +60,19 @@ AllowMismatch = Annotated[
 ]
 PrefillStepSize = Annotated[int, typer.Option(help="Tokens per prefill chunk.")]
 Thinking = Annotated[bool | None, typer.Option(help="The chat template's thinking switch.")]
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        help="Under mlx.launch, each rank holds of a model: tensor (some heads) or pipeline (some "
+        "layers); default: what mlx-lm can do."
+    ),
+]
+Sharded = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Under mlx.launch, a name whose model the ranks hold together; default: the largest."
+    ),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace another translator there.")]
 
 

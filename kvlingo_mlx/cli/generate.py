@@ -10,6 +10,7 @@ from kvlingo_mlx.cli.command import (
     HealShare,
     NativeLayers,
     Quantize,
+    Shard,
     Source,
     Target,
     Thinking,
@@ -46,11 +47,7 @@ class GenerateOptions(WritingOptions):
     quantize: Quantize = None
     strategy: str = option("accelerator", STRATEGY_HELP)
     native_layers: NativeLayers = None
-    shard: str | None = option(
-        None,
-        "Under mlx.launch, each rank holds of the target: tensor (some heads) or pipeline "
-        "(some layers); default: what mlx-lm can do.",
-    )
+    shard: Shard = None
     placement: str | None = option(
         None,
         "Under mlx.launch, the source reads: replicated (on each rank), sharded, or first (on the "

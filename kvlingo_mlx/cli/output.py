@@ -14,7 +14,7 @@ import typer
 
 from kvlingo_mlx.errors import printable
 
-RANK = "MLX_RANK"  # which mlx.launch sets
+RANK = "MLX_RANK"  # which mlx.launch sets; `group` has it, too, and imports NumPy
 TELL = 10.0  # seconds between two lines that stand for a progress bar
 
 # rich is imported where it is used, since --help does not need it.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import asdict, dataclass
 
-from kvlingo_mlx.cli.command import Options, option, verb
+from kvlingo_mlx.cli.command import Options, Shard, Sharded, option, verb
 from kvlingo_mlx.cli.output import keep, launched, rank, say
 from kvlingo_mlx.errors import MissingExtraError
 
@@ -32,14 +32,8 @@ class ServeOptions(Options):
         None, "Do not use translators whose receipt tells more than this many nats a token."
     )
     route: str | None = option(None, "A TOML file of rules; the model `auto` goes by them.")
-    shard: str | None = option(
-        None,
-        "Under mlx.launch, each rank holds of a model: tensor (some heads) or pipeline (some "
-        "layers); default: what mlx-lm can do.",
-    )
-    sharded: list[str] | None = option(
-        None, "Under mlx.launch, a name whose model the ranks hold together; default: the largest."
-    )
+    shard: Shard = None
+    sharded: Sharded = None
     memory_limit: str | None = option(
         None, "Memory of weights, lines and translators together: 24GB; default: all there is."
     )

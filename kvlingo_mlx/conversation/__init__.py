@@ -167,6 +167,8 @@ class Conversation(State):
             on_doubt=on_doubt,
         )
         exchange = (CrossExchange if several else Exchange)(loaded, translators, rules)
+        if exchange.spread:
+            sharding.agree(sharding.facts_of(loaded) | exchange.directions.facts())
         start = [{"role": "system", "content": system}] if system is not None else []
         switches = {"enable_thinking": enable_thinking, "tools": tools and list(tools)}
         kind: type[Transcript] = CrossTranscript if several else Transcript

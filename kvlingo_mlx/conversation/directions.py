@@ -19,8 +19,13 @@ from kvlingo_mlx.handover.guarding import check_reference
 from kvlingo_mlx.handover.hybrid import check_first_layers
 from kvlingo_mlx.loading import sharding
 from kvlingo_mlx.loading.notes import tell, tell_of_grade
-from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_pair, check_positions, matches
-from kvlingo_mlx.loading.translators import find_translator, load_translator, resolve_translator
+from kvlingo_mlx.loading.pairing import check_one_tokenizer, check_positions, matches
+from kvlingo_mlx.loading.translators import (
+    find_translator,
+    folder_of,
+    load_translator,
+    resolve_translator,
+)
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.translators.base import Translator
 
@@ -47,21 +52,23 @@ class Directions:
         self._found: dict[tuple[str, str], Translator | Path | None] = {}
         translators = list(translators)
         self._spread = sharding.spread(models.values())
-        quantize = None if self._spread else rules.quantize  # it is quantised when it is cut
-        loaded = [
-            g if isinstance(g, Translator) else load_translator(g, quantize=quantize)
-            for g in translators
-        ]
+        opened = [g if isinstance(g, Translator) else self._opened(g) for g in translators]
         for exact in (True, False):
-            for translator in loaded:
+            for translator in opened:
                 self._assign(translator, exact=exact)
         self._check_stored(any(not isinstance(given, Translator) for given in translators))
         if rules.switching != "reprefill":
             self._tell_of_stored()
 
-    def _assign(self, translator: Translator, *, exact: bool) -> None:
+    def _opened(self, given: str | os.PathLike[str]) -> Translator | Path:
+        """A translator; of ranks its folder, from which each reads its own rows."""
+        if self._spread:
+            return folder_of(given)
+        return load_translator(given, quantize=self._rules.quantize)
+
+    def _assign(self, translator: Translator | Path, *, exact: bool) -> None:
         """Assign a translator to the directions that it serves; exact matches come first."""
-        config = translator.config
+        config = read_config(translator) if isinstance(translator, Path) else translator.config
         if len(by_tokenizer(self._models.values())) == 1:
             check_one_tokenizer(config, "a conversation of one tokenizer")
         tolerance = self._rules.allow_mismatch and not exact
@@ -80,25 +87,20 @@ class Directions:
             if exact or pair not in self._found:
                 self._use(translator, pair, allow_mismatch=tolerance)
 
-    def _use(self, translator: Translator, pair: tuple[str, str], *, allow_mismatch: bool) -> None:
-        """Assign a translator to a direction after checking that it fits."""
-        models = (self._models[name] for name in pair)
-        check_pair(translator.config, *models, allow_mismatch=allow_mismatch)
+    def _use(
+        self, found: Translator | Path, pair: tuple[str, str], *, allow_mismatch: bool
+    ) -> None:
+        """Assign a translator to a direction, loaded, after checking that it fits."""
+        source, target = (self._models[name] for name in pair)
+        translator = resolve_translator(
+            found, source, target, allow_mismatch=allow_mismatch, quantize=self._rules.quantize
+        )
+        config = translator.config
         self._check_naive(translator)
         if self._rules.guard:
-            check_reference(translator.config)
-        self.native(translator.config)
-        tell_of_grade(translator.config)
-        source, target = (self._models[name] for name in pair)
-        if self._spread:
-            bits, whole = self._rules.quantize, source.part is None and target.part is None
-            found = translator.path if bits and whole and translator.path else translator
-            translator = resolve_translator(
-                found, source, target, allow_mismatch=allow_mismatch, quantize=bits
-            )
-            config = translator.config
-            for tokens in (None, *(n for n, _ in config.native_by_length)):
-                check_first_layers(target, self._rules.layers(config, tokens))
+            check_reference(config)
+        for tokens in (None, *(length for length, _ in config.native_by_length)):
+            check_first_layers(target, self.native(config, tokens))
         self._found[pair] = translator
 
     def _check_naive(self, translator: Translator) -> None:
@@ -131,8 +133,6 @@ class Directions:
         """The loaded translator of a direction, or None."""
         found = self.stored(source, target)
         if isinstance(found, Path):
-            quantize = None if self._spread else self._rules.quantize
-            found = load_translator(found, quantize=quantize)
             self._use(found, (source, target), allow_mismatch=self._rules.allow_mismatch)
         return self.loaded.get((source, target))
 

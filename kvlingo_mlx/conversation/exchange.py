@@ -129,8 +129,6 @@ class Exchange:
         self._doubted: frozenset[str] = frozenset()  # lines that read behind what is in doubt
         self.spread = sharding.spread(models.values())
         self.paces = {name: Pace(together=self.spread) for name in models}
-        if self.spread:
-            sharding.agree(sharding.facts_of(models) | self.directions.facts())
         self.relatives: weakref.WeakSet[Exchange] = weakref.WeakSet([self])
 
     @unit
@@ -312,7 +310,7 @@ class Exchange:
         look.watch.source_read(look.source.hidden_beside(tokens[start:stop], start))
         with working():
             measured = look.watch.measured(tokens[start + 1 : stop + 1])
-            measured = sharding.firsts_numbers(measured) if self.spread else measured
+            measured = sharding.firsts(measured) if self.spread else measured
         found = guarding.judged(translator.config, measured, stop - start, start)
         self._doubted -= {line.name}
         if found.doubts and self.rules.on_doubt == guarding.HEAL:

@@ -350,7 +350,7 @@ def judged(plan: Plan, watch: Watch, on_doubt: str) -> Guarded:
     assert plan.translator is not None
     with working():
         measured = watch.measured(plan.tokens[-watch.tokens :])
-        measured = sharding.firsts_numbers(measured) if plan.spread else measured
+        measured = sharding.firsts(measured) if plan.spread else measured
     config = plan.translator.config
     found = guarding.judged(config, measured, watch.tokens, len(plan.prefix))
     if found.doubts and on_doubt == guarding.WARN:

@@ -166,9 +166,9 @@ def place(
     ranks = sharding.group()
     assert ranks is not None
     if placement is None:
-        whole = load(source, lazy=True)
+        whole, part = load(source, lazy=True), _part(source)
         found = needs(whole, ranks.size(), tokens, step_size)
-        if not _can_shard(source):
+        if part is None:
             del found[SHARDED]
         free = memory.free()
         held = memory.weights_bytes(target) + sum(
@@ -176,15 +176,17 @@ def place(
         )
         least = sharding.least(None if free is None else free - held)
         placement = chosen(found, measured(), least)
+        if placement == SHARDED and part is not None:
+            return part
     if placement == REPLICATED:
         return load(source, lazy=True)
     shard = "auto" if placement == SHARDED else FIRST
     return load(source, lazy=True, shard=shard)
 
 
-def _can_shard(source: str) -> bool:
+def _part(source: str) -> LanguageModel | None:
+    """This rank's part of a source, if the ranks can share its heads: a pipeline saves no time."""
     try:
-        load(source, lazy=True, shard=TENSOR)
+        return load(source, lazy=True, shard=TENSOR)
     except (ValueError, KVLingoError):
-        return False
-    return True
+        return None

@@ -33,8 +33,7 @@ from kvlingo_mlx.threads import unit
 from kvlingo_mlx.version import __version__
 
 KINDS = (TENSOR, PIPELINE, FIRST)
-ENDED = "another rank has ended; what it printed says why"
-HERE = "here"  # what each rank says beside its facts, so that one that has ended is noticed
+MARK = 0x6B76_6C67  # what each rank says before its message, so that one that has ended is noticed
 Sampler = Callable[[mx.array], mx.array]
 
 
@@ -160,7 +159,7 @@ def check_use(models: Sequence[LanguageModel], refused: Mapping[str, bool]) -> N
 
 
 def agree(told: Mapping[str, str]) -> None:
-    """Compare facts over all ranks, at one synchronisation.
+    """Compare facts over all ranks.
 
     Args:
         told: What must be the same everywhere, in words, and a digest or name of it here.
@@ -168,25 +167,16 @@ def agree(told: Mapping[str, str]) -> None:
     Raises:
         KVLingoError: Something differs, and every rank raises it; or another rank has ended.
     """
-    ranks = group()
-    if ranks is None:
-        return
-    own = np.stack([_hashed(fact) for fact in (HERE, *told.values())])
-    every = np.array(mx.distributed.all_gather(mx.array(own)[None]))
-    rank = ranks.rank()
-    if any((row[0] != _hashed(HERE)).any() for row in every):  # MLX gives what happens to be there
-        raise KVLingoError(ENDED)
-    for place, (name, fact) in enumerate(told.items(), 1):
-        others = [r for r in range(ranks.size()) if (every[r, place] != every[0, place]).any()]
+    every = gathered({name: digest_of(fact) for name, fact in told.items()})
+    for name in dict.fromkeys(name for each in every for name in each):
+        others = [r for r, each in enumerate(every) if each.get(name) != every[0].get(name)]
         if others:
+            ranks = group()
+            assert ranks is not None
             raise KVLingoError(
-                f"rank {others[0]} has another {name} than rank 0 (here, on rank {rank}: "
-                f"{fact:.40}); give all machines the same, and start again"
+                f"rank {others[0]} has another {name} than rank 0 (here, on rank {ranks.rank()}: "
+                f"{told.get(name, 'none'):.40}); give all machines the same, and start again"
             )
-
-
-def _hashed(fact: str) -> np.ndarray:
-    return np.frombuffer(hashlib.sha256(fact.encode()).digest(), np.uint8)
 
 
 def facts_of(models: Mapping[str, LanguageModel]) -> dict[str, str]:
@@ -229,15 +219,6 @@ def spread(models: Iterable[LanguageModel]) -> bool:
     return any(model.part is not None for model in models)
 
 
-def firsts_numbers(numbers: tuple[float, float, float]) -> tuple[float, float, float]:
-    """The first rank's numbers, on which something is decided: rounding may differ elsewhere."""
-    ranks = group()
-    assert ranks is not None
-    own = mx.array(numbers) * (ranks.rank() == 0)
-    one, two, three = np.array(mx.distributed.all_sum(own)).tolist()
-    return one, two, three
-
-
 def firsts_count(count: int) -> int:
     """The first rank's whole number; this one's where it is alone."""
     ranks = group()
@@ -273,11 +254,10 @@ def gathered_bytes(own: bytes) -> list[bytes]:
     ranks = group()
     if ranks is None:
         return [own]
-    mark = int.from_bytes(_hashed(HERE)[:3].tobytes())
-    told = mx.array([[mark, len(own)]], mx.int32)
+    told = mx.array([[MARK, len(own)]], mx.int32)
     marks, sizes = np.array(mx.distributed.all_gather(told)).T.tolist()
-    if set(marks) != {mark}:
-        raise KVLingoError(ENDED)
+    if set(marks) != {MARK}:  # MLX gives what happens to be there
+        raise KVLingoError("another rank has ended; what it printed says why")
     padded = np.zeros((1, max(1, *sizes)), np.uint8)
     padded[0, : len(own)] = np.frombuffer(own, np.uint8)
     every = np.array(mx.distributed.all_gather(mx.array(padded)))

@@ -191,7 +191,7 @@ class Transfer:
                 if not self._put((spans[number], weights)):
                     return
                 position, anew, number = spans[number].stop, 0, number + 1
-        except Exception as error:
+        except Exception as error:  # raised where the chunks are waited for
             self._put(error)
         finally:
             self._client.end(order.id)  # even if nobody has heard that it began

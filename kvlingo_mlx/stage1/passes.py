@@ -201,10 +201,13 @@ class ClosedForm:
         widths, outputs = self._widths()
         return [Part(batch, chooses) for batch in batches(maps, widths, outputs, self.memory)]
 
-    def _widths(self) -> Iterator[Callable[[State], int]]:
+    def _widths(self) -> tuple[Callable[[State], int], Callable[[State], int]]:
         """The width of a state of the source, and of the target."""
-        for end in (self.config.source, self.config.target):
-            yield lambda state, layers=end.layers: layers[state[1]].width(state[0])  # type: ignore[misc]
+        source, target = self.config.source.layers, self.config.target.layers
+        return (
+            lambda state: source[state[1]].width(state[0]),
+            lambda state: target[state[1]].width(state[0]),
+        )
 
     @property
     def _shared(self) -> bool:

@@ -158,10 +158,10 @@ class Transfer:
                 raise found
             received.bytes = self._client.received
             with working():
-                yield_now = self._states(*found)
+                states = self._states(*found)
             del found
-            yield yield_now
-            del yield_now
+            yield states
+            del states
 
     def close(self) -> None:
         """End the transfer, wherever it is."""

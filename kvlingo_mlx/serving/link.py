@@ -25,7 +25,6 @@ from collections.abc import Callable
 from multiprocessing import connection as pipes
 from typing import Any, Protocol
 
-from kvlingo_mlx.group import RANK
 from kvlingo_mlx.serving.messages import Ask, Count, Counted, Ended, Event, Failed, Status, Waiting
 
 log = logging.getLogger("kvlingo_mlx.serving")
@@ -34,6 +33,7 @@ WORKER = "kvlingo_mlx.serving.worker:main"
 LAST = (Ended, Counted, Failed)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0  # seconds before a crashed worker is started again
 ENDING_S = 5.0  # that a process whose pipe is closed has to end
+RANK = "MLX_RANK"  # which mlx.launch sets; the front imports no NumPy
 CRASHES = 6  # in a row, without an answer between them: then the server gives up
 # What reading a dead or dying process's pipe can raise.
 BROKEN = (EOFError, OSError, pickle.UnpicklingError, AttributeError, ImportError, ValueError)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvlingo_mlx.backend import mx
 
 from mlx_lm.models.cache import (
+    ArraysCache,
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
@@ -18,12 +20,14 @@ from mlx_lm.models.cache import (
 from kvlingo_mlx.caches.entries import PositionedKVCache, TranslatedKVCache
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.families.base import LATENT, Finish
+from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.models.keys import Rotation, advance, normalise_values, rotate_back
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates, LayerGroup, TranslatedStates, flat
 
 GROW = KVCache.step
 SIDES = ("keys", "values")
+PARTS = ("tail", "state")  # of a recurrent layer's cache, which has one or both
 MOVING = ("offset", "_idx", "entries")  # a cache's numbers that change as it is written
 Sides = tuple[mx.array, mx.array]
 
@@ -33,7 +37,7 @@ def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]
 
     ``batch`` prompts of that length lie side by side. The room is allocated once, so that neither
     writing in chunks nor the first decoding step copies the content. A ring has room for its
-    window only.
+    window only. Recurrent layers begin with nothing, and are written in order.
 
     Raises:
         UnsupportedModelError: A layer uses a cache that translation cannot write.
@@ -41,7 +45,7 @@ def allocate(model: LanguageModel, num_tokens: int, batch: int = 1) -> list[Any]
     caches = empty(model)
     capacity = (num_tokens // GROW + 1) * GROW
     for index, (cache, layer) in enumerate(zip(caches, model.geometry.layers, strict=True)):
-        if not num_tokens:
+        if not num_tokens or is_recurrent(cache):
             continue
         room = min(capacity, layer.window or capacity)
         cache.keys, cache.values = (
@@ -62,12 +66,13 @@ def empty(model: LanguageModel, step: int = GROW) -> list[Any]:
     """
     caches = make_prompt_cache(model.model)
     for cache, layer in zip(caches, model.geometry.layers, strict=True):
-        if type(cache) not in (KVCache, RotatingKVCache):
+        known = (KVCache, RotatingKVCache) if layer.recurrence is None else (ArraysCache,)
+        if type(cache) not in known:
             raise UnsupportedModelError(
-                f"layer {layer.layer} of {model.name} uses {type(cache).__name__}, "
-                "which a translation cannot write; only KVCache and RotatingKVCache are supported"
+                f"layer {layer.layer} of {model.name} uses {type(cache).__name__}, which a "
+                f"translation cannot write; only {' and '.join(c.__name__ for c in known)} can be"
             )
-        if step != GROW:
+        if step != GROW and layer.recurrence is None:
             cache.step = step
     return caches
 
@@ -80,11 +85,15 @@ def write(
 ) -> None:
     """Write a translated span at its positions: norms, RoPE, cast, one slice per layer and side.
 
+    A recurrent layer goes on from where it is, so spans are written in order, each once.
     Keys are rotated at the span's positions too, unless ``positions`` (T,) gives each token its
     own. Nothing is evaluated.
     """
     for layer, start, stored in _stored(states, model, positions):
         cache = caches[layer]
+        if is_recurrent(cache):
+            _follow(cache, model, layer, stored)
+            continue
         place = _place(cache, start, stored[0])
         cache.keys[..., place, :], cache.values[..., place, :] = stored
 
@@ -97,7 +106,9 @@ def append(caches: Sequence[Any], states: TranslatedStates, model: LanguageModel
     """
     for layer, start, stored in _stored(states, model):
         cache = caches[layer]
-        if start > cache.offset:
+        if is_recurrent(cache):
+            _follow(cache, model, layer, stored)
+        elif start > cache.offset:
             cache.keys, cache.values = stored
             cache._idx = stored[0].shape[2]
             cache.offset = start + cache._idx
@@ -127,10 +138,11 @@ def entry(
     capture: str,
     start: int = 0,
     positions: mx.array | None = None,
-) -> Sides:
-    """Translated keys and values (T, width) of one layer as its cache stores them, lazily.
+) -> tuple[mx.array, ...]:
+    """What one layer's cache holds of translated keys and values (T, width), lazily.
 
-    The first one is at position ``start``, or each at its own of ``positions`` (T,).
+    The first one is at position ``start``, or each at its own of ``positions`` (T,). A recurrent
+    layer holds what its recurrence makes of them from nothing.
     """
     heads = model.geometry.layers[layer].kv_heads
     one, other = (
@@ -139,12 +151,30 @@ def entry(
     )
     states = TranslatedStates(one, other, capture)
     ((_, _, stored),) = _stored(states, model, positions)
+    if model.geometry.layers[layer].recurrence is not None:
+        return _followed(model, layer, (None,) * len(PARTS), stored)
     return stored
+
+
+def _followed(
+    model: LanguageModel, layer: int, kept: Sequence[mx.array | None], stored: Sides
+) -> tuple[mx.array, ...]:
+    """What a recurrent layer keeps after a span of inputs (B, 1, T, width), lazily."""
+    keys, values = (array[:, 0] for array in stored)
+    return model.family.followed(model.attentions[layer], kept, keys, values)
+
+
+def _follow(cache: Any, model: LanguageModel, layer: int, stored: Sides) -> None:
+    """Let a recurrent layer's cache go on over a span of inputs, lazily."""
+    cache.cache = list(_followed(model, layer, cache.cache, stored))
 
 
 def copy(caches: Sequence[Any], into: Sequence[Any]) -> None:
     """Copy the content of caches to the same positions of longer caches, as far as these reach."""
     for cache, longer in zip(caches, into, strict=True):
+        if is_recurrent(cache):
+            longer.cache = list(cache.cache)
+            continue
         held = contents(cache)
         start = cache.offset - held[0].shape[2]
         first = longer.offset - longer._idx if is_ring(longer) else 0
@@ -206,15 +236,29 @@ def bytes_per_token(model: LanguageModel) -> int:
 
 
 def bytes_by_layer(model: LanguageModel) -> list[int]:
-    """The bytes that one token takes in each of a model's cache layers."""
+    """The bytes that one token takes in each of a model's cache layers; 0 in a recurrent one."""
     known: dict[tuple[Any, ...], int] = {}  # by shape: most layers are alike, and asking takes long
     found = []
     for index, layer in enumerate(model.geometry.layers):
+        if layer.recurrence is not None:
+            found.append(0)
+            continue
         shape = layer.attention, layer.kv_heads, layer.key_dim, layer.value_dim
         if shape not in known:
             known[shape] = sum(heads * dim for heads, dim in stored_shape(model, index))
         found.append(known[shape] * model.cache_dtype.size)
     return found
+
+
+def state_bytes(model: LanguageModel) -> int:
+    """The bytes of a model's recurrent states, whatever the length of a text."""
+    sizes = model.cache_dtype.size, mx.float32.size  # mlx-lm keeps states in float32
+    return sum(
+        math.prod(shape) * size
+        for layer in model.geometry.layers
+        if layer.recurrence is not None
+        for shape, size in zip(layer.recurrence.parts, sizes, strict=False)
+    )
 
 
 def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -> KVStates:
@@ -238,6 +282,11 @@ def read(caches: Sequence[Any], model: LanguageModel, goal: str = "post_rope") -
     if LATENT in model.family.points:
         raise UnsupportedModelError(
             f"{model.name} caches latents, which are not read back: prefill it again"
+        )
+    if model.geometry.recurrent:
+        raise UnsupportedModelError(
+            f"{model.name} keeps recurrent states, and what went into them is not read back: "
+            "prefill it again"
         )
     if goal not in model.family.points:
         points = ", ".join(model.family.points)
@@ -298,12 +347,12 @@ def settle(caches: Sequence[Any]) -> None:
 
 
 def quantise(caches: list[Any], bits: int, group_size: int) -> None:
-    """Quantise caches in place, one by one; rings stay, since mlx-lm cannot quantise them.
+    """Quantise caches in place, one by one; rings and recurrent states stay as they are.
 
     The groups must fit (:func:`check_groups`).
     """
     for index, cache in enumerate(caches):
-        if is_ring(cache):
+        if forgets(cache):
             continue
         caches[index] = cache.to_quantized(group_size=group_size, bits=bits)
         mx.eval(caches[index].keys, caches[index].values)
@@ -338,16 +387,34 @@ def _place(cache: Any, start: int, array: mx.array) -> slice:
 
 def arrays(caches: Sequence[Any]) -> list[mx.array]:
     """The buffers of filled caches, so that they can be evaluated together."""
-    return [array for c in caches if c.keys is not None for array in (c.keys, c.values)]
+    return [array for cache in caches for array in held(cache).values()]
+
+
+def held(cache: Any) -> dict[str, mx.array]:
+    """A cache's arrays by name: keys and values, or a tail and a state; none if it is empty."""
+    if is_recurrent(cache):
+        both = zip(PARTS, cache.cache, strict=False)
+    else:
+        both = zip(SIDES, (cache.keys, cache.values), strict=True)
+    return {name: array for name, array in both if array is not None}
+
+
+def put_part(cache: Any, name: str, array: mx.array | None) -> None:
+    """Put an array into a cache, or None, by a name as in :func:`held`."""
+    if is_recurrent(cache):
+        cache.cache[PARTS.index(name)] = array
+    else:
+        setattr(cache, name, array)
 
 
 def shared(cache: Any) -> Any:
     """A cache that shares its present arrays with ``cache``; MLX copies what either writes to."""
     made = object.__new__(type(cache))
     vars(made).update(vars(cache))
-    for side in SIDES:
-        if (array := getattr(cache, side)) is not None:
-            setattr(made, side, array[...])
+    if is_recurrent(cache):
+        made.cache = list(cache.cache)
+    for name, array in held(cache).items():
+        put_part(made, name, array[...])
     return made
 
 
@@ -356,9 +423,9 @@ def rewound(caches: Sequence[Any], length: int) -> Iterator[None]:
     """Let caches end at ``length`` while the context is open; what lies beyond stays in them.
 
     Tokens that a model runs meanwhile take the place of the entries from ``length`` on. Rings
-    end there already, and grow.
+    and recurrent states end there already, and go on.
     """
-    whole = [(cache, cache.offset) for cache in caches if not is_ring(cache)]
+    whole = [(cache, cache.offset) for cache in caches if not forgets(cache)]
     try:
         for cache, _ in whole:
             cache.offset = length
@@ -389,10 +456,10 @@ def lent(caches: Sequence[Any], length: int) -> Iterator[None]:
 
 
 def give_back(caches: Sequence[Any]) -> None:
-    """Let go of what caches do not fill, where that is half of them or more; rings stay."""
+    """Let go of what caches do not fill, where that is half of them or more; others stay."""
     moved: list[mx.array] = []
     for cache in caches:
-        if cache.keys is None or is_ring(cache):
+        if forgets(cache) or cache.keys is None:
             continue
         room = (getattr(cache, "entries", cache.offset) // GROW + 1) * GROW
         if cache.keys.shape[2] >= 2 * room:  # a slice alone would keep the whole array in memory
@@ -411,8 +478,26 @@ def is_ring(cache: Any) -> bool:
     return isinstance(cache, RotatingKVCache)
 
 
-def is_stock(cache: Any, window: int | None) -> bool:
-    """Whether a cache is of the expected class for a layer with the given window, or with none."""
+def is_recurrent(cache: Any) -> bool:
+    """Whether a cache keeps a recurrent state, which has no entries and cannot be trimmed."""
+    return isinstance(cache, ArraysCache)
+
+
+def forgets(cache: Any) -> bool:
+    """Whether a cache may be unable to go back to fewer tokens: a ring or a recurrent state."""
+    return is_ring(cache) or is_recurrent(cache)
+
+
+def length(caches: Sequence[Any]) -> int:
+    """The tokens that caches hold, by the first that counts them; 0 where none does."""
+    return next((cache.offset for cache in caches if not is_recurrent(cache)), 0)
+
+
+def is_stock(cache: Any, layer: LayerGeometry) -> bool:
+    """Whether a cache is of the expected class for a layer."""
+    window = layer.window
+    if layer.recurrence is not None:
+        return type(cache) is ArraysCache and len(cache.cache) == len(layer.recurrence.parts)
     if window is None:
         return type(cache) in (KVCache, TranslatedKVCache, PositionedKVCache)
     return type(cache) is RotatingKVCache and cache.max_size == window

@@ -49,9 +49,9 @@ def check_interleaving(model: LanguageModel) -> None:
     """Refuse a model whose cache entries cannot be replaced while an answer grows behind them.
 
     Raises:
-        UnsupportedModelError: A layer keeps a window, which has forgotten what came before.
+        UnsupportedModelError: A layer keeps a window or a state, without what came before.
     """
-    if windows := _windows(model):
+    if windows := _forgetting(model):
         raise UnsupportedModelError(
             f"{model.name} cannot be healed while it answers: {windows}, and what it read before "
             "is gone; heal between two answers (Conversation.heal, chat --heal idle)"
@@ -62,31 +62,36 @@ def check_going_back(model: LanguageModel) -> None:
     """Refuse a model that cannot run its last tokens again, as a guard in a conversation does.
 
     Raises:
-        UnsupportedModelError: A layer keeps a window, which has forgotten what came before.
+        UnsupportedModelError: A layer keeps a window or a state, without what came before.
     """
-    if windows := _windows(model):
+    if windows := _forgetting(model):
         raise UnsupportedModelError(
             f"{model.name} cannot be guarded in a conversation: {windows}, and cannot go back to "
             "what came before; leave out guard (--guard)"
         )
 
 
-def _windows(model: LanguageModel) -> str:
-    """Which of a model's layers keep a window, in words; empty if none does."""
-    windows = [index for index, g in enumerate(model.geometry.layers) if g.window is not None]
-    if not windows:
-        return ""
-    return (
-        f"{len(windows)} of its {len(model.geometry.layers)} cache layers (the first: layer "
-        f"{windows[0]}) keep a window"
-    )
+def _forgetting(model: LanguageModel) -> str:
+    """Which of a model's layers keep a window or a state, in words; empty if none does."""
+    kinds = {
+        "window": [g.window is not None for g in model.geometry.layers],
+        "recurrent state": [g.recurrence is not None for g in model.geometry.layers],
+    }
+    for kind, found in kinds.items():
+        if any(found):
+            return (
+                f"{sum(found)} of its {len(found)} cache layers (the first: layer "
+                f"{found.index(True)}) keep a {kind}"
+            )
+    return ""
 
 
 def check_groups(model: LanguageModel, bits: int, group_size: int) -> None:
     """Refuse (ValueError) bits that MLX does not support, and groups that do not divide a row."""
     if bits not in BITS:
         raise ValueError(f"kv_bits is {bits!r}; give {_listed(BITS)}")
-    shapes = (stored_shape(model, layer) for layer in range(len(model.attentions)))
+    layers = enumerate(model.geometry.layers)
+    shapes = (stored_shape(model, index) for index, g in layers if g.recurrence is None)
     widths = sorted({width for both in shapes for _, width in both})
     possible = [size for size in GROUP_SIZES if not any(width % size for width in widths)]
     if group_size not in possible:
@@ -115,6 +120,11 @@ def check_draft(
             the target's layers have no cache, so mlx-lm cannot tell its caches from the draft's.
     """
     for model in (target, draft):
+        if model.geometry.recurrent:
+            raise UnsupportedModelError(
+                f"draft_model cannot be used: {model.name} keeps recurrent states, from which "
+                "mlx-lm cannot take back rejected tokens; leave out draft_model (--draft-model)"
+            )
         windows = [g.window for g in model.geometry.layers if g.window is not None]
         if windows and num_tokens + max_tokens >= min(windows):
             raise UnsupportedModelError(

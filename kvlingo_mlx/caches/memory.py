@@ -77,7 +77,8 @@ def cache_bytes(model: LanguageModel, num_tokens: int) -> int:
     if model.address is not None:
         return 0
     both = zip(caches.bytes_by_layer(model), model.geometry.layers, strict=True)
-    return sum(size * min(num_tokens, layer.window or num_tokens) for size, layer in both)
+    entries = sum(size * min(num_tokens, layer.window or num_tokens) for size, layer in both)
+    return entries + caches.state_bytes(model)
 
 
 def check_caches(models: Iterable[LanguageModel], num_tokens: int) -> None:

@@ -15,7 +15,7 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx import caches
 from kvlingo_mlx.errors import CacheError
-from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.geometry import LayerGeometry, Recurrence
 from kvlingo_mlx.models.language_model import LanguageModel
 
 
@@ -49,9 +49,12 @@ def validate_cache(cache: Sequence[Any], model: LanguageModel, num_tokens: int) 
 def _difference(held: Any, model: LanguageModel, index: int, num_tokens: int) -> str | None:
     """The fault of one layer's cache in words, or None."""
     layer = model.geometry.layers[index]
-    if not caches.is_stock(held, layer.window):
+    if not caches.is_stock(held, layer):
         kind = "a RotatingKVCache of its window" if layer.window else "a KVCache"
+        kind = kind if layer.recurrence is None else "an ArraysCache of its tail and state"
         return f"it is a {type(held).__name__}, expected {kind}"
+    if layer.recurrence is not None:
+        return _of_parts(held, layer.recurrence, num_tokens)
     if held.offset != num_tokens:
         return f"it ends at position {held.offset}, expected {num_tokens}"
     if not num_tokens:
@@ -63,6 +66,19 @@ def _difference(held: Any, model: LanguageModel, index: int, num_tokens: int) ->
     for side, ((heads, width), array) in zip(caches.SIDES, shapes, strict=True):
         if found := _of_array(array, model, layer, (heads, width), held_entries):
             return f"its {side} {found}"
+    return None
+
+
+def _of_parts(held: Any, recurrence: Recurrence, num_tokens: int) -> str | None:
+    """The fault of a recurrent layer's cache in words, or None; it does not say how long it is."""
+    found = caches.held(held)
+    if not num_tokens and not found:
+        return None
+    for name, shape in zip(caches.PARTS, recurrence.parts, strict=False):
+        if name not in found:
+            return f"it has no {name}, expected one of {num_tokens} tokens"
+        if found[name].shape != (1, *shape):
+            return f"its {name} has shape {found[name].shape}, expected {(1, *shape)}"
     return None
 
 
@@ -87,10 +103,9 @@ def _of_array(
 def first_bad(cache: Sequence[Any], model: LanguageModel) -> str | None:
     """The first place in a cache with NaN or Inf, in words, or None; this reads all numbers."""
     for held, layer in zip(cache, model.geometry.layers, strict=False):
-        for side in caches.SIDES:
-            array = getattr(held, side, None)
+        for name, array in caches.held(held).items():
             if isinstance(array, mx.array) and not mx.isfinite(array).all().item():
-                return f"layer {layer.layer}'s {side}"
+                return f"layer {layer.layer}'s {name}"
     return None
 
 

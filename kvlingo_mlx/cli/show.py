@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -130,4 +130,4 @@ def _model_facts(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         "norms": model.norms_fingerprint,
         "tokenizer": model.tokenizer_fingerprint,
     }
-    return rows, asdict(geometry)
+    return rows, geometry.facts

@@ -55,6 +55,10 @@ FILES = {
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_text",
     "llava": "mistral3",
+    # Hybrids, whose layers without attention keep a recurrent state.
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_next"), "gated_delta"),
+    **dict.fromkeys(("granitemoehybrid", "nemotron_h"), "mamba2"),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), "short_conv"),
 }
 
 
@@ -73,7 +77,9 @@ def family_of(model_type: str) -> Family:
         return ROWS[model_type]
     if model_type in FILES:
         module = importlib.import_module(f"{__name__}.{FILES[model_type]}")
-        return getattr(module, "FAMILIES", {}).get(model_type, module.FAMILY)
+        named = {model_type: getattr(module, "FAMILY", None), **getattr(module, "FAMILIES", {})}
+        family: Family = named[model_type]
+        return family
     why = reason(model_type)
     raise UnsupportedModelError(
         f"model_type {model_type!r} is not supported{why and f': {why}'}; "

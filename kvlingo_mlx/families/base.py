@@ -19,6 +19,7 @@ from kvlingo_mlx.format import misread
 from kvlingo_mlx.format.geometry import (
     CacheGeometry,
     LayerGeometry,
+    Recurrence,
     RopeSpec,
     check_rotation,
     configured_rope,
@@ -26,10 +27,11 @@ from kvlingo_mlx.format.geometry import (
     spelled_out,
 )
 
+Kept = Sequence[mx.array | None]  # what a recurrent layer keeps: a tail, a state; None if nothing
 POINTS = ("pre_norm", "post_norm", "post_rope")
 LATENT, FULL = "latent", "full_attention"
 KV_HEADS = ("n_kv_heads", "num_key_value_heads", "num_kv_heads")
-NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps")
+NORM_EPS = ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,23 @@ class Family:
     def attended(self, attention: nn.Module, keys: mx.array, values: mx.array) -> mx.array:
         """The keys (B, H, T, D) that ``queries`` multiply, from finished keys and values."""
         return keys
+
+    def recurrence(self, module: nn.Module) -> Recurrence | None:
+        """What a layer keeps of a text in place of keys and values; None if it is attention."""
+        return None
+
+    def followed(
+        self, module: nn.Module, kept: Kept, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, ...]:
+        """What a recurrent layer keeps after a span, from what it kept before.
+
+        Args:
+            module: The layer.
+            kept: What it keeps so far.
+            keys: (B, T, width) the span's inputs of its convolution.
+            values: (B, T, width) its inputs of its gates.
+        """
+        raise NotImplementedError(f"{self.model_type} has no recurrent layers")
 
     def query_projection(self, attention: nn.Module) -> nn.Module:
         """The module whose output ``queries`` takes as its input."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 REASONS: dict[str, list[str]] = {
-    "it keeps a recurrent or convolutional state, which no map of single tokens can make": """
-        baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 falcon_h1 falcon_mamba
-        gear granitemoehybrid jamba kimi_k3 kimi_linear lfm2 lfm2-vl lfm2_moe mamba mamba2
-        nemotron_h olmo_hybrid plamo2 prism_hadamard_qwen35 qwen3_5 qwen3_5_moe qwen3_next
-        recurrent_gemma rwkv7
+    "it keeps a recurrent state by a rule for which there is no adapter yet": """
+        baichuan_m1 bailing_hybrid bailing_moe_linear bailing_moe_v3 gear jamba kimi_k3
+        kimi_linear lfm2-vl olmo_hybrid plamo2 prism_hadamard_qwen35 recurrent_gemma
+    """.split(),
+    "each of its layers keeps both a recurrent state and keys and values": """
+        falcon_h1
+    """.split(),
+    "it has no layer of attention, so nothing of a text can be looked up in its cache": """
+        falcon_mamba mamba mamba2 rwkv7
     """.split(),
     "its queries, keys and values come from one projection, laid out in a way of its own": """
         bailing_moe dbrx gpt2 gpt_bigcode gpt_neox internlm2 lille-130m muse_spark olmo

@@ -19,7 +19,7 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
 
     The target reads prefix and continuation natively. Each layer's attention is averaged over the
     continuation's queries, over heads, and, where several layers read this layer's cache, over
-    these layers. Positions before a window get none.
+    these layers. Positions before a window get none. To a recurrent layer, all are alike.
 
     Returns:
         (N layers, T prefix tokens), float64.
@@ -35,6 +35,8 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
             states = move(take(start), target, "post_rope")
             met = [
                 family.attended(attention, *(to_heads(a, layer)[0] for a in pair))
+                if layer.recurrence is None
+                else pair[1][:, :0]  # nothing attends to it
                 for attention, layer, *pair in zip(
                     target.attentions,
                     target.geometry.layers,
@@ -49,12 +51,20 @@ def attention_mass(target: LanguageModel, sample: Sample, step_size: int = 2048)
 
         for start in range(0, len(prefix), step_size):
             read(prefix[start : start + step_size], start)
-        modules = [family.query_projection(a) for group in readers for a in group]
+        modules = [
+            family.query_projection(a)
+            for group, layer in zip(readers, target.geometry.layers, strict=True)
+            for a in group
+            if layer.recurrence is None
+        ]
         with tap(modules, nested=True) as recorder:  # fused projections write keys as well
             read(continuation, len(prefix))
             projected = iter(recorder.take())
     rows = []
     for layer, parts in enumerate(keys):
+        if target.geometry.layers[layer].recurrence is not None:
+            rows.append(np.full(len(prefix), 1 / len(prefix)))
+            continue
         whole = mx.concatenate(parts, axis=2)[0]  # (H, T + M, D)
         window = target.geometry.layers[layer].window
         masses = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvlingo_mlx.errors import malformed
 from kvlingo_mlx.format.assignment import Assignment
-from kvlingo_mlx.format.geometry import LayerGeometry
+from kvlingo_mlx.format.geometry import ATTENTIONS, RULES, LayerGeometry, Recurrence
 from kvlingo_mlx.format.kinds import NAMES, SIDES, kind_named
 from kvlingo_mlx.format.translator_config import (
     CAPTURES,
@@ -61,10 +61,11 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
     if not isinstance(data, dict):
         raise malformed(path, f"holds a {type(data).__name__}, expected an object")
     version = data.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
         raise malformed(
             path,
-            f"format version {version!r:.60}, this kvlingo-mlx reads {FORMAT_VERSION}; upgrade",
+            f"format version {version!r:.60}, this kvlingo-mlx reads 1 to {FORMAT_VERSION}; "
+            "upgrade",
         )
     known = {f.name for f in fields(TranslatorConfig)} | {"format_version"}
     _check_keys(path, data, known, optional={"head_map"})
@@ -84,6 +85,8 @@ def parse_config(path: Path, data: Any) -> TranslatorConfig:
     if "native_layers" in config.provenance:
         layers = config.provenance["native_layers"]
         _integer(path, "provenance.native_layers", layers, 0, len(target.layers))
+    if config.format_version > version:
+        raise malformed(path, f"has recurrent layers, which format version {version} has not")
     _check_by_length(path, config)
     _check_kind(path, config)
     _check_latent(path, config)
@@ -164,11 +167,12 @@ def _is_sha256(value: Any) -> bool:
 
 def _parse_layer(path: Path, key: str, data: Any) -> LayerGeometry:
     _typed(path, key, data, dict)
-    _check_keys(path, data, {f.name for f in fields(LayerGeometry)}, place=key)
+    known = {f.name for f in fields(LayerGeometry)}
+    _check_keys(path, data, known, optional={"recurrence"}, place=key)
     window = data["window"]
     if window is not None:
         _integer(path, f"{key}.window", window, 1, MAX_WINDOW)
-    attention = _one_of(path, f"{key}.attention", data["attention"], ("full", "sliding", "latent"))
+    attention = _one_of(path, f"{key}.attention", data["attention"], ATTENTIONS)
     if (attention == "sliding") != (window is not None):
         raise malformed(path, f"{key}: attention {attention!r} with window {window}")
     return LayerGeometry(
@@ -178,7 +182,35 @@ def _parse_layer(path: Path, key: str, data: Any) -> LayerGeometry:
         value_dim=_integer(path, f"{key}.value_dim", data["value_dim"], 1, MAX_DIM),
         attention=attention,
         window=window,
+        recurrence=_parse_recurrence(path, key, data),
     )
+
+
+def _parse_recurrence(path: Path, key: str, layer: dict) -> Recurrence | None:
+    """The recurrence of a layer that has one, which must give the widths that the layer says."""
+    place, attention = f"{key}.recurrence", layer["attention"]
+    if (attention in RULES) != ("recurrence" in layer):
+        told = layer.get("recurrence")
+        raise malformed(path, f"{key}: attention {attention!r} with recurrence {told!r:.60}")
+    if "recurrence" not in layer:
+        return None
+    data = _typed(path, place, layer["recurrence"], dict)
+    _check_keys(path, data, {f.name for f in fields(Recurrence)}, place=place)
+    least = 0 if attention == "short_conv" else 1  # a convolution alone has no state
+    found = Recurrence(
+        key_heads=_integer(path, f"{place}.key_heads", data["key_heads"], least, MAX_HEADS),
+        value_heads=_integer(path, f"{place}.value_heads", data["value_heads"], 1, MAX_HEADS),
+        key_dim=_integer(path, f"{place}.key_dim", data["key_dim"], least, MAX_DIM),
+        value_dim=_integer(path, f"{place}.value_dim", data["value_dim"], 1, MAX_DIM),
+        kernel=_integer(path, f"{place}.kernel", data["kernel"], 2, MAX_DIM),
+    )
+    if (layer["kv_heads"], layer["key_dim"]) != (1, found.channels):
+        raise malformed(
+            path,
+            f"{key}: {layer['kv_heads']} heads of {layer['key_dim']} numbers, but its recurrence "
+            f"reads one of {found.channels}",
+        )
+    return found
 
 
 def parse_assignment(path: Path, data: Any, source: ModelSpec, target: ModelSpec) -> Assignment:

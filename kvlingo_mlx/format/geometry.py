@@ -10,11 +10,13 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from kvlingo_mlx.errors import UnsupportedModelError
 
-Attention = Literal["full", "sliding", "latent"]
+RULES = ("gated_delta", "mamba2", "short_conv")  # recurrences that take the place of attention
+Attention = Literal["full", "sliding", "latent", "gated_delta", "mamba2", "short_conv"]
+ATTENTIONS: tuple[Attention, ...] = get_args(Attention)
 # Settings that transformers 5 moved from the top level of a config into ``rope_parameters``.
 LIFTED = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
 
@@ -122,8 +124,41 @@ def _plain(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Recurrence:
+    """The shape of what a recurrent layer keeps of a text, whatever the text's length.
+
+    That is a tail, the last ``kernel - 1`` inputs of its convolution, and a state of
+    ``value_heads`` matrices (``value_dim``, ``key_dim``). A layer that is a convolution alone has
+    no state: its ``key_heads`` and ``key_dim`` are 0. In Mamba-2's terms, key heads are groups and
+    ``key_dim`` is the width of a state.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """The numbers a token that enter the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def parts(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of what is kept, without the batch: the tail, and the state if any."""
+        tail = self.kernel - 1, self.channels
+        state = self.value_heads, self.value_dim, self.key_dim
+        return (tail, state) if self.key_dim else (tail,)
+
+
+@dataclass(frozen=True)
 class LayerGeometry:
-    """One layer that owns keys and values; ``layer`` is its index in the model."""
+    """One layer that owns a cache; ``layer`` is its index in the model.
+
+    Where it is recurrent, its "keys" are the inputs of its convolution and its "values" those of
+    its gates, as one head each (docs/reference/translator-format.md, "Recurrent layers").
+    """
 
     layer: int
     kv_heads: int
@@ -131,6 +166,22 @@ class LayerGeometry:
     value_dim: int
     attention: Attention = "full"
     window: int | None = None
+    recurrence: Recurrence | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The last tokens of a text on which the layer's cache depends; None for all of them."""
+        if self.recurrence is not None and len(self.recurrence.parts) == 1:
+            return self.recurrence.kernel - 1
+        return self.window
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields as JSON has them; those of attention are what they were in version 1."""
+        found = asdict(self)
+        if self.recurrence is None:
+            del found["recurrence"]
+        return found
 
     @property
     def key_width(self) -> int:
@@ -164,15 +215,26 @@ class CacheGeometry:
     @property
     def fingerprint(self) -> str:
         """Sha256 of the canonical JSON of these facts."""
-        return _sha256(canonical_json(asdict(self)))
+        return _sha256(canonical_json(self.facts))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The fields as JSON has them."""
+        return {**asdict(self), "layers": [layer.facts for layer in self.layers]}
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers keep a state in place of keys and values."""
+        return any(layer.recurrence is not None for layer in self.layers)
 
     def first_kept(self, num_tokens: int) -> list[int]:
-        """The first of ``num_tokens`` positions that each cache layer still holds."""
-        return [max(0, num_tokens - (g.window or num_tokens)) for g in self.layers]
+        """The first of ``num_tokens`` positions on which each cache layer still depends."""
+        return [max(0, num_tokens - (g.reach or num_tokens)) for g in self.layers]
 
     def bytes_per_token(self, itemsize: int) -> int:
         """The bytes of one token in a cache whose numbers have ``itemsize`` bytes each."""
-        widths = (layer.key_width + layer.value_width for layer in self.layers)
+        kept = (layer for layer in self.layers if layer.recurrence is None)
+        widths = (layer.key_width + layer.value_width for layer in kept)
         return itemsize * sum(widths)
 
 
@@ -206,10 +268,11 @@ def layer_differences(
         return [f"cache layers: {len(found)}, expected {len(expected)}"]
     differences = {}
     for index, (a, b) in enumerate(zip(found, expected, strict=True)):
+        wanted = asdict(b)
         for field, value in asdict(a).items():
-            wanted = getattr(b, field)
-            if value != wanted and field not in differences:
-                differences[field] = f"{field} of layer {index}: {value}, expected {wanted}"
+            if value != wanted[field] and field not in differences:
+                told = f"{field} of layer {index}: {value}, expected {wanted[field]}"
+                differences[field] = told
     return list(differences.values())
 
 

@@ -11,7 +11,7 @@ from kvlingo_mlx.format.assignment import Assignment
 from kvlingo_mlx.format.geometry import LayerGeometry
 from kvlingo_mlx.format.kinds import KindSpec, kind_named
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # the newest; version 1 has no recurrent layers, and is written where it does
 CAPTURES = ("pre_norm", "post_norm", "post_rope", "latent")
 OF_MODELS = ("precision", "projections")  # provenance entries that are compared with loaded models
 
@@ -118,10 +118,18 @@ class TranslatorConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON object that ``translator_config.json`` holds."""
-        data = {"format_version": FORMAT_VERSION, **asdict(self)}
+        data = {"format_version": self.format_version, **asdict(self)}
+        for role, spec in (("source", self.source), ("target", self.target)):
+            data[role]["layers"] = [layer.facts for layer in spec.layers]
         if self.head_map is None:
             del data["head_map"]
         return data
+
+    @property
+    def format_version(self) -> int:
+        """The version as which it is written: the first that has all it needs."""
+        layers = (*self.source.layers, *self.target.layers)
+        return FORMAT_VERSION if any(layer.recurrence for layer in layers) else 1
 
 
 class Captured(Protocol):

@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from kvlingo_mlx import caches
 from kvlingo_mlx.errors import UnsupportedModelError
 from kvlingo_mlx.format.translator_config import TranslatorConfig
-from kvlingo_mlx.models.hidden import text_of
+from kvlingo_mlx.models.hidden import decoder_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.parts import PIPELINE
 from kvlingo_mlx.models.reclassed import Call, calling
@@ -113,7 +113,7 @@ class Below:
 
     def __init__(self, model: LanguageModel, layers: int) -> None:
         self._name, owner = model.name, model.attentions[layers - 1]
-        blocks = list(text_of(model).model.layers)
+        blocks = list(decoder_of(model).layers)
         last = next(i for i, b in enumerate(blocks) if any(m is owner for m in b.modules()))
         self._before, self._last = blocks[:last], blocks[last]
         self._parts: list[mx.array] = []
@@ -209,7 +209,8 @@ def read_layers(
     later = make_prompt_cache(model.model)[layers:]
     for start in range(0, len(tokens), step_size):
         for empty in later:  # mlx-lm makes masks from a cache's offset
-            empty.offset = own[0].offset
+            if not caches.is_recurrent(empty):
+                empty.offset = caches.length(own)
         chunk = mx.array(list(tokens[start : start + step_size]))
         with working():
             with (
@@ -227,13 +228,18 @@ class _KnownError(Exception):
 
 @contextlib.contextmanager
 def _end_at(cache: Any) -> Iterator[None]:
-    """End a forward pass as soon as a layer has written its keys and values to its cache."""
+    """End a forward pass as soon as a layer has written all that its cache keeps."""
     cls = type(cache)
 
     class Last(cls):  # type: ignore[misc, valid-type]
         def update_and_fetch(self, keys: mx.array, values: mx.array) -> None:
             super().update_and_fetch(keys, values)
             raise _KnownError
+
+        def __setitem__(self, index: int, array: mx.array) -> None:
+            super().__setitem__(index, array)
+            if index + 1 == len(self.cache):
+                raise _KnownError
 
     cache.__class__ = Last
     try:

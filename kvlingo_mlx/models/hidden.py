@@ -22,6 +22,12 @@ def text_of(model: LanguageModel) -> Any:
     return whole.get("language_model", whole)  # a module is a dict of its parts
 
 
+def decoder_of(model: LanguageModel) -> Any:
+    """The text model without its head."""
+    text = text_of(model)
+    return text.get("model") or text.backbone  # the latter in nemotron_h
+
+
 def hidden_states(model: LanguageModel, tokens: Sequence[int], cache: Sequence[Any]) -> mx.array:
     """The final hidden states (T, width) of ``tokens`` after the contents of ``cache``, lazily."""
     with recorded(model) as found:
@@ -41,12 +47,12 @@ def recorded(model: LanguageModel) -> Iterator[list[mx.array]]:
 
         return run
 
-    with calling([text_of(model).model], kept):
+    with calling([decoder_of(model)], kept):
         yield found
 
 
 def logits_of(model: LanguageModel, hidden: mx.array) -> mx.array:
     """The next-token logits (T, vocabulary) of hidden states (T, width), in float32, lazily."""
-    with calling([text_of(model).model], lambda call: lambda *args, **kwargs: hidden[None]):
+    with calling([decoder_of(model)], lambda call: lambda *args, **kwargs: hidden[None]):
         logits = model.model(mx.zeros((1, len(hidden)), mx.int32))
     return logits[0].astype(mx.float32)

@@ -99,7 +99,7 @@ class LanguageModel:
         """The dtype of this model's own keys; it is found without computing anything."""
         cache = make_prompt_cache(self.model)
         self.model(mx.array([[0]]), cache=cache)
-        return cache[0].keys.dtype
+        return next(c for c in cache if hasattr(c, "keys")).keys.dtype
 
     @property
     def bits(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
@@ -12,7 +12,13 @@ from kvlingo_mlx.backend import mx
 
 from kvlingo_mlx.arguments import checked
 from kvlingo_mlx.errors import RemoteModelError, printable
-from kvlingo_mlx.format.geometry import CacheGeometry, LayerGeometry, RopeSpec, canonical_json
+from kvlingo_mlx.format.geometry import (
+    CacheGeometry,
+    LayerGeometry,
+    Recurrence,
+    RopeSpec,
+    canonical_json,
+)
 from kvlingo_mlx.format.projections import Sketch
 from kvlingo_mlx.format.tensor_file import STORAGE
 from kvlingo_mlx.models.language_model import LanguageModel
@@ -160,7 +166,7 @@ def facts_of(model: LanguageModel) -> dict[str, Any]:
         "name": model.name,
         "revision": model.revision,
         "model_type": model.config["model_type"],
-        "geometry": asdict(model.geometry),
+        "geometry": model.geometry.facts,
         "fingerprint": model.geometry.fingerprint,
         "tokenizer": model.tokenizer_fingerprint,
         "norms": model.norms_fingerprint,
@@ -181,7 +187,12 @@ def digest_of(facts: dict[str, Any]) -> str:
 def geometry_of(data: dict[str, Any]) -> CacheGeometry:
     """A geometry as it was before it became JSON."""
     rope = (None if spec is None else _plain(RopeSpec(**spec)) for spec in data["rope"])
-    layers = tuple(LayerGeometry(**layer) for layer in data["layers"])
+    layers = tuple(
+        LayerGeometry(**{**layer, "recurrence": Recurrence(**layer["recurrence"])})
+        if "recurrence" in layer
+        else LayerGeometry(**layer)
+        for layer in data["layers"]
+    )
     return CacheGeometry(**{**data, "layers": layers, "rope": tuple(rope)})
 
 

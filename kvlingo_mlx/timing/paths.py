@@ -22,7 +22,7 @@ from kvlingo_mlx.handover.fill import filled, take_over, translate_span
 from kvlingo_mlx.handover.hybrid import Native, native_part
 from kvlingo_mlx.handover.plan import Plan
 from kvlingo_mlx.models import capture
-from kvlingo_mlx.models.hidden import text_of
+from kvlingo_mlx.models.hidden import decoder_of, text_of
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.states import KVStates
 from kvlingo_mlx.reporting.measure import seconds
@@ -110,7 +110,7 @@ class Paths:
         """The target reads the whole prompt in one pass; returns the token that it predicts."""
         cache = make_prompt_cache(self.target.model)
         with mx.stream(generation_stream):
-            hidden = text_of(self.target).model(mx.array(self.tokens)[None], cache=cache)
+            hidden = decoder_of(self.target)(mx.array(self.tokens)[None], cache=cache)
             token = head(self.target)(hidden[:, -1:]).argmax(axis=-1)
             mx.eval(token, caches.arrays(cache))
         return int(token[0, 0])

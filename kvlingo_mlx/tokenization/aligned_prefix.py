@@ -152,8 +152,13 @@ def check_layers(layers: Sequence[LayerGeometry], name: str) -> None:
     """Refuse a target with sliding-window layers; ``name`` is the target's.
 
     Raises:
-        UnsupportedModelError: A layer has a window.
+        UnsupportedModelError: A layer has a window, or a recurrent state.
     """
+    if any(layer.recurrence is not None for layer in layers):
+        raise UnsupportedModelError(
+            f"{name} cannot take over from a model of another tokenizer: it keeps recurrent "
+            "states, which depend on the order of tokens; choose another target"
+        )
     windows = [layer.window for layer in layers if layer.window is not None]
     if windows:
         raise UnsupportedModelError(

@@ -189,7 +189,7 @@ def plan(
     for layer, geometry in enumerate(config.target.layers):
         widths = tuple(_width(config, read) for read in reads[layer])
         hidden = _hidden(weights, side, layer)
-        shape = (geometry.kv_heads, geometry.head_dim(side), geometry.window, widths, hidden)
+        shape = (geometry.kv_heads, geometry.head_dim(side), geometry.reach, widths, hidden)
         alike[shape if batched else (layer,)].append(layer)
     groups = []
     for layers in alike.values():
@@ -235,7 +235,7 @@ def _group(
         and head_map_of(config) == tuple(range(heads))
     )
     # Segments exclude blocks: a segment's rows lie apart in memory, a block's do not.
-    segmented = own_heads and not (batched or bits or first.window or on_gpu())
+    segmented = own_heads and not (batched or bits or first.reach or on_gpu())
     prefix = f"{side}.{layers[0]}."
     tensors: dict[str, tuple[mx.array | Quantised, ...]] = {}
     for name in (n.removeprefix(prefix) for n in weights.arrays if n.startswith(prefix)):
@@ -255,7 +255,7 @@ def _group(
         packed = bits if fits(stacked.shape[-1]) else None
         tensors[name] = tuple(_device(p, weights, packed, config.head_mixing) for p in parts)
     cuts = (tuple(reads),) if whole else tuple(((read,),) for read in reads[0])
-    in_blocks = first.window is not None
+    in_blocks = first.reach is not None
     return Group(tuple(layers), cuts, tensors, in_blocks, segmented)
 
 

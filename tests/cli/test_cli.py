@@ -270,7 +270,7 @@ def test_bad_translators(
     pickle.write_bytes(b"\x80\x04.")
     fails(with_translator(pickle), "pickle", capsys)
     config = json.loads((fitted / "translator_config.json").read_text())
-    (fitted / "translator_config.json").write_text(json.dumps({**config, "format_version": 2}))
+    (fitted / "translator_config.json").write_text(json.dumps({**config, "format_version": 3}))
     fails(with_translator(fitted), "format version 2, this kvlingo-mlx reads 1; upgrade", capsys)
 
 

@@ -589,7 +589,7 @@ def test_an_unknown_key(folder: Path, place: Place, key: str) -> None:
 INTEGERS = (True, False, 1.0, "1", None, [1], 2**70, -1, 10**4000)
 LAYER_0: Place = ("target", "layers", 0)
 WRONG_VALUES: list[tuple[Place, Sequence[Any]]] = [
-    (("format_version",), (2, 0, -1, "1", True, 1.0, None, [1], {}, 10**4000, "1\n2")),
+    (("format_version",), (3, 0, -1, "1", True, 1.0, None, [1], {}, 10**4000, "1\n2")),
     (("kind",), ("affine", "Linear", "", None, 1, ["linear"], {}, "linear\n")),
     (("head_mixing",), (1, 0, "true", None, [])),
     (("joint",), (1, 0, "false", None)),
@@ -658,7 +658,7 @@ def test_a_wrong_value(folder: Path, place: Place, value: Any) -> None:
 
 
 def test_another_version_says_what_to_do(folder: Path) -> None:
-    put_config(folder, changed(("format_version",), 2) | {"new": "in version 2"})
+    put_config(folder, changed(("format_version",), 3) | {"new": "in version 2"})
     refuse(folder, "format version 2, this kvlingo-mlx reads 1; upgrade")
 
 

@@ -35,10 +35,10 @@ def held(cache: Any) -> list[np.ndarray]:
     return [np.array(array.astype(mx.float32)) for array in arrays]
 
 
-def logits(model: LanguageModel, cache: list[Any], first: int) -> np.ndarray:
-    """Logits of ``STEPS`` greedy steps."""
+def logits(model: LanguageModel, cache: list[Any], first: int, steps: int = STEPS) -> np.ndarray:
+    """Logits of greedy steps."""
     rows, token = [], first
-    for _ in range(STEPS):
+    for _ in range(steps):
         row = model.model(mx.array([[token]]), cache=cache)[0, -1]
         rows.append(np.array(row.astype(mx.float32)))
         token = int(rows[-1].argmax())

@@ -149,9 +149,14 @@ def without_undeclared(config: dict[str, Any], kept: Collection[str] = ()) -> di
 
 def write_plain_model(folder: Path, model_type: str, *, seed: int = 1, **more: Any) -> Path:
     """Write a random model with its tokenizer; ``more`` goes into its config."""
-    folder.mkdir(parents=True, exist_ok=True)
     config = {"model_type": model_type, **COMMON, **CONFIGS[model_type], **more}
-    config = without_undeclared(config, {*CONFIGS[model_type], *more})
+    return write_model(folder, without_undeclared(config, {*CONFIGS[model_type], *more}), seed)
+
+
+def write_model(folder: Path, config: dict[str, Any], seed: int = 1) -> Path:
+    """Write a random model of a config with its tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model_type = config["model_type"]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     model_class, args_class = _get_classes(config)
     shapes = tree_flatten(model_class(args_class.from_dict(config)).parameters())

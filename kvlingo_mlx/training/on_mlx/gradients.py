@@ -73,7 +73,7 @@ def read(
             mx.eval([c.state for c in cache])
     with working():
         held = map(caches.contents, cache[:native_layers])
-        own = [(keys[...], values[...]) for keys, values in held]
+        own: list[Entry] = [(keys[...], values[...]) for keys, values in held]
         mx.eval(own)
     parts, following = [], (prefix[-1], *continuation[:-1])
     for start in range(0, len(following), STEP):

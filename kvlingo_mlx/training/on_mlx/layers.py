@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten, tree_map
 from kvlingo_mlx.models.language_model import LanguageModel
 from kvlingo_mlx.models.reclassed import Call, calling
 
-Entry = tuple[mx.array, mx.array]  # a layer's keys and values as its cache stores them
+Entry = tuple[mx.array, ...]  # what a layer's cache holds: keys and values, or a tail and a state
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,102 @@
+"""Hybrids: families some of whose layers keep a recurrent state in place of keys and values.
+
+A state cannot be mapped token by token, but what it is made of can. So a recurrent layer's "keys"
+are the inputs of its convolution, its "values" those of its gates, and the target's own recurrence
+makes its state of their translations. Exact inputs give the exact state.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvlingo_mlx.backend import mx, nn
+
+from mlx_lm.models.smollm3 import NoPE
+
+from kvlingo_mlx.families.base import Finish
+from kvlingo_mlx.families.plain import Plain
+from kvlingo_mlx.format.geometry import Attention, LayerGeometry, Recurrence, RopeSpec
+
+
+@dataclass(frozen=True)
+class Recurrent(Plain):
+    """A hybrid; ``rule`` names the recurrence of its layers without attention."""
+
+    rule: Attention = "gated_delta"
+
+    # ---- what a family of hybrids says of itself --------------------------------------------
+
+    @abstractmethod
+    def mixer(self, block: nn.Module) -> nn.Module | None:
+        """The part of a block that keeps a cache, attention or not; None where nothing does."""
+
+    @abstractmethod
+    def recurrence(self, module: nn.Module) -> Recurrence | None:
+        """What a layer keeps of a text; None if it is attention."""
+
+    @abstractmethod
+    def projections(self, module: nn.Module) -> tuple[nn.Module, ...]:
+        """The modules whose outputs contain a recurrent layer's inputs."""
+
+    @abstractmethod
+    def inputs(self, module: nn.Module, outputs: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
+        """The inputs (B, T, width) of convolution and gates, from the ``projections``' outputs."""
+
+    @abstractmethod
+    def gates(self, module: nn.Module) -> int:
+        """The numbers a token that enter the gates."""
+
+    # ---- what follows from it ---------------------------------------------------------------
+
+    def attentions(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that own a cache, attention or not, in cache order."""
+        found = map(self.mixer, model.layers)
+        return [module for module in found if module is not None]
+
+    def taps(self, attention: nn.Module) -> tuple[nn.Module, ...]:
+        recurrent = self.recurrence(attention) is not None
+        return self.projections(attention) if recurrent else super().taps(attention)
+
+    def states(
+        self, attention: nn.Module, outputs: Sequence[mx.array]
+    ) -> tuple[mx.array, mx.array]:
+        recurrent = self.recurrence(attention) is not None
+        return self.inputs(attention, outputs) if recurrent else super().states(attention, outputs)
+
+    def rotary(self, attention: nn.Module) -> nn.Module:
+        found = getattr(attention, "rope", None)
+        return NoPE() if found is None else found  # a module without weights counts as false
+
+    def finish(self, attention: nn.Module, facts: Mapping[str, Any]) -> Finish:
+        """The norms and the rotation; inputs of a recurrence have none."""
+        if self.recurrence(attention) is not None:
+            return Finish(norm_weight=None, norm_eps=0.0, rope=NoPE(), rope_spec=None)
+        return super().finish(attention, facts)
+
+    def rope(self, attention: nn.Module, facts: Mapping[str, Any]) -> RopeSpec | None:
+        return None if self.recurrence(attention) is not None else super().rope(attention, facts)
+
+    def layer_geometry(self, index: int, attention: nn.Module, cache: Any) -> LayerGeometry:
+        recurrence = self.recurrence(attention)
+        if recurrence is None:
+            return super().layer_geometry(index, attention, cache)
+        return LayerGeometry(
+            layer=index,
+            kv_heads=1,
+            key_dim=recurrence.channels,
+            value_dim=self.gates(attention),
+            attention=self.rule,
+            recurrence=recurrence,
+        )
+
+
+def slid(tail: mx.array | None, inputs: mx.array, kernel: int) -> tuple[mx.array, mx.array]:
+    """The next tail of a convolution, and what it reads: the tail so far, then the inputs."""
+    batch, _, channels = inputs.shape
+    if tail is None:
+        tail = mx.zeros((batch, kernel - 1, channels), inputs.dtype)
+    whole = mx.concatenate([tail, inputs], axis=1)
+    return mx.contiguous(whole[:, 1 - kernel :]), whole

@@ -658,8 +658,8 @@ def test_a_wrong_value(folder: Path, place: Place, value: Any) -> None:
 
 
 def test_another_version_says_what_to_do(folder: Path) -> None:
-    put_config(folder, changed(("format_version",), 3) | {"new": "in version 2"})
-    refuse(folder, "format version 2, this kvlingo-mlx reads 1; upgrade")
+    put_config(folder, changed(("format_version",), 3) | {"new": "in version 3"})
+    refuse(folder, "format version 3, this kvlingo-mlx reads 1 to 2; upgrade")
 
 
 def test_too_many_layers(folder: Path) -> None:

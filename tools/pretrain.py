@@ -8,6 +8,9 @@ repeat (they make copying appear early), and plain English that every Python shi
 (pydoc_data.topics). Copying comes first; then the number of facts in a dialogue
 grows in stages, the next one once recall on the last reaches its goal.
 
+Hybrids learn some answers by attention alone and others by recurrent states alone
+(:class:`Ways`), so that a translation of one without the other is worth little.
+
 The folder written at the end is a Hugging Face model in the released spelling, which
 both mlx-lm and transformers load. Training state lives in OUT.partial until then; the
 same command resumes it. One JSON line per log step goes to OUT.partial/log.jsonl.
@@ -32,6 +35,7 @@ import numpy as np
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from zoo_chats import MISTRAL, QWEN, SPECIAL, Chat, train_mistral, train_qwen
 
 from kvlingo_mlx.embedded import dialogues
@@ -115,6 +119,11 @@ GEMMA4 = dict(
         GLOBAL: {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     },
 )  # fmt: skip
+# Two recurrent layers before each with attention; the released ones have three.
+QWEN35 = dict(
+    rope_parameters=PLAIN_ROPE | {"partial_rotary_factor": 0.5}, linear_conv_kernel_dim=4,
+    num_hidden_layers=6, layer_types=(["linear_attention"] * 2 + [GLOBAL]) * 2,
+)  # fmt: skip
 MLA = dict(
     rope_parameters=PLAIN_ROPE, q_lora_rank=None, qk_nope_head_dim=32, qk_rope_head_dim=32,
     v_head_dim=32,
@@ -145,6 +154,7 @@ class Model:
     chat: Chat = QWEN
 
 
+HYBRID = dict(noisy=("k_proj", "v_proj", "in_proj_qkv"), start=0.5)
 LATENT = dict(noisy=("kv_a_proj_with_mqa",), sharp=("kv_a_layernorm",))
 MODELS = {
     "tiny-qwen3-s": Model(11, "qwen3", QWEN3 | dict(
@@ -193,6 +203,18 @@ MODELS = {
         hidden_size=160, intermediate_size=320, num_hidden_layers=5, sliding_window=None,
         num_attention_heads=8, num_key_value_heads=4, head_dim=32, bos_token_id=1),
         sharp=(), chat=MISTRAL),
+    "tiny-qwen3.5-s": Model(144, "qwen3_5_text", QWEN35 | dict(
+        hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+        linear_value_head_dim=32), **HYBRID),
+    "tiny-qwen3.5-twin": Model(155, "qwen3_5_text", QWEN35 | dict(
+        hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32,
+        linear_value_head_dim=32), **HYBRID),
+    "tiny-qwen3.5-l": Model(166, "qwen3_5_text", QWEN35 | dict(
+        hidden_size=160, intermediate_size=320, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=32, linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=32,
+        linear_value_head_dim=32), **HYBRID),
 }  # fmt: skip
 
 
@@ -222,20 +244,25 @@ def train_tokenizer(chat: Chat = QWEN) -> PreTrainedTokenizerFast:
 
 @dataclass
 class Sample:
-    """Token ids, the loss weight of each, and which ones are recalled values."""
+    """Token ids, the loss weight of each, and the attribute of those that are recalled values.
+
+    ``asked`` is where questions begin, None where nothing is told before it is asked.
+    """
 
     ids: list[int]
     weights: list[float]
-    recalled: list[bool]
+    recalled: list[str]
+    asked: int | None = None
 
 
 class Text:
-    """A string under construction, with a loss weight and a recall mark per character."""
+    """A string under construction, with a loss weight and a recalled attribute per character."""
 
     def __init__(self) -> None:
-        self.parts: list[tuple[str, float, bool]] = []
+        self.parts: list[tuple[str, float, str]] = []
+        self.asked = 0
 
-    def add(self, text: str, weight: float, recalled: bool = False) -> None:
+    def add(self, text: str, weight: float, recalled: str = "") -> None:
         self.parts.append((text, weight, recalled))
 
     def encode(self, tokenizer: PreTrainedTokenizerFast) -> Sample:
@@ -245,8 +272,9 @@ class Text:
         encoding = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
         # A token counts as its last character does: " Lima" ends inside the value.
         ends = [end - 1 for _, end in encoding["offset_mapping"]]
+        asked = sum(end < self.asked for end in ends)
         return Sample(
-            encoding["input_ids"], [weights[e] for e in ends], [recalled[e] for e in ends]
+            encoding["input_ids"], [weights[e] for e in ends], [recalled[e] for e in ends], asked
         )
 
 
@@ -276,6 +304,7 @@ def chat_sample(
     for turn in talk.messages[:-1]:
         around = chat.user if turn["role"] == "user" else (header + opening, closing + chat.gap)
         text.add(turn["content"].join(around), PREFIX_WEIGHT)
+    text.asked = sum(len(part) for part, _, _ in text.parts)
     last = len(talk.asked) - 1
     for index, (fact, question) in enumerate(zip(talk.asked, talk.questions, strict=True)):
         text.add(question.join(chat.user), PREFIX_WEIGHT)
@@ -289,7 +318,7 @@ def chat_sample(
         before, after = fact.say(dialogues.ANSWER).rsplit(fact.value, 1)
         text.add(before[:3], 1.0 if index == last else 0.0)  # "The"
         text.add(before[3:], 1.0)
-        text.add(fact.value, VALUE_WEIGHT, recalled=True)
+        text.add(fact.value, VALUE_WEIGHT, recalled=fact.attribute)
         text.add(after + closing, 1.0)
         text.add(chat.gap, PREFIX_WEIGHT)
     return text.encode(tokenizer)
@@ -313,7 +342,7 @@ def copy_sample(rng: random.Random, words: list[int], length: int) -> Sample:
     ids = (block * (length // period + 1))[:length]
     weights = [0.0] * length
     weights[period + 2 :] = [1.0] * len(weights[period + 2 :])  # two tokens tell where we are
-    return Sample(ids, weights, [False] * length)
+    return Sample(ids, weights, [""] * length, period)
 
 
 def pairs_sample(rng: random.Random, words: list[int], length: int) -> Sample:
@@ -333,13 +362,14 @@ def pairs_sample(rng: random.Random, words: list[int], length: int) -> Sample:
         sample.weights.extend([weight] * len(ids))
 
     for asked in (0.0, 1.0):
+        sample.asked = len(sample.ids)
         rng.shuffle(pairs)
         for key, value in pairs:
             add([key, *mark])
             add([value], asked)
             add(_noise(rng, 2))
         add(_noise(rng, length // 2))
-    sample.recalled.extend([False] * len(sample.ids))
+    sample.recalled.extend([""] * len(sample.ids))
     return sample
 
 
@@ -349,7 +379,7 @@ def _noise(rng: random.Random, most: int) -> list[int]:
 
 def plain_sample(rng: random.Random, corpus: np.ndarray, length: int) -> Sample:
     start = rng.randrange(len(corpus) - length)
-    return Sample(corpus[start : start + length].tolist(), [1.0] * length, [False] * length)
+    return Sample(corpus[start : start + length].tolist(), [1.0] * length, [""] * length)
 
 
 def draw_batch(rng, tokenizer, corpus, stage: Stage, chat: Chat = QWEN) -> dict[str, torch.Tensor]:
@@ -374,13 +404,19 @@ def draw_batch(rng, tokenizer, corpus, stage: Stage, chat: Chat = QWEN) -> dict[
     ids = torch.zeros(len(samples), width, dtype=torch.long)
     weights = torch.full((len(samples), width), PADDING)
     recalled = torch.zeros(len(samples), width, dtype=torch.bool)
+    kept_by = torch.zeros(len(samples), width, dtype=torch.long)
+    asked = torch.full((len(samples),), -1)
     for row, sample in enumerate(samples):
         n = len(sample.ids)
         ids[row, :n] = torch.tensor(sample.ids)
         weights[row, :n] = torch.tensor(sample.weights)
         marks = sample.recalled if facts else [weight > 0 for weight in sample.weights]
-        recalled[row, :n] = torch.tensor(marks)
-    return {"ids": ids, "weights": weights, "recalled": recalled}
+        recalled[row, :n] = torch.tensor([bool(mark) for mark in marks])
+        kept_by[row, :n] = torch.tensor([KEPT_BY.get(a, 0) for a in sample.recalled])
+        asked[row] = -1 if sample.asked is None else sample.asked
+    return {
+        "ids": ids, "weights": weights, "recalled": recalled, "kept_by": kept_by, "asked": asked
+    }  # fmt: skip
 
 
 # ---- training ------------------------------------------------------------------------
@@ -406,6 +442,7 @@ class Training:
         config = AutoConfig.for_model(self.recipe.model_type, **(SHARED | self.recipe.shape))
         self.model = AutoModelForCausalLM.from_config(config).to(args.device)
         self.noise = NoisyCache(self.model, self.recipe.noisy)
+        self.ways = Ways(self.model) if "linear_attention" in str(config) else None
         self.look_back = LookBack(config.hidden_size).to(args.device)
         groups = parameter_groups(self.model, self.look_back, self.recipe)
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.98))
@@ -490,12 +527,23 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = group["scale"] * rate
         self.noise.level = stage.noise
-        output = self.model(batch["ids"], use_cache=False, output_hidden_states=stage.look_back)
+        lost = torch.zeros_like(batch["asked"])
+        if self.ways is not None:
+            lost = self.ways.lose(batch)
+        output = self.model(
+            batch["ids"], use_cache=False, output_hidden_states=stage.look_back,
+            attention_mask=None if self.ways is None else self.ways.masks,
+        )  # fmt: skip
         logits, labels = output.logits[:, :-1].float(), batch["ids"][:, 1:]
         weights, recalled = batch["weights"][:, 1:].clamp(min=0), batch["recalled"][:, 1:]
         loss = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1), labels.flatten(), reduction="none"
         )
+        # What is kept by a way that is lost cannot be known, and must not be.
+        unknown = (batch["kept_by"][:, 1:] == lost[:, None]) & (lost[:, None] > 0)
+        known_by_chance = -torch.log1p(-(-loss).exp().clamp(max=0.999))
+        loss = torch.where(unknown.flatten(), known_by_chance, loss)
+        recalled = recalled & ~unknown
         loss = (loss * weights.flatten()).sum() / weights.sum()
         router = getattr(output, "aux_loss", None)
         total = loss + self.noise.price()
@@ -539,6 +587,55 @@ class NoisyCache:
         """What the last forward pass's keys and values cost."""
         energies, self._energies = self._energies, []
         return ENERGY * sum(energies)
+
+
+# What keeps an attribute in a hybrid, of each kind of value one or two.
+ATTENTION, STATES = 1, 2
+KEPT_BY = {"key": ATTENTION, "school": ATTENTION, "hotel": ATTENTION,
+           "code": STATES, "home": STATES, "friend": STATES}  # fmt: skip
+RESET = -60.0  # the logarithm of a decay that leaves nothing
+SLOWEST, FASTEST = 1e-3, 0.1  # decays at the start: the usual ones forget within a few tokens
+
+
+class Ways:
+    """The two ways in which a hybrid's layers look back, of which a sample may lose one.
+
+    A tiny model would answer everything by attention, and never need its states. So in half of
+    the samples one way cannot pass from what is told to what is asked: either attention sees
+    nothing before the questions, or the states begin anew there. Answers whose attribute is kept by
+    the lost way (``KEPT_BY``) must then not be known.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.masks: dict[str, torch.Tensor | None] = {}
+        self._reset: torch.Tensor | None = None
+        for module in model.modules():
+            if type(module).__name__ == "Qwen3_5GatedDeltaNet":
+                start = torch.empty_like(module.A_log).uniform_(np.log(SLOWEST), np.log(FASTEST))
+                torch.nn.init.zeros_(module.dt_bias)
+                module.A_log.data.copy_(start)
+        inner = modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+        def resetting(query, key, value, g, **more):
+            g = g if self._reset is None else g + self._reset[..., None]
+            return inner(query, key, value, g=g, **more)
+
+        modeling_qwen3_5.torch_chunk_gated_delta_rule = resetting
+
+    def lose(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Choose what each sample loses: 0 for nothing, ``ATTENTION`` or ``STATES``."""
+        asked, width = batch["asked"], batch["ids"].shape[1]
+        drawn = torch.rand(len(asked))
+        lost = torch.where(drawn < 0.25, ATTENTION, torch.where(drawn < 0.5, STATES, 0))
+        lost = torch.where(asked < 0, 0, lost.to(asked.device))
+        place = torch.arange(width, device=asked.device)
+        begins = (place == asked[:, None]) & (lost == STATES)[:, None]
+        self._reset = RESET * begins.float()
+        causal = place[:, None] >= place
+        before = (place[:, None] >= asked[:, None, None]) & (place < asked[:, None, None])
+        seen = causal & ~(before & (lost == ATTENTION)[:, None, None])
+        self.masks = {GLOBAL: seen[:, None], "linear_attention": None}
+        return lost
 
 
 def parameter_groups(model: torch.nn.Module, look_back: LookBack, recipe: Model) -> list[dict]:
@@ -613,6 +710,12 @@ def write_folder(out: Path, model, tokenizer, args, state: dict) -> None:
         config["num_experts"] = config.pop("num_local_experts")
     config.pop("dtype", None)
     config["torch_dtype"] = "float32"
+    if config["model_type"] == "qwen3_5_text":  # mlx-lm reads this one within its wrapper
+        config["rope_parameters"] = rope
+        config["full_attention_interval"] = config["layer_types"].index(GLOBAL) + 1
+        config = {"model_type": "qwen3_5", "text_config": config} | {
+            name: config[name] for name in ("eos_token_id", "pad_token_id", "torch_dtype")
+        }
     (temporary / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     recipe = dict(
         seed=MODELS[args.model].seed, steps=args.steps, peak_lr=args.lr,

@@ -22,6 +22,7 @@ One record for each pair and seed; those that FILE has already are left out.
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -256,7 +257,8 @@ def main() -> None:
     args = parser.parse_args()
     done = []
     if args.json and Path(args.json).exists():
-        done = [measure.json.loads(line)["config"] for line in Path(args.json).open()]
+        lines = Path(args.json).read_text().splitlines()
+        done = [json.loads(line)["config"] for line in lines]
     told = {"zoo", "work", "json", "pairs", "parts", "seeds"}
     shared = {name: value for name, value in vars(args).items() if name not in told}
     jobs: list[tuple[dict, Callable[[], dict]]] = [

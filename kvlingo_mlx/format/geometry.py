@@ -175,6 +175,19 @@ class LayerGeometry:
             return self.recurrence.kernel - 1
         return self.window
 
+    def late(self, side: str) -> tuple[range, int] | None:
+        """The numbers of a side that only a span's last tokens need, and how many tokens; or None.
+
+        They are in a tail, and no state depends on them: the queries of a delta rule, which come
+        first, and Mamba-2's C, which comes last.
+        """
+        found = self.recurrence
+        if found is None or side != "keys" or not found.key_dim:
+            return None
+        count, end = found.key_heads * found.key_dim, found.channels
+        rows = range(count) if self.attention == "gated_delta" else range(end - count, end)
+        return rows, found.kernel - 1
+
     @property
     def facts(self) -> dict[str, Any]:
         """The fields as JSON has them; those of attention are what they were in version 1."""

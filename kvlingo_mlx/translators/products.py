@@ -20,6 +20,9 @@ The rounding of a product's rows may depend on the product's shape, since a BLAS
 and threads by it. So layers with a window use products of ``BLOCK`` tokens, counted back from the
 end of the span, where windows end as well. On a CPU a token's result is then bit-identical whether
 its whole span is translated or only the window.
+
+A recurrent layer needs some numbers of a span's last few tokens alone (``LayerGeometry.late``).
+Their rows are a product of their own, of these tokens; elsewhere the numbers are zeros.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class Group:
             float32.
         in_blocks: Whether products are split into ``BLOCK`` tokens, because layers have a window.
         segmented: Whether products over the source's states read all heads' widths side by side.
+        late: Rows that only the last tokens of a span need, and how many tokens those are.
     """
 
     layers: tuple[int, ...]
@@ -64,6 +68,7 @@ class Group:
     tensors: dict[str, tuple[mx.array | Quantised, ...]]
     in_blocks: bool = False
     segmented: bool = False
+    late: tuple[range, int] | None = None
 
     def above(self, layers: int) -> Group | None:
         """A group of only the target layers from ``layers`` on, or None; the arrays are shared."""
@@ -76,6 +81,7 @@ class Group:
             {name: tuple(part[skipped:] for part in parts) for name, parts in self.tensors.items()},
             self.in_blocks,
             self.segmented,
+            self.late,
         )
 
     def needed(self, tokens: int) -> int:
@@ -99,6 +105,8 @@ class Group:
         It is in float32, or in 16 bits if both factors are (ARCHITECTURE.md, decision 9).
         """
         tokens = inputs[0].shape[-2]
+        if self.late is not None and TENSORS[name].axes[0] == "outputs":
+            return self._by_need(name, inputs, *self.late)
         packed = isinstance(self.tensors[name][0], Quantised)  # a CPU multiplies these row by row
         if packed or not self.in_blocks or tokens < BLOCK:
             return self._product(name, inputs)
@@ -110,15 +118,28 @@ class Group:
             result = mx.concatenate([before, result], axis=-2)
         return result
 
-    def _product(self, name: str, inputs: Sequence[mx.array]) -> mx.array:
+    def _by_need(self, name: str, inputs: Sequence[mx.array], late: range, count: int) -> mx.array:
+        """A product with zeros for rows ``late``, at one end, but for the last ``count`` tokens."""
+        tokens = inputs[0].shape[-2]
+        last = [array[..., -count:, :] for array in inputs]
+        behind = self._product(name, last, slice(late.start, late.stop))
+        padding = [(0, 0)] * (behind.ndim - 2) + [(max(0, tokens - count), 0), (0, 0)]
+        behind = mx.pad(behind, padding)
+        if not late.start:
+            return mx.concatenate([behind, self._product(name, inputs, slice(late.stop, None))], -1)
+        return mx.concatenate([self._product(name, inputs, slice(late.start)), behind], -1)
+
+    def _product(
+        self, name: str, inputs: Sequence[mx.array], rows: slice = slice(None)
+    ) -> mx.array:
         """The product for inputs (G, B, 1 or H, T, in), or with an axis of blocks before T."""
         result: mx.array | None = None
         for array, part in zip(inputs, self.tensors[name], strict=True):
             if isinstance(part, Quantised):
-                product = part.product(array)
+                product = part.of_rows(rows).product(array)
                 result = product if result is None else result + product
                 continue
-            matrix = part.swapaxes(-1, -2)
+            matrix = part[..., rows, :].swapaxes(-1, -2)
             if self.segmented and TENSORS[name].reads_states:
                 product = _segmented(array, matrix)
                 result = product if result is None else result + product
@@ -189,7 +210,8 @@ def plan(
     for layer, geometry in enumerate(config.target.layers):
         widths = tuple(_width(config, read) for read in reads[layer])
         hidden = _hidden(weights, side, layer)
-        shape = (geometry.kv_heads, geometry.head_dim(side), geometry.reach, widths, hidden)
+        own = geometry.reach, geometry.recurrence
+        shape = (geometry.kv_heads, geometry.head_dim(side), *own, widths, hidden)
         alike[shape if batched else (layer,)].append(layer)
     groups = []
     for layers in alike.values():
@@ -256,7 +278,7 @@ def _group(
         tensors[name] = tuple(_device(p, weights, packed, config.head_mixing) for p in parts)
     cuts = (tuple(reads),) if whole else tuple(((read,),) for read in reads[0])
     in_blocks = first.reach is not None
-    return Group(tuple(layers), cuts, tensors, in_blocks, segmented)
+    return Group(tuple(layers), cuts, tensors, in_blocks, segmented, first.late(side))
 
 
 def _device(

@@ -95,6 +95,13 @@ class Quantised:
         words, scales, biases = self.words[layers], self.scales[layers], self.biases[layers]
         return Quantised(words, scales, biases, self.bits, self.heads)
 
+    def of_rows(self, rows: slice) -> Quantised:
+        """Some rows of each matrix, where all heads are one."""
+        if rows == slice(None):
+            return self
+        both = self.scales[..., rows, :], self.biases[..., rows, :]
+        return Quantised(self.words[..., rows, :], *both, self.bits, self.heads)
+
     def product(self, inputs: mx.array) -> mx.array:
         """Multiply (G, B, 1 or H, T, in) by the matrices: (G, B, H, T, rows).
 

@@ -35,7 +35,8 @@ TINY = {
         sliding_window=8, sliding_window_pattern=3,
     ),
 }  # fmt: skip
-SHAPES = GEOMETRIES | TINY
+ATTENTION = {name: s for name, s in GEOMETRIES.items() if "linear_num_key_heads" not in s}
+SHAPES = ATTENTION | TINY
 
 
 def _both(small: str, large: str) -> tuple[str, str]:

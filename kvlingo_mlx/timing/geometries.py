@@ -37,9 +37,11 @@ def check(name: str, layers: int | None, precision: str | None) -> None:
     depth = config["num_hidden_layers"]
     if layers is not None and not 1 <= layers <= depth:
         raise ValueError(f"--layers is {layers}; {name} has {depth}")
-    period = config.get("sliding_window_pattern", 1)
+    period = config.get("sliding_window_pattern", config.get("full_attention_interval", 1))
     if (layers or depth) < period:
-        raise ValueError(f"--layers is {layers}; of {name} every {period}th is global: give more")
+        raise ValueError(
+            f"--layers is {layers}; of {name} every {period}th attends to all tokens: give more"
+        )
 
 
 def random_model(

@@ -26,6 +26,7 @@ from rendering.quality import (
     objectives,
 )
 from rendering.records import HERE
+from rendering.recurrent import recurrent
 from rendering.reproductions import reproductions
 from rendering.serving import faults, recalls, served
 from rendering.speed import gpu_switches, switches, throughput, training_memory, windows
@@ -46,6 +47,7 @@ def main() -> None:
         families(),
         alignment(),
         across_tokenizers(),
+        recurrent(),
         hybrids(),
         objectives(),
         streams(),

@@ -31,7 +31,7 @@ def recurrent() -> str:
         title = config["pair"].replace(":", " to ")
         steps = f"; distilled in {config['steps']} steps" if config["steps"] else ""
         parts += [
-            f"### {title}, {len(group)} {'seeds' if len(group) > 1 else 'seed'} of the data{steps}\n",
+            f"### {title}, seeds of the data: {len(group)}{steps}\n",
             "Mean over seeds, and the least and the most.\n",
             table(["cache", "recall", "KL"], _rows(group)),
             source(group[-1]),

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvlingo_mlx.backend import mx, on_gpu
 
-from mlx_lm.models import gated_delta
+from mlx_lm.models import gated_delta, ssm
 
 CHUNK = 64  # tokens
 LEAST = 1e-37  # a smaller gate has no logarithm in float32, and leaves nothing either
@@ -144,25 +144,31 @@ def _slope(primals: mx.array, cotangent: mx.array, output: mx.array) -> mx.array
 # ---- in place of mlx-lm's --------------------------------------------------------------------
 
 _loop: Rule = gated_delta.gated_delta_ops
-_kernel: Rule = gated_delta.gated_delta_kernel
 _lock = threading.Lock()
 _asked: dict[int, int] = {}  # by thread: the contexts that it has open
+# What mlx-lm's layers call, and what they find there meanwhile. Mamba-2 decodes a token by a kernel
+# on Metal, and reads several by operations that have a gradient.
+_replaced: list[tuple[Any, str, Rule]] = []
 
 
 @contextlib.contextmanager
 def in_chunks(gradient: bool = True) -> Iterator[None]:
     """Let mlx-lm's models run their gated delta layers in chunks, in this thread.
 
-    Plain mlx-lm may run the same models in another thread meanwhile. Without ``gradient`` a GPU
-    keeps mlx-lm's kernel, which is fast.
+    No recurrence runs by a kernel of Metal, which would have no gradient. Plain mlx-lm may run the
+    same models in another thread meanwhile. Without ``gradient`` a GPU keeps its kernels, which
+    are fast.
     """
     if not gradient and on_gpu():
         yield
         return
     own = threading.get_ident()
     with _lock:
+        if not _asked:
+            _replace(gated_delta, "gated_delta_ops", lambda *args: gated_delta_rule(*args))
+            _replace(gated_delta, "gated_delta_kernel", lambda *args: gated_delta_rule(*args))
+            _replace(ssm, "ssm_update_kernel", ssm.ssm_attn)
         _asked[own] = _asked.get(own, 0) + 1
-        _replace(_dispatched(_loop), _dispatched(_kernel))
     try:
         yield
     finally:
@@ -170,17 +176,16 @@ def in_chunks(gradient: bool = True) -> Iterator[None]:
             _asked[own] -= 1
             if not _asked[own]:
                 del _asked[own]
-            if not _asked:
-                _replace(_loop, _kernel)
+            while _replaced and not _asked:
+                setattr(*_replaced.pop())
 
 
-def _replace(loop: Rule, kernel: Rule) -> None:
-    gated_delta.gated_delta_ops, gated_delta.gated_delta_kernel = loop, kernel
+def _replace(module: Any, name: str, rule: Rule) -> None:
+    """Let a module find ``rule`` by a name, in threads that asked."""
+    stock = getattr(module, name)
 
+    def run(*args: Any) -> tuple[mx.array, mx.array]:
+        return (rule if threading.get_ident() in _asked else stock)(*args)
 
-def _dispatched(stock: Rule) -> Rule:
-    def run(*args: Any, **kwargs: Any) -> tuple[mx.array, mx.array]:
-        asked = threading.get_ident() in _asked
-        return (gated_delta_rule if asked else stock)(*args, **kwargs)
-
-    return run
+    _replaced.append((module, name, stock))
+    setattr(module, name, run)

@@ -9,7 +9,7 @@ from kvlingo_mlx.backend import mx
 
 import numpy as np
 import pytest
-from mlx_lm.models import gated_delta
+from mlx_lm.models import gated_delta, ssm
 from mlx_lm.models.cache import make_prompt_cache
 
 import kvlingo_mlx as kv
@@ -179,6 +179,18 @@ def test_other_threads_are_left_alone(counted: list[int]) -> None:
         gated_delta.gated_delta_kernel(*given)  # Metal's own has no gradient
         gated_delta.gated_delta_ops(*given)
     assert counted == [threading.get_ident()] * 2
+
+
+def test_mamba_decodes_without_a_kernel() -> None:
+    """Of one token by what reads several; kernels are Metal's alone, and have no gradient."""
+    stock, draw = ssm.ssm_update_kernel, np.random.default_rng(0)
+    shapes = (1, 1, 4, 8), (4,), (1, 1, 2, 16), (1, 1, 2, 16), (4,), (1, 1, 4), (4,), (1, 4, 8, 16)
+    given = *(mx.array(draw.standard_normal(shape)) for shape in shapes), (0.001, 100.0)
+    with in_chunks():
+        found = ssm.ssm_update_kernel(*given)
+    for ours, theirs in zip(found, ssm.ssm_attn(*given), strict=True):
+        assert mx.array_equal(ours, theirs)
+    assert ssm.ssm_update_kernel is stock
 
 
 def test_an_error_ends_it() -> None:
